@@ -1,0 +1,205 @@
+"""Turn a model into this rank's part of a plan: stage, tensor parallel, recompute, numbers and shards."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import Function
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map
+
+from ..planner.plan import LayerPlan, Plan
+from .initialise import BUILD_LIMIT_BYTES, Materialiser, initial_values, model_bytes
+from .mesh import Mechanism, RankMesh, mechanism
+from .recompute import check_recompute, recompute
+from .tensor import ParameterCut, TensorLayout, apply_tensor_parallel
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass
+class AppliedModel:
+    """This rank's part of a model.
+
+    module: what to call, and what holds the parameters; `prefix` stands before their original names. model: the
+    user's module in it. layout: what tensor parallelism did. units: (fully_shard unit, gives parameters back).
+    Replicas (mechanism "ddp") are not wrapped yet: what DDP must leave out is seen in the first forward.
+    """
+
+    module: nn.Module
+    model: nn.Module
+    prefix: str
+    mechanism: Mechanism
+    layout: TensorLayout
+    units: list[tuple[FSDPModule, bool]]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of this rank by original name, tied ones under their first."""
+        return {n.removeprefix(self.prefix): p for n, p in self.module.named_parameters()}
+
+    def cut(self, name: str) -> ParameterCut | None:
+        """How tensor parallelism divided a parameter; None if it is whole."""
+        return self.layout.cuts.get(name)
+
+
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """Raise ValueError if the plan was made for another model. model: on the meta device, whole."""
+    found = dict(model.named_parameters(remove_duplicate=False))
+    planned = {name for stage in plan.stages for layer in stage.layers for name in layer.parameters}
+    missing = sorted(planned - found.keys())
+    if missing:
+        raise ValueError(
+            f"the plan is for {plan.model.name} of {plan.model.source}, with a parameter {missing[0]} that this "
+            f"{type(model).__name__} has not; plan this model, or give the model that was planned"
+        )
+    # num_parameters counts tied parameters once, and so does the set of objects.
+    count = sum(p.numel() for p in {id(found[n]): found[n] for n in planned}.values())
+    if count != plan.model.num_parameters:
+        raise ValueError(
+            f"the plan is for {plan.model.name} with {plan.model.num_parameters:,} parameters, this "
+            f"{type(model).__name__} has {count:,}; plan this model, or give the model that was planned"
+        )
+
+
+def build_on_meta(model_fn: Callable[[], nn.Module], plan: Plan) -> nn.Module:
+    """The whole model, without memory. Raises ValueError if the plan is not for it."""
+    with torch.device("meta"):
+        model = model_fn()
+    check_model(model, plan)
+    return model
+
+
+def apply_plan(
+    model: nn.Module, model_fn: Callable[[], nn.Module], plan: Plan, mesh: RankMesh, loss: Loss | None, seed: int
+) -> AppliedModel:
+    """This rank's part of `model`, with its numbers. model: of build_on_meta; changed in place.
+
+    The order matters: on meta -> stage -> tensor parallel -> recompute -> per unit: numbers, then fully_shard (so one
+    unit at a time is whole).
+    """
+    values = initial_values(model_fn, model_bytes(model) > BUILD_LIMIT_BYTES, seed)
+    stage_index = mesh.coordinates["pipeline"]
+    layers = list(plan.stages[stage_index].layers)
+    for layer in layers:
+        check_recompute(layer)
+
+    module, prefix = model, ""
+    if plan.degrees.pipeline > 1:
+        from .pipeline import StageModule
+
+        module, prefix = StageModule(model, plan, stage_index, loss), "model."
+        model = module.model
+
+    layout = TensorLayout()
+    if plan.degrees.tensor > 1:
+        following = plan.stages[stage_index + 1].layers[0] if stage_index + 1 < len(plan.stages) else None
+        layout = apply_tensor_parallel(model, plan, layers, mesh.tensor_mesh, following)
+
+    if mechanism(plan) == "fsdp" and plan.training.precision == "bf16":
+        _keep_norms_in_fp32(model)
+
+    for name in dict.fromkeys(layer.modules[0] for layer in layers if layer.recompute == "full"):
+        recompute(model.get_submodule(name))
+
+    materialise = Materialiser(model, values, layout.cuts, mesh.coordinates["tensor"], mesh.device)
+    kind = mechanism(plan)
+    units: list[tuple[FSDPModule, bool]] = []
+    if kind == "fsdp":
+        units = _shard(module, model, plan, layers, mesh, materialise)
+    else:
+        materialise([module])
+    module.train()
+    return AppliedModel(module, model, prefix, kind, layout, units)
+
+
+def _keep_norms_in_fp32(model: nn.Module) -> None:
+    """Let batch norms scale by fp32, as their running statistics are, though fully_shard gathers parameters in bf16."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            module.forward = partial(_forward_in_fp32, module, module.forward)
+
+
+def _forward_in_fp32(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    gathered = dict(module._parameters)
+    for name, parameter in gathered.items():
+        if parameter is not None:
+            module.__dict__[name] = parameter.float()
+            del module._parameters[name]
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for name in gathered:
+            module.__dict__.pop(name, None)
+        module._parameters.clear()
+        module._parameters.update(gathered)
+
+
+def _shard(
+    module: nn.Module,
+    model: nn.Module,
+    plan: Plan,
+    layers: list[LayerPlan],
+    mesh: RankMesh,
+    materialise: Callable[[list[nn.Module]], None],
+) -> list[tuple[FSDPModule, bool]]:
+    """fully_shard every layer that owns its parameters, then the rest with the root; returns (unit, gives back)."""
+    policy = MixedPrecisionPolicy()
+    if plan.training.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    units: list[tuple[FSDPModule, bool]] = []
+    for layer in layers:
+        owned = [model.get_submodule(name) for name in layer.modules]
+        owned = [m for m in owned if next(m.parameters(), None) is not None and not isinstance(m, FSDPModule)]
+        outside = _outside(model, layer, layers)
+        if not owned or any(id(p) in outside for m in owned for p in m.parameters()):
+            continue
+        materialise(owned)
+        for unit in owned:
+            unit.register_forward_hook(_without_views)
+        group = owned[0] if len(owned) == 1 else owned
+        fully_shard(group, mesh=mesh.data_mesh, reshard_after_forward=layer.reshard, mp_policy=policy)
+        units.append((owned[0], layer.reshard))  # type: ignore[arg-type]
+    materialise([module])
+    module.register_forward_hook(_without_views)
+    fully_shard(module, mesh=mesh.data_mesh, reshard_after_forward=False, mp_policy=policy)
+    units.append((module, False))  # type: ignore[arg-type]
+    return units
+
+
+def _outside(model: nn.Module, layer: LayerPlan, layers: list[LayerPlan]) -> set[int]:
+    """Ids of parameters that are found outside of a layer's modules, too, or read by another layer."""
+    prefixes = tuple(name + "." for name in layer.modules)
+    elsewhere = {name for other in layers if other.name != layer.name for name in other.parameters}
+    return {
+        id(p)
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if not name.startswith(prefixes) or name in elsewhere
+    }
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Output tensors that autograd does not take for views of others.
+
+    fully_shard hangs its backward on a unit's output; a model that writes into that output (x += y) would silently
+    take the hook off a view, and gradients would not be reduced.
+    """
+
+    def solid(x: Any) -> Any:
+        return _Solid.apply(x) if isinstance(x, torch.Tensor) and x._is_view() else x
+
+    return tree_map(solid, output)
+
+
+class _Solid(Function):
+    """The same memory under a tensor that is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad

@@ -1,0 +1,173 @@
+"""Run a function on ranks that are forked from this process, and turn whatever goes wrong in them into one sentence."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "Read timeout")
+"""What ranks say when another one has failed or hangs: never the cause."""
+
+_SETTLE_S = 2.0
+"""How long to wait for the cause after an echo of it has arrived."""
+
+
+class RankError(RuntimeError):
+    """A rank failed, or the ranks wait for each other. The message is one sentence; `detail` has the traceback."""
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
+
+
+def run_local_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float, device_type: str = "cpu"
+) -> list[Any]:
+    """[rank] -> what function(*args) returned there.
+
+    Ranks find RANK, WORLD_SIZE and so on in the environment; on the CPU torch.distributed runs already, over gloo.
+    Nothing is sent to them, for they are forked: the function may be a closure. Raises RankError when a rank fails or
+    when they have not ended after timeout_s; no process is left behind.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise ValueError("ranks are forked from this process, which this system cannot do; use Linux or macOS")
+    context = multiprocessing.get_context("fork")
+    port = _free_port()
+    receivers: list[Connection] = []
+    processes: list[Any] = []
+    try:
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run, args=(rank, num_ranks, port, device_type, sender, function, args, timeout_s), daemon=True
+            )
+            with _single_threaded():
+                process.start()
+            sender.close()
+            receivers.append(receiver)
+            processes.append(process)
+        return _collect(receivers, processes, time.monotonic() + timeout_s, timeout_s)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Python warns that forking a process with threads may deadlock; ranks touch no lock of the parent's threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(
+    rank: int,
+    num_ranks: int,
+    port: int,
+    device_type: str,
+    sender: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout_s: float,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
+    with suppress(OSError):  # if memory runs out, Linux should kill a rank and not the parent, who says what happened
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        OMP_NUM_THREADS="1",
+    )
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # each would come from every rank
+    try:
+        if device_type == "cpu" and num_ranks > 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+            dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
+        answer = pickle.dumps(function(*args))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sender.send((True, answer, ""))
+    except BaseException as error:
+        sender.send((False, f"{type(error).__name__}: {error}", traceback.format_exc()))
+    sender.close()
+    os._exit(0)  # without the destructors of the parent's objects
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), names[0])
+
+
+def _collect(receivers: list[Connection], processes: list[Any], end: float, timeout_s: float) -> list[Any]:
+    answers: dict[int, Any] = {}
+    errors: dict[int, tuple[str, str]] = {}
+    settled: float | None = None
+    while len(answers) + len(errors) < len(receivers):
+        open_ones = {i: r for i, r in enumerate(receivers) if i not in answers and i not in errors}
+        now = time.monotonic()
+        limit = end if settled is None else min(end, settled)
+        if now >= limit:
+            break
+        ready = wait(list(open_ones.values()), timeout=limit - now)
+        for rank in [i for i, receiver in open_ones.items() if receiver in ready]:
+            try:
+                worked, answer, detail = receivers[rank].recv()
+            except EOFError:
+                processes[rank].join()
+                worked, answer, detail = False, _ending(processes[rank].exitcode), ""
+            if worked:
+                answers[rank] = answer
+            else:
+                errors[rank] = (answer, detail)
+        if errors and settled is None:
+            settled = time.monotonic() + _SETTLE_S
+        if any(not _is_echo(message) for message, _ in errors.values()):
+            break
+    if errors:
+        rank = min(errors, key=lambda r: (_is_echo(errors[r][0]), r))
+        message, detail = errors[rank]
+        raise RankError(f"rank {rank} of {len(receivers)} failed: {' '.join(message.split())}", detail)
+    if len(answers) < len(receivers):
+        silent = sorted(set(range(len(receivers))) - set(answers))
+        raise RankError(
+            f"after {timeout_s:g} s rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))} of "
+            f"{len(receivers)} had not ended: they wait for each other, or the model is too large for this machine"
+        )
+    return [pickle.loads(answers[rank]) for rank in range(len(receivers))]
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code == -signal.SIGKILL:
+        return "it was killed, most likely because the machine's memory was used up"
+    if exit_code < 0:
+        return f"it died of signal {signal.Signals(-exit_code).name} (gloo aborts when ranks send unequal sizes)"
+    return f"it ended with exit code {exit_code} without a word"
+
+
+def _is_echo(message: str) -> bool:
+    return any(echo in message for echo in _ECHOES)

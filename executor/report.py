@@ -1,0 +1,265 @@
+"""A plan in words and rows: the sentence that gives the reason, runs of layers, who sits where, the JSON document."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..planner.plan import Axis, LayerPlan, Plan
+from ..planner.strategy import shape_of
+from ..profiler.units import format_seconds
+
+if TYPE_CHECKING:
+    from ..planner.search import Candidate, SearchResult
+    from .measurement import Measurement
+
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
+_MANY_RUNS = 4
+
+
+def label_of(plan: Plan) -> str:
+    """How people call a plan's layout."""
+    return shape_of(plan).label
+
+
+def choice_in_words(plan: Plan) -> str:
+    """Layout, micro-batches and recompute of a plan, in a phrase."""
+    parts = [label_of(plan), f"micro-batch {plan.micro_batch} x {plan.num_microbatches}"]
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    recomputed = sum(layer.recompute == "full" for layer in layers)
+    if recomputed:
+        share = "every layer" if recomputed == len(layers) else f"{recomputed} of {len(layers)} layers"
+        parts.append(f"recompute in {share}")
+    if plan.degrees.data_shard > 1:
+        kept = sum(not layer.reshard for layer in layers)
+        if kept:
+            share = "parameters" if kept == len(layers) else f"parameters of {kept} layers"
+            parts.append(f"{share} kept gathered")
+    return ", ".join(parts)
+
+
+def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]) -> str:
+    """Why this plan, against the candidates that were priced beside it; a phrase."""
+    label = label_of(plan)
+    rivals = [c for c in others if c.estimate is not None and c.plan is not None and c.verdict != "the plan"]
+    different = [c for c in rivals if c.plan is not None and label_of(c.plan) != label] or rivals
+    parts = []
+    if different:
+        best = min(different, key=_step_time)
+        ahead = _step_time(best) / step_time_s - 1
+        if ahead >= 0.01:
+            parts.append(f"{_percent(ahead)} faster than the next layout, {_name(best)}")
+        elif ahead > -0.015:
+            parts.append(f"as fast as {_name(best)} within 1%, and simpler")
+        else:
+            parts.append(f"slower than {_name(best)} ({format_seconds(_step_time(best))}), which the pins leave out")
+    elif others:
+        parts.append("the only layout that fits")
+    too_big = list(dict.fromkeys(c.label for c in others if c.plan is None and c.verdict.startswith("does not fit")))
+    if too_big and different:
+        names = " and ".join(too_big) if len(too_big) < 3 else f"{too_big[0]} and {len(too_big) - 1} others"
+        parts.append(f"{names} {'does' if len(too_big) == 1 else 'do'} not fit")
+    return "; ".join(parts) or "nothing else was priced"
+
+
+def _step_time(candidate: "Candidate") -> float:
+    assert candidate.estimate is not None
+    return candidate.estimate.step_time_s
+
+
+def _name(candidate: "Candidate") -> str:
+    assert candidate.plan is not None
+    return label_of(candidate.plan)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share < 1 else f"{1 + share:.1f} times"
+
+
+def collapse(names: Iterable[str]) -> str:
+    """Names with counted runs joined: "embed, blocks.0-11, head"."""
+    runs: list[tuple[str, int, int, str]] = []
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        prefix, number, suffix = (match.group(1), int(match.group(2)), match.group(3)) if match else (name, -1, "")
+        if runs and number >= 0:
+            last_prefix, first, last, last_suffix = runs[-1]
+            if (last_prefix, last + 1, last_suffix) == (prefix, number, suffix):
+                runs[-1] = (prefix, first, number, suffix)
+                continue
+        runs.append((prefix, number, number, suffix))
+    words = []
+    for prefix, first, last, suffix in runs:
+        numbers = "" if first < 0 else str(first) if first == last else f"{first}-{last}"
+        words.append(prefix + numbers + suffix)
+    return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Consecutive layers of one stage that are treated alike."""
+
+    names: str
+    num_layers: int
+    treatment: str
+
+
+def layer_runs(plan: Plan, stage: int) -> list[LayerRun]:
+    """The layers of a stage, split where recompute, resharding or the tensor cut changes."""
+    runs: list[tuple[str, list[str]]] = []
+    for layer in plan.stages[stage].layers:
+        treatment = _treatment(plan, layer)
+        if runs and runs[-1][0] == treatment:
+            runs[-1][1].append(layer.name)
+        else:
+            runs.append((treatment, [layer.name]))
+    return [LayerRun(collapse(names), len(names), treatment) for treatment, names in runs]
+
+
+def _treatment(plan: Plan, layer: LayerPlan) -> str:
+    words = []
+    if plan.degrees.tensor > 1:
+        kinds = dict.fromkeys(cut.kind for cut in plan.class_plan(layer.layer_class).cuts)
+        words.append("cut: " + ", ".join(kinds) if kinds else "whole")
+    if plan.degrees.data_shard > 1:
+        words.append("reshard" if layer.reshard else "keep gathered")
+    if layer.recompute != "none":
+        words.append("recompute")
+    return "; ".join(words) or "whole"
+
+
+def rank_runs(plan: Plan, stage: int) -> tuple[int, int, int]:
+    """Ranks of a stage as (first, length of a run, distance between runs); the distance is 0 for a single run."""
+    stride = plan.stride("pipeline")
+    period = stride * plan.degrees.pipeline
+    return stage * stride, stride, period if period < plan.degrees.num_devices else 0
+
+
+def gpus_of(plan: Plan, stage: int) -> str:
+    """Where a stage sits: "GPUs 0-3", "hosts 0-127", "GPUs 0-1, 4-5 of every host", or runs of ranks."""
+    first, length, period = rank_runs(plan, stage)
+    cluster = plan.cluster
+    world, per_host = plan.degrees.num_devices, cluster.devices_per_host
+    equal_hosts = all(group.devices_per_host == per_host for group in cluster.hosts)
+    starts = list(range(first, world, period)) if period else [first]
+    if cluster.num_hosts == 1:
+        return "GPU" + _ranges([(s, s + length - 1) for s in starts])
+    if equal_hosts and period and per_host % period == 0:
+        return "GPU" + _ranges([(s, s + length - 1) for s in starts if s < per_host]) + " of every host"
+    if equal_hosts and length % per_host == 0 and first % per_host == 0:
+        return "host" + _ranges([(s // per_host, (s + length) // per_host - 1) for s in starts])
+    places = []
+    for start in starts[:_MANY_RUNS]:
+        (host, low), (last_host, high) = cluster.host_of(start), cluster.host_of(start + length - 1)
+        if host == last_host:
+            places.append(f"host {host}: GPU" + _ranges([(low, high)]))
+        else:
+            places.append("rank" + _ranges([(start, start + length - 1)]))
+    return ", ".join(places) + _more(len(starts))
+
+
+def _ranges(runs: list[tuple[int, int]]) -> str:
+    merged: list[tuple[int, int]] = []
+    for low, high in runs:
+        if merged and merged[-1][1] + 1 == low:
+            merged[-1] = (merged[-1][0], high)
+        else:
+            merged.append((low, high))
+    words = [str(low) if low == high else f"{low}-{high}" for low, high in merged[:_MANY_RUNS]]
+    several = len(merged) > 1 or merged[0][0] != merged[0][1]
+    return ("s " if several else " ") + ", ".join(words) + _more(len(merged))
+
+
+def _more(num_runs: int) -> str:
+    return f", ... ({num_runs} such runs)" if num_runs > _MANY_RUNS else ""
+
+
+@dataclass(frozen=True)
+class AxisRow:
+    """How one mesh axis lies on the cluster."""
+
+    axis: Axis
+    degree: int
+    first_group: str
+    where: str
+
+
+def axis_rows(plan: Plan) -> list[AxisRow]:
+    """The mesh axes that split anything, outermost first, and where their groups sit."""
+    rows = []
+    for axis in plan.mesh_axes:
+        degree, stride = plan.degrees.of(axis), plan.stride(axis)
+        if degree == 1:
+            continue
+        members = [i * stride for i in range(degree)]
+        shown = [str(m) for m in (members if degree <= 4 else [*members[:2], "...", members[-1]])]
+        group = plan.cluster.group(degree, stride)
+        if plan.cluster.num_hosts == 1:
+            where = "the one host"
+        elif group.hosts == 1:
+            where = "inside a host"
+        else:
+            where = f"across {group.hosts} hosts, {group.ranks_per_host} in each"
+        first_group = f"{members[0]}-{members[-1]}" if stride == 1 else ", ".join(shown)
+        rows.append(AxisRow(axis, degree, first_group, where))
+    return rows
+
+
+def certificate_line(plan: Plan) -> str:
+    """What was proven, in a line."""
+    certificate = plan.certificate
+    if certificate is None:
+        return "no certificate: this plan was not searched for"
+    shapes = certificate.shapes
+    proof = (
+        "no plan in the space is faster under the cost model"
+        if certificate.status == "optimal"
+        else f"stopped by the time limit; at most {certificate.gap:.1%} from the fastest"
+    )
+    return (
+        f"{certificate.status}: {proof} (closed form {format_seconds(certificate.objective)}, "
+        f"bound {format_seconds(certificate.bound)}, gap {certificate.gap:.2%}; "
+        f"event simulation {format_seconds(certificate.simulated_s)}). "
+        f"{shapes['total']:,} shapes = {shapes['rejected']:,} rejected by rule + {shapes['pruned']:,} pruned by bound "
+        f"+ {shapes['solved']:,} solved, {certificate.solver}, {format_seconds(certificate.search_seconds)}"
+    )
+
+
+def launch_command(plan: Plan, script: str) -> str:
+    """The torchrun line that starts a training script on the plan's cluster."""
+    hosts = plan.cluster.num_hosts
+    nodes = f"--nnodes {hosts} " if hosts > 1 else ""
+    return f"torchrun {nodes}--nproc-per-node {plan.cluster.devices_per_host} {script}"
+
+
+def json_document(result: "SearchResult") -> dict[str, Any]:
+    """What `plan --json` prints: plan, estimate, certificate, runners_up, baselines."""
+    return {
+        "plan": result.plan.model_dump(mode="json"),
+        "estimate": result.estimate.model_dump(mode="json"),
+        "certificate": result.certificate.model_dump(mode="json"),
+        "runners_up": [candidate_document(c) for c in result.runners_up],
+        "baselines": [candidate_document(c) for c in result.baselines],
+    }
+
+
+def candidate_document(candidate: "Candidate") -> dict[str, Any]:
+    """One alternative: its layout, estimate and verdict; nulls where it does not fit or is not legal."""
+    plan, estimate = candidate.plan, candidate.estimate
+    return {
+        "label": candidate.label,
+        "verdict": candidate.verdict,
+        "degrees": None if plan is None else plan.degrees.model_dump(mode="json"),
+        "micro_batch": None if plan is None else plan.micro_batch,
+        "num_microbatches": None if plan is None else plan.num_microbatches,
+        "schedule": None if plan is None else plan.schedule,
+        "estimate": None if estimate is None else estimate.model_dump(mode="json"),
+    }
+
+
+def measured_document(times: "Mapping[str, Measurement | str] | None", label: str) -> dict[str, Any] | None:
+    """What a candidate really took, or why it was not run; None if it was not asked for, or has no plan to run."""
+    found = None if times is None else times.get(label)
+    if found is None:
+        return None
+    return {"not_run": found} if isinstance(found, str) else found.model_dump(mode="json")

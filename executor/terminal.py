@@ -1,0 +1,419 @@
+"""What people see: plans, alternatives, devices and progress, drawn with rich for terminals of 80 columns and up."""
+
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..planner.plan import Plan
+from ..profiler.cluster import Device
+from ..profiler.units import (
+    GIB,
+    format_count,
+    format_flops_per_s,
+    format_seconds,
+)
+from .report import against_others, axis_rows, certificate_line, choice_in_words, collapse, gpus_of, layer_runs
+
+if TYPE_CHECKING:
+    from ..planner.estimate import Estimate, StageMemory
+    from ..planner.search import Candidate, InfeasibleError
+    from ..profiler.model_profile import ModelProfile
+    from .measurement import Measurement
+
+_ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "transient")
+_HEADINGS = ("params", "grads", "optim", "gathered", "activ", "transient")
+_QUIET_SECONDS = 2.0
+
+
+def make_console(*, stderr: bool = False, record: bool = False) -> Console:
+    """Console that is plain when piped and never wider than 120 columns."""
+    console = Console(stderr=stderr, highlight=False, record=record)
+    if console.width > 120:
+        console = Console(stderr=stderr, highlight=False, record=record, width=120)
+    return console
+
+
+class Waiting:
+    """A progress bar on stderr that appears only when the work takes longer than two seconds, and then goes away."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        console = make_console(stderr=True)
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=quiet or not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None)
+        self._timer = threading.Timer(_QUIET_SECONDS, self._bar.start)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __call__(self, label: str, share_done: float | None = None) -> None:
+        """Say what is being done; share_done between 0 and 1, or None where it is not known."""
+        total = None if share_done is None else 1.0
+        self._bar.update(self._task, description=label, total=total, completed=share_done or 0.0)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        self._timer.join()
+        self._bar.stop()
+
+
+def print_assumptions(console: Console, assumptions: Iterable[str]) -> None:
+    """What was not said and therefore assumed, first of all."""
+    for assumption in assumptions:
+        console.print(_hanging("assumes", Text(assumption), "yellow"))
+
+
+def print_job(console: Console, plan: Plan) -> None:
+    """Model, machine and job in a line."""
+    training, cluster = plan.training, plan.cluster
+    samples = f"global batch {training.global_batch:,}"
+    if training.seq_len is not None:
+        samples += f" x {training.seq_len:,} tokens"
+    hosts = f"{cluster.num_hosts:,} host{'s' if cluster.num_hosts > 1 else ''}"
+    parts = [
+        f"{plan.model.name}, {format_count(plan.model.num_parameters)} parameters",
+        f"{cluster.num_devices:,} x {cluster.device.name} on {hosts}",
+        samples,
+        f"{training.precision}, {training.optimizer}",
+    ]
+    console.print(Text(" · ".join(parts), style="dim"))
+
+
+def print_choice(
+    console: Console, plan: Plan, step_time_s: float | None, others: Sequence["Candidate"] | None = None
+) -> None:
+    """The choice in one sentence, with its reason where it was compared with others."""
+    sentence = Text(choice_in_words(plan), style="bold green")
+    if step_time_s is not None and others is not None:
+        sentence.append(f": {against_others(plan, step_time_s, others)}.", style="not bold default")
+    console.print()
+    console.print(sentence)
+
+
+def print_speed(
+    console: Console, step_time_s: float, tokens_per_s: float, mfu: float, rate: str, convention: str
+) -> None:
+    """Step time, throughput and MFU with its convention."""
+    line = Text("  step time ")
+    line.append(format_seconds(step_time_s), style="bold")
+    line.append(f"   {rate} ")
+    line.append(format_count(tokens_per_s), style="bold")
+    line.append("   MFU ")
+    line.append(f"{mfu:.1%}", style="bold")
+    console.print(line)
+    if convention:
+        console.print(_hanging("  MFU:", Text(convention, style="dim"), "dim"))
+
+
+def print_why(console: Console, why: str) -> None:
+    """The reasons for the main choices, in a clause each."""
+    console.print(_hanging("  why", Text(why), "default"))
+
+
+def print_breakdown(console: Console, estimate: "Estimate") -> None:
+    """Where the step's time goes, largest share first."""
+    shares = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
+    parts = [f"{name} {seconds / estimate.step_time_s:.0%}" for name, seconds in shares if seconds > 0]
+    if parts:
+        console.print(_hanging("  of which", Text(" · ".join(parts)), "default"))
+
+
+def print_memory(console: Console, stages: Sequence["StageMemory"], margin: float) -> None:
+    """Peak memory of one GPU of each stage against the budget, itemised."""
+    budget = stages[0].budget_bytes
+    table = _table()
+    table.add_column("stage", no_wrap=True)
+    for heading in (*_HEADINGS, "other", "total", "free"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, stage in _collapsed(stages):
+        shown = [stage.items.get(item, 0.0) for item in _ITEMS]
+        free = stage.budget_bytes - stage.device_bytes
+        table.add_row(
+            name,
+            *(_gib(num_bytes) for num_bytes in shown),
+            _gib(stage.device_bytes - sum(shown)),
+            Text(_gib(stage.device_bytes), style="bold"),
+            Text(_gib(free), style="green" if free >= 0 else "bold red"),
+        )
+    _print_titled(
+        console, f"Memory per GPU, GiB (budget {_gib(budget)}: {margin:.0%} of the device is left free)", table
+    )
+    console.print(
+        Text("  other: allocator reserve, CUDA context, communication buffers", style="dim"),
+    )
+
+
+def print_memory_totals(console: Console, plan: Plan) -> None:
+    """Peak memory per stage as a plan document states it, without items."""
+    prediction = plan.prediction
+    if prediction is None:
+        return
+    table = _table()
+    table.add_column("stage")
+    table.add_column("total", justify="right")
+    table.add_column("free", justify="right")
+    rows: list[list[str]] = []
+    for i, num_bytes in enumerate(prediction.stage_memory_bytes):
+        cells = [_gib(num_bytes), _gib(prediction.budget_bytes - num_bytes)]
+        if rows and rows[-1][1:] == cells:
+            rows[-1][0] = f"{rows[-1][0].split('-')[0]}-{i}"
+        else:
+            rows.append([str(i), *cells])
+    for row in rows:
+        table.add_row(*row)
+    _print_titled(console, f"Memory per GPU, GiB (budget {_gib(prediction.budget_bytes)})", table)
+
+
+def print_placement(console: Console, plan: Plan) -> None:
+    """Which layers sit on which GPUs, how they are treated, and how the mesh axes lie on the hosts."""
+    table = _table()
+    table.add_column("stage", no_wrap=True)
+    table.add_column("layers", ratio=5, overflow="fold")
+    table.add_column("count", justify="right", no_wrap=True)
+    table.add_column("treatment", ratio=3)
+    table.add_column("where", ratio=4)
+    for stage in range(plan.degrees.pipeline):
+        for i, run in enumerate(layer_runs(plan, stage)):
+            where = gpus_of(plan, stage) if i == 0 else ""
+            table.add_row(str(stage) if i == 0 else "", run.names, str(run.num_layers), run.treatment, where)
+    _print_titled(console, "Layer -> GPU", table)
+    rows = axis_rows(plan)
+    if not rows:
+        return
+    axes = _table()
+    axes.add_column("axis", no_wrap=True)
+    axes.add_column("ways", justify="right", no_wrap=True)
+    axes.add_column("ranks of the first group")
+    axes.add_column("each group sits")
+    for row in rows:
+        axes.add_row(row.axis, f"{row.degree:,}", row.first_group, row.where)
+    _print_titled(console, "Mesh, outermost axis first", axes)
+
+
+def print_candidates(console: Console, title: str, candidates: Sequence["Candidate"]) -> None:
+    """Alternatives with time, memory and why they lost."""
+    if not candidates:
+        return
+    table = _table()
+    table.add_column("layout", ratio=4)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("GiB", justify="right", no_wrap=True)
+    table.add_column("verdict", ratio=5)
+    for candidate in candidates:
+        table.add_row(*_candidate_cells(candidate))
+    _print_titled(console, title, table)
+
+
+def print_comparison(
+    console: Console,
+    candidates: Sequence["Candidate"],
+    times: "Mapping[str, Measurement | str] | None",
+    reference_s: float | None,
+) -> None:
+    """The plan beside manual set-ups; times: what each really took, or why it was not run."""
+    table = _table()
+    table.add_column("set-up", ratio=3)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("to plan", justify="right", no_wrap=True)
+    table.add_column("GiB", justify="right", no_wrap=True)
+    if times is not None:
+        table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("verdict", ratio=5)
+    for candidate in candidates:
+        label, step, gib, verdict = _candidate_cells(candidate)
+        ratio = "-"
+        if candidate.estimate is not None and reference_s is not None:
+            ratio = f"{candidate.estimate.step_time_s / reference_s:.2f}x"
+        found = None if times is None else times.get(candidate.label)
+        took = "-" if found is None or isinstance(found, str) else format_seconds(found.step_time_s)
+        table.add_row(label, step, ratio, gib, *([] if times is None else [took]), verdict)
+    _print_titled(console, "Planned beside manual set-ups, equal global batch", table)
+    runs = [found for found in (times or {}).values() if not isinstance(found, str)]
+    if runs:
+        spread = max(run.spread for run in runs)
+        console.print(
+            Text(
+                f"measured: median of {len(runs[0].step_times_s)} steps, {runs[0].device}; half the distance between "
+                f"the quartiles is at most {spread:.0%} of it",
+                style="dim",
+            )
+        )
+    print_notes(console, [f"{label}: {found}" for label, found in (times or {}).items() if isinstance(found, str)])
+
+
+def print_certificate(console: Console, plan: Plan) -> None:
+    """The certificate in a line."""
+    console.print()
+    console.print(_hanging("proof", Text(certificate_line(plan)), "cyan"))
+
+
+def print_next(console: Console, written: Sequence[str], commands: Sequence[tuple[str, str]]) -> None:
+    """What was written, and what to type next: (command, what it does)."""
+    for line in written:
+        console.print(_hanging("wrote", Text(line), "cyan"))
+    for i, (command, purpose) in enumerate(commands):
+        text = Text(command, style="bold")
+        text.append(f"   {purpose}", style="dim not bold")
+        console.print(_hanging("next" if i == 0 else "", text, "cyan"))
+
+
+def print_devices(console: Console, devices: Sequence[Device]) -> None:
+    """The presets, one line each; the files hold the source of every number."""
+    table = _table()
+    table.add_column("name", no_wrap=True)
+    headings = ("memory GiB", "bf16 TFLOP/s", "fp32 TFLOP/s", "memory GB/s", "link GB/s", "per host", "network GB/s")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for device in devices:
+        rates = (device.bandwidth, device.link.bandwidth, device.network.bandwidth)
+        memory_speed, link_speed, network_speed = (_digits(rate / 1e9) for rate in rates)
+        table.add_row(
+            Text(device.name, style="bold"),
+            _gib(device.memory),
+            _digits(device.flops["bf16"] / 1e12),
+            _digits(device.flops["fp32"] / 1e12),
+            memory_speed,
+            link_speed,
+            str(device.devices_per_host),
+            network_speed,
+        )
+    _print_titled(console, "Device presets (--device)", table)
+    console.print(
+        Text(
+            "FLOP/s are dense peaks. link and network are what large collectives really get in one direction, per "
+            "device and per host. Every number's source stands in its file; --device takes a path to your own, too.",
+            style="dim",
+        )
+    )
+
+
+def print_infeasible(error: "InfeasibleError") -> None:
+    """What does not fit, by how much, and what would: the error says it all."""
+    message = str(error).removeprefix("does not fit: ")
+    make_console(stderr=True).print(Text.assemble(("does not fit: ", "bold red"), message), soft_wrap=True)
+
+
+def print_profile(console: Console, profile: "ModelProfile") -> None:
+    """What was found in a model: its layers by class, parameters and FLOPs."""
+    sequence = "no sequence" if profile.seq_len is None else f"sequences of {profile.seq_len:,}"
+    per_sample = format_flops_per_s(profile.flops_per_sample()).removesuffix("/s")
+    console.print(
+        Text(
+            f"{profile.name}, {format_count(profile.num_parameters)} parameters, {sequence}, "
+            f"{per_sample} per sample, forward and backward",
+            style="bold",
+        )
+    )
+    table = _table()
+    table.add_column("layers", ratio=3, overflow="fold")
+    table.add_column("count", justify="right", no_wrap=True)
+    table.add_column("class", ratio=2)
+    table.add_column("params of one", justify="right", no_wrap=True)
+    table.add_column("tensor parallel", ratio=2)
+    runs: list[tuple[int, list[str]]] = []
+    for layer in profile.layers:
+        if runs and runs[-1][0] == layer.layer_class:
+            runs[-1][1].append(layer.name)
+        else:
+            runs.append((layer.layer_class, [layer.name]))
+    for index, names in runs:
+        layer_class = profile.classes[index]
+        cuts = ", ".join(dict.fromkeys(cut.kind for cut in layer_class.cuts)) or "stays whole"
+        num_parameters = sum(parameter.num_elements for parameter in layer_class.parameters)
+        table.add_row(collapse(names), str(len(names)), layer_class.name, format_count(num_parameters), cuts)
+    _print_titled(console, "Layers in execution order", table)
+    print_notes(console, profile.notes)
+
+
+def print_notes(console: Console, notes: Sequence[str]) -> None:
+    """What could not be cut or recognised."""
+    if notes:
+        console.print()
+    for note in notes:
+        console.print(_hanging("note", Text(note), "yellow"))
+
+
+def print_error(message: str) -> None:
+    """One sentence on stderr; the terminal wraps it, a pipe gets it whole."""
+    make_console(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+def write_json(document: str) -> None:
+    """A JSON document on stdout, untouched by wrapping."""
+    sys.stdout.write(document + "\n")
+
+
+def _hanging(word: str, text: Text, style: str) -> Table:
+    """`text` beside a word, its further lines indented under its first."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, min_width=7)
+    grid.add_column()
+    grid.add_row(Text(word, style=style), text)
+    return grid
+
+
+def _print_titled(console: Console, title: str, table: Table) -> None:
+    console.print()
+    console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def _table() -> Table:
+    return Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        header_style="dim",
+        pad_edge=True,
+        padding=(0, 1, 0, 0),
+    )
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _gib(num_bytes: float) -> str:
+    gib = num_bytes / GIB
+    return f"{gib:.0f}" if abs(gib) >= 1000 else f"{gib:.1f}" if abs(gib) >= 0.05 or gib == 0 else f"{gib:.2f}"
+
+
+def _collapsed(stages: Sequence["StageMemory"]) -> list[tuple[str, "StageMemory"]]:
+    """Stages with equal figures (to the digit shown) joined: ("1-6", stage 1)."""
+    rows: list[tuple[int, int, tuple[str, ...], StageMemory]] = []
+    for i, stage in enumerate(stages):
+        figures = (*(_gib(stage.items.get(item, 0.0)) for item in _ITEMS), _gib(stage.device_bytes))
+        if rows and rows[-1][2] == figures:
+            rows[-1] = (rows[-1][0], i, figures, stage)
+        else:
+            rows.append((i, i, figures, stage))
+    return [(str(first) if first == last else f"{first}-{last}", stage) for first, last, _, stage in rows]
+
+
+def _candidate_cells(candidate: "Candidate") -> tuple[Text, str, str, Text]:
+    chosen = candidate.verdict == "the plan"
+    lost = candidate.estimate is None
+    step, gib = "-", "-"
+    if candidate.estimate is not None:
+        step = format_seconds(candidate.estimate.step_time_s)
+        gib = _gib(max(stage.device_bytes for stage in candidate.estimate.memory))
+    style = "green" if chosen else "dim" if lost else "default"
+    return Text(candidate.label, style=style), step, gib, Text(candidate.verdict, style=style)

@@ -1,0 +1,322 @@
+"""Train by a plan: parallelize() gives a Trainer, whose steps do what one device would do, only faster."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+
+from ..planner.plan import Plan, load_plan
+from ..profiler.load import split_inputs
+from .apply import AppliedModel, Loss, apply_plan, build_on_meta
+from .gradients import Gradients
+from .mesh import RankMesh, check_world_size, connect
+from .pipeline import PipelineRunner, StageModule, loss_of, split_micro_batches
+from .tensor import SharedGradients
+from .torch_compat import data_parallel
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One optimizer step, over all ranks: mean loss, gradient norm before clipping, and speed."""
+
+    loss: float
+    grad_norm: float
+    tokens_per_s: float
+    step_time_s: float
+
+
+def parallelize(
+    model_fn: Callable[[], nn.Module],
+    plan: Plan | str | Path,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    loss: Loss | None = None,
+    weight: Callable[[Any], torch.Tensor] | None = None,
+    seed: int = 0,
+    max_grad_norm: float | None = None,
+    device: torch.device | str | None = None,
+) -> "Trainer":
+    """A trainer that runs this process as one rank of the plan.
+
+    model_fn: builds the model; called on the meta device and on the CPU.
+    optimizer: called with this rank's shards of the parameters. Optimizers that look at single elements (SGD, AdamW,
+        ...) do what they would do on one device.
+    loss: mean loss of (output, micro-batch); None if the model returns its own.
+    weight: how much a micro-batch counts in the mean loss (its valid tokens, say); None: by samples.
+    seed: of the initial values, which are those of `torch.manual_seed(seed); model_fn()` on one CPU under every plan.
+    max_grad_norm: clip the total gradient norm to this.
+    device: default is this rank's GPU, or the CPU without one.
+
+    Runs under torchrun, or without any launcher if the plan is for one device. Raises ValueError, before anything is
+    sent, if the job has not as many ranks as the plan, or the model is not the one that was planned.
+    """
+    plan = plan if isinstance(plan, Plan) else load_plan(Path(plan))
+    check_world_size(plan)
+    whole = build_on_meta(model_fn, plan)
+    was_running = dist.is_initialized()
+    mesh = connect(plan, device)
+    model = apply_plan(whole, model_fn, plan, mesh, loss, seed)
+    return Trainer(model, plan, mesh, optimizer, loss, weight, max_grad_norm, owns_process_group=not was_running)
+
+
+class Trainer:
+    """Steps of one rank. data_rank, data_size: which share of every global batch it takes.
+
+    model: this rank's part of the model, with sharded parameters.
+    """
+
+    def __init__(
+        self,
+        model: AppliedModel,
+        plan: Plan,
+        mesh: RankMesh,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        loss: Loss | None,
+        weight: Callable[[Any], torch.Tensor] | None,
+        max_grad_norm: float | None,
+        owns_process_group: bool,
+    ) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.model = model.module
+        self.data_rank = mesh.data_rank
+        self.data_size = mesh.data_size
+        self.optimizer = optimizer(list(model.parameters().values()))
+        self._applied = model
+        self._loss = loss
+        self._weight = weight
+        self._max_grad_norm = max_grad_norm
+        self._owns_process_group = owns_process_group and dist.is_initialized()
+        self._gradients = Gradients(model, plan, mesh)
+        self._runner: PipelineRunner | None = None
+        if plan.degrees.pipeline > 1:
+            assert mesh.device_mesh is not None
+            assert isinstance(model.module, StageModule)
+            self._runner = PipelineRunner(model.module, plan, mesh.device_mesh, mesh.device)
+        self._replicas: DistributedDataParallel | None = None
+        self._first_step: AbstractContextManager[Any] | None = None
+        if plan.degrees.tensor > 1:
+            self._first_step = SharedGradients(model.model, model.layout)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that this rank's `step` takes."""
+        return self.plan.micro_batch * self.plan.num_microbatches
+
+    def step(self, batch: Any) -> Metrics:
+        """One optimizer step on this rank's share of the global batch: samples_per_step samples.
+
+        Ranks that differ only in their tensor or pipeline coordinate must give the same share (`loader` does).
+        Afterwards the gradients, clipped, stay until the next step.
+        """
+        started = time.perf_counter()
+        # DDP's gradients are views of its buckets: without them a micro-batch that is not reduced would make others.
+        self.optimizer.zero_grad(set_to_none=self._replicas is None)
+        batch = tree_map(self._to_device, batch)
+        scales = self._scales(batch)
+        with self._first_step or nullcontext():
+            losses = self._forward_backward(batch, scales)
+        self._first_step = None
+        self._gradients.reduce()
+        loss, squared_norm = self._totals(losses, scales)
+        norm = squared_norm.sqrt()
+        if self._max_grad_norm is not None:
+            self._gradients.clip(self._max_grad_norm, norm)
+        self.optimizer.step()
+        found_loss, found_norm = loss.item(), norm.item()
+        seconds = time.perf_counter() - started
+        tokens = self.plan.training.global_batch * (self.plan.training.seq_len or 1)
+        return Metrics(found_loss, found_norm, tokens / seconds, seconds)
+
+    def loader(self, samples: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]:
+        """This rank's share of every global batch of `samples`, collated; the last, incomplete batch is left out.
+
+        samples: in the order that one device would read them (so shuffle with a fixed seed), or a function that gives
+        them. Batch k of the job is samples k * global_batch .. (k + 1) * global_batch under every plan.
+        """
+        share, total = self.samples_per_step, self.plan.training.global_batch
+        first = self.data_rank * share
+        own: list[Any] = []
+        for index, sample in enumerate(samples() if callable(samples) else samples):
+            place = index % total
+            if first <= place < first + share:
+                own.append(sample)
+            if place == total - 1:
+                yield default_collate(own)
+                own = []
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers of the whole model, on the CPU of rank 0; {} on the others. All must call it.
+
+        Names are those of model_fn()'s own state_dict().
+        """
+        return self._gathered({n: p.detach() for n, p in self._applied.parameters().items()}, buffers=True)
+
+    def named_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole gradients of the last step, as the optimizer saw them, like full_state_dict. All ranks must call it."""
+        grads = {n: p.grad for n, p in self._applied.parameters().items()}
+        return self._gathered({n: g for n, g in grads.items() if g is not None}, buffers=False)
+
+    def close(self) -> None:
+        """End torch.distributed, if parallelize began it."""
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _to_device(self, leaf: Any) -> Any:
+        return leaf.to(self.mesh.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _scales(self, batch: Any) -> list[float]:
+        """Factor of each micro-batch's loss, such that the mean over data ranks of their sums is the job's loss."""
+        count = self.plan.num_microbatches
+        if self._weight is None:
+            return [1 / count] * count
+        parts = split_micro_batches(batch, count, self.samples_per_step)
+        weights = torch.stack([torch.as_tensor(self._weight(part)).double() for part in parts]).to(self.mesh.device)
+        total = weights.sum()
+        if self.mesh.device_mesh is not None:
+            dist.all_reduce(total)
+        degrees = self.plan.degrees
+        total /= degrees.tensor * degrees.pipeline  # each share was counted by every rank that has it
+        return (weights * degrees.data / total).tolist()
+
+    def _forward_backward(self, batch: Any, scales: list[float]) -> list[torch.Tensor]:
+        """Losses of the micro-batches (on the last stage); gradients are left on the parameters, averaged."""
+        if self._runner is not None:
+            args, kwargs = split_inputs(self._applied.model, batch, self._loss is not None)
+            return self._runner.step(args, kwargs, batch, scales)
+        losses = []
+        parts = split_micro_batches(batch, self.plan.num_microbatches, self.samples_per_step)
+        if self._applied.mechanism == "ddp" and self._replicas is None:
+            self._replicate(parts[0])
+        for i, (part, scale) in enumerate(zip(parts, scales, strict=True)):
+            with self._synchronised(is_last=i == len(parts) - 1):
+                with self._autocast():
+                    loss = self._loss_of(part)
+                (loss * scale).backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _loss_of(self, part: Any) -> torch.Tensor:
+        args, kwargs = split_inputs(self.model, part, self._loss is not None)
+        output = (self._replicas or self.model)(*args, **kwargs)
+        return loss_of(output) if self._loss is None else self._loss(output, part)
+
+    def _replicate(self, part: Any) -> None:
+        """Wrap the model in DDP. One forward shows what reads no parameter, so that DDP does not wait for it; what it
+        wrote into buffers is undone, and into the batch not done."""
+        devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
+        before = [buffer.clone() for buffer in self.model.buffers()]
+        with torch.random.fork_rng(devices), self._autocast():
+            read = _parameters_behind(self._loss_of(tree_map(_cloned, part)))
+        with torch.no_grad():
+            for buffer, value in zip(self.model.buffers(), before, strict=True):
+                buffer.copy_(value)
+        unread = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in read]
+        self._replicas = data_parallel(self.model, self.mesh.group("data_replicate"), unread)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """bf16 where fully_shard, which has its own mixed precision, is not used."""
+        if self.plan.training.precision == "bf16" and self._applied.mechanism != "fsdp":
+            return torch.autocast(self.mesh.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _synchronised(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Reduce gradients in this micro-batch's backward if the plan says so.
+
+        Kept parameters stay gathered until the last micro-batch where gradients are reduced only then.
+        """
+        now = is_last or self.plan.gradient_sync == "every"
+        for unit, reshard in self._applied.units:
+            unit.set_requires_gradient_sync(now, recurse=False)
+            unit.set_is_last_backward(now)
+            unit.set_reshard_after_backward(now or reshard, recurse=False)
+        return self._replicas.no_sync() if self._replicas is not None and not now else nullcontext()
+
+    def _totals(self, losses: list[torch.Tensor], scales: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss, squared gradient norm) of the whole job, with one small all-reduce."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.coordinates["tensor"] == 0:  # on earlier stages there are no losses
+            for found, scale in zip(losses, scales, strict=False):
+                loss += found.double() * scale / self.data_size
+        totals = torch.stack([loss, self._gradients.squared_norm()])
+        if self.mesh.device_mesh is not None:
+            dist.all_reduce(totals)
+        return totals[0], totals[1]
+
+    def _gathered(self, tensors: dict[str, torch.Tensor], buffers: bool) -> dict[str, torch.Tensor]:
+        keep = all(self.mesh.coordinates[axis] == 0 for axis in ("data_replicate", "data_shard", "tensor"))
+        state: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            whole = self._whole(name, tensor)
+            if keep:
+                state[name] = whole.cpu()
+        if keep and buffers:
+            present = self.model.state_dict().keys()
+            for name, buffer in self.model.named_buffers():
+                if name in present:
+                    state[name.removeprefix(self._applied.prefix)] = buffer.cpu()
+        group = self.mesh.group("pipeline")
+        if group is not None and keep:
+            first = self.mesh.coordinates["pipeline"] == 0
+            stages: list[Any] | None = [None] * self.plan.degrees.pipeline if first else None
+            dist.gather_object(state, stages, group=group, group_dst=0)
+            state = {name: t for part in stages or [] for name, t in part.items()}
+        if self.mesh.rank != 0:
+            return {}
+        for names in self.plan.model.ties:
+            known = next((state[n] for n in names if n in state), None)
+            if known is not None:
+                state.update(dict.fromkeys(names, known))
+        return state
+
+    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter or gradient of which ranks hold shards."""
+        cut = self._applied.cut(name)
+        if isinstance(tensor, DTensor):
+            shape = list(tensor.shape)
+            if cut is not None:
+                shape[cut.dim] //= cut.degree
+            like = torch.empty(shape, device="meta")
+            tensor = DTensor.from_local(
+                tensor.to_local(),
+                self.mesh.shard_mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=like.shape,
+                stride=like.stride(),
+            ).full_tensor()
+        if cut is None:
+            return tensor
+        shards = [torch.empty_like(tensor) for _ in range(cut.degree)]
+        dist.all_gather(shards, tensor.contiguous(), group=self.mesh.group("tensor"))
+        return cut.full(shards)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _parameters_behind(loss: torch.Tensor) -> set[int]:
+    """Ids of the parameters that a loss was computed from."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions]
+    return found

@@ -1,0 +1,107 @@
+"""Re-derives every limit of a Plan without the search or the solver: structure, divisibility, executability, memory."""
+
+from ..profiler.model_profile import ModelProfile
+from .estimate import estimate
+from .explain import does_not_fit
+from .memory_cost import uses_fully_shard
+from .plan import Plan
+from .strategy import can_recompute, divides, sequence_rule, shape_of, sharding_rule
+
+
+def check(plan: Plan, profile: ModelProfile | None = None) -> list[str]:
+    """Violated limits in words; empty if the plan is sound.
+
+    Without a profile only what the document itself says is checked. With one: that the plan covers the model's layers
+    once and in order, that every cut divides, and that each stage fits its budget.
+    """
+    found = [*_structure(plan), *_executable(plan)]
+    if profile is None:
+        return found
+    if plan.model.fingerprint != profile.fingerprint:
+        return [*found, f"the plan is for {plan.model.name}, whose layers differ from this {profile.name}"]
+    found += _covers(plan, profile)
+    found += _divides(plan, profile)
+    found += _runs(plan, profile)
+    if not found:
+        priced = estimate(plan, profile)
+        if not priced.fits:
+            found.append(does_not_fit(priced))
+    return found
+
+
+def _structure(plan: Plan) -> list[str]:
+    """Limits between the numbers of the document (Plan validates these when it is built; here for copies of it)."""
+    found = []
+    degrees = plan.degrees
+    if degrees.num_devices != plan.cluster.num_devices:
+        found.append(f"degrees multiply to {degrees.num_devices}, the cluster has {plan.cluster.num_devices} devices")
+    if len(plan.stages) != degrees.pipeline:
+        found.append(f"pipeline={degrees.pipeline} but {len(plan.stages)} stages")
+    samples = plan.micro_batch * plan.num_microbatches * degrees.data
+    if samples != plan.training.global_batch:
+        found.append(f"a step takes {samples} samples, global_batch is {plan.training.global_batch}")
+    for index, stage in enumerate(plan.stages):
+        if len({layer.name for layer in stage.layers}) != len(stage.layers):
+            found.append(f"stage {index} holds a layer twice")
+    return found
+
+
+def _executable(plan: Plan) -> list[str]:
+    """What the executor cannot run."""
+    found = []
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    if plan.degrees.pipeline > 1 and len({layer.reshard for layer in layers}) > 1:
+        found.append("in a pipeline either all layers give gathered parameters back or none; the costs know no mix")
+    if plan.degrees.data_shard == 1 and any(layer.reshard for layer in layers):
+        found.append("reshard=true needs data_shard above 1")
+    for layer in layers:
+        if layer.recompute == "full" and (len(layer.modules) != 1 or layer.modules[0] != layer.root):
+            found.append(f"layer {layer.name} is not one module, so it cannot be recomputed")
+    return found
+
+
+def _covers(plan: Plan, profile: ModelProfile) -> list[str]:
+    seen: dict[str, int] = {}
+    for index, stage in enumerate(plan.stages):
+        for name in {name for layer in stage.layers for name in layer.parameters}:
+            if seen.setdefault(name, index) != index:
+                return [f"parameter {name} is read on stages {seen[name]} and {index}; it can only live on one"]
+    planned = [(layer.name, layer.layer_class) for stage in plan.stages for layer in stage.layers]
+    expected = [(layer.name, profile.classes[layer.layer_class].name) for layer in profile.layers]
+    if planned == expected:
+        return []
+    missing = [name for name, _ in expected if name not in {n for n, _ in planned}]
+    detail = f"; missing {', '.join(missing[:3])}" if missing else ""
+    return [f"the stages do not hold the model's {len(expected)} layers once and in order{detail}"]
+
+
+def _divides(plan: Plan, profile: ModelProfile) -> list[str]:
+    found = []
+    tensor = plan.degrees.tensor
+    classes = {c.name: c for c in profile.classes}
+    for planned in plan.classes:
+        layer_class = classes.get(planned.name)
+        if layer_class is None or planned.cuts != layer_class.cuts:
+            found.append(f"class {planned.name} is cut in a way that was not observed in the model")
+        elif not divides(layer_class, tensor):
+            units = sorted({unit for cut in layer_class.cuts for unit in cut.units if unit % tensor})
+            found.append(f"tensor={tensor} does not divide {', '.join(map(str, units))} of class {planned.name}")
+        elif planned.sequence and layer_class.sequence is None:
+            found.append(f"class {planned.name} does not run on a slice of the sequence")
+        elif planned.sequence and (plan.training.seq_len or 0) % tensor:
+            found.append(f"tensor={tensor} does not divide the sequence of {plan.training.seq_len}")
+    return found
+
+
+def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
+    """What the executor cannot run with this model."""
+    rules = []
+    if uses_fully_shard(shape_of(plan), plan.training):
+        rules.append(sharding_rule(profile, plan.training.precision))
+    if plan.sequence_parallel:
+        rules.append(sequence_rule(profile, plan.degrees.tensor))
+    planned = (layer for stage in plan.stages for layer in stage.layers)
+    for layer, seen in zip(planned, profile.layers, strict=False):
+        if layer.recompute == "full" and not can_recompute(profile, seen):
+            rules.append(f"layer {layer.name} is not one module, or what goes into it is written over: no recompute")
+    return [rule for rule in rules if rule is not None]

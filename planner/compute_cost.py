@@ -1,0 +1,79 @@
+"""Seconds that one device computes: operators by roofline with shape-dependent efficiency, and the optimizer step."""
+
+import math
+from dataclasses import dataclass
+
+from ..profiler.cluster import Device
+from ..profiler.model_profile import Costs, OpProfile, amount_at
+
+WAVE_EXPONENT = 0.63
+"""How much of the ideal loss to partly filled waves of tiles is paid. Pilot fit on published runs, 10-90%: 0.5-0.7."""
+
+UNHIDDEN_TRAFFIC = 0.27
+"""Share of a matmul's operand traffic that its arithmetic does not hide. Same fit, 0.25-0.31."""
+
+OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
+"""Bytes moved per fp32 parameter: read parameter, gradient and moments, write parameter and moments."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Compute time of one layer for one micro-batch. repeated: the part of the forward that recompute repeats."""
+
+    forward: float
+    repeated: float
+    backward_input: float
+    backward_weight: float
+
+    @property
+    def backward(self) -> float:
+        """Both parts of the backward."""
+        return self.backward_input + self.backward_weight
+
+
+def layer_seconds(costs: Costs, device: Device, precision: str, element_bytes: int, batch: int, tensor: int) -> Seconds:
+    """Compute seconds of a layer on one device, forward and backward, each operator on its own roofline.
+
+    Operators of the backward that serve both gradients count as input part.
+    """
+    seconds = {"forward": 0.0, "backward_input": 0.0, "backward_weight": 0.0, "backward": 0.0}
+    repeated = 0.0
+    for op in costs.operators:
+        op_s = operator_s(op, device, precision, element_bytes, batch, tensor)
+        seconds[op.part] += op_s
+        repeated += op_s if op.part == "forward" and op.repeated else 0.0
+    return Seconds(
+        seconds["forward"], repeated, seconds["backward_input"] + seconds["backward"], seconds["backward_weight"]
+    )
+
+
+def operator_s(op: OpProfile, device: Device, precision: str, element_bytes: int, batch: int, tensor: int) -> float:
+    """Seconds of one operator: max(FLOPs / speed at this shape, bytes / bandwidth), and no less than a launch."""
+    traffic_s = op.moved.at(batch, element_bytes, tensor) / (device.bandwidth * device.bandwidth_efficiency)
+    flops = amount_at(op.flops, batch, tensor)
+    if flops == 0.0:
+        return max(traffic_s, device.launch)
+    peak = device.flops[precision]
+    if op.kind == "matmul" and op.shape is not None:
+        rows, _, columns = (amount_at(side, batch, tensor) for side in op.shape)
+        speed = peak * device.matmul_efficiency * tile_efficiency(rows, columns, device)
+        arithmetic_s = flops / speed + UNHIDDEN_TRAFFIC * traffic_s
+    elif op.kind == "attention":
+        arithmetic_s = flops / (peak * device.attention_efficiency)
+    else:
+        arithmetic_s = flops / (peak * device.matmul_efficiency)
+    return max(arithmetic_s, traffic_s, device.launch)
+
+
+def tile_efficiency(rows: float, columns: float, device: Device) -> float:
+    """Share of a large matmul's speed that one of this shape keeps: tiles at the edges and in the last wave idle."""
+    tile_rows, tile_columns = device.tile
+    tiles = math.ceil(max(rows, 1.0) / tile_rows) * math.ceil(max(columns, 1.0) / tile_columns)
+    waves = tiles / device.compute_units
+    filled = waves / math.ceil(waves)
+    return float(max(filled, 1.0 / device.compute_units) ** WAVE_EXPONENT)
+
+
+def optimizer_s(num_elements: float, optimizer: str, device: Device) -> float:
+    """Seconds to update `num_elements` fp32 parameters on one device: all memory traffic."""
+    return OPTIMIZER_BYTES[optimizer] * num_elements / (device.bandwidth * device.bandwidth_efficiency)

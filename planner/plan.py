@@ -1,0 +1,244 @@
+"""Plan: all that the executor may know, as a versioned document; and which rank does what."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from ..profiler.cluster import ClusterSpec
+from ..profiler.model_profile import CrossingTensor, TensorCut
+from .training import TrainingSpec
+
+PLAN_SCHEMA_VERSION = 1
+
+Axis = Literal["pipeline", "data_replicate", "data_shard", "context", "tensor"]
+AXES: tuple[Axis, ...] = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
+
+Recompute = Literal["none", "full"]
+Schedule = Literal["none", "gpipe", "1f1b"]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Degrees(_Document):
+    """How many ways each axis splits. All but expert and virtual_stages multiply to the number of GPUs."""
+
+    data_replicate: PositiveInt = 1
+    data_shard: PositiveInt = 1
+    tensor: PositiveInt = 1
+    context: Literal[1] = 1
+    expert: Literal[1] = 1
+    pipeline: PositiveInt = 1
+    virtual_stages: Literal[1] = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the job."""
+        return self.data_replicate * self.data_shard * self.tensor * self.context * self.pipeline
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different samples."""
+        return self.data_replicate * self.data_shard
+
+    def of(self, axis: Axis) -> int:
+        """Degree of a mesh axis."""
+        degree: int = getattr(self, axis)
+        return degree
+
+
+class LayerPlan(_Document):
+    """One layer of a stage."""
+
+    name: str
+    layer_class: str
+    root: str = Field(description="module that the class's relative names start from; '' for the model itself")
+    modules: tuple[str, ...] = Field(description="full names of the outermost modules of this layer")
+    parameters: tuple[str, ...] = Field(description="full names")
+    recompute: Recompute
+    reshard: bool = Field(description="give gathered parameters back after forward (ZeRO-3); False keeps them")
+
+
+class Stage(_Document):
+    """Consecutive layers that one pipeline coordinate holds. Of equal neighbours the recomputed ones come first."""
+
+    layers: tuple[LayerPlan, ...] = Field(min_length=1)
+
+
+class ClassPlan(_Document):
+    """How tensor parallelism cuts the layers of one class; empty cuts: the class stays whole."""
+
+    name: str
+    cuts: tuple[TensorCut, ...] = ()
+    sequence: bool = Field(default=False, description="between the cuts each rank holds a slice of the sequence")
+
+
+class ModelReference(_Document):
+    """Which model the plan is for."""
+
+    name: str
+    source: str
+    fingerprint: str
+    num_parameters: int
+    ties: tuple[tuple[str, ...], ...] = ()
+    tensors: tuple[CrossingTensor, ...] = Field(default=(), description="everything that can cross a cut")
+    layer_modules: tuple[str, ...] = Field(description="outermost modules of all layers: what producers.py counts")
+    attention_modules: tuple[str, ...] = ()
+    returns_loss: bool = False
+
+
+class Certificate(_Document):
+    """What was proven, by whom, and how far the proof reaches."""
+
+    objective: float = Field(description="seconds: the closed form of the plan's step time")
+    bound: float = Field(description="seconds: no plan in the space has a smaller closed form")
+    gap: float = Field(description="(objective - bound) / objective")
+    simulated_s: float = Field(description="step time of the plan by event simulation of its schedule")
+    status: Literal["optimal", "feasible"]
+    solver: str
+    search_seconds: float
+    shapes: dict[Literal["total", "rejected", "pruned", "solved"], int]
+    rejected: dict[str, int] = Field(default={}, description="rule -> shapes it excluded")
+
+
+class Prediction(_Document):
+    """The figures a plan was chosen by; estimate.py gives the whole account."""
+
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float
+    stage_memory_bytes: tuple[float, ...]
+    budget_bytes: float
+
+
+class Plan(_Document):
+    """A decided layout: degrees, schedule, and per layer the stage, recompute and resharding."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["meshwright-plan"] = "meshwright-plan"
+    model: ModelReference
+    cluster: ClusterSpec
+    training: TrainingSpec
+    degrees: Degrees
+    mesh_axes: tuple[Axis, ...] = Field(default=AXES, description="outermost first; the last runs over neighbours")
+    schedule: Schedule = "none"
+    micro_batch: PositiveInt = Field(description="samples of one data rank per forward")
+    num_microbatches: PositiveInt
+    gradient_sync: Literal["every", "last"] = Field(
+        default="last", description="reduce gradients after every micro-batch, or once after the last"
+    )
+    classes: tuple[ClassPlan, ...] = ()
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    prediction: Prediction | None = None
+    certificate: Certificate | None = None
+    versions: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _numbers_fit_together(self) -> Self:
+        degrees = self.degrees
+        if degrees.num_devices != self.cluster.num_devices:
+            raise ValueError(
+                f"degrees multiply to {degrees.num_devices} ranks, the cluster has {self.cluster.num_devices} devices"
+            )
+        if sorted(self.mesh_axes) != sorted(AXES):
+            raise ValueError(f"mesh_axes must order {', '.join(AXES)}; found {', '.join(self.mesh_axes)}")
+        if len(self.stages) != degrees.pipeline:
+            raise ValueError(f"pipeline={degrees.pipeline} needs as many stages; found {len(self.stages)}")
+        samples = self.micro_batch * self.num_microbatches * degrees.data
+        if samples != self.training.global_batch:
+            raise ValueError(
+                f"micro_batch x num_microbatches x data ranks = {self.micro_batch} x {self.num_microbatches} x "
+                f"{degrees.data} = {samples} samples, but global_batch is {self.training.global_batch}"
+            )
+        if (self.schedule == "none") != (degrees.pipeline == 1):
+            raise ValueError(f"schedule={self.schedule!r} does not go with pipeline={degrees.pipeline}")
+        if self.schedule == "1f1b" and self.num_microbatches < degrees.pipeline:
+            raise ValueError(
+                f"1F1B needs at least as many micro-batches as stages: {self.num_microbatches} < {degrees.pipeline}; "
+                "use gpipe or a smaller micro_batch"
+            )
+        return self
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether any class runs sequence-parallel between its tensor cuts."""
+        return any(c.sequence for c in self.classes)
+
+    def class_plan(self, name: str) -> ClassPlan:
+        """How a layer class is cut; an empty ClassPlan if it stays whole."""
+        return next((c for c in self.classes if c.name == name), ClassPlan(name=name))
+
+    def stride(self, axis: Axis) -> int:
+        """Distance in ranks between neighbours on a mesh axis."""
+        inner = self.mesh_axes[self.mesh_axes.index(axis) + 1 :]
+        return math.prod(self.degrees.of(a) for a in inner)
+
+    def coordinates(self, rank: int) -> dict[Axis, int]:
+        """Position of a rank on every mesh axis."""
+        return {axis: rank // self.stride(axis) % self.degrees.of(axis) for axis in self.mesh_axes}
+
+    def save(self, path: Path) -> None:
+        """Write the document; the file appears whole or not at all."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.model_dump_json(indent=1) + "\n")
+        partial.replace(path)
+
+
+class Placement(_Document):
+    """Where one rank sits and what it holds."""
+
+    rank: NonNegativeInt
+    host: NonNegativeInt
+    device: NonNegativeInt
+    device_name: str
+    coordinates: dict[Axis, int]
+    layers: tuple[str, ...]
+
+
+def placement(plan: Plan, rank: int) -> Placement:
+    """Host, device, mesh coordinates and layers of a rank: the one place where they are derived."""
+    host, device = plan.cluster.host_of(rank)
+    coordinates = plan.coordinates(rank)
+    stage = plan.stages[coordinates["pipeline"]]
+    return Placement(
+        rank=rank,
+        host=host,
+        device=device,
+        device_name=plan.cluster.device_of(rank).name,
+        coordinates=coordinates,
+        layers=tuple(layer.name for layer in stage.layers),
+    )
+
+
+def placements(plan: Plan) -> Iterator[Placement]:
+    """Every rank's placement, in rank order."""
+    return (placement(plan, rank) for rank in range(plan.degrees.num_devices))
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan document. Raises ValueError for broken, foreign or future-version files."""
+    if not path.exists():
+        raise ValueError(f"no such plan: {path}. Make one with: plan model.py --gpus 8 -o {path}")
+    try:
+        data = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); make the plan again with: plan MODEL -o {path}") from None
+    if not isinstance(data, dict) or data.get("kind") != "meshwright-plan":
+        raise ValueError(f"{path} is not a Meshwright plan; a plan says \"kind\": \"meshwright-plan\"")
+    version = data.get("schema_version")
+    if version != PLAN_SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema_version {version!r}, this version reads {PLAN_SCHEMA_VERSION}: "
+            "update meshwright, or make the plan again with this version"
+        )
+    try:
+        return Plan.model_validate_json(path.read_text())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise ValueError(f"{path} is not a valid plan: {where}: {first['msg']}") from None

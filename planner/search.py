@@ -1,0 +1,220 @@
+"""The question and its answer: profile, cluster and job in; the plan, its proof, runners-up and baselines out."""
+
+import time
+from dataclasses import dataclass, field
+
+from ..profiler.cluster import ClusterSpec
+from ..profiler.model_profile import ModelProfile
+from .estimate import Estimate, estimate
+from .explain import compared
+from .explore import ALTERNATIVES, SIMPLE, WINDOW, Explorer, Outcome, Progress, Solved
+from .guidance import RuleOfThumb, rules_of_thumb
+from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
+from .plan import Certificate, Plan, Prediction
+from .setups import Setup
+from .solver import SolverError
+from .strategy import Pins, shape_of
+from .training import TrainingSpec
+
+__all__ = ["Candidate", "InfeasibleError", "SearchResult", "SolverError", "price_setup", "search"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout beside the plan; without plan and estimate it does not fit or is not legal, as the verdict says."""
+
+    label: str
+    plan: Plan | None
+    estimate: Estimate | None
+    verdict: str
+    seconds: float = field(default=float("inf"), compare=False)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The plan with its account, and everything it was measured against."""
+
+    plan: Plan
+    estimate: Estimate
+    certificate: Certificate
+    runners_up: tuple[Candidate, ...]
+    baselines: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class _Priced:
+    plan: Plan
+    estimate: Estimate
+
+    @property
+    def simplicity(self) -> tuple[float, ...]:
+        """Smaller is simpler: kinds of parallelism, then memory in use, then a fixed order of degrees."""
+        d = self.plan.degrees
+        kinds = sum(degree > 1 for degree in (d.data_replicate, d.data_shard, d.tensor, d.pipeline))
+        memory = max(stage.device_bytes for stage in self.estimate.memory)
+        return (kinds + self.plan.sequence_parallel, memory, d.pipeline, d.tensor, d.data_shard, self.plan.micro_batch)
+
+
+def search(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    *,
+    pins: Pins | None = None,
+    time_limit_s: float = 60.0,
+    progress: Progress | None = None,
+) -> SearchResult:
+    """The best plan with its proof.
+
+    The space is searched best-first, the ILP proves the best closed form, and all plans within 3% of it and every
+    rule of thumb are ranked by event simulation; within 1% of the best of them the simplest is the plan.
+    Raises InfeasibleError when no legal plan fits, ValueError when none is legal, SolverError when the solver is
+    missing or nothing is found in time.
+    """
+    start = time.monotonic()
+    deadline = start + time_limit_s
+    pins = pins or Pins()
+    explorer = Explorer(profile, cluster, training)
+    outcome = explorer.explore(pins, deadline, progress=progress)
+    if outcome.best is None:
+        if not outcome.complete:
+            raise SolverError(f"no plan found within {time_limit_s:g} s; give it longer with --time-limit")
+        raise explain_infeasible(explorer, pins, outcome.rejected)
+    bound, status, solver = explorer.prove(outcome, max(1.0, deadline - time.monotonic()))
+    rules = [(rule, _follow(explorer, rule, deadline)) for rule in rules_of_thumb(cluster, training)]
+    finalists = [_price(explorer, s) for s in outcome.solved if s.seconds <= outcome.best.seconds * (1 + WINDOW)]
+    followed = [priced for _, priced in rules if priced is not None]
+    chosen = _simplest(finalists + (followed if pins == Pins() else []))
+    objective = chosen.estimate.closed_form_s
+    certificate = Certificate(
+        objective=objective,
+        bound=min(bound, objective),
+        gap=max(0.0, objective - bound) / objective,
+        simulated_s=chosen.estimate.step_time_s,
+        status="optimal" if status == "optimal" else "feasible",
+        solver=solver,
+        search_seconds=time.monotonic() - start,
+        shapes={
+            "total": outcome.total,
+            "rejected": sum(outcome.rejected.values()),
+            "pruned": outcome.pruned,
+            "solved": outcome.num_solved,
+        },
+        rejected=outcome.rejected,
+    )
+    plan = chosen.plan.model_copy(update={"certificate": certificate, "prediction": _prediction(chosen.estimate)})
+    return SearchResult(
+        plan=plan,
+        estimate=chosen.estimate,
+        certificate=certificate,
+        runners_up=_runners_up(explorer, outcome, chosen),
+        baselines=tuple(_baseline(explorer, rule, priced, chosen, pins) for rule, priced in rules),
+    )
+
+
+def price_setup(
+    setup: Setup, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, time_limit_s: float = 30.0
+) -> Candidate:
+    """A manual set-up, priced by the same evaluator; what it leaves open is chosen at its best."""
+    explorer = Explorer(profile, cluster, training)
+    pins = pins_of(setup)
+    outcome = explorer.explore(pins, time.monotonic() + time_limit_s, near=0)
+    if outcome.best is None:
+        return Candidate(setup.label, None, None, closest_verdict(explorer, pins, outcome.rejected))
+    priced = _price(explorer, outcome.best)
+    return Candidate(setup.label, priced.plan, priced.estimate, "fits", priced.estimate.step_time_s)
+
+
+def pins_of(setup: Setup) -> Pins:
+    """What a manual set-up decides."""
+    pipelined = setup.pipeline > 1
+    return Pins(
+        data_replicate=setup.data_replicate,
+        data_shard=setup.data_shard,
+        tensor=setup.tensor,
+        pipeline=setup.pipeline,
+        micro_batch=setup.micro_batch,
+        sequence=setup.sequence if setup.tensor > 1 else None,
+        schedule=setup.schedule if pipelined else None,
+        gradient_sync=setup.gradient_sync,
+        recompute=setup.recompute,
+        reshard=setup.reshard,
+    )
+
+
+def _price(explorer: Explorer, solved: Solved) -> _Priced:
+    """The plan of a solved shape with its estimate, whose closed form is the search's own number."""
+    plan = explorer.plan_of(solved)
+    found = estimate(plan, explorer.profile)
+    difference = abs(found.closed_form_s - solved.seconds) / solved.seconds
+    assert difference < 1e-6, f"evaluator {found.closed_form_s} and search {solved.seconds} differ"
+    plan = plan.model_copy(update={"prediction": _prediction(found)})
+    return _Priced(plan, found)
+
+
+def _prediction(found: Estimate) -> Prediction:
+    return Prediction(
+        step_time_s=found.step_time_s,
+        tokens_per_s=found.tokens_per_s,
+        mfu=found.mfu,
+        stage_memory_bytes=tuple(stage.device_bytes for stage in found.memory),
+        budget_bytes=found.memory[0].budget_bytes,
+    )
+
+
+def _simplest(priced: list[_Priced]) -> _Priced:
+    """The simplest of those within 1% of the fastest by simulation."""
+    fastest = min(p.estimate.step_time_s for p in priced)
+    near = [p for p in priced if p.estimate.step_time_s <= fastest * (1 + SIMPLE)]
+    return min(near, key=lambda p: (*p.simplicity, p.estimate.step_time_s))
+
+
+def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced | None:
+    """The plan that a rule of thumb leads to, or None if none of its attempts fits."""
+    for pins in rule.attempts:
+        outcome = explorer.explore(pins, max(deadline, time.monotonic() + 1.0), near=0)
+        if outcome.best is not None:
+            return _price(explorer, outcome.best)
+    return None
+
+
+def _allowed(pins: Pins, plan: Plan) -> bool:
+    """Whether a plan agrees with what is pinned."""
+    shape = shape_of(plan)
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    names = ("data_replicate", "data_shard", "tensor", "pipeline", "micro_batch", "sequence", "schedule")
+    recomputes = {layer.recompute for layer in layers if len(layer.modules) == 1 and layer.modules[0] == layer.root}
+    return all(pins.allows(name, getattr(shape, name)) for name in names) and all(
+        pins.allows("recompute", recompute) for recompute in recomputes
+    )
+
+
+def _baseline(
+    explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, chosen: _Priced, pins: Pins
+) -> Candidate:
+    if priced is None:
+        verdicts = [closest_verdict(explorer, pins, {}) for pins in rule.attempts]
+        fitting = [verdict for verdict in verdicts if verdict.startswith("does not fit")]
+        return Candidate(rule.name, None, None, (fitting or verdicts)[0])
+    excluded = "excluded by --pin" if pins != Pins() and _allowed(pins, priced.plan) is False else None
+    verdict = compared(priced.estimate, chosen.estimate, *([excluded] if excluded else []))
+    if shape_of(priced.plan).layout == shape_of(chosen.plan).layout and verdict == "as fast as the plan":
+        verdict = "the plan"
+    return Candidate(rule.name, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s)
+
+
+def _runners_up(explorer: Explorer, outcome: Outcome, chosen: _Priced) -> tuple[Candidate, ...]:
+    """The best five others, one per choice of degrees and schedule."""
+    seen = {shape_of(chosen.plan).layout}
+    result = []
+    for solved in sorted(outcome.solved, key=lambda s: s.seconds):
+        if solved.shape.layout in seen:
+            continue
+        seen.add(solved.shape.layout)
+        priced = _price(explorer, solved)
+        label = f"{solved.shape.label}, micro-batch {solved.shape.micro_batch}"
+        verdict = compared(priced.estimate, chosen.estimate)
+        result.append(Candidate(label, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s))
+        if len(result) == ALTERNATIVES:
+            break
+    return tuple(sorted(result, key=lambda c: c.seconds))

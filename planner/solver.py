@@ -1,0 +1,81 @@
+"""The only caller of solve(): HiGHS, CBC where HiGHS is missing; every outcome by name."""
+
+import importlib.util
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import pulp
+
+GAP = 1e-6
+"""Relative gap at which a solution counts as optimal."""
+
+
+class SolverError(RuntimeError):
+    """The solver is missing, failed, or found nothing in time. The message says which, and the way out."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the solver proved. `bound`: no solution has a smaller objective."""
+
+    status: Literal["optimal", "feasible", "infeasible"]
+    objective: float
+    bound: float
+    solver: str
+    seconds: float
+
+
+def solve(problem: pulp.LpProblem, time_limit_s: float, solver: str | None = None) -> Solution:
+    """Minimise; variables of `problem` hold the solution afterwards unless it is infeasible.
+
+    solver: "HiGHS" or "CBC"; by default the first that is installed. Raises SolverError when neither is there, when
+    the solver fails, and when it finds no solution in time. After a time limit PuLP's `status` says Optimal for both
+    solvers alike: only `sol_status` tells.
+    """
+    name = solver or available_solver()
+    if name is None:
+        raise SolverError("no solver: neither highspy nor CBC is installed; run: pip install highspy")
+    if time_limit_s <= 0:
+        raise SolverError(_late(name, time_limit_s))
+    start = time.monotonic()
+    try:
+        problem.solve(_engine(name, time_limit_s))
+    except pulp.PulpSolverError as error:
+        raise SolverError(f"{name} failed: {error}; try again, or reinstall it with: pip install highspy") from None
+    seconds = time.monotonic() - start
+    if problem.status == pulp.LpStatusInfeasible:
+        return Solution("infeasible", float("inf"), float("inf"), name, seconds)
+    if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        raise SolverError(_late(name, time_limit_s))
+    objective = float(pulp.value(problem.objective) or 0.0)
+    if problem.sol_status == pulp.LpSolutionOptimal and name == "CBC":
+        return Solution("optimal", objective, objective - GAP * abs(objective), name, seconds)
+    bound = float(problem.solverModel.getInfo().mip_dual_bound) if name == "HiGHS" else float("-inf")
+    optimal = objective - bound <= 2 * GAP * max(1.0, abs(objective))
+    return Solution("optimal" if optimal else "feasible", objective, min(bound, objective), name, seconds)
+
+
+def available_solver() -> str | None:
+    """The solver that would be used."""
+    if importlib.util.find_spec("highspy") is not None:
+        return "HiGHS"
+    return "CBC" if _bundled_cbc().available() else None
+
+
+def _engine(name: str, time_limit_s: float) -> pulp.LpSolver:
+    if name == "HiGHS":
+        return pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=GAP, threads=1)
+    return _bundled_cbc(timeLimit=max(1, round(time_limit_s)), gapRel=GAP, threads=1)
+
+
+def _bundled_cbc(**options: float) -> pulp.LpSolver:
+    """The CBC that PuLP 3 brings along; its warning that PuLP 4 will not is answered by our bound on PuLP."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return pulp.PULP_CBC_CMD(msg=False, **options)
+
+
+def _late(name: str, time_limit_s: float) -> str:
+    return f"{name} found no plan within {time_limit_s:.1f} s; give it longer with --time-limit"

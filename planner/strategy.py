@@ -1,0 +1,300 @@
+"""Shapes (one choice of degrees, schedule and micro-batch), per-layer options, pins, and Shape -> Plan."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..profiler.cluster import ClusterSpec
+from ..profiler.model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
+from .plan import (
+    AXES,
+    Axis,
+    ClassPlan,
+    Degrees,
+    LayerPlan,
+    ModelReference,
+    Plan,
+    Recompute,
+    Schedule,
+    Stage,
+)
+from .training import Precision, TrainingSpec
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All of a plan but the assignment of layers: what the ILP's y_k chooses between."""
+
+    data_replicate: int
+    data_shard: int
+    tensor: int
+    pipeline: int
+    micro_batch: int
+    num_microbatches: int
+    sequence: bool = False
+    schedule: Schedule = "none"
+    gradient_sync: Literal["every", "last"] = "last"
+    reshard: bool = False
+    """Pipelines only: all layers give gathered parameters back after forward. Without a pipeline each layer chooses."""
+    mesh_axes: tuple[Axis, ...] = AXES
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different samples."""
+        return self.data_replicate * self.data_shard
+
+    @property
+    def degrees(self) -> Degrees:
+        """The degrees as the plan states them."""
+        return Degrees(
+            data_replicate=self.data_replicate,
+            data_shard=self.data_shard,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+        )
+
+    def degree(self, axis: Axis) -> int:
+        """Degree of a mesh axis."""
+        return 1 if axis == "context" else int(getattr(self, axis))
+
+    def stride(self, axis: Axis) -> int:
+        """Distance in ranks between neighbours on a mesh axis."""
+        return math.prod(self.degree(a) for a in self.mesh_axes[self.mesh_axes.index(axis) + 1 :])
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations a stage holds at the peak (counted from the schedule's table)."""
+        if self.schedule == "1f1b":
+            return min(self.num_microbatches, self.pipeline - stage)
+        return self.num_microbatches if self.schedule == "gpipe" else 1
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What makes two shapes the same to a reader."""
+        return self.degrees, self.schedule, self.micro_batch, self.sequence
+
+    @property
+    def label(self) -> str:
+        """How people call it: DDP, FSDP, HSDP 2x4, TP 4, PP 2, joined by ' + '."""
+        names = []
+        if self.data_shard > 1:
+            hybrid = f"HSDP {self.data_replicate}x{self.data_shard}"
+            names.append(hybrid if self.data_replicate > 1 else f"FSDP {self.data_shard}")
+        elif self.data_replicate > 1:
+            names.append(f"DDP {self.data_replicate}")
+        if self.tensor > 1:
+            names.append(f"TP {self.tensor}" + (" with sequence parallel" if self.sequence else ""))
+        if self.pipeline > 1:
+            names.append(f"PP {self.pipeline} ({'1F1B' if self.schedule == '1f1b' else 'GPipe'})")
+        return " + ".join(names) or "one device"
+
+
+@dataclass(frozen=True)
+class LayerOption:
+    """What is decided per layer: recompute, and whether gathered parameters are given back after forward."""
+
+    recompute: Recompute = "none"
+    reshard: bool = False
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user (or a manual set-up) has decided already; None leaves it to the search."""
+
+    data_replicate: int | None = None
+    data_shard: int | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    micro_batch: int | None = None
+    sequence: bool | None = None
+    schedule: Schedule | None = None
+    gradient_sync: Literal["every", "last"] | None = None
+    recompute: Recompute | None = None
+    reshard: bool | None = None
+
+    def allows(self, name: str, value: object) -> bool:
+        """Whether a choice agrees with what is pinned."""
+        pinned = getattr(self, name)
+        return pinned is None or pinned == value
+
+
+def divides(layer_class: LayerClass, tensor: int) -> bool:
+    """Whether every cut of a class divides into `tensor` parts: heads, widths, and each part of fused modules."""
+    return bool(layer_class.cuts) and not any(size % tensor for cut in layer_class.cuts for size in divided(cut))
+
+
+def divided(cut: TensorCut) -> list[int]:
+    """Numbers that a tensor degree must divide for this cut."""
+    return [*cut.units, *(size for sizes in cut.parts.values() for size in sizes)]
+
+
+def is_cut(layer_class: LayerClass, shape: Shape) -> bool:
+    """Whether the layers of a class are cut by tensor parallelism under a shape."""
+    return shape.tensor > 1 and layer_class.tensor is not None and divides(layer_class, shape.tensor)
+
+
+def is_sequence_cut(layer_class: LayerClass, shape: Shape) -> bool:
+    """Whether the layers of a class run on slices of the sequence between their cuts."""
+    return shape.sequence and layer_class.sequence is not None and is_cut(layer_class, shape)
+
+
+def tensor_rule(profile: ModelProfile, tensor: int) -> str | None:
+    """The rule that excludes a tensor degree, or None if it is legal."""
+    inner = [c for c in profile.classes if any(cut.kind in ("attention", "mlp") for cut in c.cuts)]
+    if tensor == 1:
+        return None
+    if not inner:
+        return "tensor: no layer can be cut"
+    for layer_class in inner:
+        for cut in layer_class.cuts:
+            for size in divided(cut):
+                if size % tensor:
+                    return f"tensor={tensor} does not divide {size} ({cut.kind} of {layer_class.name})"
+    return None
+
+
+def sequence_rule(profile: ModelProfile, tensor: int) -> str | None:
+    """The rule that excludes sequence parallelism beside a tensor degree, or None if it is legal."""
+    if not any(c.sequence is not None for c in profile.classes):
+        return "sequence: no layer runs on a slice of its sequence"
+    if profile.seq_len is None or profile.seq_len % tensor:
+        return f"sequence: tensor={tensor} does not divide the sequence of {profile.seq_len}"
+    both = _names_read(profile, sliced=True) & _names_read(profile, sliced=False)
+    if both:
+        return f"sequence: {min(both)} is read on slices of the sequence and on the whole of it"
+    return None
+
+
+def _names_read(profile: ModelProfile, sliced: bool) -> set[str]:
+    """Uncut parameters that layers read which can (or cannot) run on slices; tied ones under each of their names."""
+    names: set[str] = set()
+    for layer in profile.layers:
+        layer_class = profile.classes[layer.layer_class]
+        if (layer_class.sequence is not None) == sliced:
+            prefix = f"{layer.root}." if layer.root else ""
+            cut = {prefix + name for c in layer_class.cuts for name in c.sharded}
+            names |= set(layer.parameters) - cut
+    return names | {name for group in profile.ties if names.intersection(group) for name in group}
+
+
+def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
+    """The rule that excludes torch's fully_shard: it takes no parameter without dims, hooks itself onto what goes into
+    a layer, where nothing may be written in place, and casts parameters, but no buffers."""
+    if precision == "bf16" and profile.mixed_precision_problem:
+        return (
+            f"data_shard: parameters in bf16 meet tensors in fp32 ({profile.mixed_precision_problem}); "
+            "cast buffers where they are used (.to(x.dtype)), or plan in fp32"
+        )
+    for layer_class in profile.classes:
+        if layer_class.writes_input and layer_class.parameters:
+            return f"data_shard: {layer_class.name} writes into its input; use relu(x) for relu_(x), x + y for x += y"
+        for parameter in layer_class.parameters:
+            if not parameter.shape:
+                return f"data_shard: {parameter.name} of {layer_class.name} has no dims; make it a tensor of one"
+    return None
+
+
+def can_recompute(profile: ModelProfile, layer: LayerProfile) -> bool:
+    """Whether a layer's forward can be repeated: it is one module, and still finds what it was given."""
+    is_one_module = layer.root != "" and layer.modules == (layer.root,)
+    return is_one_module and not profile.classes[layer.layer_class].input_overwritten
+
+
+def legal_cuts(profile: ModelProfile) -> list[int]:
+    """Layers before which a stage may begin: not between two that read one parameter under one name, which lives on one
+    stage. (Tied weights have two names, and a copy on each side.)"""
+    first: dict[str, int] = {}
+    inside: set[int] = set()
+    for i, layer in enumerate(profile.layers):
+        for name in layer.parameters:
+            inside.update(range(first.setdefault(name, i) + 1, i + 1))
+    return [i for i in range(1, len(profile.layers)) if i not in inside]
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors in ascending order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def make_plan(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    shape: Shape,
+    stages: Sequence[Sequence[LayerOption]],
+) -> Plan:
+    """The plan that runs consecutive layers on each stage with the given options.
+
+    stages: [stage][layer] in the chain's order; together as many as the profile has layers.
+    Raises ValueError when they are not.
+    """
+    num_layers = sum(len(stage) for stage in stages)
+    if num_layers != len(profile.layers):
+        raise ValueError(f"the stages hold {num_layers} layers, the model has {len(profile.layers)}")
+    layers = iter(profile.layers)
+    return Plan(
+        model=reference_of(profile),
+        cluster=cluster,
+        training=training,
+        degrees=shape.degrees,
+        mesh_axes=shape.mesh_axes,
+        schedule=shape.schedule,
+        micro_batch=shape.micro_batch,
+        num_microbatches=shape.num_microbatches,
+        gradient_sync=shape.gradient_sync,
+        classes=tuple(
+            ClassPlan(name=c.name, cuts=c.cuts, sequence=is_sequence_cut(c, shape))
+            for c in profile.classes
+            if is_cut(c, shape)
+        ),
+        stages=tuple(
+            Stage(
+                layers=tuple(
+                    LayerPlan(
+                        name=layer.name,
+                        layer_class=profile.classes[layer.layer_class].name,
+                        root=layer.root,
+                        modules=layer.modules,
+                        parameters=layer.parameters,
+                        recompute=option.recompute,
+                        reshard=option.reshard,
+                    )
+                    for option, layer in zip(stage, layers, strict=False)
+                )
+            )
+            for stage in stages
+        ),
+    )
+
+
+def reference_of(profile: ModelProfile) -> ModelReference:
+    """What a plan says of its model."""
+    return ModelReference(
+        name=profile.name,
+        source=profile.source,
+        fingerprint=profile.fingerprint,
+        num_parameters=profile.num_parameters,
+        ties=profile.ties,
+        tensors=profile.tensors,
+        layer_modules=tuple(dict.fromkeys(name for layer in profile.layers for name in layer.modules)),
+        attention_modules=profile.attention_modules,
+        returns_loss=profile.returns_loss,
+    )
+
+
+def shape_of(plan: Plan) -> Shape:
+    """The shape a plan has."""
+    return Shape(
+        data_replicate=plan.degrees.data_replicate,
+        data_shard=plan.degrees.data_shard,
+        tensor=plan.degrees.tensor,
+        pipeline=plan.degrees.pipeline,
+        micro_batch=plan.micro_batch,
+        num_microbatches=plan.num_microbatches,
+        sequence=plan.sequence_parallel,
+        schedule=plan.schedule,
+        gradient_sync=plan.gradient_sync,
+        reshard=plan.degrees.pipeline > 1 and any(layer.reshard for stage in plan.stages for layer in stage.layers),
+        mesh_axes=plan.mesh_axes,
+    )

@@ -1,0 +1,261 @@
+"""ClusterSpec: hosts, devices and links, read from TOML; the link that any group of ranks talks over."""
+
+import difflib
+import math
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
+
+from .units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_seconds
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+HARDWARE_FOLDER = Path(__file__).parent / "hardware"
+
+_Size = Annotated[float, BeforeValidator(parse_bytes), Field(gt=0)]
+_Overhead = Annotated[float, BeforeValidator(parse_bytes), Field(ge=0)]
+_Rate = Annotated[float, BeforeValidator(parse_bytes_per_s), Field(gt=0)]
+_Time = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0)]
+_Speed = Annotated[float, BeforeValidator(parse_flops_per_s), Field(gt=0)]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Link(_Document):
+    """A way for bytes, in one direction."""
+
+    bandwidth: _Rate = Field(description="bytes per second that a large collective really gets, one direction")
+    latency: _Time = Field(description="seconds per hop of a small message")
+
+
+class Device(_Document):
+    """One accelerator (or CPU rank): what it computes, holds and is connected by. Every number has a source."""
+
+    name: str
+    memory: _Size = Field(description="bytes a process can allocate on it")
+    context: _Overhead = Field(description="bytes outside the allocator: CUDA context, library workspaces")
+    communicator: _Overhead = Field(default=0.0, description="bytes outside the allocator per process group")
+    fragmentation: float = Field(default=0.0, ge=0, description="reserved over allocated bytes, minus 1")
+    flops: dict[str, _Speed] = Field(description="dense peak FLOP/s by dtype: bf16, fp32, ...")
+    matmul_efficiency: float = Field(gt=0, le=1, description="share of peak that a large matmul reaches")
+    tile: tuple[PositiveInt, PositiveInt] = Field(default=(128, 256), description="rows, columns of one matmul tile")
+    compute_units: PositiveInt = Field(default=1, description="tiles computed at a time (streaming multiprocessors)")
+    attention_efficiency: float = Field(gt=0, le=1, description="share of peak that fused attention reaches")
+    bandwidth: _Rate = Field(description="bytes per second of device memory")
+    bandwidth_efficiency: float = Field(default=1.0, gt=0, le=1)
+    launch: _Time = Field(description="seconds that the smallest kernel takes")
+    overlap: float = Field(ge=0, le=1, description="share of compute time behind which communication can hide")
+    contention: float = Field(ge=0, le=1, description="share of hidden communication that compute still pays for")
+    collective_factors: dict[str, float] = Field(
+        default={}, description="time over the ideal ring by collective: all_reduce, all_gather, reduce_scatter, p2p"
+    )
+    devices_per_host: PositiveInt = Field(description="usual number in one host")
+    link: Link = Field(description="between devices of one host, per device")
+    network: Link = Field(description="between hosts, per host, usual for this platform")
+    price_per_hour: float | None = Field(default=None, ge=0, description="US dollars, one device")
+    sources: dict[str, str] = Field(description="field -> where its number comes from")
+
+
+class HostGroup(_Document):
+    """Equal hosts."""
+
+    count: PositiveInt
+    devices_per_host: PositiveInt
+    device: Device
+    link: Link
+
+
+class Group(_Document):
+    """Where the ranks of one communication group sit: the worst of all groups of a mesh axis."""
+
+    ranks_per_host: PositiveInt
+    hosts: PositiveInt
+
+    @property
+    def size(self) -> int:
+        """Upper bound of the ranks in the group; exact where hosts are evenly filled."""
+        return self.ranks_per_host * self.hosts
+
+
+class ClusterSpec(_Document):
+    """Hosts in rank order, and the network between them."""
+
+    name: str
+    hosts: tuple[HostGroup, ...] = Field(min_length=1)
+    network: Link
+    assumption: str | None = Field(default=None, description="what was assumed because the user did not say it")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices over all hosts."""
+        return sum(group.count * group.devices_per_host for group in self.hosts)
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts over all groups."""
+        return sum(group.count for group in self.hosts)
+
+    @property
+    def devices_per_host(self) -> int:
+        """Devices of the smallest host: an axis within it is inside a host everywhere."""
+        return min(group.devices_per_host for group in self.hosts)
+
+    @property
+    def device(self) -> Device:
+        """The device that all are treated as: of unequal ones the one with the least peak, with the least memory."""
+        slowest = min((group.device for group in self.hosts), key=lambda d: max(d.flops.values()))
+        return slowest.model_copy(update={"memory": min(group.device.memory for group in self.hosts)})
+
+    @property
+    def link(self) -> Link:
+        """The slowest link inside a host."""
+        return min((group.link for group in self.hosts), key=lambda link: link.bandwidth)
+
+    def host_of(self, rank: int) -> tuple[int, int]:
+        """(host, device on that host) of a rank."""
+        host = 0
+        for group in self.hosts:
+            in_group = group.count * group.devices_per_host
+            if rank < in_group:
+                return host + rank // group.devices_per_host, rank % group.devices_per_host
+            rank -= in_group
+            host += group.count
+        raise ValueError(f"rank {rank} lies outside the {self.num_devices} devices of {self.name}")
+
+    def device_of(self, rank: int) -> Device:
+        """The device a rank runs on."""
+        for group in self.hosts:
+            in_group = group.count * group.devices_per_host
+            if rank < in_group:
+                return group.device
+            rank -= in_group
+        raise ValueError(f"rank lies outside the {self.num_devices} devices of {self.name}")
+
+    def group(self, size: int, stride: int) -> Group:
+        """Where a group of `size` ranks, `stride` apart, sits in the worst case over the cluster."""
+        return _worst_group(size, stride, self.devices_per_host, self.num_devices)
+
+
+@cache
+def _worst_group(size: int, stride: int, devices_per_host: int, num_devices: int) -> Group:
+    span = size * stride
+    repeat = math.lcm(span, devices_per_host)
+    worst = (1, -size)
+    for block in range(0, min(repeat, max(num_devices, span)), span):
+        for offset in range(min(stride, devices_per_host)):
+            per_host: dict[int, int] = {}
+            for member in range(size):
+                host = (block + offset + member * stride) // devices_per_host
+                per_host[host] = per_host.get(host, 0) + 1
+            worst = max(worst, (len(per_host), -max(per_host.values())))
+    hosts, negative_ranks = worst
+    return Group(ranks_per_host=-negative_ranks, hosts=hosts)
+
+
+def device_names() -> list[str]:
+    """Names of the presets, sorted."""
+    return sorted(path.stem for path in HARDWARE_FOLDER.glob("*.toml"))
+
+
+@cache
+def load_device(name_or_path: str) -> Device:
+    """A preset by name, or a device TOML by path. Raises ValueError that names the nearest presets."""
+    path = HARDWARE_FOLDER / f"{name_or_path.lower()}.toml"
+    if not path.exists():
+        path = Path(name_or_path)
+        if path.suffix != ".toml" or not path.exists():
+            wanted, names = name_or_path.lower(), device_names()
+            near = [name for name in names if name.startswith(wanted)]
+            near = near or difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names
+            raise ValueError(
+                f"unknown device {name_or_path!r}: did you mean {', '.join(near)}? "
+                "`plan devices` lists all; a path to a device TOML works too"
+            )
+    return _validated(Device, _read_toml(path), str(path))
+
+
+def cluster_of(device: Device, num_devices: int, devices_per_host: int | None = None) -> ClusterSpec:
+    """Equal, full hosts of one device.
+
+    Without devices_per_host: the device's usual number, or the largest smaller one that fills every host.
+    Raises ValueError when num_devices is no multiple of the devices_per_host asked for.
+    """
+    if num_devices < 1:
+        raise ValueError(f"--gpus {num_devices}: give at least 1")
+    if devices_per_host is not None and devices_per_host < 1:
+        raise ValueError(f"--gpus-per-node {devices_per_host}: give at least 1")
+    per_host = min(devices_per_host or device.devices_per_host, num_devices)
+    count, rest = divmod(num_devices, per_host)
+    if rest:
+        if devices_per_host is not None:
+            raise ValueError(
+                f"{num_devices} GPUs do not fill hosts of {per_host}: give a multiple of {per_host}, "
+                "another --gpus-per-node, or a --cluster file"
+            )
+        per_host = max(size for size in range(1, per_host + 1) if num_devices % size == 0)
+        count = num_devices // per_host
+    hosts = HostGroup(count=count, devices_per_host=per_host, device=device, link=device.link)
+    return ClusterSpec(name=f"{num_devices} x {device.name}", hosts=(hosts,), network=device.network)
+
+
+def load_cluster(path: Path) -> ClusterSpec:
+    """Read a cluster TOML.
+
+        [network]                    # optional: the first device's usual network
+        bandwidth = "50 GB/s"        # per host, one direction
+        latency = "10 us"
+
+        [[hosts]]
+        count = 2
+        device = "h100-80gb"         # a preset, or the path of a device TOML
+        gpus = 8                     # optional: the device's usual number
+        link = { bandwidth = "265 GB/s", latency = "8 us" }   # optional
+
+    Raises ValueError that says which key is wrong.
+    """
+    if not path.exists():
+        raise ValueError(f"no such file: {path}. A cluster file holds [[hosts]] with count, device and gpus")
+    data = _read_toml(path)
+    unknown = set(data) - {"name", "network", "hosts"}
+    if unknown or not isinstance(data.get("hosts"), list) or not data["hosts"]:
+        found = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no [[hosts]]"
+        raise ValueError(f"{path}: {found}; a cluster file holds name, [network] and [[hosts]] (count, device, gpus)")
+    hosts = [_host_group(entry, path) for entry in data["hosts"]]
+    network = _validated(Link, data["network"], f"{path} [network]") if "network" in data else hosts[0].device.network
+    return ClusterSpec(name=str(data.get("name", path.stem)), hosts=tuple(hosts), network=network)
+
+
+def _host_group(entry: dict[str, Any], path: Path) -> HostGroup:
+    unknown = set(entry) - {"count", "device", "gpus", "link"}
+    if unknown or "device" not in entry:
+        found = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no device"
+        raise ValueError(f"{path} [[hosts]]: {found}; the keys are count, device, gpus, link")
+    device = load_device(str(entry["device"]))
+    fields = {
+        "count": entry.get("count", 1),
+        "devices_per_host": entry.get("gpus", device.devices_per_host),
+        "device": device,
+        "link": entry.get("link", device.link),
+    }
+    return _validated(HostGroup, fields, f"{path} [[hosts]]")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def _validated(model: type[_Model], data: object, where: str) -> _Model:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where}: {key}: {first['msg']} (found {first['input']!r})") from None

@@ -1,0 +1,304 @@
+"""Run one layer of a chain alone, forward and backward, and observe what it does and keeps.
+
+The model's own forward runs with every other layer module stubbed and the crossing tensors replaced by fresh leaves;
+meters are on only within the layer. It stops after the layer's last event.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from .chain import Chain, Crossing, Cursor, Layer, Shapes, TensorSpec, stubbed
+from .fake import FakeModel
+from .meters import NOTHING, Op, Recorder, Size, Storages
+from .model_profile import Producer
+from .producers import Producers
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that a tensor-parallel rank would call, after so many operators."""
+
+    kind: str
+    part: str
+    tensor: Size
+    after: int = 0
+
+
+@dataclass
+class Observation:
+    """What one run of a layer did."""
+
+    ops: list[Op] = field(default_factory=list)
+    saved: Size = NOTHING
+    inputs: Size = NOTHING
+    forward_transient: Size = NOTHING
+    backward_transient: Size = NOTHING
+    collectives: list[Collective] = field(default_factory=list)
+    outputs: list[TensorSpec] = field(default_factory=list)
+    saved_after: int = 0
+    """Operators that had run when the last tensor was saved; recompute stops there."""
+    arrived: dict[int, bool] = field(default_factory=dict)
+    """Storage number of each arriving tensor -> whether it requires a gradient."""
+
+
+Arrive = Callable[[Crossing, torch.Tensor], torch.Tensor]
+
+
+class LayerRun:
+    """One run of one layer at one batch size; `recorder` and `storages` may be used by hooks while it runs."""
+
+    def __init__(
+        self, fake: FakeModel, chain: Chain, index: int, shapes: Shapes, size: int, seq_len: int | None
+    ) -> None:
+        self.fake = fake
+        self.chain = chain
+        self.index = index
+        self.layer: Layer = chain.layers[index]
+        self.storages = Storages(fake.dtype)
+        self.recorder = Recorder(self.storages, self._where)
+        self.observation = Observation()
+        self._shapes = shapes
+        self._batch = fake.batch(size, seq_len)
+        self._cursor = Cursor(chain.layers)
+        self._modules: list[str] = []
+        self._saved: set[int] = set()
+        self._outside: set[int] = set()
+        self._gradients: set[int] = set()
+        self._own = set(self.layer.calls)
+        self._arriving = {c.producer: c for c in chain.crossings if index in c.used_by}
+        self._leaving = {c.producer for c in chain.crossings if c.made_by == index}
+        self._outputs: dict[Producer, torch.Tensor] = {}
+        self._leaves: dict[Producer, torch.Tensor] = {}
+        self._slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._of_node: dict[int, str] = {}
+
+    def run(self, arrive: Arrive = lambda crossing, tensor: tensor, backward: bool = True) -> Observation:
+        """Observe the layer. arrive: may cut an arriving tensor (to a slice of the sequence)."""
+        self._arrive = arrive
+        for tensor in (*self.fake.module.parameters(), *self.fake.module.buffers()):
+            self._outside.add(self.storages.number(tensor))
+        with self.fake.running(), self.recorder:
+            scalars = self._forward()
+            forward_end = len(self.storages.log)
+            if backward:
+                self._backward(scalars)
+        self._account(forward_end)
+        return self.observation
+
+    def _forward(self) -> list[torch.Tensor]:
+        """Scalars whose backward brings a gradient to each output, as the next layer's backward would."""
+        self._producers = Producers(
+            self.fake.module, self.chain.units.names, self._replace, self._produced, self._start
+        )
+        others = {name for layer in self.chain.layers for name, call in layer.calls if (name, call) not in self._own}
+        loss = None
+        with (
+            self._module_names(),
+            stubbed(self.fake.module, others, self._producers, self._stub),
+            torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor),
+        ):
+            try:
+                with self._producers, torch.enable_grad():
+                    loss = self.fake.loss(self._batch, before_loss=self._start_loss)
+            except _Stop:
+                pass
+            self._producers = None  # type: ignore[assignment]
+        for op in self.recorder.ops[self.observation.saved_after :]:
+            op.repeated = False
+        if loss is not None and self._cursor.layer != self.index:
+            raise ValueError(
+                f"the forward of {self.fake.loaded.source} runs other operations from one call to the next, so "
+                f"{self.layer.name} was not found again; make it the same for every batch size and call"
+            )
+        if loss is not None:
+            self._outputs.clear()
+            self.recorder.active = False
+            self.observation.outputs.append(TensorSpec.of(loss))
+            return [loss]
+        self.recorder.active = False
+        scalars = []
+        for tensor in self._outputs.values():
+            self.observation.outputs.append(TensorSpec.of(tensor))
+            self._outside_output(tensor)
+            if tensor.grad_fn is not None:
+                scalars.append(_Gradient.apply(tensor))
+        self._outputs.clear()
+        return scalars
+
+    def _outside_output(self, tensor: torch.Tensor) -> None:
+        """An output that the layer also saves counts as the next layer's input, once."""
+        self._saved.discard(self.storages.number(tensor))
+
+    def _backward(self, scalars: list[torch.Tensor]) -> None:
+        if not scalars:
+            return
+        own = [self.fake.module.get_parameter(name) for name in self.layer.parameters]
+        handles = [p.register_post_accumulate_grad_hook(self._got_weight_gradient) for p in own if p.requires_grad]
+        gradients = [torch.ones_like(scalar) for scalar in scalars]
+        self.recorder.active = self.recorder.backward = True
+        torch.autograd.backward(scalars, gradients)
+        self.recorder.active = False
+        for handle in handles:
+            handle.remove()
+        reached = {self.storages.number(t.grad) for t in self._leaves.values() if t.grad is not None}
+        for parameter in own:
+            parameter.grad = None
+        _name_parts(self.recorder.ops, reached, self._gradients)
+
+    def _account(self, forward_end: int) -> None:
+        seen = self.observation
+        seen.ops = self.recorder.ops
+        seen.saved = self.storages.total(self._saved)
+        for tensor in self._leaves.values():
+            seen.inputs += self.storages.size(tensor)
+            seen.arrived[self.storages.number(tensor)] = tensor.requires_grad
+        width = self.fake.dtype.itemsize
+        end = len(self.storages.log)
+        forward = self.storages.peak(0, forward_end, width, set())
+        backward = self.storages.peak(forward_end, end, width, self._gradients)
+        seen.forward_transient = _above(forward, seen.saved, width)
+        seen.backward_transient = _above(backward, seen.saved, width)
+
+    def _start(self, kind: str, name: str, call: int) -> None:
+        self._cursor.start(kind, name, call)
+        if self._cursor.layer > self.index:
+            raise _Stop
+        self.recorder.active = self._cursor.layer == self.index
+
+    def _start_loss(self) -> None:
+        self._start("loss", "loss", 0)
+
+    def _replace(self, producer: Producer, tensor: torch.Tensor) -> torch.Tensor:
+        crossing = self._arriving.get(producer)
+        if crossing is None:
+            return tensor
+        active, self.recorder.active = self.recorder.active, False
+        spec = self._shapes.tensors[producer]
+        empty = torch.empty(spec.shape, dtype=spec.dtype)
+        leaf = self._arrive(crossing, empty).requires_grad_(spec.requires_grad)
+        whole, part = (self._arrived(tensor, spec.requires_grad) for tensor in (empty, leaf))
+        self._outside |= {self.storages.number(tensor) for tensor in (leaf, part, whole)}
+        self._leaves[producer] = leaf
+        self._slices[id(whole)] = (whole, part)
+        self.recorder.active = active
+        return whole
+
+    def _arrived(self, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+        """The tensor as a layer gets it: like what the layer before made, no leaf, so it may be changed in place."""
+        return tensor.requires_grad_(requires_grad).clone()
+
+    def _slice_inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Only the layer's own modules see slices: glue before them still takes shapes from the whole tensors."""
+        given: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(
+            lambda leaf: self._slices[id(leaf)][1] if id(leaf) in self._slices else leaf, (args, kwargs)
+        )
+        return given
+
+    def _produced(self, producer: Producer, tensor: torch.Tensor) -> None:
+        self._cursor.end()
+        if producer in self._leaving:
+            self._outputs[producer] = tensor
+
+    def _stub(self, name: str, call: int) -> Any | None:
+        if (name, call) in self._own:
+            return None
+        return self._shapes.outputs[name, call].empty()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.recorder.active:
+            self.observation.saved_after = len(self.recorder.ops)
+            number = self.storages.number(tensor)
+            if number not in self._outside:
+                self._saved.add(number)
+        return tensor
+
+    def _got_weight_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._gradients.add(self.storages.number(parameter.grad))
+
+    def _where(self) -> str:
+        """Module of the operator that runs now; backward operators belong to the module that made their node."""
+        node = torch._C._current_autograd_node() if self.recorder.backward else None
+        if self.recorder.backward:
+            return self._of_node.get(node._sequence_nr(), "") if node is not None else ""
+        name = self._modules[-1] if self._modules else ""
+        self._of_node[torch.autograd._get_sequence_nr() - 1] = name  # type: ignore[attr-defined]
+        return name
+
+    @contextmanager
+    def _module_names(self) -> Iterator[None]:
+        """Keep the stack of running modules of this layer, named relative to its root."""
+        handles = []
+        prefix = self.layer.root + "." if self.layer.root else ""
+        for unit in self.layer.units:
+            for name, module in self.fake.module.get_submodule(unit).named_modules(prefix=unit):
+                relative = name.removeprefix(prefix) if name != self.layer.root else ""
+                handles.append(module.register_forward_pre_hook(self._push(relative), prepend=True))
+                handles.append(module.register_forward_hook(self._pop))
+            root = self.fake.module.get_submodule(unit)
+            handles.append(root.register_forward_pre_hook(self._slice_inputs, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _push(self, name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda module, args: self._modules.append(name)
+
+    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._modules.pop()
+
+
+class _Stop(BaseException):
+    """The layer has run; the rest of the model need not. Not an Exception, so that no model catches it."""
+
+
+class _Gradient(torch.autograd.Function):
+    """Stands for everything after the layer: gives its output a gradient that autograd may free once used."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.spec = (tensor.shape, tensor.dtype)
+        return tensor.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        shape, dtype = ctx.spec
+        return torch.empty(shape, dtype=dtype)
+
+
+def _name_parts(ops: list[Op], input_gradients: set[int], weight_gradients: set[int]) -> None:
+    """backward_weight: nothing that reaches an arriving tensor depends on it. Both results at once: "backward"."""
+    needed = set(input_gradients)
+    for op in reversed(ops):
+        if not op.backward:
+            break
+        made = {view.storage for view in op.outputs}
+        for_weights = bool(made & weight_gradients)
+        if not input_gradients:
+            op.part = "backward_weight" if for_weights else "backward_input"
+        elif made & needed:
+            op.part = "backward" if for_weights else "backward_input"
+            needed |= {view.storage for view in op.inputs}
+        else:
+            op.part = "backward_weight"
+
+
+def _above(peak: Size, kept: Size, element_bytes: int) -> Size:
+    """Peak beyond what is kept. Where one kind shrinks while the other grows, only the bytes in sum are a peak."""
+    rest = peak - kept
+    elements, other = rest.elements, rest.other_bytes
+    if elements < 0:
+        elements, other = 0.0, other + element_bytes * elements
+    elif other < 0:
+        elements, other = elements + other / element_bytes, 0.0
+    return Size(max(elements, 0.0), max(other, 0.0))

@@ -1,0 +1,266 @@
+"""ModelProfile: everything the planner knows of a model, as a document that needs no torch to read.
+
+A model is a chain of layers (the finest places where a pipeline may be cut). Equal layers share one LayerClass,
+which holds what was *observed* when one representative ran forward and backward on fake tensors: operators, bytes
+saved for backward, peaks. Every observed amount is fitted over micro-batch size b and tensor degree t as
+
+    amount(b, t) = a[0] + a[1] b + (a[2] + a[3] b) / t
+
+from runs at two batch sizes, and (where the class can be cut by tensor parallelism) with weights whole and halved.
+The sequence length is that of the profile.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+PROFILE_SCHEMA_VERSION = 1
+
+Amount = tuple[float, float, float, float]
+"""(fixed, per sample, fixed / tensor, per sample / tensor); see amount_at."""
+
+ZERO: Amount = (0.0, 0.0, 0.0, 0.0)
+
+OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "copy", "other"]
+
+OpPart = Literal["forward", "backward_input", "backward_weight", "backward"]
+
+
+def amount_at(amount: Amount, batch: float, tensor: int = 1) -> float:
+    """Value of a fitted amount for micro-batches of `batch` samples on `tensor` tensor-parallel ranks."""
+    return amount[0] + amount[1] * batch + (amount[2] + amount[3] * batch) / tensor
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Bytes(_Document):
+    """Memory that follows the compute dtype (counted in elements) and memory of a dtype of its own (in bytes)."""
+
+    elements: Amount = ZERO
+    other_bytes: Amount = ZERO
+
+    def at(self, batch: float, element_bytes: int, tensor: int = 1) -> float:
+        """Bytes for one micro-batch of `batch` samples with compute dtype of `element_bytes`."""
+        return element_bytes * amount_at(self.elements, batch, tensor) + amount_at(self.other_bytes, batch, tensor)
+
+
+class OpProfile(_Document):
+    """One operator of a layer class as one rank runs it for one micro-batch."""
+
+    name: str = Field(description="aten operator, for example mm")
+    module: str = Field(description="module inside the layer that called it, '' for code between modules")
+    kind: OpKind
+    part: OpPart = Field(
+        description="backward_input: gradient of activations; backward_weight: of parameters; backward: both or unclear"
+    )
+    flops: Amount = ZERO
+    moved: Bytes = Field(default=Bytes(), description="tensors read and written")
+    repeated: bool = Field(
+        default=True, description="forward only: recompute repeats it; it stops when the last saved tensor is there"
+    )
+    shape: tuple[Amount, Amount, Amount] | None = Field(
+        default=None, description="matmul only: rows, inner and columns of the product (batched: rows of all batches)"
+    )
+
+
+class CollectiveProfile(_Document):
+    """One tensor-parallel collective of a layer class, by one rank, for one micro-batch."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    part: Literal["forward", "backward"]
+    tensor: Bytes = Field(description="the full tensor (gathered or reduced), not one rank's shard")
+    repeated: bool = Field(default=True, description="forward only: recompute repeats it")
+
+
+class Costs(_Document):
+    """What one layer of a class does and keeps for one micro-batch in one tensor mode."""
+
+    operators: tuple[OpProfile, ...]
+    saved: Bytes = Field(description="kept from forward to backward without recompute; no parameters, no layer inputs")
+    inputs: Bytes = Field(description="activations that arrive from the layer before (kept even under full recompute)")
+    forward_transient: Bytes = Field(description="peak of the forward above saved and inputs")
+    backward_transient: Bytes = Field(description="the same of the backward, without weight gradients")
+    collectives: tuple[CollectiveProfile, ...] = ()
+
+
+class ParameterProfile(_Document):
+    """One parameter of a layer class, named relative to the layer's root module."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole, uncut parameter."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class TensorCut(_Document):
+    """A group of modules that tensor parallelism may cut together; found in the data flow and tried on fake tensors.
+
+    columns give each rank a slice of their output features, rows take that slice as input and give a partial sum.
+    kind "head": columns whose output is gathered again (logits). kind "embedding": a vocabulary-cut nn.Embedding.
+    Module names are relative to the layer's root module.
+    """
+
+    kind: Literal["attention", "mlp", "head", "embedding"]
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    parts: dict[str, tuple[int, ...]] = Field(
+        default={}, description="fused column modules (qkv): output widths that are cut one by one"
+    )
+    attributes: dict[str, tuple[str, ...]] = Field(
+        default={}, description="module -> its integer attributes that must be divided by the degree (n_head, ...)"
+    )
+    gather: str = Field(
+        default="",
+        description="sequence mode: module whose sliced inputs are gathered; '': gather before each column module",
+    )
+    units: tuple[int, ...] = Field(description="the degree must divide each: heads, kv heads, feature widths")
+    sharded: dict[str, int] = Field(description="parameter (relative name) -> dim that is cut")
+
+
+class LayerClass(_Document):
+    """Layers that run the same operators on the same shapes."""
+
+    name: str
+    parameters: tuple[ParameterProfile, ...]
+    whole: Costs
+    cuts: tuple[TensorCut, ...] = ()
+    tensor: Costs | None = Field(default=None, description="with every cut applied; None where nothing can be cut")
+    sequence: Costs | None = Field(
+        default=None, description="with every cut applied and the rest on a slice of the sequence; None if it cannot"
+    )
+    writes_input: bool = Field(default=False, description="a module writes into what it is given")
+    input_overwritten: bool = Field(
+        default=False, description="what a module is given is written into, by it or later: it cannot run on it again"
+    )
+
+
+class Producer(_Document):
+    """Where a tensor came from in the model's own forward.
+
+    kind "module": output leaf `leaf` of call number `call` of module `name`. kind "glue": result leaf `leaf` of the
+    `call`-th torch function called outside every layer module (see producers.py, which counts for both the profiler
+    and the executor).
+    """
+
+    kind: Literal["module", "glue"]
+    name: str = ""
+    call: int = 0
+    leaf: int = 0
+
+
+class CrossingTensor(_Document):
+    """A tensor made in one layer and read in a later one: every cut between them carries it.
+
+    Tensors that depend on no parameter (masks, rotary tables, positions) are not listed: every stage holds the batch
+    and makes them itself.
+    """
+
+    producer: Producer
+    made_by: int = Field(description="layer index")
+    last_used_by: int = Field(description="layer index")
+    shape: tuple[int, ...] = Field(description="at one sample")
+    dims: tuple[Literal["batch", "sequence", "other"], ...]
+    dtype: str = Field(description="'compute', or a torch dtype name for a fixed one")
+    requires_grad: bool
+    size: Bytes
+
+
+class LayerProfile(_Document):
+    """One layer of the chain, in execution order."""
+
+    name: str
+    layer_class: int = Field(description="index into ModelProfile.classes")
+    root: str = Field(description="module that class-relative names start from; '' for the model itself")
+    modules: tuple[str, ...] = Field(description="full names of the modules that run in this layer, outermost only")
+    parameters: tuple[str, ...] = Field(description="full names of the parameters it reads; tied ones in each reader")
+
+
+class BatchTensor(_Document):
+    """One tensor of a micro-batch of one sample."""
+
+    name: str = Field(description="keyword, or position as a number")
+    shape: tuple[int, ...]
+    dims: tuple[Literal["batch", "sequence", "other"], ...]
+    dtype: str
+
+
+class ModelProfile(_Document):
+    """What the planner knows of a model, at one sequence length."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["meshwright-profile"] = "meshwright-profile"
+    name: str
+    source: str = Field(description="what it was made from: model.py, file.py:function, config.json, or a class name")
+    fingerprint: str = Field(description="changes when the layers, their operators, shapes or parameters change")
+    seq_len: int | None = Field(description="None: the model has no sequence")
+    torch_version: str
+    classes: tuple[LayerClass, ...]
+    layers: tuple[LayerProfile, ...] = Field(min_length=1)
+    tensors: tuple[CrossingTensor, ...]
+    ties: tuple[tuple[str, ...], ...] = Field(description="full names that are one and the same parameter")
+    batch: tuple[BatchTensor, ...]
+    returns_loss: bool = Field(description="the module returns its own loss")
+    attention_modules: tuple[str, ...] = ()
+    mixed_precision_problem: str = Field(
+        default="", description="why it does not run with parameters in bfloat16 and buffers in their own dtype"
+    )
+    global_batch: int | None = Field(default=None, description="the model file's own suggestion")
+    notes: tuple[str, ...] = Field(default=(), description="what could not be cut or recognised, in words")
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model; tied ones count once."""
+        repeated = {name for group in self.ties for name in group[1:]}
+        count = 0
+        seen: set[str] = set()
+        for layer in self.layers:
+            shapes = {p.name: p.num_elements for p in self.classes[layer.layer_class].parameters}
+            for full_name in layer.parameters:
+                relative = full_name.removeprefix(layer.root + ".") if layer.root else full_name
+                if full_name not in repeated and full_name not in seen:
+                    seen.add(full_name)
+                    count += shapes[relative]
+        return count
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens in a sample; 1 for models without a sequence."""
+        return self.seq_len or 1
+
+    def flops_per_sample(self) -> float:
+        """Model FLOPs of one sample, forward and backward, nothing recomputed; matmuls and attention as executed."""
+        return sum(
+            amount_at(op.flops, 2) - amount_at(op.flops, 1)
+            for layer in self.layers
+            for op in self.classes[layer.layer_class].whole.operators
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the document; the file appears whole or not at all."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.model_dump_json(indent=1, exclude_defaults=False) + "\n")
+        partial.replace(path)
+
+
+def load_profile(path: Path) -> ModelProfile:
+    """Read a profile document. Raises ValueError that says what is wrong with the file."""
+    text = path.read_text()
+    try:
+        return ModelProfile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise ValueError(
+            f"{path} is not a profile this version reads (schema {PROFILE_SCHEMA_VERSION}): {where}: {first['msg']}. "
+            "Make it again with: plan profile MODEL -o profile.json"
+        ) from None

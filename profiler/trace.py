@@ -1,0 +1,501 @@
+"""Profile a model on fake tensors: its chain of layers, and what one layer of each class does and keeps.
+
+No GPU and no memory are needed: the model is built on the meta device and run on fake tensors, in bfloat16, so that
+tensors of the compute dtype can be told from those of a dtype of their own (fp32 losses, integer indices).
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .chain import Chain, Crossing, Layer, Shapes, observe, shapes_at
+from .fake import FakeModel, fake_model, mixed_precision_problem
+from .layer_run import LayerRun, Observation
+from .load import Batch, LoadedModel
+from .meters import NOTHING, Op, Size
+from .model_profile import (
+    Amount,
+    BatchTensor,
+    Bytes,
+    CollectiveProfile,
+    Costs,
+    CrossingTensor,
+    LayerClass,
+    LayerProfile,
+    ModelProfile,
+    OpPart,
+    OpProfile,
+    ParameterProfile,
+    Producer,
+    TensorCut,
+)
+from .tensor_cuts import Found, common_degree, find_cuts, gathering_ways, run_cut, sequence_problem
+
+Dim = Literal["batch", "sequence", "other"]
+
+
+def trace(loaded: LoadedModel, *, seq_len: int | None = None) -> ModelProfile:
+    """Profile of the model at `seq_len` tokens per sample (default: its own length).
+
+    Raises ValueError in words where the model cannot be built, does not take its batch, or decides by values.
+    """
+    if seq_len is not None:
+        loaded = loaded.with_seq_len(seq_len)
+    try:
+        return _profile(loaded, torch.bfloat16, ())
+    except ValueError as error:
+        note = f"profiled in float32, because it does not run in bfloat16: {error}"
+        try:
+            return _profile(loaded, torch.float32, (note,))
+        except ValueError:
+            raise error from None
+
+
+def _profile(loaded: LoadedModel, dtype: torch.dtype, notes: tuple[str, ...]) -> ModelProfile:
+    fake = fake_model(loaded, dtype)
+    _check_trainable(fake)
+    chain = observe(fake, 1, loaded.seq_len)
+    sizes = _Sizes(fake, chain)
+    firsts = sorted(set(chain.representatives()))
+    class_of = {first: i for i, first in enumerate(firsts)}
+    found = _found_cuts(fake, chain, sizes, firsts)
+    classes = _uniquely_named([_layer_class(fake, chain, sizes, first, found[first]) for first in firsts])
+    layers = tuple(
+        LayerProfile(
+            name=layer.name,
+            layer_class=class_of[first],
+            root=layer.root,
+            modules=layer.units,
+            parameters=layer.parameters,
+        )
+        for layer, first in zip(chain.layers, chain.representatives(), strict=True)
+    )
+    _check_complete(fake, layers)
+    profile = ModelProfile(
+        name=loaded.name,
+        source=loaded.source,
+        fingerprint="",
+        seq_len=loaded.seq_len,
+        torch_version=torch.__version__,
+        classes=classes,
+        layers=layers,
+        tensors=tuple(_crossing_tensor(fake, sizes, crossing) for crossing in chain.crossings),
+        ties=_ties(fake, layers),
+        batch=_batch_tensors(fake, sizes),
+        returns_loss=loaded.loss is None,
+        attention_modules=_attention_modules(chain, found),
+        mixed_precision_problem=mixed_precision_problem(loaded, chain.units.names),
+        global_batch=loaded.global_batch,
+        notes=(
+            *notes,
+            *_batch_norms(fake),
+            *chain.notes,
+            *(note for i in firsts for note in found[i].notes),
+            *_uncut(classes),
+        ),
+    )
+    return profile.model_copy(update={"fingerprint": _fingerprint(profile)})
+
+
+class _Sizes:
+    """Shapes at two batch sizes and, for models with a sequence, at a second length."""
+
+    def __init__(self, fake: FakeModel, chain: Chain) -> None:
+        self.seq_len = fake.loaded.seq_len
+        self.other_seq_len = _other_length(self.seq_len)
+        self.one = chain.shapes
+        self.two = shapes_at(fake, chain, 2, self.seq_len)
+        self.longer: Shapes | None = None
+        if self.other_seq_len is not None:
+            try:
+                self.longer = shapes_at(fake, chain, 1, self.other_seq_len)
+            except ValueError:
+                self.other_seq_len = None
+
+    def at(self, size: int) -> Shapes:
+        """Shapes at one or two samples."""
+        return self.one if size == 1 else self.two
+
+    def dims(self, crossing: Crossing) -> tuple[Dim, ...]:
+        """What makes each dim of a crossing tensor larger."""
+        longer = None if self.longer is None else self.longer.tensors[crossing.producer].shape
+        return _dims(crossing.spec.shape, self.two.tensors[crossing.producer].shape, longer)
+
+    def sequence_dim(self, crossing: Crossing) -> int | None:
+        """The one dim of a crossing tensor that grows with the sequence; None if there is none or more than one."""
+        dims = self.dims(crossing)
+        return dims.index("sequence") if dims.count("sequence") == 1 else None
+
+
+def _other_length(seq_len: int | None) -> int | None:
+    """A shorter sequence: models with learned positions take none that is longer."""
+    return seq_len // 2 if seq_len is not None and seq_len >= 2 else None
+
+
+def _layer_class(fake: FakeModel, chain: Chain, sizes: _Sizes, index: int, found: Found) -> LayerClass:
+    layer = chain.layers[index]
+    whole = [LayerRun(fake, chain, index, sizes.at(size), size, sizes.seq_len).run() for size in (1, 2)]
+    tensor = sequence = None
+    cuts = found.cuts
+    if cuts:
+        degree = common_degree(found.cuts)
+        assert degree is not None
+        tensor = _costs(whole, _cut_runs(fake, chain, sizes, index, found.cuts, degree), degree)
+        cuts, sequence = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole)
+    return LayerClass(
+        name=_class_name(fake, layer),
+        parameters=_parameters(fake, layer),
+        whole=_costs(whole),
+        cuts=cuts,
+        tensor=tensor,
+        sequence=sequence,
+        writes_input=layer.writes_input,
+        input_overwritten=layer.input_overwritten,
+    )
+
+
+def _cut_runs(
+    fake: FakeModel,
+    chain: Chain,
+    sizes: _Sizes,
+    index: int,
+    cuts: tuple[TensorCut, ...],
+    degree: int,
+    sequence_dims: dict[Producer, int] | None = None,
+) -> list[Observation]:
+    return [
+        run_cut(fake, chain, index, sizes.at(size), size, sizes.seq_len, cuts, degree, sequence_dims) for size in (1, 2)
+    ]
+
+
+def _sequence_costs(
+    fake: FakeModel,
+    chain: Chain,
+    sizes: _Sizes,
+    index: int,
+    cuts: tuple[TensorCut, ...],
+    degree: int,
+    whole: Sequence[Observation],
+) -> tuple[tuple[TensorCut, ...], Costs | None]:
+    """Cuts that say where to gather, and costs with the rest on a slice of the sequence; None where no trial works."""
+    if sizes.seq_len is None or sizes.seq_len % degree or not any(cut.rows for cut in cuts):
+        return cuts, None
+    arriving = [c for c in chain.crossings if index in c.used_by and c.spec.requires_grad]
+    dims = {c.producer: sizes.sequence_dim(c) for c in arriving}
+    leaving = [sizes.sequence_dim(c) for c in chain.crossings if c.made_by == index]
+    positions = set(dims.values())
+    if len(positions) != 1 or None in positions:
+        return cuts, None
+    sequence_dims = {producer: dim for producer, dim in dims.items() if dim is not None}
+    for way in gathering_ways(fake, chain, index, cuts):
+        try:
+            runs = _cut_runs(fake, chain, sizes, index, way, degree, sequence_dims)
+        except ValueError:
+            continue
+        if not sequence_problem(whole[0], runs[0], way, degree, leaving):
+            return way, _costs(whole, runs, degree)
+    return cuts, None
+
+
+def _found_cuts(fake: FakeModel, chain: Chain, sizes: _Sizes, firsts: Sequence[int]) -> dict[int, Found]:
+    """Cuts of each class's first layer; together they must allow a common degree and agree on tied parameters."""
+    found = {}
+    for index in firsts:
+        seen = find_cuts(fake, chain, index, (sizes.one, sizes.two), sizes.seq_len)
+        found[index] = seen if not seen.cuts or common_degree(seen.cuts) else _with_common_degree(chain, index, seen)
+    return _agreeing_on_ties(fake, chain, found)
+
+
+def _with_common_degree(chain: Chain, index: int, found: Found) -> Found:
+    cuts: list[TensorCut] = []
+    notes = list(found.notes)
+    for cut in found.cuts:
+        if common_degree([*cuts, cut]):
+            cuts.append(cut)
+        else:
+            names = ", ".join((*cut.columns, *cut.rows))
+            notes.append(f"{chain.layers[index].name}: {names} not cut, no small degree divides it and the others")
+    return replace(found, cuts=tuple(cuts), notes=tuple(notes))
+
+
+def _agreeing_on_ties(fake: FakeModel, chain: Chain, found: dict[int, Found]) -> dict[int, Found]:
+    """A parameter with several readers is cut alike in all of them, or not at all."""
+    named = dict(fake.module.named_parameters(remove_duplicate=False))
+    ways: dict[int, set[int | None]] = defaultdict(set)
+    for layer, first in zip(chain.layers, chain.representatives(), strict=True):
+        representative = chain.layers[first]
+        for name, like in zip(layer.parameters, representative.parameters, strict=True):
+            ways[id(named[name])].add(_cut_dim(found[first].cuts, representative, like))
+    agreed = {}
+    for index, seen in found.items():
+        layer = chain.layers[index]
+        kept = []
+        notes = list(seen.notes)
+        for cut in seen.cuts:
+            prefix = layer.root + "." if layer.root else ""
+            if all(len(ways[id(named[prefix + name])]) == 1 for name in cut.sharded):
+                kept.append(cut)
+            else:
+                notes.append(
+                    f"{prefix}{cut.columns[0]}: not cut, because its weight is shared with a module that is not"
+                )
+        agreed[index] = replace(seen, cuts=tuple(kept), notes=tuple(notes))
+    return agreed
+
+
+def _cut_dim(cuts: Sequence[TensorCut], layer: Layer, name: str) -> int | None:
+    relative = name.removeprefix(layer.root + ".") if layer.root else name
+    return next((cut.sharded[relative] for cut in cuts if relative in cut.sharded), None)
+
+
+def _uniquely_named(classes: Sequence[LayerClass]) -> tuple[LayerClass, ...]:
+    """Classes of one module type are told apart by number: T5Block, T5Block.2, ..."""
+    count: dict[str, int] = defaultdict(int)
+    named = []
+    for layer_class in classes:
+        count[layer_class.name] += 1
+        number = count[layer_class.name]
+        name = layer_class.name if number == 1 else f"{layer_class.name}.{number}"
+        named.append(layer_class.model_copy(update={"name": name}))
+    return tuple(named)
+
+
+def _class_name(fake: FakeModel, layer: Layer) -> str:
+    if not layer.root:
+        return layer.name
+    return type(fake.module.get_submodule(layer.root)).__name__
+
+
+def _parameters(fake: FakeModel, layer: Layer) -> tuple[ParameterProfile, ...]:
+    named = dict(fake.module.named_parameters(remove_duplicate=False))
+    prefix = layer.root + "." if layer.root else ""
+    return tuple(
+        ParameterProfile(
+            name=name.removeprefix(prefix), shape=tuple(named[name].shape), trainable=named[name].requires_grad
+        )
+        for name in layer.parameters
+    )
+
+
+def _costs(whole: Sequence[Observation], cut: Sequence[Observation] = (), degree: int = 1) -> Costs:
+    """Costs fitted to runs at one and two samples, whole and (where given) with weights cut by `degree`."""
+    runs = [*whole, *cut]
+    return Costs(
+        operators=tuple(_op_profile(ops, degree) for ops in _aligned([run.ops for run in runs])),
+        saved=_fit_bytes([run.saved for run in runs], degree),
+        inputs=_fit_bytes([run.inputs for run in runs], degree),
+        forward_transient=_fit_bytes([run.forward_transient for run in runs], degree),
+        backward_transient=_fit_bytes([run.backward_transient for run in runs], degree),
+        collectives=_collectives(cut),
+    )
+
+
+def _op_profile(ops: Sequence[Op], degree: int) -> OpProfile:
+    first = ops[0]
+    shape = None
+    if all(op.shape is not None for op in ops):
+        rows, inner, columns = (_fit([op.shape[i] for op in ops if op.shape], degree) for i in range(3))
+        shape = (rows, inner, columns)
+    return OpProfile(
+        name=first.name,
+        module=first.module,
+        kind=first.kind,
+        part=first.part,
+        repeated=first.repeated,
+        flops=_fit([op.flops for op in ops], degree),
+        moved=_fit_bytes([op.moved for op in ops], degree),
+        shape=shape,
+    )
+
+
+def _aligned(runs: Sequence[list[Op]]) -> list[tuple[Op, ...]]:
+    """Operators that do work, one tuple of the same operator in each run."""
+    working = [[op for op in ops if op.flops or op.moved != NOTHING] for ops in runs]
+    names = [[op.name for op in ops] for ops in working]
+    if all(n == names[0] for n in names):
+        return list(zip(*working, strict=True))
+    return _aligned_by_name(working)
+
+
+def _aligned_by_name(runs: Sequence[list[Op]]) -> list[tuple[Op, ...]]:
+    """The how-manieth operator of a name in a module stands for itself; one that is missing in a run costs nothing."""
+    tables: list[dict[tuple[str, str, OpPart, int], Op]] = []
+    order: dict[tuple[str, str, OpPart, int], None] = {}
+    for ops in runs:
+        count: dict[tuple[str, str, OpPart], int] = defaultdict(int)
+        table: dict[tuple[str, str, OpPart, int], Op] = {}
+        for op in ops:
+            key = (op.name, op.module, op.part)
+            table[*key, count[key]] = op
+            count[key] += 1
+        tables.append(table)
+        order.update(dict.fromkeys(table))
+    return [tuple(table.get(key) or _idle(key, tables) for table in tables) for key in order]
+
+
+def _idle(key: tuple[str, str, OpPart, int], tables: Sequence[dict[tuple[str, str, OpPart, int], Op]]) -> Op:
+    like = next(table[key] for table in tables if key in table)
+    return Op(like.name, like.kind, like.module, like.backward, like.is_view, (), (), part=like.part)
+
+
+def _fit(values: Sequence[float], degree: int) -> Amount:
+    """(fixed, per sample, fixed / t, per sample / t) through values at 1 and 2 samples, whole and by `degree`."""
+    one, two = values[0], values[1]
+    per_sample = two - one
+    fixed = one - per_sample
+    if len(values) == 2:
+        return (fixed, per_sample, 0.0, 0.0)
+    cut_per_sample = values[3] - values[2]
+    cut_fixed = values[2] - cut_per_sample
+    share = degree / (degree - 1)
+    divided_fixed = (fixed - cut_fixed) * share
+    divided_per_sample = (per_sample - cut_per_sample) * share
+    return (fixed - divided_fixed, per_sample - divided_per_sample, divided_fixed, divided_per_sample)
+
+
+def _fit_bytes(sizes: Sequence[Size], degree: int) -> Bytes:
+    return Bytes(
+        elements=_fit([size.elements for size in sizes], degree),
+        other_bytes=_fit([size.other_bytes for size in sizes], degree),
+    )
+
+
+def _collectives(runs: Sequence[Observation]) -> tuple[CollectiveProfile, ...]:
+    if not runs:
+        return ()
+    one, two = (run.collectives for run in runs)
+    last = runs[0].saved_after
+    return tuple(
+        CollectiveProfile(
+            kind=a.kind,  # type: ignore[arg-type]
+            part=a.part,  # type: ignore[arg-type]
+            tensor=_fit_bytes([a.tensor, b.tensor], 1),
+            repeated=a.after <= last,
+        )
+        for a, b in zip(one, two, strict=True)
+    )
+
+
+def _crossing_tensor(fake: FakeModel, sizes: _Sizes, crossing: Crossing) -> CrossingTensor:
+    spec = crossing.spec
+    runs = [sizes.one, sizes.two]
+    amounts = []
+    for shapes in runs:
+        seen = shapes.tensors[crossing.producer]
+        elements = torch.Size(seen.shape).numel()
+        amounts.append(Size(elements) if seen.dtype == fake.dtype else Size(0.0, float(elements * seen.dtype.itemsize)))
+    return CrossingTensor(
+        producer=crossing.producer,
+        made_by=crossing.made_by,
+        last_used_by=crossing.last_used_by,
+        shape=spec.shape,
+        dims=sizes.dims(crossing),
+        dtype=_dtype_name(spec.dtype, fake.dtype),
+        requires_grad=spec.requires_grad,
+        size=_fit_bytes(amounts, 1),
+    )
+
+
+def _dims(one: Sequence[int], two: Sequence[int], longer: Sequence[int] | None) -> tuple[Dim, ...]:
+    """What makes each dim larger; a dim that both do (tokens of all samples in one) counts as batch."""
+    dims: list[Dim] = []
+    for i, size in enumerate(one):
+        if two[i] != size:
+            dims.append("batch")
+        elif longer is not None and longer[i] != size:
+            dims.append("sequence")
+        else:
+            dims.append("other")
+    return tuple(dims)
+
+
+def _dtype_name(dtype: torch.dtype, compute: torch.dtype) -> str:
+    return "compute" if dtype == compute else str(dtype).removeprefix("torch.")
+
+
+def _ties(fake: FakeModel, layers: Sequence[LayerProfile]) -> tuple[tuple[str, ...], ...]:
+    """Names of one parameter, in the order in which layers read it; names that no layer reads come last."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in fake.module.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    order = {name: i for i, name in reversed(list(enumerate(n for layer in layers for n in layer.parameters)))}
+    return tuple(
+        tuple(sorted(group, key=lambda name: order.get(name, len(order)))) for group in names.values() if len(group) > 1
+    )
+
+
+def _batch_tensors(fake: FakeModel, sizes: _Sizes) -> tuple[BatchTensor, ...]:
+    one = _named_tensors(fake.batch(1, sizes.seq_len))
+    two = _named_tensors(fake.batch(2, sizes.seq_len))
+    longer = None if sizes.other_seq_len is None else _named_tensors(fake.batch(1, sizes.other_seq_len))
+    return tuple(
+        BatchTensor(
+            name=name,
+            shape=tuple(tensor.shape),
+            dims=_dims(tensor.shape, two[name].shape, None if longer is None else longer[name].shape),
+            dtype=_dtype_name(tensor.dtype, fake.dtype),
+        )
+        for name, tensor in one.items()
+    )
+
+
+def _named_tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    items: Any = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    return {str(name): value for name, value in items if isinstance(value, torch.Tensor)}
+
+
+def _attention_modules(chain: Chain, found: dict[int, Found]) -> tuple[str, ...]:
+    """Full names of the modules that call fused attention, in every layer."""
+    return tuple(
+        ".".join(part for part in (layer.root, name) if part)
+        for layer, first in zip(chain.layers, chain.representatives(), strict=True)
+        for name in found[first].attention_modules
+    )
+
+
+def _uncut(classes: Sequence[LayerClass]) -> tuple[str, ...]:
+    """A note on classes that hold weights, of which tensor parallelism can cut none."""
+    uncut = [c for c in classes if not c.cuts and any(len(p.shape) > 1 for p in c.parameters)]
+    names = dict.fromkeys(c.name.partition(".")[0] for c in uncut)
+    if not names:
+        return ()
+    return (f"no weights to cut by tensor parallelism (no linear layers in column-row pairs) in: {', '.join(names)}",)
+
+
+def _batch_norms(fake: FakeModel) -> tuple[str, ...]:
+    """A note where statistics run over the micro-batch of one rank, so that they change with the layout."""
+    modules = [name for name, m in fake.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not modules:
+        return ()
+    return (
+        f"{modules[0]} and {len(modules) - 1} others normalise over the micro-batch of one rank, so the numbers "
+        "change with data parallelism and micro-batch, as in any framework; group norm would not",
+    )
+
+
+def _check_trainable(fake: FakeModel) -> None:
+    if not any(p.requires_grad for p in fake.module.parameters()):
+        raise ValueError(
+            f"{fake.loaded.source} has no parameter with requires_grad=True, so there is nothing to train; "
+            "return the module with trainable parameters"
+        )
+
+
+def _check_complete(fake: FakeModel, layers: Sequence[LayerProfile]) -> None:
+    named = dict(fake.module.named_parameters(remove_duplicate=False))
+    listed = {id(named[name]) for layer in layers for name in layer.parameters}
+    missing = [name for name, parameter in named.items() if id(parameter) not in listed]
+    assert not missing, f"parameters in no layer: {missing}"
+
+
+def _fingerprint(profile: ModelProfile) -> str:
+    """Hash of what a plan depends on: layers, classes, tensors, ties and batch; not of names, notes or versions."""
+    told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
+    document = profile.model_dump(mode="json", exclude=told)
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]

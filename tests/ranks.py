@@ -1,0 +1,16 @@
+"""Run a function on N gloo ranks forked from the test process; a rank's error is shown with its traceback."""
+
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.executor.local_ranks import RankError, run_local_ranks
+
+__all__ = ["RankError", "run_ranks"]
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """[rank] -> what function(*args) returned there, with torch.distributed running, as run_local_ranks does it."""
+    try:
+        return run_local_ranks(function, num_ranks, *args, timeout_s=timeout)
+    except RankError as error:
+        raise RankError(f"{error}\n{error.detail}") from None

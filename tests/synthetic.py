@@ -1,0 +1,151 @@
+"""Small ModelProfiles and clusters made of plain numbers, for tests of the planner that need no torch."""
+
+from collections.abc import Sequence
+
+from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
+from meshwright.profiler.model_profile import (
+    Amount,
+    Bytes,
+    CollectiveProfile,
+    Costs,
+    CrossingTensor,
+    LayerClass,
+    LayerProfile,
+    ModelProfile,
+    OpProfile,
+    ParameterProfile,
+    Producer,
+    TensorCut,
+)
+
+SEQ_LEN = 64
+
+
+def device(memory: float = 80e9, **changes: object) -> Device:
+    """A device of round numbers: 100 TFLOP/s, 1 TB/s, no overheads."""
+    fields: dict[str, object] = {
+        "name": "round",
+        "memory": memory,
+        "context": 0.0,
+        "flops": {"bf16": 100e12, "fp32": 50e12},
+        "matmul_efficiency": 1.0,
+        "attention_efficiency": 0.5,
+        "bandwidth": 1e12,
+        "launch": 0.0,
+        "overlap": 0.8,
+        "contention": 0.2,
+        "devices_per_host": 8,
+        "link": Link(bandwidth=100e9, latency=1e-6),
+        "network": Link(bandwidth=50e9, latency=1e-5),
+        "sources": {},
+    }
+    return Device.model_validate(fields | changes)
+
+
+def cluster(
+    num_hosts: int = 1, per_host: int = 8, on: Device | None = None, network: Link | None = None
+) -> ClusterSpec:
+    """Equal hosts of `device()`."""
+    each = on or device()
+    group = HostGroup(count=num_hosts, devices_per_host=per_host, device=each, link=each.link)
+    return ClusterSpec(name="test", hosts=(group,), network=network or each.network)
+
+
+def per_sample(value: float, cut: bool = False) -> Amount:
+    """An amount proportional to the batch, and to 1/tensor if cut."""
+    return (0.0, 0.0, 0.0, value) if cut else (0.0, value, 0.0, 0.0)
+
+
+def costs(
+    flops: float, saved: float, inputs: float, transient: float, tensor: bool = False, sequence: bool = False
+) -> Costs:
+    """One matmul forward and two backward, with activation bytes given per sample (bf16 elements = bytes / 2)."""
+
+    def moved(value: float, cut: bool) -> Bytes:
+        return Bytes(elements=per_sample(value / 2, cut))
+
+    parts = (("forward", flops), ("backward_input", flops), ("backward_weight", flops))
+    collectives: tuple[CollectiveProfile, ...] = ()
+    if tensor:
+        kinds = ("all_gather", "reduce_scatter") if sequence else ("all_reduce",)
+        collectives = tuple(
+            CollectiveProfile(kind=kind, part=part, tensor=moved(inputs, False))
+            for part in ("forward", "backward")
+            for kind in kinds
+        )
+    return Costs(
+        operators=tuple(
+            OpProfile(name="mm", module="", kind="other", part=part, flops=per_sample(value, tensor))
+            for part, value in parts
+        ),
+        saved=moved(saved, tensor),
+        inputs=moved(inputs, tensor and sequence),
+        forward_transient=Bytes(),
+        backward_transient=moved(transient, tensor),
+        collectives=collectives,
+    )
+
+
+def layer_class(
+    name: str,
+    flops: float,
+    parameters: int,
+    saved: float,
+    inputs: float,
+    transient: float = 0.0,
+    heads: int | None = None,
+) -> LayerClass:
+    """A class of one weight; with `heads` tensor parallelism may cut it."""
+    cut = heads is not None
+    return LayerClass(
+        name=name,
+        parameters=(ParameterProfile(name="weight", shape=(parameters,)),),
+        whole=costs(flops, saved, inputs, transient),
+        cuts=(TensorCut(kind="mlp", columns=("a",), rows=("b",), units=(heads,), sharded={"weight": 0}),)
+        if heads
+        else (),
+        tensor=costs(flops, saved, inputs, transient, tensor=True) if cut else None,
+        sequence=costs(flops, saved, inputs, transient, tensor=True, sequence=True) if cut else None,
+    )
+
+
+def profile(
+    classes: Sequence[LayerClass],
+    order: Sequence[int],
+    crossing: float | Sequence[float] = 1e6,
+    ties: Sequence[tuple[int, int]] = (),
+) -> ModelProfile:
+    """A chain of layers `order` (indices of classes); `crossing` bytes per sample behind every layer."""
+    behind = [crossing] * (len(order) - 1) if isinstance(crossing, int | float) else list(crossing)
+    layers = tuple(
+        LayerProfile(
+            name=f"layer{i}", layer_class=c, root=f"layer{i}", modules=(f"layer{i}",), parameters=(f"layer{i}.weight",)
+        )
+        for i, c in enumerate(order)
+    )
+    tensors = tuple(
+        CrossingTensor(
+            producer=Producer(kind="module", name=f"layer{i}"),
+            made_by=i,
+            last_used_by=i + 1,
+            shape=(1, SEQ_LEN, max(1, round(size / 2 / SEQ_LEN))),
+            dims=("batch", "sequence", "other"),
+            dtype="compute",
+            requires_grad=True,
+            size=Bytes(elements=per_sample(size / 2)),
+        )
+        for i, size in enumerate(behind)
+    )
+    return ModelProfile(
+        name="synthetic",
+        source="synthetic",
+        fingerprint="0" * 64,
+        seq_len=SEQ_LEN,
+        torch_version="none",
+        classes=tuple(classes),
+        layers=layers,
+        tensors=tensors,
+        ties=tuple((f"layer{a}.weight", f"layer{b}.weight") for a, b in ties),
+        batch=(),
+        returns_loss=False,
+    )

@@ -1,0 +1,108 @@
+"""Imports go left only, the planner knows no torch, and what needs no torch never loads it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_support import save_profile
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {"profiler": set(), "planner": {"profiler"}, "executor": {"profiler", "planner"}}
+
+
+def violations(root: Path) -> list[str]:
+    """Imports that break a rule, as "file:line: what"."""
+    found = []
+    for package, allowed in MAY_IMPORT.items():
+        for path in sorted((root / package).rglob("*.py")):
+            depth = len(path.relative_to(root).parts) - 1
+            for node in ast.walk(ast.parse(path.read_text())):
+                for target in imported(node, depth):
+                    where = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+                    first, _, rest = target.partition(".")
+                    ours = rest.partition(".")[0] if first == "meshwright" else ""
+                    if first in MAY_IMPORT:
+                        found.append(f"{where}: bare import of {first}; import relatively")
+                    if ours and ours != package and ours not in allowed:
+                        found.append(f"{where}: {package} imports {ours}")
+                    if first == "torch" and package == "planner":
+                        found.append(f"{where}: the planner imports torch")
+    return found
+
+
+def imported(node: ast.AST, depth: int) -> list[str]:
+    """Modules that a node imports; relative ones as meshwright.<package>...; depth: folders below the root."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    module = node.module or ""
+    if node.level <= depth:
+        return [module] if node.level == 0 else []
+    return [f"meshwright.{module}"] if module else [f"meshwright.{alias.name}" for alias in node.names]
+
+
+def test_imports_go_left_only() -> None:
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        ("planner", "import torch"),
+        ("planner", "def late():\n    from torch import nn"),
+        ("planner", "from ..executor import report"),
+        ("planner", "from .. import executor"),
+        ("profiler", "from ..planner.plan import Plan"),
+        ("profiler", "import meshwright.executor.cli"),
+        ("executor", "import planner"),
+        ("executor", "from planner.plan import Plan"),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path: Path, package: str, line: str) -> None:
+    for folder in MAY_IMPORT:
+        (tmp_path / folder).mkdir()
+    (tmp_path / package / "planted.py").write_text(line + "\n")
+
+    assert len(violations(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("line", ["from ..profiler.units import GIB", "from .plan import Plan", "import json"])
+def test_what_is_allowed_passes(tmp_path: Path, line: str) -> None:
+    (tmp_path / "planner").mkdir()
+    (tmp_path / "planner" / "fine.py").write_text(line + "\n")
+
+    assert violations(tmp_path) == []
+
+
+def modules_after(code: str, folder: Path) -> set[str]:
+    """Names of the modules that are loaded once `code` has run in a new interpreter."""
+    program = (
+        f"import sys, atexit\natexit.register(lambda: print('\\n' + ' '.join(sys.modules), file=sys.stderr))\n{code}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return set(done.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["devices"], ["compare", "--help"]])
+def test_help_needs_no_torch(tmp_path: Path, arguments: list[str]) -> None:
+    loaded = modules_after(f"from meshwright.executor.cli import main\nmain({arguments!r})", tmp_path)
+
+    assert "meshwright.executor.cli" in loaded
+    assert "torch" not in loaded
+
+
+def test_planning_and_comparing_from_a_saved_profile_need_no_torch(tmp_path: Path) -> None:
+    saved_profile = save_profile(tmp_path)
+    for words in (["--gpus", "2"], ["compare", "--gpus", "2", "--setup", "ddp"]):
+        arguments = [*words, str(saved_profile), "--device", "h100-80gb"]
+        loaded = modules_after(f"from meshwright.executor.cli import main\nmain({arguments!r})", tmp_path)
+
+        assert "torch" not in loaded
+
+
+def test_the_watch_sees_torch(tmp_path: Path) -> None:
+    assert "torch" in modules_after("import torch", tmp_path)

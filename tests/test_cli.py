@@ -1,0 +1,410 @@
+"""The `plan` command: what it prints, writes and refuses, with its exit codes."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cli_support import run_plan, save_profile, small_profile, some_plan
+from pydantic import BaseModel
+
+import meshwright.executor.cli as cli
+from meshwright.executor.cli import route
+from meshwright.executor.report import collapse, gpus_of
+from meshwright.planner import search as search_module
+from meshwright.planner.plan import load_plan
+
+DEGREES = {"data_replicate", "data_shard", "tensor", "context", "expert", "pipeline", "virtual_stages"}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(cli, "local_gpus", list)
+    yield
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    return save_profile(tmp_path).name
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "rest"),
+    [
+        (["model.py", "--gpus", "8"], "", ["model.py", "--gpus", "8"]),
+        (["--gpus", "8", "model.py"], "", ["--gpus", "8", "model.py"]),
+        (["compare", "model.py", "--gpus", "8"], "compare", ["model.py", "--gpus", "8"]),
+        (["--gpus", "8", "compare", "model.py"], "compare", ["--gpus", "8", "model.py"]),
+        (["-o", "verify", "model.py"], "", ["-o", "verify", "model.py"]),
+        (["compare", "--json", "model.py"], "compare", ["--json", "model.py"]),
+        (["./compare", "--gpus", "2"], "", ["./compare", "--gpus", "2"]),
+        (["devices"], "devices", []),
+        ([], "", []),
+    ],
+)
+def test_the_first_positional_word_decides(words: list[str], command: str, rest: list[str]) -> None:
+    assert route(words) == (command, rest)
+
+
+def test_a_file_called_compare_is_a_model_where_nothing_else_is_named(tmp_path: Path) -> None:
+    save_profile(tmp_path, "compare")
+
+    assert route(["compare", "--gpus", "8"])[0] == ""
+    assert route(["compare", "model.py", "--gpus", "8"])[0] == "compare"
+    assert route(["compare", "--help"])[0] == "compare"
+    assert run_plan("compare", "--gpus", "2", "--quiet") == 0
+    assert run_plan("./compare", "--gpus", "2", "--quiet") == 0
+    assert load_plan(Path("plan.json")).degrees.num_devices == 2
+
+
+def test_planning_says_its_assumptions_first_and_writes_the_plan(
+    saved: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan("--gpus", "8", saved) == 0
+
+    out = capsys.readouterr().out
+    first = out.splitlines()
+    assert "h100-80gb: no GPU here; --device changes it" in first[0]
+    assert "global batch 64: 8 samples per GPU; --global-batch changes it" in first[1]
+    for part in ("step time", "tokens/s", "MFU", "Memory per GPU", "Layer -> GPU", "What people usually try", "proof"):
+        assert part in out
+    assert "wrote" in out
+    assert "plan.json" in out
+    plan = load_plan(Path("plan.json"))
+    assert plan.certificate is not None
+    assert plan.prediction is not None
+    assert plan.training.global_batch == 64
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120, 200])
+def test_nothing_is_wider_than_the_terminal(
+    saved: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in ([saved], ["compare", saved, "--setup", "tp=4 pp=2"]):
+        assert run_plan(*words, "--gpus", "16", "--gpus-per-node", "4") == 0
+    run_plan("devices")
+
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()) <= min(columns, 120)
+    assert "\x1b" not in out
+
+
+def test_json_is_one_document_with_the_promised_keys(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(saved, "--gpus", "8", "--json") == 0
+
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) == {"plan", "estimate", "certificate", "runners_up", "baselines"}
+    degrees = document["plan"]["degrees"]
+    assert set(degrees) == DEGREES
+    product = 1
+    for name in DEGREES - {"expert", "virtual_stages"}:
+        product *= degrees[name]
+    assert product == 8
+    assert {"step_time_s", "tokens_per_s", "mfu", "memory", "collectives"} <= set(document["estimate"])
+    assert {"objective", "bound", "gap", "simulated_s", "status", "solver", "search_seconds", "shapes"} <= set(
+        document["certificate"]
+    )
+    assert set(document["certificate"]["shapes"]) == {"total", "rejected", "pruned", "solved"}
+    assert all({"label", "verdict", "estimate"} <= set(c) for c in document["runners_up"] + document["baselines"])
+    assert not Path("plan.json").exists()
+
+
+def test_json_stays_one_document_when_the_model_file_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loud.py").write_text(
+        "print('hello')\nimport torch\n"
+        "def model():\n    print('building')\n    return torch.nn.Linear(8, 8)\n"
+        "def batch(size):\n    return (torch.randn(size, 8), torch.randn(size, 8))\n"
+        "def loss(output, batch):\n    return (output - batch[-1]).square().mean()\n"
+    )
+
+    assert run_plan("loud.py", "--gpus", "2", "--json", "-o", "out.json") == 0
+
+    captured = capsys.readouterr()
+    assert set(json.loads(captured.out)) >= {"plan", "estimate"}
+    assert "hello" in captured.err
+    assert load_plan(Path("out.json")).degrees.num_devices == 2
+
+
+BAD_INPUT = [
+    (["--gpus", "0"], "--gpus 0: give a whole number of at least 1"),
+    (["--gpus", "-1"], "--gpus -1: give a whole number"),
+    (["--gpus", "x"], "--gpus x: give a whole number"),
+    ([], "no GPU here, so say how many"),
+    (["--gpus", "8", "--device", "h100-8gb"], "unknown device 'h100-8gb': did you mean h100-80gb"),
+    (["--gpus", "8", "--gpus-per-node", "3"], "8 GPUs do not fill hosts of 3"),
+    (["--gpus", "8", "--cluster", "none.toml"], "no such file: none.toml"),
+    (["--cluster", "none.toml", "--device", "cpu"], "leave out --device"),
+    (["--gpus", "8", "--seq-len", "7"], "was profiled at 64"),
+    (["--gpus", "8", "--pin", "colour=red"], "--pin 'colour=red': cannot read"),
+    (["--gpus", "8", "--pin", "tensor=x"], "tensor=x: give a whole number"),
+    (["--gpus", "8", "-o", "nowhere/plan.json"], "nowhere does not exist"),
+    (["--gpus", "8", "-o", "notes.json"], "notes.json exists and is no meshwright-plan"),
+    (["--gpus", "8", "-o", "."], "is a folder"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), BAD_INPUT, ids=lambda value: " ".join(value)[:40])
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    saved: str, words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.json").write_text('{"mine": true}')
+    before = sorted(p.name for p in tmp_path.iterdir())
+
+    assert run_plan(saved, *words) == 2
+
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+    assert captured.out == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["modle.py", "--gpus", "8"], "no such file: modle.py; did you mean model.py?"),
+        (["nothing", "--gpus", "8"], "no such file: nothing"),
+        (["broken.json", "--gpus", "8"], "broken.json is not JSON"),
+        (["old.json", "--gpus", "8"], "old.json is not a profile this version reads"),
+        (["plan.json", "--gpus", "8"], "plan.json is a plan, not a model"),
+        (["verify", "none.json"], "no such plan: none.json"),
+        (["show", "broken.json"], "broken.json is not JSON"),
+        (["show", "profile.json"], "is not a Meshwright plan"),
+        (["show", "future.json"], "schema_version 99"),
+        (["show", "bent.json"], "is not a valid plan"),
+        (["compare", "profile.json", "--gpus", "8", "--setup", "tp=3"], "does not divide 8 GPUs"),
+        (["compare", "profile.json", "--gpus", "8", "--measure"], "only its profile: give the model itself"),
+        (["profile", "profile.json", "-o", "other.json"], "is a profile already"),
+        (["verify", "plan.json"], "no such file: synthetic"),
+    ],
+)
+def test_files_that_are_not_what_they_should_be(
+    tmp_path: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_profile(tmp_path)
+    plan = some_plan(shard=8)
+    plan.save(tmp_path / "plan.json")
+    document = json.loads(plan.model_dump_json())
+    (tmp_path / "future.json").write_text(json.dumps(document | {"schema_version": 99}))
+    (tmp_path / "bent.json").write_text(json.dumps(document | {"micro_batch": 3}))
+    (tmp_path / "old.json").write_text('{"kind": "meshwright-profile", "schema_version": 0}')
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "model.py").write_text("")
+
+    assert run_plan(*words) == 2
+
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert captured.out == ""
+
+
+def test_an_unknown_option_is_refused(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(saved, "--gpu", "8") == 2
+    assert "--gpu" in capsys.readouterr().err
+
+
+def test_does_not_fit_is_exit_code_3_and_says_what_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_profile(tmp_path, "huge.json", scale=40)
+
+    assert run_plan("huge.json", "--gpus", "2", "--device", "rtx-4090") == 3
+
+    err = capsys.readouterr().err
+    assert err.startswith("does not fit: ")
+    assert "is over by" in err
+    assert "GPUs of this kind" in err
+    assert not Path("plan.json").exists()
+
+
+def test_a_solver_without_an_answer_is_exit_code_2(
+    saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_answer(*_: Any, **__: Any) -> None:
+        raise search_module.SolverError("no plan found within 0.1 s; give it longer with --time-limit")
+
+    monkeypatch.setattr(search_module, "search", no_answer)
+
+    assert run_plan(saved, "--gpus", "8") == 2
+    assert "--time-limit" in capsys.readouterr().err
+    assert not Path("plan.json").exists()
+
+
+class _Strict(BaseModel):
+    count: int
+
+
+@pytest.mark.parametrize("mistake", [lambda: {}["x"], lambda: _Strict.model_validate({}), lambda: 1 / 0])
+def test_a_mistake_of_ours_is_not_called_bad_input(saved: str, mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "search", lambda *_, **__: mistake())
+
+    with pytest.raises((KeyError, ZeroDivisionError, ValueError)):
+        cli.main([saved, "--gpus", "8"])
+
+
+def test_an_old_plan_is_replaced(saved: str) -> None:
+    some_plan(shard=8).save(Path("plan.json"))
+
+    assert run_plan(saved, "--gpus", "2", "--quiet") == 0
+    assert load_plan(Path("plan.json")).degrees.num_devices == 2
+
+
+def test_pins_are_kept(saved: str) -> None:
+    assert run_plan(saved, "--gpus", "8", "--quiet", "--pin", "tensor=2", "--pin", "pp=2 recompute=full") == 0
+
+    plan = load_plan(Path("plan.json"))
+    assert (plan.degrees.tensor, plan.degrees.pipeline) == (2, 2)
+
+
+def test_a_cluster_file_says_how_many_gpus(saved: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text('[[hosts]]\ncount = 2\ndevice = "a100-80gb"\ngpus = 4\n')
+
+    assert run_plan(saved, "--cluster", "cluster.toml", "--quiet") == 0
+    assert load_plan(Path("plan.json")).cluster.num_hosts == 2
+    assert run_plan(saved, "--cluster", "cluster.toml", "--gpus", "4") == 2
+
+
+@pytest.mark.parametrize(
+    ("here", "words", "device", "assumed"),
+    [
+        ([("NVIDIA H200", 143771.0)] * 8, [], "h200", "found 8 x NVIDIA H200 here"),
+        ([("NVIDIA H200", 143771.0)], ["--gpus", "8"], "h200", "the others taken as alike"),
+        ([("NVIDIA L40S", 46068.0)], ["--gpus", "8"], "h100-80gb", "no preset for the NVIDIA L40S here"),
+    ],
+)
+def test_gpus_that_are_here_are_used(
+    saved: str,
+    here: list[tuple[str, float]],
+    words: list[str],
+    device: str,
+    assumed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "local_gpus", lambda: here)
+
+    assert run_plan(saved, *words, "--quiet") == 0
+    assert assumed in " ".join(capsys.readouterr().out.split())
+    assert load_plan(Path("plan.json")).cluster.device.name == device
+
+
+def test_the_cpu_preset_trains_in_fp32(saved: str) -> None:
+    assert run_plan(saved, "--gpus", "2", "--device", "cpu", "--quiet", "--global-batch", "2") in (0, 3)
+    machine = cli.read_cluster("2", "cpu", None, None)
+    training, _ = cli.read_training(small_profile(), machine, 2, None, None, cli._Optimizer.ADAMW, 0.05)
+    assert training.precision == "fp32"
+
+
+def test_show_prints_a_saved_plan_again(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_plan(saved, "--gpus", "8", "--quiet")
+    capsys.readouterr()
+
+    assert run_plan("show", "plan.json") == 0
+    short = capsys.readouterr().out
+    assert run_plan("show", "plan.json", "--model", saved) == 0
+    full = capsys.readouterr().out
+
+    assert "Layer -> GPU" in short
+    assert "proof" in short
+    assert "optim" in full
+
+
+def test_compare_sets_the_plan_beside_set_ups(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", saved, "--gpus", "8", "--setup", "ddp", "--setup", "tp=4 pp=2", "--json"]
+    assert run_plan(*words) == 0
+
+    rows = json.loads(capsys.readouterr().out)["setups"]
+    assert [row["label"] for row in rows] == ["planned", "ddp", "tp=4 pp=2"]
+    planned = rows[0]["estimate"]["step_time_s"]
+    for row in rows[1:]:
+        assert row["estimate"] is None or planned <= 1.01 * row["estimate"]["step_time_s"]
+        assert row["verdict"]
+
+
+def test_measured_times_stand_beside(
+    tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    took = SimpleNamespace(
+        step_time_s=0.0321, step_times_s=(0.0321,), spread=0.02, device="8 somethings", model_dump=lambda mode: {"a": 1}
+    )
+    monkeypatch.setattr(cli, "read_model", lambda *_: (small_profile(), object()))
+    fake = SimpleNamespace(measure=lambda *_, **__: {"planned": took, "ddp": "it takes 8 ranks: too many"})
+    monkeypatch.setitem(sys.modules, "meshwright.executor.measure", fake)
+
+    assert run_plan("compare", saved, "--gpus", "8", "--setup", "ddp", "--measure") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert run_plan("compare", saved, "--gpus", "8", "--setup", "ddp", "--measure", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["setups"]
+
+    assert "32.1 ms" in out
+    assert "ddp: it takes 8 ranks: too many" in out
+    assert [row["measured"] for row in rows] == [{"a": 1}, {"not_run": "it takes 8 ranks: too many"}]
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
+def test_verify_reports_and_its_exit_code_says_whether_numbers_agree(
+    tmp_path: Path, ok: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text("")
+    some_plan(shard=2).save(tmp_path / "plan.json")
+    report = SimpleNamespace(ok=ok, lines=["loss agrees [within 1e-4]"])
+    fake = SimpleNamespace(verify=lambda *_, **__: report)
+    monkeypatch.setitem(sys.modules, "meshwright.executor.verify", fake)
+    monkeypatch.setattr("meshwright.profiler.load.load_model", lambda *_, **__: None)
+
+    assert run_plan("verify", "plan.json", "--model", "model.py") == code
+    assert "loss agrees [within 1e-4]" in capsys.readouterr().out
+
+
+def test_counted_names_are_joined() -> None:
+    names = ["embed", *[f"h.{i}.mlp" for i in range(3)], "norm", "h.7.mlp", "head"]
+
+    assert collapse(names) == "embed, h.0-2.mlp, norm, h.7.mlp, head"
+
+
+@pytest.mark.parametrize(
+    ("plan", "stage", "where"),
+    [
+        (some_plan(shard=8), 0, "GPUs 0-7"),
+        (some_plan(tensor=4, pipeline=2), 1, "GPUs 4-7"),
+        (some_plan(pipeline=8), 3, "GPU 3"),
+        (some_plan(shard=8, pipeline=2), 1, "host 1"),
+        (some_plan(shard=32, pipeline=2), 1, "hosts 4-7"),
+        (some_plan(tensor=4, pipeline=4), 1, "host 0: GPUs 4-7"),
+        (some_plan(shard=2, pipeline=2, per_host=1), 1, "hosts 2-3"),
+        (
+            some_plan(2, 4, 1, 4, mesh_axes=("data_replicate", "pipeline", "data_shard", "context", "tensor")),
+            1,
+            "host 0: GPUs 4-7, host 2: GPUs 4-7",
+        ),
+        (
+            some_plan(
+                shard=4,
+                pipeline=2,
+                tensor=2,
+                mesh_axes=("data_replicate", "data_shard", "pipeline", "context", "tensor"),
+            ),
+            1,
+            "GPUs 2-3, 6-7 of every host",
+        ),
+    ],
+)
+def test_where_a_stage_sits_in_words(plan: Any, stage: int, where: str) -> None:
+    assert gpus_of(plan, stage) == where
+
+
+def test_two_hosts_are_a_page_as_readable_as_two_thousand(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = some_plan(replicate=128, shard=2, tensor=8, pipeline=8)
+    plan.save(Path("plan.json"))
+
+    assert run_plan("show", "plan.json") == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert plan.degrees.num_devices == 16384
+    assert len(lines) < 50
+    assert any("hosts 0-255" in line for line in lines)

@@ -1,0 +1,262 @@
+"""Cost functions against numbers derived here, at their limits, and in their order."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from synthetic import cluster, device, layer_class, profile
+
+from meshwright.planner.comm_cost import GroupLinks, collective_s, exposed_s
+from meshwright.planner.compute_cost import operator_s, optimizer_s, tile_efficiency
+from meshwright.planner.estimate import estimate
+from meshwright.planner.knapsack import Group, least_weight
+from meshwright.planner.plan import Plan
+from meshwright.planner.simulate import in_flight, simulated_step_s, table
+from meshwright.planner.stage_cost import closed_form_s
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import Group as Ranks
+from meshwright.profiler.cluster import Link
+from meshwright.profiler.model_profile import Bytes, ModelProfile, OpProfile
+
+GIB = 2**30
+
+
+def links(ranks_per_host: int, hosts: int = 1) -> GroupLinks:
+    return GroupLinks(
+        group=Ranks(ranks_per_host=ranks_per_host, hosts=hosts),
+        link=Link(bandwidth=100e9, latency=1e-6),
+        network=Link(bandwidth=50e9, latency=1e-5),
+        devices_per_host=8,
+    )
+
+
+def test_ring_of_one_is_free() -> None:
+    assert collective_s("all_reduce", 1e9, links(1)) == 0.0
+
+
+def test_all_gather_inside_a_host_moves_all_but_ones_own_share() -> None:
+    assert collective_s("all_gather", 8e9, links(8)) == pytest.approx(7 * 1e9 / 100e9 + 7e-6)
+
+
+def test_group_gets_its_share_of_the_hosts_network() -> None:
+    one_per_host = collective_s("all_gather", 8e9, links(1, hosts=2))
+
+    assert one_per_host == pytest.approx(0.5 * 8e9 / (50e9 / 8) + 1e-5)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_all_reduce_is_never_cheaper_than_its_halves(ranks: int, hosts: int) -> None:
+    gather, scatter, both = (
+        collective_s(kind, 1e8, links(ranks, hosts)) for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    )
+
+    assert both >= gather + scatter - 1e-15
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "p2p"])
+def test_collectives_grow_with_bytes_and_with_hosts(kind: str) -> None:
+    sizes = [collective_s(kind, num_bytes, links(4, 2)) for num_bytes in (1e3, 1e6, 1e9)]  # type: ignore[arg-type]
+    spread = [collective_s(kind, 1e8, links(4, hosts)) for hosts in (1, 2, 3, 8, 64)]  # type: ignore[arg-type]
+
+    assert sizes == sorted(sizes)
+    assert spread == sorted(spread)
+
+
+def test_exposed_communication_lies_between_the_rest_and_all_of_it() -> None:
+    assert exposed_s(1.0, 0.0, overlap=0.8, contention=0.3) == 1.0
+    assert exposed_s(1.0, 10.0, overlap=0.8, contention=0.3) == pytest.approx(0.3)
+    assert exposed_s(1.0, 0.5, overlap=0.8, contention=0.0) == pytest.approx(0.6)
+
+
+def test_matmul_takes_flops_over_speed_plus_the_traffic_it_cannot_hide() -> None:
+    on = device()
+    side = (4096.0, 0.0, 0.0, 0.0)
+    op = OpProfile(
+        name="mm",
+        module="",
+        kind="matmul",
+        part="forward",
+        flops=(2 * 4096.0**3, 0, 0, 0),
+        moved=Bytes(elements=(3 * 4096.0**2, 0, 0, 0)),
+        shape=(side, side, side),
+    )
+
+    seconds = operator_s(op, on, "bf16", 2, batch=1, tensor=1)
+
+    assert seconds == pytest.approx(2 * 4096**3 / 100e12 + 0.27 * 3 * 4096**2 * 2 / 1e12)
+
+
+def test_nothing_is_faster_than_a_launch() -> None:
+    op = OpProfile(name="add", module="", kind="elementwise", part="forward", moved=Bytes(other_bytes=(8, 0, 0, 0)))
+
+    assert operator_s(op, device(launch=5e-6), "bf16", 2, 1, 1) == 5e-6
+
+
+def test_last_wave_of_tiles_costs_as_much_as_a_full_one() -> None:
+    on = device(compute_units=4)
+
+    assert tile_efficiency(128 * 2, 256 * 2, on) == 1.0
+    assert tile_efficiency(128 * 5, 256, on) == pytest.approx((5 / 8) ** 0.63)
+
+
+def test_adam_moves_28_bytes_per_parameter() -> None:
+    assert optimizer_s(1e9, "adamw", device()) == pytest.approx(0.028)
+
+
+# --- memory, against sums written out here ---------------------------------------------------------------------------
+
+
+def model_of_one_class(num_layers: int = 4) -> ModelProfile:
+    block = layer_class("block", 1e12, 10_000_000, saved=300e6, inputs=20e6, transient=50e6, heads=8)
+    return profile([block], [0] * num_layers)
+
+
+def plan_of(model: ModelProfile, shape: Shape, options: list[list[LayerOption]], devices: int, batch: int) -> Plan:
+    return make_plan(model, cluster(per_host=devices), TrainingSpec(global_batch=batch, seq_len=64), shape, options)
+
+
+def test_ddp_memory_is_16_bytes_a_parameter_a_compute_copy_and_all_activations() -> None:
+    model = model_of_one_class()
+    shape = Shape(2, 1, 1, 1, micro_batch=1, num_microbatches=1)
+
+    memory = estimate(plan_of(model, shape, [[LayerOption()] * 4], 2, 2), model).memory[0]
+
+    parameters = 4 * 10e6
+    assert memory.items["parameters"] == 4 * parameters
+    assert memory.items["gradients"] == 4 * parameters
+    assert memory.items["optimizer"] == 8 * parameters
+    assert memory.items["gathered"] == 2 * parameters
+    assert memory.items["activations"] == pytest.approx(4 * 320e6)
+    new_gradient = 10e6 * (4 + 2)  # of one parameter at a time, in fp32 and in the compute dtype, before it is added
+    assert memory.items["transient"] == pytest.approx(50e6 + new_gradient)
+
+
+def test_fsdp_divides_state_and_holds_two_layers_gathered() -> None:
+    model = model_of_one_class()
+    shape = Shape(1, 4, 1, 1, micro_batch=1, num_microbatches=1)
+
+    memory = estimate(plan_of(model, shape, [[LayerOption(reshard=True)] * 4], 4, 4), model).memory[0]
+
+    assert memory.items["parameters"] == 4 * 4 * 10e6 / 4
+    assert memory.items["gathered"] == 0
+    assert memory.items["transient"] == pytest.approx(50e6 + 2 * 2 * 10e6 + (2 + 4) * 10e6)
+
+
+def test_recomputed_layer_keeps_its_input_and_passes_through_the_rest() -> None:
+    model = model_of_one_class()
+    shape = Shape(2, 1, 1, 1, micro_batch=1, num_microbatches=1)
+
+    memory = estimate(plan_of(model, shape, [[LayerOption("full")] * 4], 2, 2), model).memory[0]
+
+    assert memory.items["activations"] == pytest.approx(4 * 20e6)
+    assert memory.items["transient"] == pytest.approx(50e6 + 300e6 + 10e6 * (4 + 2))
+
+
+def test_first_stage_of_1f1b_holds_a_micro_batch_per_stage_and_what_it_sent() -> None:
+    model = model_of_one_class()
+    shape = Shape(1, 1, 1, 4, micro_batch=1, num_microbatches=8, schedule="1f1b")
+
+    memory = estimate(plan_of(model, shape, [[LayerOption()]] * 4, 4, 8), model).memory
+
+    sent = 1e6
+    expected = [4 * 320e6 + 5 * sent, 3 * 320e6 + 4 * sent, 2 * 320e6 + 3 * sent, 320e6]
+    assert [stage.items["activations"] for stage in memory] == pytest.approx(expected)
+
+
+def test_tied_weights_on_one_stage_count_once() -> None:
+    block = layer_class("block", 1e12, 10_000_000, saved=1e6, inputs=1e6)
+    apart, tied = profile([block], [0, 0]), profile([block], [0, 0], ties=[(0, 1)])
+    shape = Shape(1, 1, 1, 1, micro_batch=1, num_microbatches=1)
+
+    plans = [(m, plan_of(m, shape, [[LayerOption()] * 2], 1, 1)) for m in (apart, tied)]
+    sizes = [estimate(plan, m).memory[0].allocated_bytes for m, plan in plans]
+
+    assert sizes[0] - sizes[1] == pytest.approx(10e6 * (4 + 4 + 8 + 4)), "parameter, gradient, moments, step temporary"
+
+
+def test_traffic_of_fsdp_is_two_gathers_and_a_reduction_per_micro_batch() -> None:
+    model = model_of_one_class()
+    shape = Shape(1, 4, 1, 1, micro_batch=1, num_microbatches=2, gradient_sync="every")
+
+    found = estimate(plan_of(model, shape, [[LayerOption(reshard=True)] * 4], 4, 8), model).collectives
+
+    by_kind = {(t.axis, t.kind): t for t in found}
+    assert by_kind["data_shard", "all_gather"].bytes == 2 * 2 * 4 * 2 * 10e6
+    assert by_kind["data_shard", "all_gather"].calls == 2 * 2 * 4
+    assert by_kind["data_shard", "reduce_scatter"].bytes == 2 * 4 * 4 * 10e6
+
+
+def test_breakdown_adds_up_to_the_step() -> None:
+    model = model_of_one_class()
+    shape = Shape(1, 1, 2, 2, micro_batch=1, num_microbatches=4, schedule="1f1b")
+
+    found = estimate(plan_of(model, shape, [[LayerOption("full")] * 2] * 2, 4, 4), model)
+
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches"), [("1f1b", 4, 4), ("1f1b", 4, 9), ("gpipe", 3, 5)])
+def test_in_flight_counts_of_shapes_are_those_of_the_schedules_table(
+    schedule: str, stages: int, microbatches: int
+) -> None:
+    shape = Shape(1, 1, 1, stages, micro_batch=1, num_microbatches=microbatches, schedule=schedule)  # type: ignore[arg-type]
+
+    counted = [in_flight(actions) for actions in table(shape.schedule, stages, microbatches)]
+
+    assert counted == [shape.in_flight(stage) for stage in range(stages)]
+
+
+def test_equal_stages_take_m_plus_p_minus_1_rounds() -> None:
+    assert simulated_step_s("1f1b", [1.0] * 4, [2.0] * 4, [0.0] * 4, 8) == pytest.approx((8 + 3) * 3.0)
+    assert simulated_step_s("1f1b", [1.0] * 4, [2.0] * 4, [0.0] * 4, 1000) == pytest.approx(1003 * 3.0)
+
+
+def test_closed_form_is_within_the_published_range_of_the_simulation() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        stages, microbatches = int(rng.integers(2, 7)), int(rng.integers(7, 30))
+        forward = rng.uniform(0.5, 1.5, stages)
+        backward = forward * rng.uniform(1.5, 2.5, stages)
+        closed = closed_form_s(list(forward + backward), [0.0] * stages, microbatches)
+        simulated = simulated_step_s("1f1b", list(forward), list(backward), [0.0] * stages, microbatches)
+        lower = max(sum((forward + backward)[:s]) + microbatches * (forward + backward)[s] for s in range(stages))
+        assert lower <= simulated * (1 + 1e-9)
+        assert 0.999 <= closed / simulated <= 1.2
+
+
+def test_long_steps_continue_the_last_period_exactly() -> None:
+    forward, backward, once = [1.0, 1.3, 0.7], [2.0, 2.4, 1.9], [0.1, 0.2, 0.3]
+    steps = [simulated_step_s("1f1b", forward, backward, once, m) for m in (17, 18, 19, 60)]
+
+    assert steps[2] - steps[1] == pytest.approx(steps[1] - steps[0])
+    assert steps[3] - steps[2] == pytest.approx(41 * (steps[1] - steps[0]))
+
+
+# --- knapsack --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_knapsack_finds_the_least_weight_of_all_packings(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        groups = [
+            Group(int(rng.integers(1, 5)), rng.integers(0, 20, n).astype(float), rng.integers(0, 20, n).astype(float))
+            for n in rng.integers(1, 5, int(rng.integers(1, 4)))
+        ]
+        room = float(rng.integers(0, 150))
+        choices = [list(itertools.combinations_with_replacement(range(len(g.weights)), g.count)) for g in groups]
+        fitting = [
+            sum(g.weights[i] for g, taken in zip(groups, packing, strict=True) for i in taken)
+            for packing in itertools.product(*choices)
+            if sum(g.memory[i] for g, taken in zip(groups, packing, strict=True) for i in taken) <= room
+        ]
+
+        found = least_weight(groups, room)
+
+        assert (found.weight if found else math.inf) == pytest.approx(min(fitting, default=math.inf))

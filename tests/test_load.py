@@ -1,0 +1,209 @@
+"""Every way to name a model loads, and every bad input is told in a sentence with a way out."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.profiler.load import load_model, split_inputs
+
+MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
+
+GOOD = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(4, 2)
+
+def other():
+    return nn.Linear(4, 4)
+
+def batch(size):
+    return torch.randn(size, 4), torch.randn(size, 2)
+
+def loss(output, batch):
+    return (output - batch[1]).pow(2).mean()
+"""
+
+
+def _file(folder: Path, text: str, name: str = "model.py") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def _refusal(folder: Path, text: str) -> str:
+    loaded_from = _file(folder, text)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the caller looks at the message
+        _load_and_use(loaded_from)
+    return str(refused.value)
+
+
+def _load_and_use(source: str) -> None:
+    loaded = load_model(source)
+    loaded.build()
+    loaded.batch(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "seq_len"),
+    [
+        ("gpt.py", 124_439_808, 1024),
+        ("gpt2", 124_439_808, 1024),
+        ("llama3_8b", 8_030_261_248, 8192),
+        ("llama31_405b/config.json", 405_853_388_800, 8192),
+        ("bert_large", 335_174_458, 512),
+        ("t5_small", 60_506_624, 512),
+        ("mlp.py", 25_191_440, None),
+        ("unet.py", 7_788_675, None),
+    ],
+)
+def test_zoo_has_the_published_sizes(name: str, num_parameters: int, seq_len: int | None) -> None:
+    loaded = load_model(MODELS / name)
+
+    with torch.device("meta"):
+        module = loaded.build()
+
+    assert sum(p.numel() for p in module.parameters()) == num_parameters
+    assert loaded.seq_len == seq_len
+
+
+def test_a_function_of_the_file_is_built(tmp_path: Path) -> None:
+    loaded = load_model(_file(tmp_path, GOOD) + ":other")
+
+    assert loaded.name == "other"
+    assert loaded.build().out_features == 4
+
+
+def test_small_has_batches_of_its_own() -> None:
+    small = load_model(MODELS / "gpt.py").small
+
+    assert small is not None
+    assert small().seq_len == 64
+    assert small().batch(3)[0].shape == (3, 64)
+
+
+def test_seq_len_reaches_the_batch() -> None:
+    assert load_model(MODELS / "gpt.py", seq_len=128).batch(2)[0].shape == (2, 128)
+
+
+def test_a_module_is_copied_not_shared() -> None:
+    module = nn.Linear(3, 3)
+    loaded = load_model(module, batch=lambda size: torch.ones(size, 3))
+
+    with torch.device("meta"):
+        built = loaded.build()
+
+    assert built.weight.device.type == "meta"
+    assert module.weight.device.type == "cpu"
+    assert loaded.batch(2)[0].shape == (2, 3)
+
+
+def test_tied_parameters_stay_tied_in_a_copy() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+
+    with torch.device("meta"):
+        built = load_model(module, batch=lambda size: torch.ones(size, 3)).build()
+
+    assert built[1].weight is built[0].weight
+
+
+class _Takes(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return x
+
+
+class _Requires(nn.Module):
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_targets_are_for_the_loss() -> None:
+    assert split_inputs(_Takes(), ("x", "y"), has_loss=True) == (("x",), {})
+
+
+def test_targets_go_in_where_forward_requires_them() -> None:
+    assert split_inputs(_Requires(), ("x", "y"), has_loss=True) == (("x", "y"), {})
+
+
+def test_without_a_loss_the_whole_tuple_goes_in() -> None:
+    assert split_inputs(_Takes(), ("x", "y"), has_loss=False) == (("x", "y"), {})
+
+
+def test_a_dict_gives_what_forward_names() -> None:
+    assert split_inputs(_Takes(), {"x": 1, "y": 2}, has_loss=True) == ((), {"x": 1})
+
+
+def test_more_than_forward_takes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 elements, but forward of _Takes takes 2"):
+        split_inputs(_Takes(), (1, 2, 3), has_loss=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["has no function model", "def batch(size)"]),
+        (GOOD.replace("def batch", "def batches"), ["has no function batch", "it has batches"]),
+        (GOOD.replace("nn.Linear(4, 2)", "nn.Linear(4)"), ["model()", "TypeError", "model.py:6"]),
+        (GOOD.replace("nn.Linear(4, 2)", "7"), ["returned a int", "torch.nn.Module"]),
+        (
+            GOOD.replace("return torch.randn(size, 4), torch.randn(size, 2)", "return 5"),
+            ["batch(1)", "tuple or a dict"],
+        ),
+        (GOOD + "\nopen('data/tokens.bin')\n", ["data/tokens.bin", "torch.randn"]),
+        (GOOD + "\nimport no_such_package\n", ["no_such_package", "not installed"]),
+        (GOOD + "\ndef broken(:\n", ["not valid Python"]),
+        (GOOD.replace("def batch(size)", "def batch(size, seq_len)"), ["no default length", "seq_len=1024"]),
+        (GOOD + "\nglobal_batch = 'many'\n", ["global_batch", "'many'", "64"]),
+        (GOOD + "\nloss = 3\n", ["loss", "must be a function"]),
+    ],
+)
+def test_bad_files_are_told_in_a_sentence(tmp_path: Path, text: str, words: list[str]) -> None:
+    message = _refusal(tmp_path, text)
+
+    assert all(word in message for word in words), message
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    _file(tmp_path, GOOD, "model.py")
+
+    with pytest.raises(ValueError, match=r"no file modle\.py in .*: did you mean model\.py\?"):
+        load_model(tmp_path / "modle.py")
+
+
+def test_seq_len_needs_a_batch_that_takes_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--seq-len 64 was given, but batch\(size\).*takes no seq_len"):
+        load_model(_file(tmp_path, GOOD), seq_len=64)
+
+
+def test_a_module_needs_batches() -> None:
+    with pytest.raises(ValueError, match=r"came without micro-batches: give batch="):
+        load_model(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", r"is not JSON"),
+        ("{}", r'no "model_type"'),
+        ('{"model_type": "no_such"}', r'model_type "no_such", which transformers'),
+        ('{"model_type": "gpt2", "architectures": ["GPT9Model"]}', r'architecture "GPT9Model"'),
+        ('{"model_type": "gpt2", "architectures": ["GPT2Model"]}', r"batches are not known here"),
+    ],
+)
+def test_bad_configs_are_told_in_a_sentence(tmp_path: Path, text: str, match: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+
+    with pytest.raises(ValueError, match=match):
+        load_model(tmp_path)
+
+
+def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    with pytest.raises(ValueError, match=r"pip install 'meshwright\[hf\]'"):
+        load_model(tmp_path)

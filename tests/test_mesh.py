@@ -1,0 +1,112 @@
+"""Processes play the plan's ranks on the hosts that the plan means, whatever order the launcher gave them."""
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from synthetic import cluster, layer_class, profile
+from torch import nn
+
+from meshwright.executor.mesh import plan_ranks
+from meshwright.executor.trainer import parallelize
+from meshwright.planner.plan import Plan
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.load import load_model
+from meshwright.profiler.trace import trace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "models"))
+from gpt import GPT, Config
+
+
+def plan_on(hosts: int, per_host: int) -> Plan:
+    """Tensor parallel inside a host, replicas across."""
+    model = profile([layer_class("block", 1e12, 10, 1e6, 1e6, heads=8)], [0])
+    shape = Shape(hosts, 1, per_host, 1, micro_batch=1, num_microbatches=1)
+    training = TrainingSpec(global_batch=hosts, seq_len=64)
+    return make_plan(model, cluster(hosts, per_host), training, shape, [[LayerOption()]])
+
+
+def test_ranks_in_the_plans_order_stay() -> None:
+    seats = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+
+    assert plan_ranks(plan_on(2, 2), seats) == [0, 1, 2, 3]
+
+
+def test_ranks_dealt_in_turn_over_hosts_are_put_back_together() -> None:
+    seats = [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+
+    assert plan_ranks(plan_on(2, 2), seats) == [0, 2, 1, 3]
+
+
+def test_other_hosts_than_the_plans_keep_the_launchers_order() -> None:
+    seats = [("a", 3), ("a", 2), ("a", 1), ("a", 0)]
+
+    assert plan_ranks(plan_on(2, 2), seats) == [0, 1, 2, 3]
+
+
+def test_the_launchers_order_does_not_change_the_numbers() -> None:
+    """Two hosts of two, dealt in turn: tensor parallel inside a host, replicas across, and tied weights over stages."""
+    tokens = torch.randint(VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(1))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    alone = _losses(_plan_of_gpt(Shape(1, 1, 1, 1, 4, 1), 1, 1), batch)
+
+    shapes = (
+        Shape(2, 1, 2, 1, 2, 1),
+        Shape(1, 1, 2, 2, 2, 2, schedule="1f1b"),
+        Shape(1, 2, 1, 2, 1, 2, schedule="1f1b"),
+        Shape(1, 4, 1, 1, 1, 1),
+    )
+    for shape in shapes:
+        found = run_ranks(_interleaved_losses, 4, _plan_of_gpt(shape, 2, 2), batch)
+
+        assert all(losses == pytest.approx(alone, rel=1e-5) for losses in found), shape
+
+
+VOCABULARY = 32
+
+
+def _gpt() -> nn.Module:
+    return GPT(Config(num_layers=2, num_heads=2, width=16, vocabulary=VOCABULARY, context=16))
+
+
+def _loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def _plan_of_gpt(shape: Shape, hosts: int, per_host: int) -> Plan:
+    def example(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.zeros(size, 17, dtype=torch.long)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    model = trace(load_model(_gpt, batch=example, loss=_loss))
+    training = TrainingSpec(global_batch=4, seq_len=model.seq_len, precision="fp32")
+    half = len(model.layers) // 2
+    options = [LayerOption()] * len(model.layers)
+    stages = [options] if shape.pipeline == 1 else [options[:half], options[half:]]
+    return make_plan(model, cluster(hosts, per_host), training, shape, stages)
+
+
+def _losses(plan: Plan, batch: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
+    trainer = parallelize(_gpt, plan, lambda p: torch.optim.SGD(p, lr=0.5), loss=_loss)
+    share = tuple(x.chunk(trainer.data_size)[trainer.data_rank] for x in batch)
+    return [trainer.step(share).loss for _ in range(3)]
+
+
+def _interleaved_losses(plan: Plan, batch: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
+    rank = dist.get_rank()
+    socket.gethostname = lambda: "ab"[rank % 2]
+    os.environ["LOCAL_RANK"] = str(rank // 2)
+    return _losses(plan, batch)
+
+
+def test_an_order_that_torch_would_sort_away_is_left_alone_with_a_warning() -> None:
+    seats = [("a", 1), ("a", 0), ("b", 0), ("b", 1)]
+
+    with pytest.warns(UserWarning, match="start ranks host by host"):
+        assert plan_ranks(plan_on(2, 2), seats) == [0, 1, 2, 3]

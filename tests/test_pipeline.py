@@ -1,0 +1,420 @@
+"""Pipeline stages: any cut of any model computes what one process computes."""
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import synthetic
+import torch
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.executor.pipeline import (
+    PipelineRunner,
+    StageModule,
+    check_partition,
+    crossing_into,
+    loss_of,
+    parameters_of_stages,
+    split_micro_batches,
+)
+from meshwright.executor.recompute import recompute
+from meshwright.executor.tensor import crosses_sliced
+from meshwright.planner.plan import Plan
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.load import LoadedModel, load_model, split_inputs
+from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.trace import trace
+
+ZOO = Path(__file__).parent.parent / "benchmarks" / "models"
+MICRO_BATCH = 2
+SMALL_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    },
+    "t5": {
+        "architectures": ["T5ForConditionalGeneration"],
+        "vocab_size": 97,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+    },
+}
+
+
+class InPlace(nn.Module):
+    """Writes into what its layers return, between and inside them; or computes the same without writing."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Sequential(nn.ReLU(inplace=writes), nn.Linear(8, 8))
+        self.third = nn.Sequential(nn.ReLU(inplace=writes), nn.Linear(8, 8))
+        self.writes = writes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.writes:
+            x *= 2
+        else:
+            x = x * 2
+        return self.third(self.second(x))
+
+
+@cache
+def load(name: str) -> LoadedModel:
+    """A tiny model of the zoo, of Hugging Face, or of this file."""
+    if name.startswith("in-place"):
+        return load_model(
+            InPlace(writes=name == "in-place"),
+            batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
+            loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]),
+        )
+    if name in SMALL_CONFIGS:
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps({"model_type": name, **SMALL_CONFIGS[name]}))
+            return load_model(folder, seq_len=12)
+    small = load_model(ZOO / f"{name}.py").small
+    assert small is not None
+    return small()
+
+
+@cache
+def profile_of(name: str) -> ModelProfile:
+    """Profile of a model that `load` gives."""
+    return trace(load(name))
+
+
+def plan_with(
+    name: str,
+    cut: Sequence[int],
+    schedule: str = "1f1b",
+    num_microbatches: int = 4,
+    reshard: bool = False,
+    **changes: Any,
+) -> Plan:
+    """A plan of len(cut) + 1 stages; cut: layers of all but the last."""
+    profile = profile_of(name)
+    stages = [*cut, len(profile.layers) - sum(cut)]
+    shape = Shape(
+        **{"data_replicate": 1, "data_shard": 1, "tensor": 1, **changes},
+        pipeline=len(stages),
+        micro_batch=MICRO_BATCH,
+        num_microbatches=num_microbatches,
+        schedule=schedule,  # type: ignore[arg-type]
+    )
+    training = TrainingSpec(
+        global_batch=MICRO_BATCH * num_microbatches * shape.data, seq_len=profile.seq_len, precision="fp32"
+    )
+    cluster = synthetic.cluster(1, shape.degrees.num_devices)
+    return make_plan(profile, cluster, training, shape, [[LayerOption(reshard=reshard)] * count for count in stages])
+
+
+def gradients_of_one_process(model: nn.Module, loaded: LoadedModel, batch: Any, parts: int) -> tuple[list[float], Any]:
+    """(losses of the micro-batches, gradients by name)."""
+    model = copy.deepcopy(model)
+    losses = []
+    for part in split_micro_batches(batch, parts, parts * MICRO_BATCH):
+        args, kwargs = split_inputs(model, part, loaded.loss is not None)
+        output = model(*args, **kwargs)
+        loss = loss_of(output) if loaded.loss is None else loaded.loss(output, part)
+        (loss / parts).backward()
+        losses.append(loss.item())
+    return losses, {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+
+
+def run_stage(
+    model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any, prepare: Callable[[StageModule], None]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Two equal steps on this rank's stage; (losses, gradients of the second)."""
+    mesh = DeviceMesh("cpu", torch.arange(len(plan.stages)), mesh_dim_names=("pipeline",))
+    args, kwargs = split_inputs(model, batch, loaded.loss is not None)
+    stage = StageModule(model, plan, dist.get_rank(), loaded.loss)
+    prepare(stage)
+    runner = PipelineRunner(stage, plan, mesh, torch.device("cpu"))
+    for _ in range(2):
+        stage.zero_grad()
+        losses = runner.step(args, kwargs, batch)
+    named = stage.model.named_parameters(remove_duplicate=False)
+    return [loss.item() for loss in losses], {n: p.grad for n, p in named if p.grad is not None}
+
+
+def check_equal_to_one_process(
+    loaded: LoadedModel, plan: Plan, prepare: Callable[[StageModule], None] = lambda stage: None
+) -> None:
+    """Losses and gradients of all stages, tied ones added up, are those of one process."""
+    torch.manual_seed(1)
+    model, batch = loaded.build().train(), loaded.batch(MICRO_BATCH * plan.num_microbatches)
+    losses, gradients = gradients_of_one_process(model, loaded, batch, plan.num_microbatches)
+
+    stages = run_ranks(run_stage, len(plan.stages), model, loaded, plan, batch, prepare)
+
+    assert stages[-1][0] == pytest.approx(losses, abs=1e-6)
+    assert all(not stage[0] for stage in stages[:-1])
+    tied = {name: group for group in plan.model.ties for name in group}
+    # a bias in front of a norm has the gradient 0: what is found there is the rounding of the large ones
+    floor = 1e-2 * max(g.abs().max().item() for g in gradients.values())
+    for name, expected in gradients.items():
+        copies = [next((g[n] for n in tied.get(name, (name,)) if n in g), None) for _, g in stages]
+        found = torch.stack([c for c in copies if c is not None]).sum(0)
+        assert (found - expected).abs().max() <= 2e-6 * max(expected.abs().max().item(), floor), name
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "schedule", "num_microbatches"),
+    [
+        ("gpt", [1, 1, 3], "1f1b", 4),
+        ("gpt", [4], "gpipe", 1),
+        ("llama", [2], "1f1b", 3),
+        ("llama", [1, 3], "gpipe", 2),
+        ("t5", [1, 1, 3], "1f1b", 4),
+        ("t5", [4], "gpipe", 2),
+        ("unet", [2, 1, 3], "1f1b", 5),
+        ("unet", [5], "gpipe", 2),
+        ("mlp", [1, 1], "1f1b", 3),
+    ],
+)
+def test_uneven_stages_compute_what_one_process_computes(
+    name: str, cut: list[int], schedule: str, num_microbatches: int
+) -> None:
+    plan = plan_with(name, cut, schedule, num_microbatches)
+
+    check_equal_to_one_process(load(name), plan)
+
+
+def test_layers_may_write_into_what_they_are_given() -> None:
+    plan = plan_with("in-place not", [1, 1], num_microbatches=3)
+    tensors = tuple(
+        t.model_copy(update={"producer": t.producer.model_copy(update={"name": "mul_"})})
+        if t.producer.name == "mul"
+        else t
+        for t in plan.model.tensors
+    )
+    writing = plan.model_copy(update={"model": plan.model.model_copy(update={"tensors": tensors})})
+
+    check_equal_to_one_process(load("in-place"), writing)
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet", "t5"])
+def test_recomputed_layers_compute_the_same(name: str) -> None:
+    loaded = load(name)
+    plan = plan_with(name, [2, 1])
+
+    def recompute_all(stage: StageModule) -> None:
+        for layer in plan.stages[stage.stage].layers:
+            if len(layer.modules) == 1:
+                recompute(stage.model.get_submodule(layer.modules[0]))
+
+    check_equal_to_one_process(loaded, plan, recompute_all)
+
+
+class CollectiveCounts(TorchDispatchMode):
+    """Counts collective operators by name, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def fsdp_step(
+    model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """(whole gradients of a sharded stage, collectives of the second of two steps by operator)."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("pipeline", "data_shard"))
+    stage = StageModule(model, plan, mesh.get_local_rank("pipeline"), loaded.loss)
+    for layer in plan.stages[stage.stage].layers:
+        if layer.root:
+            unit = stage.model.get_submodule(layer.root)
+            fully_shard(unit, mesh=mesh["data_shard"], reshard_after_forward=layer.reshard)
+    fully_shard(stage, mesh=mesh["data_shard"], reshard_after_forward=False)
+    share = split_micro_batches(batch, 2, plan.training.global_batch)[mesh.get_local_rank("data_shard")]
+    args, kwargs = split_inputs(model, share, loaded.loss is not None)
+    runner = PipelineRunner(stage, plan, mesh, torch.device("cpu"))
+    for _ in range(2):
+        stage.zero_grad()
+        with CollectiveCounts() as collectives:
+            runner.step(args, kwargs, share)
+    named = stage.model.named_parameters(remove_duplicate=False)
+    return {n: p.grad.full_tensor() for n, p in named if p.grad is not None}, dict(collectives.counts)  # type: ignore
+
+
+@pytest.mark.parametrize("gradient_sync", ["last", "every"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_sharded_stages_reduce_as_often_as_the_plan_says(gradient_sync: str, reshard: bool) -> None:
+    loaded = load("unet")
+    plan = plan_with(
+        "unet", [5], num_microbatches=3, reshard=reshard, data_shard=2, gradient_sync=gradient_sync
+    )
+    torch.manual_seed(1)
+    model, batch = loaded.build().train(), loaded.batch(plan.training.global_batch)
+    _, expected = gradients_of_one_process(model, loaded, batch, 6)
+
+    ranks = run_ranks(fsdp_step, 4, model, loaded, plan, batch)
+
+    for gradients, counts in ranks:
+        for name, found in gradients.items():
+            assert (found - expected[name]).abs().max() <= 1e-6 * max(expected[name].abs().max(), 1e-3), name
+        units = 5 if "downs.0.conv1.weight" in gradients else 3  # one for each layer of the stage
+        reduced = sum(count for operator, count in counts.items() if "reduce_scatter" in operator)
+        gathered = sum(count for operator, count in counts.items() if "allgather" in operator.replace("_", ""))
+        assert reduced == units * (3 if gradient_sync == "every" else 1)
+        assert gathered >= units
+        if not reshard and gradient_sync == "last":
+            assert gathered == units
+    assert ranks[0][0].keys() | ranks[2][0].keys() == expected.keys()
+
+
+def count_buffers(model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any) -> tuple[int, int]:
+    """(most receive buffers with memory at once, those left after the step)."""
+    most = 0
+
+    def count(stage: Any) -> int:
+        infos = [i for table in (stage.args_recv_info, stage.grad_recv_info) for chunk in table.values() for i in chunk]
+        return sum(i.buffer is not None and not i.buffer.is_meta for i in infos)
+
+    def watch(before: Callable[[bool], None]) -> Callable[[bool], None]:
+        def watched(last: bool) -> None:
+            nonlocal most
+            most = max(most, count(runner._schedule._stage))  # type: ignore[union-attr]
+            before(last)
+
+        return watched
+
+    mesh = DeviceMesh("cpu", torch.arange(len(plan.stages)), mesh_dim_names=("pipeline",))
+    args, kwargs = split_inputs(model, batch, loaded.loss is not None)
+    stage = StageModule(model, plan, dist.get_rank(), loaded.loss)
+    runner = PipelineRunner(stage, plan, mesh, torch.device("cpu"))
+    runner._before_backward = watch(runner._before_backward)  # type: ignore[method-assign]
+    runner.step(args, kwargs, batch)
+    return most, count(runner._schedule._stage)  # type: ignore[union-attr]
+
+
+def test_only_micro_batches_in_flight_have_receive_buffers() -> None:
+    loaded = load("mlp")
+    plan = plan_with("mlp", [1, 1, 1], num_microbatches=12)
+
+    buffers = run_ranks(count_buffers, 4, loaded.build().train(), loaded, plan, loaded.batch(24))
+
+    # stage s has 4 - s activations in flight, and one gradient; the first receives no activation, the last no gradient
+    assert buffers == [(1, 0), (3 + 1, 0), (2 + 1, 0), (1, 0)]
+
+
+def test_a_stage_holds_its_own_parameters_and_nothing_else() -> None:
+    loaded = load("gpt")
+    plan = plan_with("gpt", [2, 2])
+    whole = loaded.build()
+    stages = [StageModule(loaded.build(), plan, i, loaded.loss) for i in range(3)]
+
+    names = [{n for n, _ in stage.model.named_parameters(remove_duplicate=False)} for stage in stages]
+
+    assert set().union(*names) == {n for n, _ in whole.named_parameters(remove_duplicate=False)}
+    assert sum(map(len, names)) == len(set().union(*names))
+    assert names == parameters_of_stages(whole, plan)
+    for stage in stages:
+        assert all(not isinstance(t, torch.Tensor) or t.is_meta for m in stage.modules() for t in vars(m).values())
+
+
+def test_a_tie_within_a_stage_stays() -> None:
+    loaded = load("t5")
+    plan = plan_with("t5", [3])
+
+    stage = StageModule(loaded.build(), plan, 1, loaded.loss)
+
+    on_stage = [n for n in plan.model.ties[0] if n in parameters_of_stages(loaded.build(), plan)[1]]
+    assert len(on_stage) > 1
+    assert len({id(stage.model.get_parameter(name)) for name in on_stage}) == 1
+
+
+def test_skips_are_carried_by_every_cut_they_cross() -> None:
+    plan = plan_with("unet", [1, 1, 1, 1, 1, 1], "gpipe")
+
+    crossing = [len(crossing_into(plan, stage)) for stage in range(8)]
+
+    # three skips open one after the other, the bottleneck carries all, and each way up takes one in
+    assert crossing[0] == crossing[7] == 0
+    assert max(crossing) >= 3
+    for stage in range(1, 7):
+        first = sum(len(s.layers) for s in plan.stages[:stage])
+        assert all(t.made_by < first <= t.last_used_by for t in crossing_into(plan, stage))
+
+
+def test_a_module_on_two_stages_is_refused() -> None:
+    loaded = load("mlp")
+    plan = plan_with("mlp", [2])
+    layer = plan.stages[0].layers[0]
+    again = plan.stages[1].model_copy(update={"layers": (*plan.stages[1].layers, layer)})
+
+    with pytest.raises(ValueError, match=r"fc1.*must be on one"):
+        check_partition(loaded.build(), plan.model_copy(update={"stages": (plan.stages[0], again)}))
+
+
+def test_another_model_is_refused() -> None:
+    plan = plan_with("mlp", [2])
+
+    with pytest.raises(ValueError, match=r"which the model does not have.*make the plan again"):
+        StageModule(load("unet").build(), plan, 0)
+
+
+def test_a_tensor_that_the_model_never_makes_is_an_error_and_no_wrong_number() -> None:
+    loaded = load("mlp")
+    plan = plan_with("mlp", [2])
+    tensors = tuple(
+        t.model_copy(update={"producer": t.producer.model_copy(update={"call": 7})}) for t in plan.model.tensors
+    )
+    stale = plan.model_copy(update={"model": plan.model.model_copy(update={"tensors": tensors})})
+
+    with pytest.raises(RankError, match="does not make"):
+        run_ranks(run_stage, 2, loaded.build(), loaded, stale, loaded.batch(8), lambda stage: None)
+
+
+def test_between_layers_on_slices_tensors_cross_as_slices() -> None:
+    plan = plan_with("gpt", [3], tensor=2, sequence=True)
+    embedding, first, *_, last = plan.model.tensors
+
+    assert plan.sequence_parallel
+    assert not crosses_sliced(embedding, plan)
+    assert crosses_sliced(first, plan)
+    assert not crosses_sliced(last, plan)
+
+
+def test_micro_batches_cut_what_has_samples_and_repeat_the_rest() -> None:
+    batch = {"x": torch.arange(6).view(6, 1), "table": torch.zeros(3), "flag": True}
+
+    parts = split_micro_batches(batch, 3, 6)
+
+    assert [part["x"].flatten().tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert all(part["table"] is batch["table"] and part["flag"] is True for part in parts)
+
+
+def test_a_batch_of_the_wrong_size_is_named() -> None:
+    with pytest.raises(ValueError, match=r"must hold 8 samples .* found tensors of 6"):
+        split_micro_batches((torch.zeros(6, 2),), 4, 8)

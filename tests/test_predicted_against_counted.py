@@ -1,0 +1,226 @@
+"""What an estimate says of communication and memory is what the executor does: counted on real gloo ranks."""
+
+import functools
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from counters import Passed, PeakMeter, Traffic
+from ranks import run_ranks
+from synthetic import cluster
+from torch import nn
+
+from meshwright.executor import Trainer, parallelize
+from meshwright.planner.comm_cost import Collective
+from meshwright.planner.estimate import Estimate, estimate
+from meshwright.planner.plan import AXES, Axis, Plan
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import Precision, TrainingSpec
+from meshwright.profiler.load import LoadedModel, load_model
+from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.trace import trace
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+GLOBAL_BATCH = 8
+SEQ_LEN = 128
+VOCABULARY = 512
+SMALLEST_BYTES = 64
+LEAST, MOST = 0.96, 1.22
+"""Predicted over counted peak. Seen: 0.968 to 1.213; the most where gradients that fully_shard is passing on are taken
+to lie on top of the largest transient of activations, which in these small models they do not."""
+
+WARM_UP_STEPS = 2
+"""The first makes optimizer state, in the second DDP puts its buckets in order."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan; stages: layers per stage."""
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    stages: tuple[int, ...] = ()
+    num_microbatches: int = 2
+    reshard: bool = False
+    recompute: bool = False
+    precision: Precision = "fp32"
+    global_batch: int = GLOBAL_BATCH
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the plan."""
+        return self.replicate * self.shard * self.tensor * max(1, len(self.stages))
+
+
+CASES = {
+    "one device": Case(),
+    "one device, one micro-batch": Case(num_microbatches=1),
+    "one device, recompute": Case(recompute=True),
+    "one device, bf16": Case(precision="bf16"),
+    "one device, bf16, recompute": Case(precision="bf16", recompute=True),
+    "ddp": Case(replicate=2),
+    "ddp, bf16": Case(replicate=2, precision="bf16"),
+    "fsdp": Case(shard=2, reshard=True, num_microbatches=1),
+    "fsdp, bf16": Case(shard=2, reshard=True, precision="bf16"),
+    "fsdp, recompute": Case(shard=4, reshard=True, recompute=True),
+    "zero-2, every": Case(shard=2, more={"gradient_sync": "every"}),
+    "zero-1, last": Case(shard=2),
+    "hsdp": Case(2, 2, reshard=True, num_microbatches=1),
+    "tensor 2": Case(tensor=2),
+    "tensor 2 + sequence": Case(tensor=2, more={"sequence": True}),
+    "tensor 2 + sequence, recompute": Case(tensor=2, recompute=True, more={"sequence": True}),
+    "fsdp x tensor + sequence": Case(shard=2, tensor=2, reshard=True, more={"sequence": True}),
+    "fsdp x tensor + sequence, bf16": Case(
+        shard=2, tensor=2, reshard=True, precision="bf16", more={"sequence": True}
+    ),
+    "pipeline 2": Case(stages=(4, 4), num_microbatches=4),
+    "pipeline 2, bf16": Case(stages=(4, 4), num_microbatches=4, precision="bf16"),
+    "pipeline 4, recompute": Case(stages=(2, 2, 2, 2), num_microbatches=8, recompute=True),
+    "pipeline x ddp": Case(2, stages=(4, 4)),
+    "pipeline x fsdp": Case(shard=2, stages=(4, 4)),
+    "pipeline x fsdp, parameters given back": Case(shard=2, stages=(4, 4), reshard=True),
+    "pipeline x tensor + sequence": Case(tensor=2, stages=(4, 4), more={"sequence": True}),
+}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one rank did in its third step."""
+
+    stage: int
+    passed: dict[tuple[Axis, Collective], Passed]
+    peak_bytes: int
+
+
+def _gpt() -> ModuleType:
+    path = Path(__file__).parents[1] / "benchmarks" / "models" / "gpt.py"
+    spec = importlib.util.spec_from_file_location("benchmark_gpt", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["benchmark_gpt"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _build() -> nn.Module:
+    gpt = _gpt()
+    model: nn.Module = gpt.GPT(
+        gpt.Config(num_layers=6, num_heads=4, width=128, vocabulary=VOCABULARY, context=SEQ_LEN)
+    )
+    return model
+
+
+def _batch(size: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(VOCABULARY, (size, seq_len + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1).float(), batch[1].flatten())
+
+
+@functools.cache
+def _loaded() -> LoadedModel:
+    return load_model(_build, batch=_batch, loss=_loss)
+
+
+@functools.cache
+def _profile() -> ModelProfile:
+    return trace(_loaded())
+
+
+def _plan(case: Case) -> Plan:
+    profile = _profile()
+    shape = Shape(
+        data_replicate=case.replicate,
+        data_shard=case.shard,
+        tensor=case.tensor,
+        pipeline=max(1, len(case.stages)),
+        micro_batch=case.global_batch // (case.replicate * case.shard) // case.num_microbatches,
+        num_microbatches=case.num_microbatches,
+        reshard=case.reshard,
+        **{"schedule": "1f1b" if case.stages else "none", "mesh_axes": AXES, **case.more},
+    )
+    layers = iter(profile.layers)
+    option = LayerOption(reshard=case.reshard)
+    stages = [
+        [
+            replace(option, recompute="full") if case.recompute and layer.name.startswith("blocks") else option
+            for _, layer in zip(range(size), layers, strict=False)
+        ]
+        for size in case.stages or (len(profile.layers),)
+    ]
+    training = TrainingSpec(global_batch=case.global_batch, seq_len=SEQ_LEN, precision=case.precision)
+    return make_plan(profile, cluster(1, case.num_ranks), training, shape, stages)
+
+
+def _predicted(case: Case) -> Estimate:
+    return estimate(_plan(case), _profile())
+
+
+def _third_step(case: Case) -> Counted:
+    with PeakMeter() as memory:
+        trainer = parallelize(
+            _loaded().build, _plan(case), lambda ps: torch.optim.AdamW(ps, lr=1e-3), loss=_loss, max_grad_norm=1.0
+        )
+        share = tuple(t.clone() for t in _batch(trainer.samples_per_step))
+        for _ in range(WARM_UP_STEPS):
+            trainer.step(share)
+        memory.restart()
+        with Traffic(SMALLEST_BYTES) as traffic:
+            trainer.step(share)
+    return Counted(
+        stage=trainer.mesh.coordinates["pipeline"],
+        passed={(_axis(trainer, ranks), kind): passed for (ranks, kind), passed in traffic.passed.items()},
+        peak_bytes=memory.peak,
+    )
+
+
+def _axis(trainer: Trainer, ranks: tuple[int, ...]) -> Axis:
+    """The axis that ranks lie on; those that hold tied weights are a part of their axis."""
+    for axis in AXES:
+        group = trainer.mesh.group(axis)
+        if group is not None and set(ranks) <= set(dist.get_process_group_ranks(group)):
+            return axis
+    raise AssertionError(f"ranks {ranks} are on no axis of the mesh")
+
+
+@functools.cache
+def _counted(name: str) -> list[Counted]:
+    """[rank] -> what it did."""
+    case = CASES[name]
+    _plan(case)
+    if case.num_ranks == 1:
+        return [_third_step(case)]
+    return run_ranks(_third_step, case.num_ranks, case, timeout=100)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_traffic_is_what_the_ranks_pass(name: str) -> None:
+    """Bytes per axis and collective of the rank that passes most, within 1%."""
+    predicted = {(item.axis, item.kind): item.bytes for item in _predicted(CASES[name]).collectives}
+    counted: dict[tuple[Axis, Collective], float] = {}
+    for rank in _counted(name):
+        for key, passed in rank.passed.items():
+            counted[key] = max(counted.get(key, 0.0), passed.bytes)
+
+    assert predicted == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_memory_is_the_peak_of_the_ranks(name: str) -> None:
+    """Peak of what is allocated, on every rank of every stage."""
+    memory = _predicted(CASES[name]).memory
+
+    for rank in _counted(name):
+        assert LEAST <= memory[rank.stage].allocated_bytes / rank.peak_bytes <= MOST

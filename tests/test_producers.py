@@ -1,0 +1,98 @@
+"""Producers names every tensor of a forward, the same with stubs in place of layer modules."""
+
+import torch
+from torch import nn
+
+from meshwright.profiler.model_profile import Producer
+from meshwright.profiler.producers import Producers
+
+
+class _Twice(nn.Module):
+    """Calls its block twice, with glue around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.block(x * 2.0)
+        z = self.block(self.drop(y) + 1.0)
+        return z + y
+
+
+def _names(model: nn.Module) -> list[tuple[str, str, int, int]]:
+    seen: list[tuple[str, str, int, int]] = []
+    x = torch.ones(1, 4)
+    with Producers(model, ["block"], on_produced=lambda p, t: seen.append((p.kind, p.name, p.call, p.leaf))):
+        model(x)
+    return seen
+
+
+def test_calls_and_glue_are_counted_apart() -> None:
+    assert _names(_Twice()) == [
+        ("glue", "mul", 0, 0),
+        ("module", "block", 0, 0),
+        ("glue", "dropout", 0, 0),
+        ("glue", "add", 0, 0),
+        ("module", "block", 1, 0),
+        ("glue", "add", 1, 0),
+    ]
+
+
+def test_stubs_keep_the_names() -> None:
+    model = _Twice()
+    whole = _names(model)
+    model.block.forward = lambda x: torch.zeros(1, 4) + 0.0  # type: ignore[method-assign]
+
+    assert _names(model) == whole
+
+
+def test_names_start_anew_in_every_run() -> None:
+    model = _Twice()
+
+    assert _names(model) == _names(model)
+
+
+def test_replaced_tensors_get_the_gradient() -> None:
+    model = _Twice()
+    received = torch.ones(1, 4, requires_grad=True)
+    first = Producer(kind="module", name="block", call=0, leaf=0)
+
+    x = torch.ones(1, 4)
+
+    with Producers(model, ["block"], replace=lambda p, t: received if p == first else t):
+        y = model(x)
+    y.sum().backward()
+
+    assert received.grad is not None
+    assert all(p.grad is not None for p in model.parameters())  # by the second call, not the replaced first
+
+
+def test_leaves_of_a_tuple_are_numbered() -> None:
+    class Splits(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = x.chunk(2)
+            return a - b
+
+    seen: list[Producer] = []
+    x = torch.ones(4)
+    with Producers(Splits(), [], on_produced=lambda p, t: seen.append(p)):
+        Splits()(x)
+
+    assert [(p.name, p.leaf) for p in seen] == [("chunk", 0), ("chunk", 1), ("sub", 0)]
+
+
+def test_callbacks_are_no_part_of_the_model() -> None:
+    model = _Twice()
+    seen: list[str] = []
+
+    def look(producer: Producer, tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(producer.name)
+        return tensor * 1.0
+
+    x = torch.ones(1, 4)
+    with Producers(model, ["block"], replace=look):
+        model(x)
+
+    assert seen == ["mul", "block", "dropout", "add", "block", "add"]

@@ -1,0 +1,111 @@
+"""Whatever the planner may emit runs, and gives the numbers of one process: random legal plans of small models.
+
+`pytest -m slow tests/test_random_plans.py` sweeps over many more of them.
+"""
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from small_models import GLOBAL_BATCH, MAKERS, small_profile, verified
+from synthetic import cluster
+
+from meshwright.planner.check import check
+from meshwright.planner.columns import Chain
+from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.plan import Plan
+from meshwright.planner.space import Space
+from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
+from meshwright.planner.training import TrainingSpec
+
+BF16_TOLERANCE = 0.05
+"""Of loss and gradient norm, where a plan computes in bf16 and the one process in fp32."""
+
+STATEFUL = ("spectral norm",)
+"""Each forward changes what the next one computes, so data ranks that share a batch cannot agree with one process."""
+
+FAST = range(10)
+SLOW = range(10, 210)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A plan for one of the small models."""
+
+    model: str
+    plan: Plan
+
+    def __str__(self) -> str:
+        stages = " | ".join(
+            " ".join("rn"[o.recompute == "none"] + "kg"[o.reshard] for o in s.layers) for s in self.plan.stages
+        )
+        return f"{self.model}, {self.plan.training.precision}: {shape_of(self.plan)}; {stages}"
+
+
+def sample(seed: int) -> Sample:
+    """A random plan that the planner's space holds. Models take turns, so that a few samples meet many of them."""
+    names = [name for name in sorted(MAKERS) if name not in STATEFUL]
+    return sample_of(names[seed * 7 % len(names)], seed)
+
+
+def sample_of(model: str, seed: int) -> Sample:
+    """A random plan for one model."""
+    draw = random.Random(seed)
+    profile = small_profile(model)
+    num_devices = draw.choice((2, 2, 4, 4, 8))
+    hosts = draw.choice((1, 1, 2))
+    machines = cluster(hosts, num_devices // hosts)
+    precision = draw.choice(("fp32", "fp32", "bf16"))
+    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision=precision)
+    space = Space(profile, machines, training, Pins())
+    families = list(space.families())
+    degrees = draw.choice(sorted({(f.tensor, f.pipeline) for f in families}))
+    family = draw.choice([f for f in families if (f.tensor, f.pipeline) == degrees])
+    shape = draw.choice(list(space.shapes(family)))
+    costs = CostModel(profile, machines, training)
+    stages = _stages(draw, costs, shape)
+    if stages is None:  # so many stages do not fit between the places where none may end
+        return sample_of(model, seed + 1_000)
+    return Sample(model, make_plan(profile, machines, training, shape, stages))
+
+
+def _stages(draw: random.Random, costs: CostModel, shape: Shape) -> list[list[LayerOption]] | None:
+    chain = Chain(costs)
+    places = [i for i in range(1, chain.num_layers) if i not in chain.uncuttable]
+    if len(places) < shape.pipeline - 1:
+        return None
+    ends = [0, *sorted(draw.sample(places, shape.pipeline - 1)), chain.num_layers]
+    stages = []
+    for first, last in pairwise(ends):
+        stage: list[LayerOption] = []
+        for run in chain.runs:
+            layers = range(max(first, run.start), min(last, run.start + run.length))
+            options = [draw.choice(costs.options(costs.kinds[run.start], shape)) for _ in layers]
+            stage += sorted(options, key=lambda option: option.recompute != "full")
+        stages.append(stage)
+    return stages
+
+
+def complaints(seed: int) -> list[str]:
+    """What is wrong with a sample; empty if nothing is."""
+    found = sample(seed)
+    violated = check(found.plan, small_profile(found.model))
+    if violated:
+        return [str(found), *violated]
+    report = verified(found.model, found.plan, str(found))
+    if found.plan.training.precision == "fp32":
+        return [] if report.ok else [*report.lines, report.detail]
+    worst = max((report.largest[kind].relative for kind in ("loss", "gradient norm") if report.largest), default=1.0)
+    return [] if report.failure is None and worst < BF16_TOLERANCE else [*report.lines, report.detail]
+
+
+@pytest.mark.parametrize("seed", FAST)
+def test_a_random_plan_gives_the_numbers_of_one_process(seed: int) -> None:
+    assert complaints(seed) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SLOW)
+def test_a_random_plan_of_the_sweep_gives_the_numbers_of_one_process(seed: int) -> None:
+    assert complaints(seed) == []

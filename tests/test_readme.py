@@ -1,0 +1,89 @@
+"""The README tells the truth: its commands are the ones CI runs, its flags exist, its links lead somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+import meshwright.executor.cli as cli
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+TWO_COMMANDS = (
+    "pip install -e . && plan benchmarks/models/gpt.py --gpus 8",
+    "pip install -e '.[test]' && pytest",
+)
+
+
+def command_problems(readme: str, ci: str) -> list[str]:
+    """Which of the two commands is missing where."""
+    lines = readme.splitlines()
+    return [f"README: {c}" for c in TWO_COMMANDS if c not in lines] + [
+        f".ci/run: {c}" for c in TWO_COMMANDS if c not in ci
+    ]
+
+
+def plan_calls(readme: str) -> list[list[str]]:
+    """Words of every `plan ...` line in a code block, without its comment."""
+    blocks = re.findall(r"```sh\n(.*?)```", readme, re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    calls = [line.split(" && ")[-1] for line in lines]
+    return [shlex.split(call, comments=True)[1:] for call in calls if call.startswith("plan ")]
+
+
+def flag_problems(readme: str) -> list[str]:
+    """Flags in the README that the command they follow does not have."""
+    found = []
+    for words in plan_calls(readme):
+        name, rest = cli.route(words)
+        app = cli._SUBCOMMANDS.get(name, cli._plan)
+        known = {flag for option in typer.main.get_command(app).params for flag in option.opts}
+        found += [f"plan {name}: {word}" for word in rest if word.startswith("-") and word not in known]
+    everything = {
+        flag
+        for app in (cli._plan, *cli._SUBCOMMANDS.values())
+        for option in typer.main.get_command(app).params
+        for flag in option.opts
+    }
+    mentioned = set(re.findall(r"`(--[a-z-]+)", readme))
+    return found + sorted(mentioned - everything)
+
+
+def link_problems(readme: str, root: Path) -> list[str]:
+    """Relative links that lead nowhere."""
+    links = re.findall(r"\]\(([^)#]+)\)", readme)
+    return [link for link in links if "://" not in link and not (root / link).exists()]
+
+
+def test_the_two_commands_are_there_and_are_what_ci_runs() -> None:
+    assert command_problems(README, (ROOT / ".ci" / "run").read_text()) == []
+
+
+def test_every_flag_exists() -> None:
+    assert len(plan_calls(README)) >= 10
+    assert flag_problems(README) == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "benchmarks/README.md", "CHANGELOG.md"])
+def test_relative_links_lead_somewhere(name: str) -> None:
+    path = ROOT / name
+
+    assert link_problems(path.read_text(), path.parent) == []
+
+
+def test_the_documents_name_no_path_of_a_machine() -> None:
+    for name in ("README.md", "benchmarks/README.md", "CHANGELOG.md", ".ci/run"):
+        assert not re.search(r"(?<![\w.])/(work|tmp|home|root|opt)/", (ROOT / name).read_text()), name
+
+
+def test_planted_faults_are_found(tmp_path: Path) -> None:
+    ci = "\n".join(TWO_COMMANDS)
+
+    assert command_problems(README, ci.replace("--gpus 8", "--gpus 4")) == [f".ci/run: {TWO_COMMANDS[0]}"]
+    assert command_problems(README.replace("&& pytest", "; pytest"), ci) == [f"README: {TWO_COMMANDS[1]}"]
+    assert flag_problems("```sh\nplan model.py --gpu 8\n```") == ["plan : --gpu"]
+    assert flag_problems("```sh\nplan compare model.py --pin tensor=4\n```") == ["plan compare: --pin"]
+    assert flag_problems("give `--devices`") == ["--devices"]
+    assert link_problems("[a](nowhere.md) [b](https://example.org)", tmp_path) == ["nowhere.md"]

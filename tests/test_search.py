@@ -1,0 +1,263 @@
+"""The search against brute force: scan, master ILP and exhaustive enumeration agree on small instances."""
+
+import itertools
+import random
+import time
+
+import pytest
+from synthetic import cluster, device, layer_class, profile
+
+from meshwright.planner.check import check
+from meshwright.planner.columns import Chain, StagePrices
+from meshwright.planner.estimate import estimate
+from meshwright.planner.explore import Explorer
+from meshwright.planner.ilp import solve_master
+from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.plan import Plan
+from meshwright.planner.scan import scan
+from meshwright.planner.search import InfeasibleError, search
+from meshwright.planner.space import Space
+from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import ClusterSpec, Link
+from meshwright.profiler.model_profile import ModelProfile
+
+NUM_RANDOM = 200
+
+
+def random_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]:
+    """A chain of up to 5 layers on 2 or 4 devices over one or two hosts, memory from ample to hopeless."""
+    rng = random.Random(seed)
+    classes = [
+        layer_class(
+            f"c{i}",
+            flops=rng.uniform(1e10, 4e11),
+            parameters=rng.randrange(1, 40) * 1_000_000,
+            saved=rng.uniform(1e6, 4e8),
+            inputs=rng.uniform(1e5, 5e7),
+            transient=rng.uniform(0, 1e8),
+            heads=rng.choice([None, 2, 4, 4]),
+        )
+        for i in range(rng.randint(1, 3))
+    ]
+    order = [rng.randrange(len(classes)) for _ in range(rng.randint(2, 5))]
+    same = [(a, b) for a in range(len(order)) for b in range(a + 1, len(order)) if order[a] == order[b]]
+    ties = [rng.choice(same)] if same and rng.random() < 0.3 else []
+    crossing = [rng.uniform(1e5, 5e7) for _ in order[1:]] if rng.random() < 0.5 else 1e6
+    hosts, per_host = rng.choice([(1, 2), (2, 1), (1, 4), (2, 2)])
+    on = device(memory=rng.choice([0.5e9, 1e9, 2e9, 4e9]))
+    network = Link(bandwidth=rng.choice([1e9, 50e9]), latency=1e-5)
+    training = TrainingSpec(global_batch=rng.choice([2, 4, 8]), seq_len=64, memory_margin=0.0)
+    return profile(classes, order, crossing, ties), cluster(hosts, per_host, on, network), training
+
+
+def every_plan(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> "itertools.chain[Plan]":
+    """All plans of the space, enumerated without bounds, columns or compositions."""
+    space = Space(model, on, training, Pins())
+    shapes = [shape for family in list(space.families()) for shape in space.shapes(family)]
+    return itertools.chain.from_iterable(plans_of(shape, model, on, training) for shape in shapes)
+
+
+def plans_of(shape: Shape, model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> "list[Plan]":
+    """All cuts and all per-layer options of a shape."""
+    num_layers = len(model.layers)
+    reshards = (False, True) if shape.data_shard > 1 and shape.pipeline == 1 else (shape.reshard,)
+    options = [LayerOption(r, s) for r in ("none", "full") for s in reshards]  # type: ignore[arg-type]
+    plans = []
+    for cuts in itertools.combinations(range(1, num_layers), shape.pipeline - 1):
+        bounds = (0, *cuts, num_layers)
+        for choice in itertools.product(options, repeat=num_layers):
+            stages = [choice[a:b] for a, b in itertools.pairwise(bounds)]
+            plans.append(make_plan(model, on, training, shape, stages))
+    return plans
+
+
+def brute_force(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> float | None:
+    """Least closed form of all plans that fit, by the evaluator."""
+    priced = (estimate(plan, model) for plan in every_plan(model, on, training))
+    return min((found.closed_form_s for found in priced if found.fits), default=None)
+
+
+def small(seed: int) -> bool:
+    """Whether an instance has few enough plans to enumerate in a test."""
+    model, _, _ = random_instance(seed)
+    return len(model.layers) <= 3
+
+
+BRUTE_SEEDS = [seed for seed in range(1000) if small(seed)][:210]
+
+
+@pytest.mark.parametrize("seed", BRUTE_SEEDS)
+def test_search_finds_the_optimum_of_brute_force(seed: int) -> None:
+    model, on, training = random_instance(seed)
+
+    explorer = Explorer(model, on, training)
+    outcome = explorer.explore(Pins(), time.monotonic() + 60)
+
+    expected = brute_force(model, on, training)
+    if expected is None:
+        assert outcome.best is None
+    else:
+        assert outcome.best is not None
+        assert outcome.best.seconds == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(NUM_RANDOM))
+def test_master_ilp_scan_and_search_agree(seed: int) -> None:
+    """One ILP over all shapes at once, the scan shape by shape, and the pruned search: one optimum."""
+    model, on, training = random_instance(1000 + seed)
+    space = Space(model, on, training, Pins())
+    shapes = [shape for family in list(space.families()) for shape in space.shapes(family)]
+    chain = Chain(CostModel(model, on, training))
+    prices = [StagePrices(chain, shape) for shape in shapes]
+
+    scanned = [found.seconds for found in map(scan, prices) if found is not None]
+    solved = solve_master([StagePrices(chain, shape) for shape in shapes])
+    explored = Explorer(model, on, training).explore(Pins(), time.monotonic() + 60).best
+
+    if not scanned:
+        assert solved is None
+        assert explored is None
+        return
+    assert solved is not None
+    assert explored is not None
+    assert solved[0].objective == pytest.approx(min(scanned), rel=1e-5)
+    assert explored.seconds == pytest.approx(min(scanned), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(0, NUM_RANDOM, 4))
+def test_emitted_plan_passes_the_independent_check(seed: int) -> None:
+    model, on, training = random_instance(1000 + seed)
+    if Explorer(model, on, training).explore(Pins(), time.monotonic() + 60).best is None:
+        with pytest.raises(InfeasibleError):
+            search(model, on, training)
+        return
+
+    result = search(model, on, training)
+
+    assert check(result.plan, model) == []
+    assert result.certificate.objective == pytest.approx(result.estimate.closed_form_s, rel=1e-9)
+    assert result.certificate.bound <= result.certificate.objective
+    for baseline in result.baselines:
+        if baseline.estimate is not None:
+            assert result.estimate.step_time_s <= baseline.estimate.step_time_s * 1.01
+
+
+def test_shapes_are_all_accounted_for() -> None:
+    model, on, training = random_instance(7)
+
+    result = search(model, on, training)
+
+    shapes = result.certificate.shapes
+    assert shapes["total"] == shapes["rejected"] + shapes["pruned"] + shapes["solved"]
+    assert shapes["rejected"] == sum(result.certificate.rejected.values())
+
+
+def test_slow_network_keeps_tensor_parallel_inside_a_node() -> None:
+    big = layer_class("block", 2e12, 60_000_000, 4e8, 1e7, heads=8)
+    model = profile([big], [0] * 8)
+    on = cluster(num_hosts=2, per_host=4, on=device(memory=3e9), network=Link(bandwidth=1e9, latency=1e-4))
+
+    result = search(model, on, TrainingSpec(global_batch=8, seq_len=64), pins=Pins(tensor=4))
+
+    assert result.plan.stride("tensor") == 1
+    group = on.group(4, result.plan.stride("tensor"))
+    assert group.hosts == 1
+
+
+def test_infeasible_names_stage_excess_and_a_cluster_that_would_do() -> None:
+    model = profile([layer_class("block", 1e12, 200_000_000, 1e8, 1e6, heads=8)], [0] * 8)
+    on = cluster(on=device(memory=2e9), per_host=2)
+
+    with pytest.raises(InfeasibleError, match="fits on no layout") as caught:
+        search(model, on, TrainingSpec(global_batch=64, seq_len=64))
+
+    assert caught.value.over_bytes > 0
+    assert caught.value.smallest_gpus is not None
+    enough = cluster(num_hosts=caught.value.smallest_gpus // 2, per_host=2, on=device(memory=2e9))
+    assert check(search(model, enough, TrainingSpec(global_batch=64, seq_len=64)).plan, model) == []
+
+
+def test_check_finds_planted_faults() -> None:
+    model, on, training = random_instance(3)
+    plan = search(model, on, training).plan
+    assert check(plan, model) == []
+
+    stages = plan.stages[0].model_copy(update={"layers": plan.stages[0].layers[:-1]})
+    assert check(plan.model_copy(update={"stages": (stages, *plan.stages[1:])}), model)
+    assert check(plan.model_copy(update={"micro_batch": plan.micro_batch + 1}), model)
+    assert check(plan.model_copy(update={"cluster": cluster(8, 8)}), model)
+    tight = on.model_copy(
+        update={"hosts": tuple(g.model_copy(update={"device": device(memory=1e6)}) for g in on.hosts)}
+    )
+    assert any("does not fit" in line for line in check(plan.model_copy(update={"cluster": tight}), model))
+
+
+def test_pins_are_kept() -> None:
+    model, on, training = random_instance(3)
+
+    result = search(model, on, training, pins=Pins(pipeline=2, recompute="full"))
+
+    assert shape_of(result.plan).pipeline == 2
+    assert all(layer.recompute == "full" for stage in result.plan.stages for layer in stage.layers)
+
+
+def test_worked_example_of_the_planners_readme() -> None:
+    """Cut two and two with one recomputed layer: 3 x 7 + 13 = 34 ms."""
+    model = profile([layer_class("layer", 1e11, 1, saved=1e9, inputs=0.0)], [0] * 4, crossing=0.0)
+    on = cluster(per_host=2, on=device(memory=3.5e9 + 1e6))
+    training = TrainingSpec(global_batch=4, seq_len=64, memory_margin=0.0)
+
+    outcome = Explorer(model, on, training).explore(Pins(pipeline=2, micro_batch=1), time.monotonic() + 60)
+
+    assert outcome.best is not None
+    assert outcome.best.seconds == pytest.approx(34e-3, rel=1e-3)
+    choices = outcome.best.assignment.choices
+    recomputed = [sum(count for _, option, count in c.parts if option.recompute == "full") for c in choices]
+    assert [sum(count for _, _, count in c.parts) for c in choices] == [2, 2]
+    assert recomputed == [1, 0]
+
+
+def test_layers_that_read_one_parameter_stay_on_one_stage() -> None:
+    block = layer_class("block", 1e12, 10_000_000, 3e7, 1e6)
+    model = profile([block], [0] * 4)
+    shared = [layer.model_copy(update={"parameters": ("layer1.weight",), "root": "layer1"}) for layer in model.layers]
+    layers = (model.layers[0], shared[1], shared[2], model.layers[3])
+    model = model.model_copy(update={"layers": layers})
+
+    plan = search(model, cluster(per_host=2), TrainingSpec(global_batch=4, seq_len=64), pins=Pins(pipeline=2)).plan
+
+    assert check(plan, model) == []
+    assert len(plan.stages[0].layers) in (1, 3)
+    halves = [LayerOption()] * 2
+    torn = make_plan(model, plan.cluster, plan.training, shape_of(plan), [halves, halves])
+    assert any("only live on one" in line for line in check(torn, model))
+
+
+def test_every_candidate_keeps_the_global_batch_and_what_cannot_is_named() -> None:
+    model = profile([layer_class("block", 1e12, 10_000_000, 3e7, 1e6)], [0] * 4)
+
+    result = search(model, cluster(per_host=4), TrainingSpec(global_batch=6, seq_len=64))
+
+    candidates = [c.plan for c in (*result.runners_up, *result.baselines) if c.plan is not None]
+    for plan in (result.plan, *candidates):
+        assert plan.micro_batch * plan.num_microbatches * plan.degrees.data == 6
+    assert any("6 is no multiple of 4 data ranks" in rule for rule in result.certificate.rejected)
+
+
+def test_global_batch_that_no_layout_divides_is_a_sentence_with_a_batch_that_would_do() -> None:
+    model = profile([layer_class("block", 1e12, 10_000_000, 3e7, 1e6)], [0] * 2)
+
+    with pytest.raises(ValueError, match=r"global batch 5 is no multiple of 7 .* --global-batch 7"):
+        search(model, cluster(per_host=7), TrainingSpec(global_batch=5, seq_len=64))
+
+
+def test_a_stage_whose_optimizer_step_does_not_fit_is_no_answer() -> None:
+    # few activations, large weights: the peak is the update, which no recompute makes smaller
+    model = profile([layer_class("wide", 1e12, 50_000_000, saved=2e3, inputs=1e3)], [0] * 4, crossing=1e3)
+    training = TrainingSpec(global_batch=4, seq_len=64, precision="fp32", memory_margin=0.0)
+    roomy = search(model, cluster(1, 2), training, pins=Pins(pipeline=2))
+    needed = max(stage.device_bytes for stage in roomy.estimate.memory)
+
+    with pytest.raises(InfeasibleError):
+        search(model, cluster(1, 2, device(memory=0.99 * needed)), training, pins=Pins(pipeline=2))

@@ -1,0 +1,59 @@
+"""Every outcome of a solver by its name: optimal, infeasible, late, missing; HiGHS and CBC agree."""
+
+import pulp
+import pytest
+
+from meshwright.planner import solver
+from meshwright.planner.solver import SolverError, solve
+
+
+def knapsack(room: float) -> pulp.LpProblem:
+    problem = pulp.LpProblem("knapsack", pulp.LpMaximize)
+    take = [problem.add_variable(f"x{i}", cat="Binary") for i in range(4)]
+    problem.setObjective(pulp.lpSum(-v * x for v, x in zip((3, 4, 5, 6), take, strict=True)))
+    problem.sense = pulp.LpMinimize
+    problem += pulp.lpSum(w * x for w, x in zip((2, 3, 4, 5), take, strict=True)) <= room
+    return problem
+
+
+@pytest.mark.parametrize("name", ["HiGHS", "CBC"])
+def test_solvers_agree_on_the_optimum(name: str) -> None:
+    found = solve(knapsack(5), 10, name)
+
+    assert found.status == "optimal"
+    assert found.objective == pytest.approx(-7)
+    assert found.bound <= found.objective
+
+
+@pytest.mark.parametrize("name", ["HiGHS", "CBC"])
+def test_infeasible_is_an_outcome(name: str) -> None:
+    assert solve(knapsack(-1), 10, name).status == "infeasible"
+
+
+def test_no_time_is_an_error_that_names_the_flag() -> None:
+    with pytest.raises(SolverError, match="--time-limit"):
+        solve(knapsack(5), 0.0)
+
+
+def test_no_incumbent_in_time_is_not_taken_for_an_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(problem: pulp.LpProblem, _engine: object) -> None:
+        problem.status = pulp.LpStatusOptimal
+        problem.sol_status = pulp.LpSolutionNoSolutionFound
+
+    monkeypatch.setattr(pulp.LpProblem, "solve", late)
+
+    with pytest.raises(SolverError, match="no plan within"):
+        solve(knapsack(5), 1.0)
+
+
+def test_missing_solvers_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "available_solver", lambda: None)
+
+    with pytest.raises(SolverError, match="pip install highspy"):
+        solve(knapsack(5), 1.0)
+
+
+def test_cbc_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver.importlib.util, "find_spec", lambda _name: None)
+
+    assert solver.available_solver() == "CBC"

@@ -1,0 +1,190 @@
+"""Tensor parallelism: exact shards, one collective per distinct input, and refusals before wrong numbers."""
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankError, run_ranks
+from synthetic import cluster
+from torch import nn
+
+from meshwright.executor import parallelize, tensor
+from meshwright.executor.tensor import ParameterCut, SharedGradients, TensorLayout
+from meshwright.planner.plan import ClassPlan, Plan
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.load import load_model
+from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.trace import trace
+
+VOCABULARY, SEQ_LEN = 1024, 16
+
+
+def _build() -> nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _batch(size: int, seq_len: int = SEQ_LEN) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(VOCABULARY, (size, seq_len), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@functools.cache
+def _profile() -> ModelProfile:
+    return trace(load_model(_build, batch=_batch))
+
+
+def _plan(
+    degree: int = 2, sequence: bool = False, option: LayerOption | None = None, num_microbatches: int = 1
+) -> Plan:
+    shape = Shape(1, 1, degree, 1, 2 // num_microbatches, num_microbatches, sequence=sequence)
+    training = TrainingSpec(global_batch=2, seq_len=SEQ_LEN, precision="fp32")
+    options = [
+        option if option is not None and layer.modules == (layer.root,) else LayerOption()
+        for layer in _profile().layers
+    ]
+    return make_plan(_profile(), cluster(1, degree), training, shape, [options])
+
+
+def test_shard_of_fused_parameter_has_a_slice_of_every_part() -> None:
+    full = torch.arange(12).view(12, 1)
+
+    shard = ParameterCut(dim=0, parts=(4, 4, 4), degree=2).local(full, rank=1)
+
+    assert shard.flatten().tolist() == [2, 3, 6, 7, 10, 11]
+
+
+@pytest.mark.parametrize("parts", [(12,), (4, 4, 4), (8, 2, 2)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_make_the_whole_parameter(parts: tuple[int, ...], dim: int) -> None:
+    shape = (12, 5) if dim == 0 else (5, 12)
+    full = torch.arange(60).view(shape)
+    cut = ParameterCut(dim, parts, degree=2)
+
+    assert torch.equal(cut.full([cut.local(full, rank) for rank in range(2)]), full)
+
+
+def _collectives(plan: Plan) -> Counter[str]:
+    counts: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        original = getattr(tensor, name)
+
+        def call(*args: Any) -> torch.Tensor:
+            counts[name.removeprefix("_")] += 1
+            return original(*args)
+
+        return call
+
+    for name in ("_all_reduce", "_all_gather", "_reduce_scatter"):
+        setattr(tensor, name, counted(name))
+    trainer = parallelize(_build, plan, functools.partial(torch.optim.SGD, lr=0.1))
+    trainer.step(_batch(2))
+    return counts
+
+
+def test_columns_that_read_one_tensor_share_its_collective() -> None:
+    counts = run_ranks(_collectives, 2, _plan())[0]
+
+    # Per block: attention and MLP forward, attention and MLP backward. Embedding forward; head backward and its gather.
+    assert counts == {"all_reduce": 2 * 4 + 2, "all_gather": 1}
+
+
+def test_sequence_parallelism_gathers_and_scatters_at_the_cuts() -> None:
+    counts = run_ranks(_collectives, 2, _plan(sequence=True))[0]
+
+    # Per block: 2 gathers and 2 scatters forward, and the other way round backward. Where slices begin, a gather
+    # backward; where they end, one forward; logits, one forward. Embedding and head as without sequence parallelism.
+    assert counts == {"all_gather": 2 * 4 + 3, "reduce_scatter": 2 * 4, "all_reduce": 2}
+
+
+def test_recompute_repeats_forward_collectives() -> None:
+    counts = run_ranks(_collectives, 2, _plan(option=LayerOption("full")))[0]
+
+    # The block's last reduction is not repeated: recompute stops when everything that was saved is there.
+    assert counts["all_reduce"] == 2 * 5 + 2
+
+
+def _lengthened(plan: Plan) -> None:
+    trainer = parallelize(_build, plan, functools.partial(torch.optim.SGD, lr=0.1))
+    trainer.step(_batch(2, seq_len=2 * SEQ_LEN))
+
+
+def test_another_length_than_planned_is_refused_under_sequence_parallelism() -> None:
+    with pytest.raises(RankError, match=r"slices of a sequence of \[16\] by plan, but was given \[\(2, 32, 32\)"):
+        run_ranks(_lengthened, 2, _plan(sequence=True))
+
+
+def _with_classes(plan: Plan, *changed: ClassPlan) -> Plan:
+    names = {c.name for c in changed}
+    return plan.model_copy(update={"classes": (*changed, *(c for c in plan.classes if c.name not in names))})
+
+
+def _start(plan: Plan) -> None:
+    parallelize(_build, plan, functools.partial(torch.optim.SGD, lr=0.1))
+
+
+def test_tied_parameters_cut_in_one_place_only_are_refused() -> None:
+    with pytest.raises(RankError, match="tied parameters must be cut alike"):
+        run_ranks(_start, 2, _with_classes(_plan(), ClassPlan(name="head")))
+
+
+def test_degree_that_does_not_divide_is_refused() -> None:
+    plan = _plan()
+    block = next(c for c in plan.classes if "attention" in {cut.kind for cut in c.cuts})
+    attention = next(cut for cut in block.cuts if cut.kind == "attention")
+    column = attention.columns[0]
+    broken = attention.model_copy(update={"parts": {column: (31, 1)}})
+
+    with pytest.raises(RankError, match=r"q_proj\.weight of 32 along dim 0 .* is not divisible by tensor=2"):
+        run_ranks(_start, 2, _with_classes(plan, block.model_copy(update={"cuts": (broken,)})))
+
+
+class _Gated(nn.Module):
+    """Between columns and row, features meet a parameter, or something computed from the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, gated: bool = False, twice: bool = False) -> torch.Tensor:
+        y = self.up(x) * (1 + self.scale.double().float())
+        y = self.down(y * self.gate(x) if gated else y)
+        return self.gate(y * self.scale if twice else y)
+
+
+def _watched(**how: bool) -> set[str]:
+    module, layout = _Gated(), TensorLayout()
+    module.up.forward = tensor._unwatched(module.up.forward, differs=True)  # type: ignore[method-assign]
+    module.down.forward = tensor._unwatched(module.down.forward, differs=False)  # type: ignore[method-assign]
+    with SharedGradients(module, layout):
+        module(torch.ones(2, 4), **how)
+    return layout.partial
+
+
+def test_parameter_between_columns_and_row_is_found() -> None:
+    assert _watched() == {"scale"}
+
+
+def test_activation_that_enters_between_columns_and_row_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"joins features .* with a whole tensor of \(2, 1\)"):
+        _watched(gated=True)
+
+
+def test_parameter_inside_and_outside_of_a_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scale is read between features .* and outside"):
+        _watched(twice=True)

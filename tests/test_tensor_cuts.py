@@ -1,0 +1,233 @@
+"""Megatron's column-row pairs are found in the data flow, and nothing that would be wrong."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from zoo import zoo_profile
+
+from meshwright.profiler.load import load_model
+from meshwright.profiler.model_profile import LayerClass, TensorCut, amount_at
+from meshwright.profiler.trace import trace
+
+
+def _block(name: str) -> LayerClass:
+    profile = zoo_profile(name)
+    return profile.classes[profile.layers[1].layer_class]
+
+
+def _pairs(block: LayerClass) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    return [(cut.kind, cut.columns, cut.rows) for cut in block.cuts]
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        (
+            "llama3_8b",
+            [
+                ("attention", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",)),
+                ("mlp", ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)),
+            ],
+        ),
+        ("gpt2", [("attention", ("attn.c_attn",), ("attn.c_proj",)), ("mlp", ("mlp.c_fc",), ("mlp.c_proj",))]),
+        ("gpt.py", [("attention", ("attention.qkv",), ("attention.out",)), ("mlp", ("up",), ("down",))]),
+        (
+            "bert_large",
+            [
+                (
+                    "attention",
+                    ("attention.self.query", "attention.self.key", "attention.self.value"),
+                    ("attention.output.dense",),
+                ),
+                ("mlp", ("intermediate.dense",), ("output.dense",)),
+            ],
+        ),
+    ],
+)
+def test_megatron_pairs_are_found(name: str, pairs: list[tuple[str, tuple[str, ...], tuple[str, ...]]]) -> None:
+    assert _pairs(_block(name)) == pairs
+
+
+def test_grouped_heads_limit_the_degree() -> None:
+    assert _block("llama3_8b").cuts[0].units == (32, 8)
+
+
+@pytest.mark.parametrize(("name", "column"), [("gpt2", "attn.c_attn"), ("gpt.py", "attention.qkv")])
+def test_fused_projections_are_cut_part_by_part(name: str, column: str) -> None:
+    assert _block(name).cuts[0].parts == {column: (768, 768, 768)}
+
+
+def test_attributes_that_count_what_is_cut_are_divided() -> None:
+    assert _block("gpt.py").cuts[0].attributes == {"attention": ("num_heads",)}
+    assert _block("gpt2").cuts[0].attributes == {"attn.c_attn": ("nf",), "attn": ("split_size",)}
+
+
+def test_conv1d_weights_are_cut_on_the_other_dim() -> None:
+    assert _block("gpt2").cuts[1].sharded == {"mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
+
+
+def test_vocabulary_is_cut_at_both_ends() -> None:
+    profile = zoo_profile("llama3_8b")
+    first, last = (profile.classes[profile.layers[i].layer_class] for i in (0, -1))
+
+    assert _pairs(first) == [("embedding", ("",), ())]
+    assert _pairs(last) == [("head", ("lm_head",), ())]
+    assert first.cuts[0].sharded == {"weight": 0}
+    assert last.cuts[0].sharded == {"lm_head.weight": 0}
+    assert first.sequence is None
+    assert last.sequence is None
+
+
+def test_an_odd_vocabulary_is_not_cut_and_noted() -> None:
+    profile = zoo_profile("gpt2")
+
+    assert profile.classes[profile.layers[-1].layer_class].cuts == ()
+    assert any(note.startswith("lm_head") and "50257" in note for note in profile.notes)
+
+
+def test_relative_bias_attention_is_not_cut_but_noted() -> None:
+    profile = zoo_profile("t5_small")
+    kinds = {cut.kind for i in range(1, 7) for cut in profile.classes[profile.layers[i].layer_class].cuts}
+
+    assert kinds == {"mlp"}
+    assert any("SelfAttention.o: not cut" in note for note in profile.notes)
+
+
+def test_matmuls_shrink_with_the_degree() -> None:
+    block = _block("gpt.py")
+    assert block.tensor is not None
+    matmuls = [op for op in block.tensor.operators if op.kind == "matmul"]
+
+    assert len(matmuls) == 12
+    for op in matmuls:
+        assert amount_at(op.flops, 1, 4) == pytest.approx(amount_at(op.flops, 1, 1) / 4)
+
+
+def test_tensor_mode_reduces_twice_forward_and_twice_backward() -> None:
+    block = _block("gpt.py")
+    assert block.tensor is not None
+
+    assert sorted((c.kind, c.part) for c in block.tensor.collectives) == [
+        ("all_reduce", "backward"),
+        ("all_reduce", "backward"),
+        ("all_reduce", "forward"),
+        ("all_reduce", "forward"),
+    ]
+    assert {c.tensor.at(1, 2) for c in block.tensor.collectives} == {2 * 1024 * 768}
+
+
+def test_sequence_mode_gathers_and_scatters() -> None:
+    block = _block("gpt.py")
+    assert block.sequence is not None
+
+    assert sorted((c.kind, c.part) for c in block.sequence.collectives) == sorted(
+        2
+        * [
+            ("all_gather", "forward"),
+            ("reduce_scatter", "forward"),
+            ("all_gather", "backward"),
+            ("reduce_scatter", "backward"),
+        ]
+    )
+
+
+def test_sequence_mode_keeps_the_gathered_inputs_whole() -> None:
+    """Of 15 T d, the two gathered norm outputs stay whole; q k v, attention, residual, up and gelu are divided."""
+    block = _block("gpt.py")
+    assert block.sequence is not None
+    tokens = 1024 * 768
+
+    for degree in (2, 4):
+        saved = amount_at(block.sequence.saved.elements, 1, degree)
+        assert saved == pytest.approx(tokens * (2 + 13 / degree) + 2 * 2 * 1024 / degree)
+
+
+@pytest.mark.parametrize(
+    ("name", "gathered_at"), [("gpt.py", "attention"), ("llama3_8b", "self_attn"), ("bert_large", "attention.self")]
+)
+def test_attention_that_takes_shapes_from_its_input_is_gathered_at_its_door(name: str, gathered_at: str) -> None:
+    block = _block(name)
+
+    assert block.sequence is not None
+    assert block.cuts[0].gather == gathered_at
+
+
+class _Pair(nn.Module):
+    """Column, something in between, row; with a residual."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor], width: int = 32) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, width)
+        self.between = between
+        self.down = nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.between(self.up(x)))
+
+
+def _cuts_between(between: Callable[[torch.Tensor], torch.Tensor], width: int = 32) -> tuple[TensorCut, ...]:
+    model = nn.Sequential(_Pair(between, width), _Pair(between, width), nn.Flatten())
+    profile = trace(
+        load_model(model, batch=lambda size: (torch.ones(size, 4, 8),), loss=lambda output, batch: output.float().sum())
+    )
+    return profile.classes[profile.layers[0].layer_class].cuts
+
+
+def test_elementwise_code_may_lie_between() -> None:
+    assert [cut.units for cut in _cuts_between(lambda x: functional.gelu(x) * 2.0)] == [(32,)]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: x / x.pow(2).mean(-1, keepdim=True).sqrt(),
+        lambda x: functional.softmax(x, -1),
+        lambda x: functional.layer_norm(x, x.shape[-1:]),
+        lambda x: x - x.sum(-1, keepdim=True),
+    ],
+)
+def test_what_reduces_over_the_cut_features_forbids_the_cut(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert _cuts_between(between) == ()
+
+
+def test_features_that_no_degree_divides_are_not_cut() -> None:
+    assert _cuts_between(functional.gelu, width=31) == ()
+
+
+class _Gated(nn.Module):
+    """Fused gate and up projection: one after the other, or feature by feature (so that any slice holds pairs)."""
+
+    def __init__(self, interleaved: bool) -> None:
+        super().__init__()
+        self.both = nn.Linear(8, 64)
+        self.down = nn.Linear(32, 8)
+        self.interleaved = interleaved
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.both(x)
+        gate, up = (both[..., ::2], both[..., 1::2]) if self.interleaved else both.chunk(2, -1)
+        return x + self.down(functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize(("interleaved", "parts"), [(False, {"both": (32, 32)}), (True, {})])
+def test_fused_gates_are_cut_by_their_parts(interleaved: bool, parts: dict[str, tuple[int, ...]]) -> None:
+    model = nn.Sequential(_Gated(interleaved), _Gated(interleaved))
+    profile = trace(
+        load_model(model, batch=lambda size: (torch.ones(size, 4, 8),), loss=lambda output, batch: output.float().sum())
+    )
+
+    assert [cut.parts for cut in profile.classes[0].cuts] == [parts]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: x.view(*x.shape[:-1], -1, 4).transpose(-1, -2).flatten(-2),
+        lambda x: x.view(*x.shape[:-1], 4, -1).transpose(-1, -2).flatten(-2),
+    ],
+)
+def test_features_in_another_order_are_not_cut(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert _cuts_between(between) == ()

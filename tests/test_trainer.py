@@ -1,0 +1,304 @@
+"""Trainer: who may start it, what each rank is given, weights, precision, and initial values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from synthetic import cluster
+from torch import nn
+
+from meshwright.executor import Trainer, apply, parallelize
+from meshwright.executor.initialise import initial_values
+from meshwright.planner.plan import Plan
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.load import load_model
+from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.trace import trace
+
+WIDTH, CLASSES, GLOBAL_BATCH = 16, 8, 8
+
+
+class Net(nn.Module):
+    """Blocks of two linear layers, whose output is a view."""
+
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        nn.init.trunc_normal_(self.head.weight, std=0.5)
+        nn.init.orthogonal_(self.blocks[0][0].weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.add_half(block(x))
+        return self.head(x * self.scale)
+
+    def add_half(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.5
+
+
+class WritingNet(Net):
+    """The same numbers, but it writes into what a block returned."""
+
+    def add_half(self, x: torch.Tensor) -> torch.Tensor:
+        x += 0.5
+        return x
+
+
+def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten(), ignore_index=-1)
+
+
+def weight(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return (batch[1] != -1).sum()
+
+
+def batch_of(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 4, WIDTH, generator=generator)
+    targets = torch.randint(CLASSES, (size, 4), generator=generator)
+    return x, targets
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    return trace(load_model(Net, batch=batch_of, loss=loss))
+
+
+@pytest.fixture(scope="module")
+def make(profile: ModelProfile) -> Callable[..., Plan]:
+    def plan(
+        replicate: int = 1,
+        shard: int = 1,
+        tensor: int = 1,
+        stages: tuple[int, ...] = (),
+        precision: str = "fp32",
+        option: LayerOption | None = None,
+    ) -> Plan:
+        shape = Shape(
+            data_replicate=replicate,
+            data_shard=shard,
+            tensor=tensor,
+            pipeline=max(1, len(stages)),
+            micro_batch=GLOBAL_BATCH // (replicate * shard) // 2,
+            num_microbatches=2,
+            schedule="1f1b" if stages else "none",
+        )
+        sizes = stages or (len(profile.layers),)
+        training = TrainingSpec.model_validate({"global_batch": GLOBAL_BATCH, "precision": precision})
+        ranks = replicate * shard * tensor * len(sizes)
+        return make_plan(profile, cluster(1, ranks), training, shape, [[option or LayerOption()] * n for n in sizes])
+
+    return plan
+
+
+def trainer_of(plan: Plan, **more: Any) -> Trainer:
+    return parallelize(Net, plan, sgd, loss=loss, **more)
+
+
+def plain(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and parameters after one step of one process."""
+    torch.manual_seed(0)
+    model = Net()
+    value = loss(model(batch[0]), batch)
+    value.backward()
+    sgd(model.parameters()).step()
+    return value.item(), model.state_dict()
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(found, dict(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_wrong_number_of_ranks_is_refused_with_both_numbers(make: Callable[..., Plan]) -> None:
+    with pytest.raises(ValueError, match="the plan is for 4 ranks, this job has 1"):
+        trainer_of(make(replicate=4))
+
+
+def test_another_model_is_refused_with_both_numbers(make: Callable[..., Plan]) -> None:
+    def wider() -> nn.Module:
+        model = Net()
+        model.head = nn.Linear(WIDTH, 2 * CLASSES)
+        return model
+
+    with pytest.raises(ValueError, match=r"3,368 parameters, this Net has 3,504"):
+        parallelize(wider, make(), sgd, loss=loss)
+
+
+def test_model_without_a_planned_parameter_is_refused(make: Callable[..., Plan]) -> None:
+    with pytest.raises(ValueError, match=r"a parameter blocks\.2\.0\.bias that this Net has not"):
+        parallelize(lambda: Net(num_blocks=2), make(), sgd, loss=loss)
+
+
+def test_recompute_of_loose_modules_is_refused(make: Callable[..., Plan]) -> None:
+    plan = make(option=LayerOption("full"))
+    stage = plan.stages[0]
+    two = stage.layers[0].model_copy(update={"modules": ("blocks.0", "blocks.1")})
+    broken = plan.model_copy(update={"stages": (stage.model_copy(update={"layers": (two, *stage.layers[1:])}),)})
+
+    with pytest.raises(ValueError, match="consists of 2 modules"):
+        trainer_of(broken)
+
+
+def test_one_device_needs_no_process_group(make: Callable[..., Plan]) -> None:
+    batch = batch_of(GLOBAL_BATCH)
+    expected_loss, expected = plain(batch)
+
+    trainer = trainer_of(make())
+    metrics = trainer.step(batch)
+
+    assert not dist.is_initialized()
+    assert metrics.loss == pytest.approx(expected_loss, rel=1e-6)
+    assert metrics.tokens_per_s == pytest.approx(GLOBAL_BATCH / metrics.step_time_s)
+    assert_same(trainer.full_state_dict(), expected)
+
+
+def test_wrong_share_is_refused_with_both_numbers(make: Callable[..., Plan]) -> None:
+    with pytest.raises(ValueError, match=r"must hold 8 samples .*, found tensors of 6 samples"):
+        trainer_of(make()).step(batch_of(6))
+
+
+def test_plan_may_be_a_file(make: Callable[..., Plan], tmp_path: Any) -> None:
+    make().save(tmp_path / "plan.json")
+
+    assert trainer_of(str(tmp_path / "plan.json")).samples_per_step == GLOBAL_BATCH
+
+
+def _shares(plan: Plan) -> tuple[int, list[list[int]]]:
+    trainer = trainer_of(plan)
+    samples = [torch.tensor(i) for i in range(2 * GLOBAL_BATCH + 3)]
+    return trainer.data_rank, [share.tolist() for share in trainer.loader(lambda: iter(samples))]
+
+
+def test_loader_deals_every_global_batch_in_order(make: Callable[..., Plan]) -> None:
+    shares = dict(run_ranks(_shares, 4, make(replicate=2, shard=2)))
+
+    assert shares == {rank: [[2 * rank, 2 * rank + 1], [8 + 2 * rank, 9 + 2 * rank]] for rank in range(4)}
+
+
+def test_tensor_and_pipeline_ranks_take_the_same_share(make: Callable[..., Plan]) -> None:
+    shares = run_ranks(_shares, 4, make(tensor=2, stages=(2, 2)))
+
+    assert all(share == (0, [[*range(8)], [*range(8, 16)]]) for share in shares)
+
+
+def _step(
+    plan: Plan, batch: Any, model_fn: Any = Net, weight: Any = None
+) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
+    trainer = parallelize(model_fn, plan, sgd, loss=loss, weight=weight)
+    random_state = torch.get_rng_state()
+    metrics = trainer.step(next(iter(trainer.loader(list(zip(*batch, strict=True))))))
+    return metrics.loss, trainer.full_state_dict(), random_state
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"replicate": 2}, {"shard": 2}, {"stages": (2, 2)}, {"tensor": 2}], ids=["ddp", "fsdp", "pp", "tp"]
+)
+def test_weight_makes_the_mean_one_over_all_tokens(make: Callable[..., Plan], degrees: dict[str, Any]) -> None:
+    x, targets = batch_of(GLOBAL_BATCH)
+    targets[5:, 1:] = -1  # the last samples have fewer valid tokens
+    expected_loss, expected = plain((x, targets))
+
+    found_loss, found, _ = run_ranks(_step, 2, make(**degrees), (x, targets), Net, weight)[0]
+
+    assert found_loss == pytest.approx(expected_loss, rel=1e-6)
+    assert_same(found, expected)
+
+
+def test_units_may_be_written_into(make: Callable[..., Plan]) -> None:
+    batch = batch_of(GLOBAL_BATCH)
+    expected_loss, expected = plain(batch)
+
+    for option in (LayerOption(reshard=True), LayerOption("full", reshard=True)):
+        found_loss, found, _ = run_ranks(_step, 2, make(shard=2, option=option), batch, WritingNet)[0]
+
+        assert found_loss == pytest.approx(expected_loss, rel=1e-6)
+        assert_same(found, expected)
+
+
+def test_random_state_afterwards_is_that_of_one_process(make: Callable[..., Plan]) -> None:
+    outcomes = run_ranks(_step, 4, make(tensor=2, stages=(1, 3)), batch_of(GLOBAL_BATCH))
+    torch.manual_seed(0)
+    Net()
+
+    assert all(torch.equal(state, torch.get_rng_state()) for _, _, state in outcomes)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"replicate": 2}, {"shard": 2}, {"tensor": 2}, {"stages": (2, 2)}],
+    ids=["autocast ddp", "fsdp", "fsdp and tensor", "pipeline"],
+)
+def test_bf16_computes_in_bf16_and_keeps_fp32(make: Callable[..., Plan], degrees: dict[str, Any]) -> None:
+    batch = batch_of(GLOBAL_BATCH)
+    expected_loss, expected = plain(batch)
+
+    found_loss, found, _ = run_ranks(_step, 2, make(precision="bf16", **degrees), batch)[0]
+
+    assert found_loss == pytest.approx(expected_loss, rel=2e-2)
+    assert found_loss != pytest.approx(expected_loss, rel=1e-6)
+    assert all(tensor.dtype == torch.float32 for tensor in found.values())
+    torch.testing.assert_close(found, dict(expected), rtol=0, atol=2e-2)
+
+
+def _initial(plan: Plan) -> dict[str, torch.Tensor]:
+    apply.BUILD_LIMIT_BYTES = 0
+    return trainer_of(plan).full_state_dict()
+
+
+def test_large_models_begin_alike_under_every_plan(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "BUILD_LIMIT_BYTES", 0)
+    expected = _initial(make())
+
+    for degrees in ({"shard": 2, "tensor": 2}, {"replicate": 2, "stages": (1, 3)}):
+        found = run_ranks(_initial, 4, make(**degrees))[0]
+
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_large_models_begin_with_what_the_constructor_does() -> None:
+    values = initial_values(Net, is_large=True, seed=0)
+
+    rows = values.parameter("blocks.0.0.weight")
+    head = values.parameter("head.weight")
+    assert torch.equal(values.parameter("scale"), torch.ones(WIDTH))
+    torch.testing.assert_close(rows.T @ rows, torch.eye(WIDTH))
+    assert head.std().item() == pytest.approx(0.5, rel=0.2)
+    assert head.abs().max() <= 2
+    assert not torch.equal(values.parameter("blocks.1.0.weight"), values.parameter("blocks.2.0.weight"))
+    assert torch.equal(head, initial_values(Net, is_large=True, seed=0).parameter("head.weight"))
+    assert not torch.equal(head, initial_values(Net, is_large=True, seed=1).parameter("head.weight"))
+
+
+def test_large_models_may_not_look_at_their_numbers() -> None:
+    class Curious(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            if self.weight.sum() > 0:
+                nn.init.zeros_(self.weight)
+
+    with pytest.raises(ValueError, match="may not look at the numbers"):
+        initial_values(Curious, is_large=True, seed=0)
+
+
+def test_large_models_must_initialise_everything() -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4))
+
+    with pytest.raises(ValueError, match="weight gets no numbers"):
+        initial_values(Empty, is_large=True, seed=0).parameter("weight")

@@ -1,0 +1,308 @@
+"""verify: equal numbers are called equal, unequal ones are named, and what cannot be run is said in a sentence."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+import torch
+from torch.nn import functional
+
+from meshwright.executor import gradients, pipeline, verify
+from meshwright.executor.local_ranks import RankError, run_local_ranks
+from meshwright.executor.verify import (
+    TOLERANCE,
+    Difference,
+    VerifyReport,
+    compared,
+    no_dropout,
+    shrunken_config,
+    shrunken_degrees,
+    small_model,
+    small_plan,
+    small_stages,
+)
+from meshwright.planner.plan import Degrees, LayerPlan, Plan, Recompute
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.load import LoadedModel, load_model
+from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.trace import trace
+
+GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
+
+
+@cache
+def small_gpt() -> tuple[LoadedModel, ModelProfile]:
+    """The small GPT and its profile."""
+    loaded = load_model(GPT).small
+    assert loaded is not None
+    return loaded(), trace(loaded())
+
+
+def gpt_plan(micro_batch: int = 2, num_microbatches: int = 4, **degrees: Any) -> Plan:
+    """A plan for the small GPT; every other layer gives its parameters back."""
+    _, profile = small_gpt()
+    shape = Shape(
+        **{"data_replicate": 1, "data_shard": 1, "tensor": 1, "pipeline": 1, **degrees},
+        micro_batch=micro_batch,
+        num_microbatches=num_microbatches,
+    )
+    shape = replace(shape, schedule="1f1b" if shape.pipeline > 1 else "none")
+    training = TrainingSpec(
+        global_batch=micro_batch * num_microbatches * shape.data, seq_len=profile.seq_len, precision="bf16"
+    )
+    per_stage = len(profile.layers) // shape.pipeline
+    stages = [[LayerOption(reshard=i % 2 == 0) for i in range(per_stage)] for _ in range(shape.pipeline)]
+    return make_plan(profile, synthetic.cluster(1, shape.degrees.num_devices), training, shape, stages)
+
+
+def test_a_plan_of_three_kinds_of_parallelism_computes_what_one_process_computes() -> None:
+    loaded, _ = small_gpt()
+
+    report = verify.verify(gpt_plan(data_shard=2, tensor=2, pipeline=2, sequence=True), loaded)
+
+    assert report.ok, report.lines
+    assert set(report.largest) == {"loss", "gradient norm", "gradients", "parameters"}
+    assert all(difference.relative <= TOLERANCE / 4 for difference in report.largest.values())
+    assert report.lines[-1].startswith("SAME NUMBERS")
+
+
+def test_a_forgotten_tie_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, _ = small_gpt()
+    monkeypatch.setattr(gradients.Gradients, "reduce", lambda self: None)
+
+    report = verify.verify(gpt_plan(pipeline=2), loaded)
+
+    assert not report.ok
+    assert report.first is not None
+    assert "gradient of tokens.weight in step 1" in report.first.what
+    assert f"{report.first.one_process:.7g}" in report.lines[-1]
+    assert f"{report.first.plan:.7g}" in report.lines[-1]
+
+
+def test_gradients_of_a_wrong_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, _ = small_gpt()
+    forward = pipeline.StageModule.forward
+
+    def twice(self: pipeline.StageModule) -> Any:
+        output = forward(self)
+        return output if isinstance(output, tuple) else output * 2
+
+    monkeypatch.setattr(pipeline.StageModule, "forward", twice)
+
+    report = verify.verify(gpt_plan(pipeline=2), loaded)
+
+    assert report.first is not None
+    assert report.first.relative == pytest.approx(1.0)
+
+
+def test_a_rank_that_fails_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, _ = small_gpt()
+    forward = pipeline.StageModule.forward
+
+    def fail(self: pipeline.StageModule) -> Any:
+        if self.stage == 1:
+            raise ValueError("no more\nof this")
+        return forward(self)
+
+    monkeypatch.setattr(pipeline.StageModule, "forward", fail)
+
+    report = verify.verify(gpt_plan(pipeline=2), loaded)
+
+    assert not report.ok
+    assert report.lines[-1] == "NOT VERIFIED: the plan did not run: rank 1 of 2 failed: ValueError: no more of this"
+    assert "in fail" in report.detail
+
+
+def test_ranks_that_hang_are_ended() -> None:
+    def hang() -> None:
+        time.sleep(60 if torch.distributed.get_rank() else 0)
+
+    started = time.monotonic()
+
+    with pytest.raises(RankError, match=r"after 1 s rank 1 of 2 had not ended"):
+        run_local_ranks(hang, 2, timeout_s=1.0)
+
+    assert time.monotonic() - started < 20
+
+
+def test_a_rank_that_dies_says_how() -> None:
+    with pytest.raises(RankError, match="signal SIGTERM"):
+        run_local_ranks(lambda: os.kill(os.getpid(), signal.SIGTERM), 1, timeout_s=20.0)
+
+
+def test_ranks_answer_in_order() -> None:
+    assert run_local_ranks(lambda x: (torch.distributed.get_rank(), x), 2, "x", timeout_s=20.0) == [(0, "x"), (1, "x")]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        (Degrees(data_shard=64), Degrees(data_shard=8)),
+        (Degrees(data_shard=8, tensor=8, pipeline=4), Degrees(data_shard=2, tensor=2, pipeline=2)),
+        (Degrees(data_replicate=3, pipeline=4), Degrees(data_replicate=3, pipeline=2)),
+        (
+            Degrees(data_replicate=4, data_shard=8, tensor=8, pipeline=16),
+            Degrees(data_replicate=2, data_shard=2, tensor=2, pipeline=2),
+        ),
+        (Degrees(pipeline=13), Degrees(pipeline=2)),
+        (Degrees(tensor=2), Degrees(tensor=2)),
+    ],
+)
+def test_degrees_shrink_to_the_machine_but_none_vanishes(degrees: Degrees, expected: Degrees) -> None:
+    assert shrunken_degrees(degrees, 8) == expected
+
+
+def layer(recompute: Recompute = "none", reshard: bool = False) -> LayerPlan:
+    """A layer of which only the choices matter."""
+    return LayerPlan(
+        name="x", layer_class="X", root="", modules=("x",), parameters=(), recompute=recompute, reshard=reshard
+    )
+
+
+def test_cuts_scale_in_proportion_and_every_choice_of_a_stage_is_kept() -> None:
+    stages = [[layer("full"), *[layer()] * 8], [layer()] * 20, [layer(reshard=True)] * 3]
+
+    options = small_stages(stages, [False, *[True] * 7], range(1, 8))
+
+    assert [len(stage) for stage in options] == [2, 5, 1]
+    assert [o.recompute for o in options[0]] == ["none", "full"]
+    assert not any(o.reshard or o.recompute == "full" for o in options[1])
+    assert options[2][0].reshard
+
+
+def test_every_stage_keeps_a_layer() -> None:
+    stages = small_stages([[layer()], [layer()], [layer()] * 98], [True] * 3, [1, 2])
+
+    assert [len(stage) for stage in stages] == [1, 1, 1]
+
+
+def test_no_stage_ends_between_layers_that_share_a_parameter() -> None:
+    stages = small_stages([[layer()] * 2, [layer()] * 2], [True] * 4, [1])
+
+    assert [len(stage) for stage in stages] == [1, 3]
+
+
+def test_what_is_scaled_down_is_said() -> None:
+    plan, notes = small_plan(gpt_plan(4, 32, data_shard=8, tensor=4, pipeline=3), small_gpt()[1])
+
+    assert plan.degrees == Degrees(data_shard=2, tensor=2, pipeline=2)
+    assert notes == (
+        "data_shard is 2 here instead of 8",
+        "tensor is 2 here instead of 4",
+        "pipeline is 2 here instead of 3",
+    )
+    assert plan.num_microbatches >= 2 * plan.degrees.pipeline
+    assert plan.training.precision == "fp32"
+
+
+def test_a_shrunken_config_can_be_cut_as_the_plan_cuts() -> None:
+    plan = gpt_plan(tensor=2, pipeline=3)
+    config = {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "eos_token_id": 128001,
+        "attention_dropout": 0.1,
+        "layer_types": ["sliding"] * 79 + ["full"],
+        "rms_norm_eps": 1e-5,
+    }
+
+    small = shrunken_config(config, plan)
+
+    assert small["num_key_value_heads"] % 2 == 0
+    assert small["num_attention_heads"] == 2 * small["num_key_value_heads"]
+    assert small["hidden_size"] % small["num_attention_heads"] == 0
+    assert small["num_hidden_layers"] == 3
+    assert small["layer_types"] == ["sliding", "full", "sliding"]
+    assert small["eos_token_id"] < small["vocab_size"] <= 512
+    assert small["attention_dropout"] == 0.0
+    assert small["rms_norm_eps"] == 1e-5
+
+
+def test_a_hugging_face_config_is_shrunk_and_verified(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_model(tmp_path, seq_len=32)
+    profile = trace(loaded)
+    shape = Shape(1, 1, 2, 2, 2, 4, schedule="1f1b")
+    training = TrainingSpec(global_batch=8, seq_len=32, precision="fp32")
+    stages = [[LayerOption("full")] * 4, [LayerOption()] * 4]
+    plan = make_plan(profile, synthetic.cluster(1, 4), training, shape, stages)
+
+    report = verify.verify(plan, loaded)
+
+    assert report.ok, report.lines
+    assert "config.json shrunken" in report.notes[0]
+
+
+def test_a_large_model_without_a_small_version_is_refused(tmp_path: Path) -> None:
+    loaded = replace(load_model(GPT), small=None)
+    plan = gpt_plan()
+    large = plan.model_copy(update={"model": plan.model.model_copy(update={"num_parameters": 10**9})})
+
+    with pytest.raises(ValueError, match=r"1,000,000,000 parameters.*add to .*gpt.py a function small\(\)"):
+        small_model(large, loaded, tmp_path)
+
+
+def run(loss: float = 1.0, gradient: float = 1.0, tiny: float = 1e-9, parameter: float = 2.0) -> Any:
+    """What a run of one step computed."""
+    return verify._Run(
+        [loss], [gradient], {"a": torch.tensor([gradient, 0.0]), "zero": torch.tensor([tiny])},
+        {"a": torch.tensor([parameter]), "zero": torch.tensor([0.0])}, 1e-8,
+    )  # fmt: skip
+
+
+REPORT = VerifyReport("title", (), {})
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_difference() -> None:
+    assert compared(REPORT, run(tiny=1e-9), run(tiny=-3e-9)).ok
+
+
+@pytest.mark.parametrize(
+    ("found", "first"),
+    [
+        (run(loss=1.1), Difference("loss of step 1", 1.0, pytest.approx(1.1), pytest.approx(0.1))),
+        (run(gradient=1.5, parameter=9.0), Difference("gradient of a in step 1", 1.0, 1.5, 0.5)),
+        (run(tiny=0.5), Difference("gradient of zero in step 1", pytest.approx(1e-9), 0.5, pytest.approx(500))),
+        (run(parameter=2.5), Difference("a after step 1", 2.0, 2.5, 0.25)),
+    ],
+)
+def test_the_first_difference_is_named_with_both_values(found: Any, first: Difference) -> None:
+    assert compared(REPORT, run(), found).first == first
+
+
+def test_not_a_number_is_a_difference() -> None:
+    assert not compared(REPORT, run(), run(parameter=float("nan"))).ok
+
+
+def test_dropout_is_off_only_inside() -> None:
+    x = torch.ones(1000)
+
+    with no_dropout():
+        inside = functional.dropout(x, 0.5), torch.nn.Dropout(0.5)(x)
+
+    assert all(torch.equal(y, x) for y in inside)
+    assert not torch.equal(functional.dropout(x, 0.5), x)
