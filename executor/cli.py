@@ -4,7 +4,7 @@ import difflib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +16,9 @@ from rich.console import Console
 from ..planner.plan import Plan, load_plan
 from ..planner.setups import parse_pins, parse_setup
 from ..planner.training import SAMPLES_PER_GPU, TrainingSpec
+from ..profiler.cache import ProfileCache
 from ..profiler.cluster import ClusterSpec, cluster_of, device_names, load_cluster, load_device
+from ..profiler.lengths import at_seq_len
 from ..profiler.local import local_gpus, preset_of
 from ..profiler.model_profile import ModelProfile, load_profile
 from . import terminal
@@ -83,6 +85,7 @@ _TimeLimit = Annotated[
     float, typer.Option("--time-limit", metavar="SECONDS", min=0.1, help="seconds the search may take")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
+_NoCache = Annotated[bool, typer.Option("--no-cache", help="profile anew, even if nothing has changed; keep nothing")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no tables, no progress bar")]
 
 
@@ -191,6 +194,7 @@ def _plan_command(
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="also draw what is printed", show_default=False)
     ] = None,
+    no_cache: _NoCache = False,
     quiet: _Quiet = False,
 ) -> None:
     """Plan how to train MODEL on GPUs: degrees, micro-batch, recompute, and which layer lives on which GPU.
@@ -203,8 +207,8 @@ def _plan_command(
     _check_output(target, "meshwright-plan")
     machine = read_cluster(gpus, device, gpus_per_node, cluster)
     pins = Pins(**_pin_fields(pin or []))
-    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet) as waiting:
-        profile, _ = read_model(model, seq_len, waiting)
+    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet or as_json) as waiting:
+        profile, _ = read_model(model, seq_len, waiting, not no_cache)
         training, assumptions = read_training(
             profile, machine, global_batch, seq_len, precision, optimizer, memory_margin
         )
@@ -228,14 +232,18 @@ def _profile_command(
         "profile.json"
     ),
     seq_len: _SeqLen = None,
+    lengths: Annotated[
+        bool, typer.Option("--lengths", help="run it at two shorter lengths, too: then `plan -s N` works for any N")
+    ] = False,
+    no_cache: _NoCache = False,
     quiet: _Quiet = False,
 ) -> None:
     """Profile MODEL on fake tensors and save it: planning from the saved profile needs no torch and no model code."""
     _check_output(output, "meshwright-profile")
-    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet) as waiting:
-        profile, loaded = read_model(model, seq_len, waiting)
-    if loaded is None:
+    if _json_kind(_check_source(model, _MODEL_RULE)) == "meshwright-profile":
         raise ValueError(f"{model} is a profile already: plan from it with `plan {model} --gpus 8`")
+    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet) as waiting:
+        profile, _ = read_model(model, seq_len, waiting, not no_cache, lengths=lengths)
     profile.save(output)
     if quiet:
         return
@@ -276,6 +284,7 @@ def _compare_command(
     ] = False,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="steps of each measured run")] = 5,
     as_json: _Json = False,
+    no_cache: _NoCache = False,
     quiet: _Quiet = False,
 ) -> None:
     """Set the plan beside manual set-ups: predicted time, memory and verdict; with --measure, measured times too."""
@@ -283,8 +292,8 @@ def _compare_command(
 
     machine = read_cluster(gpus, device, gpus_per_node, cluster)
     setups = [parse_setup(text, machine.num_devices, machine.devices_per_host) for text in setup or []]
-    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet) as waiting:
-        profile, loaded = read_model(model, seq_len, waiting)
+    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet or as_json) as waiting:
+        profile, loaded = read_model(model, seq_len, waiting, not no_cache, measure)
         if measure and loaded is None:
             raise ValueError(f"--measure runs the model, and {model} is only its profile: give the model itself")
         training, assumptions = read_training(
@@ -354,6 +363,7 @@ def _show_command(
         ),
     ] = None,
     as_json: _Json = False,
+    no_cache: _NoCache = False,
 ) -> None:
     """Print the tables of a saved PLAN again."""
     document = _read_plan(plan)
@@ -362,8 +372,8 @@ def _show_command(
     if model is not None:
         from ..planner.estimate import estimate as estimate_plan
 
-        with redirect_stdout(sys.stderr), terminal.Waiting() as waiting:
-            profile, _ = read_model(model, document.training.seq_len, waiting)
+        with redirect_stdout(sys.stderr), terminal.Waiting(quiet=as_json) as waiting:
+            profile, _ = read_model(model, document.training.seq_len, waiting, not no_cache)
         if profile.fingerprint != document.model.fingerprint:
             raise ValueError(
                 f"{model} is not the model that {plan} was made for ({document.model.name}, "
@@ -439,29 +449,53 @@ def _assumed_device(here: list[tuple[str, float]], gpus: int | None) -> tuple[st
     return preset, f"{preset}: found {len(here)} x {found} here, the others taken as alike; --device changes it"
 
 
+_MODEL_RULE = "MODEL is a model.py, file.py:function, config.json or profile.json"
+
+
 def read_model(
-    source: str, seq_len: int | None, waiting: terminal.Waiting
+    source: str,
+    seq_len: int | None,
+    waiting: terminal.Waiting,
+    use_cache: bool = True,
+    needs_model: bool = False,
+    lengths: bool = False,
 ) -> tuple[ModelProfile, "LoadedModel | None"]:
-    """(profile, the model itself or None where the source is a saved profile, which is read without torch)."""
-    path = _check_source(source, "MODEL is a model.py, file.py:function, config.json or profile.json")
+    """(profile, the model itself or None). lengths: the profile is to hold at any sequence length.
+
+    None where the source is a saved profile, or where its profile was kept from an earlier call and the model is not
+    needed: neither needs torch.
+    """
+    path = _check_source(source, _MODEL_RULE)
     kind = _json_kind(path)
     if kind == "meshwright-plan":
         raise ValueError(f"{source} is a plan, not a model: look at it with `plan show {source}`")
     if kind == "meshwright-profile":
         profile = load_profile(path)
-        if seq_len is not None and seq_len != profile.seq_len:
-            raise ValueError(
-                f"--seq-len {seq_len}, but {source} was profiled at {profile.seq_len}: profile the model again with "
-                f"`plan profile MODEL --seq-len {seq_len} -o {source}`"
-            )
-        return profile, None
+        return profile if seq_len is None else at_seq_len(profile, seq_len), None
+    cache = ProfileCache(source, seq_len, lengths) if use_cache else None
+    kept = None if cache is None else cache.look_up()
+    if kept is not None:
+        waiting.say(f"profile of {terminal.age(kept.age_s)} ago, nothing has changed since; --no-cache makes it anew")
+        if not needs_model:
+            return kept.profile, None
     waiting("loading torch and the model")
     from ..profiler.load import load_model
     from ..profiler.trace import trace
 
-    loaded = load_model(source, seq_len)
-    waiting("profiling the model on fake tensors")
-    return trace(loaded), loaded
+    if kept is not None:
+        return kept.profile, load_model(source, seq_len)
+    with nullcontext() if cache is None else cache.recording() as recording:
+        loaded = load_model(source, seq_len)
+        waiting("profiling the model on fake tensors")
+
+        def progress(layer: str, done: int, total: int) -> None:
+            waiting(f"profiling {layer}", done / total)
+
+        profile = trace(loaded, lengths=lengths, progress=progress)
+    reason = "" if cache is None or recording is None else cache.keep(profile, recording)
+    if reason:
+        waiting.say(f"the profile is not kept for the next call: {reason}")
+    return profile, loaded
 
 
 def read_training(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "transient")
 _HEADINGS = ("params", "grads", "optim", "gathered", "activ", "transient")
-_QUIET_SECONDS = 2.0
+_QUIET_SECONDS = 1.0
 
 
 def make_console(*, stderr: bool = False, record: bool = False) -> Console:
@@ -42,10 +42,11 @@ def make_console(*, stderr: bool = False, record: bool = False) -> Console:
 
 
 class Waiting:
-    """A progress bar on stderr that appears only when the work takes longer than two seconds, and then goes away."""
+    """A progress bar on stderr that appears only when the work takes longer than a second, and then goes away."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         console = make_console(stderr=True)
+        self._quiet = quiet
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -68,12 +69,25 @@ class Waiting:
         total = None if share_done is None else 1.0
         self._bar.update(self._task, description=label, total=total, completed=share_done or 0.0)
 
+    def say(self, line: str) -> None:
+        """A dim line on stderr, which stays; nothing when quiet."""
+        if not self._quiet:
+            self._bar.console.print(Text(line, style="dim"), soft_wrap=True)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
         self._timer.join()
         self._bar.stop()
+
+
+def age(seconds: float) -> str:
+    """A time span in the largest unit of which there is one: "3 minutes"."""
+    units = (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1))
+    unit, length = next((unit for unit in units if seconds >= unit[1]), units[-1])
+    count = int(seconds / length)
+    return f"{count} {unit}{'' if count == 1 else 's'}"
 
 
 def print_assumptions(console: Console, assumptions: Iterable[str]) -> None:
