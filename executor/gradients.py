@@ -30,6 +30,7 @@ class Gradients:
         self._parameters = model.parameters()
         self._layout = model.layout
         self._average_after = model.mechanism == "plain" and plan.degrees.data_replicate > 1
+        self._may_differ = plan.model.decides_by_values
         self._ties = _ties_across_stages(plan, mesh, self._parameters)
         elsewhere = {id(p) for p, _, is_first in self._ties if not is_first}
         is_first_tensor_rank = mesh.coordinates["tensor"] == 0
@@ -44,6 +45,8 @@ class Gradients:
     def reduce(self) -> None:
         """Bring gradients to what one device would have, apart from sharding."""
         if self._average_after:
+            if self._may_differ:
+                _fill_missing(self._parameters.values(), self._mesh.group("data_replicate"))
             _all_reduce(self._parameters.values(), self._mesh.group("data_replicate"), self._mesh.data_size)
         partial = [p for n, p in self._parameters.items() if n in self._layout.partial]
         if partial:
@@ -68,6 +71,16 @@ class Gradients:
         grads = [grad for p in self._parameters.values() if (grad := local_gradient(p)) is not None]
         for dtype in {grad.dtype for grad in grads}:
             torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
+
+
+def _fill_missing(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Zeros for parameters that this replica did not use and another one did; without use there is no gradient."""
+    trainable = [p for p in parameters if p.requires_grad]
+    used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.int32, device=trainable[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    for parameter, somewhere in zip(trainable, used.tolist(), strict=True):
+        if somewhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _all_reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, divide_by: int = 1) -> None:

@@ -26,12 +26,14 @@ def mechanism(plan: Plan) -> Mechanism:
     fsdp: `fully_shard`, whenever parameters are sharded or tensor-parallel (over a one-wide axis if data_shard is 1),
     and in bf16 pipelines, so that what crosses the cuts is bf16 (autocast keeps much of it in fp32).
     ddp: DistributedDataParallel, for whole replicas. plain: one data rank, or replicas of pipeline stages, whose
-    gradients are averaged once after the schedule (a pipeline schedule drives backward itself, past DDP's hooks).
+    gradients are averaged once after the schedule (a pipeline schedule drives backward itself, past DDP's hooks), or
+    of a model that decides by values (DDP would wait for gradients that a replica does not have).
     """
     degrees = plan.degrees
     if degrees.data_shard > 1 or degrees.tensor > 1 or (degrees.pipeline > 1 and plan.training.precision == "bf16"):
         return "fsdp"
-    return "ddp" if degrees.data_replicate > 1 and degrees.pipeline == 1 else "plain"
+    replicas = degrees.data_replicate > 1 and degrees.pipeline == 1 and not plan.model.decides_by_values
+    return "ddp" if replicas else "plain"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ Ints = NDArray[np.int64]
 ROUNDING = 1e-9
 """Relative: sums of the same terms in another order differ by less."""
 
+
 @dataclass(frozen=True)
 class Run:
     """Neighbouring layers that are alike in kind, in what crosses on both sides, and in the weights they share."""
@@ -105,8 +106,10 @@ class Chain:
             layers = [i for i, groups in enumerate(self.shared_groups) if group in groups]
             first = profile.layers[layers[0]]
             layer_class = profile.classes[first.layer_class]
-            names = set(profile.ties[group]) if group < len(profile.ties) else set.intersection(
-                *(set(profile.layers[i].parameters) for i in layers)
+            names = (
+                set(profile.ties[group])
+                if group < len(profile.ties)
+                else set.intersection(*(set(profile.layers[i].parameters) for i in layers))
             )
             divisor = shape.tensor if is_cut(layer_class, shape) else 1
             sharded = {name for cut in layer_class.cuts for name in cut.sharded}
@@ -230,9 +233,7 @@ class StagePrices:
     def stage_cost(self, composition: int, choice: Choice, in_flight: int) -> StageCost:
         """The whole account of a composition with its options."""
         item = self.chain.compositions[composition]
-        layers = [
-            (self.costs[run][self.options[run].index(option)], count) for run, option, count in choice.parts
-        ]
+        layers = [(self.costs[run][self.options[run].index(option)], count) for run, option, count in choice.parts]
         return combine(
             layers,
             in_flight,
@@ -519,9 +520,7 @@ class StagePrices:
             return [Group(count, weights, memory)]
         order = self._product_order(run, allowed)
         keep, reshard, full_keep = (weights[order[0]], memory[order[0]]), order[1], order[2]
-        recompute = Group(
-            count, np.array([keep[0], weights[full_keep]]), np.array([keep[1], memory[full_keep]])
-        )
+        recompute = Group(count, np.array([keep[0], weights[full_keep]]), np.array([keep[1], memory[full_keep]]))
         give_back = Group(
             count,
             np.array([0.0, weights[reshard] - keep[0]]),

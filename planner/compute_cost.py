@@ -1,9 +1,11 @@
 """Seconds that one device computes: operators by roofline with shape-dependent efficiency, and the optimizer step."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from ..profiler.cluster import Device
+from ..profiler.cluster import Device, MatmulSample
 from ..profiler.model_profile import Costs, OpProfile, amount_at
 
 WAVE_EXPONENT = 0.63
@@ -49,20 +51,63 @@ def layer_seconds(costs: Costs, device: Device, precision: str, element_bytes: i
 
 def operator_s(op: OpProfile, device: Device, precision: str, element_bytes: int, batch: int, tensor: int) -> float:
     """Seconds of one operator: max(FLOPs / speed at this shape, bytes / bandwidth), and no less than a launch."""
-    traffic_s = op.moved.at(batch, element_bytes, tensor) / (device.bandwidth * device.bandwidth_efficiency)
+    traffic_s = moving_s(op.moved.at(batch, element_bytes, tensor), device, op.name, op.kind)
     flops = amount_at(op.flops, batch, tensor)
     if flops == 0.0:
         return max(traffic_s, device.launch)
     peak = device.flops[precision]
     if op.kind == "matmul" and op.shape is not None:
-        rows, _, columns = (amount_at(side, batch, tensor) for side in op.shape)
+        rows, inner, columns = (amount_at(side, batch, tensor) for side in op.shape)
+        if precision in device.matmul_samples:  # what moving its operands takes is in the measured share
+            share = measured_efficiency((rows, inner, columns), device.matmul_samples[precision])
+            return max(flops / (peak * share), device.launch)
         speed = peak * device.matmul_efficiency * tile_efficiency(rows, columns, device)
         arithmetic_s = flops / speed + UNHIDDEN_TRAFFIC * traffic_s
     elif op.kind == "attention":
-        arithmetic_s = flops / (peak * device.attention_efficiency)
+        backward = device.attention_backward_efficiency if op.part != "forward" else None
+        arithmetic_s = flops / (peak * (backward or device.attention_efficiency))
     else:
         arithmetic_s = flops / (peak * device.matmul_efficiency)
     return max(arithmetic_s, traffic_s, device.launch)
+
+
+def moving_s(num_bytes: float, device: Device, *kernels: str) -> float:
+    """Seconds to move bytes in one kernel: at the measured speed of the first of `kernels` (operator, kind) that has
+    one, and of kernels of this size, else at the device's usual share of its bandwidth."""
+    share = next((device.kernel_efficiency[k] for k in kernels if k in device.kernel_efficiency), None)
+    speed = device.bandwidth * (device.bandwidth_efficiency if share is None else share)
+    return num_bytes / (speed * _size_efficiency(num_bytes, device.size_efficiency))
+
+
+def _size_efficiency(num_bytes: float, samples: Sequence[tuple[float, float]]) -> float:
+    """Between the samples by a power law, beyond them that of the nearest; 1 where there are none."""
+    if not samples or num_bytes <= samples[0][0]:
+        return samples[0][1] if samples else 1.0
+    for (low, slower), (high, faster) in pairwise(samples):
+        if num_bytes <= high:
+            place = math.log(num_bytes / low) / math.log(high / low)
+            return float(slower * (faster / slower) ** place)
+    return samples[-1][1]
+
+
+def measured_efficiency(shape: Sequence[float], samples: Sequence[MatmulSample]) -> float:
+    """Share of peak of a product of this shape (rows, inner, columns): the logarithmic mean of the samples, weighted
+    by their nearness, in doublings of the sides; beyond the samples as at the nearest of their sides."""
+    total = weights = 0.0
+    sides = [
+        math.log2(min(max(side, min(s[i] for s in samples)), max(s[i] for s in samples)))
+        for i, side in enumerate(shape)
+    ]
+    for *measured, share in samples:
+        distance = sum((side - math.log2(other)) ** 2 for side, other in zip(sides, measured, strict=True))
+        weight = 1.0 / (distance + _SAME_SHAPE) ** 2
+        total += weight * math.log(share)
+        weights += weight
+    return math.exp(total / weights)
+
+
+_SAME_SHAPE = 0.01
+"""Squared doublings of the sides within which a sample counts as the shape itself."""
 
 
 def tile_efficiency(rows: float, columns: float, device: Device) -> float:
@@ -75,5 +120,7 @@ def tile_efficiency(rows: float, columns: float, device: Device) -> float:
 
 
 def optimizer_s(num_elements: float, optimizer: str, device: Device) -> float:
-    """Seconds to update `num_elements` fp32 parameters on one device: all memory traffic."""
-    return OPTIMIZER_BYTES[optimizer] * num_elements / (device.bandwidth * device.bandwidth_efficiency)
+    """Seconds to update `num_elements` fp32 parameters on one device: all memory traffic, at any size alike (an
+    optimizer works parameter by parameter)."""
+    share = device.kernel_efficiency.get(optimizer, device.bandwidth_efficiency)
+    return OPTIMIZER_BYTES[optimizer] * num_elements / (device.bandwidth * share)

@@ -97,9 +97,7 @@ class Explorer:
         self.model = CostModel(profile, cluster, training)
         self.chain = Chain(self.model)
 
-    def explore(
-        self, pins: Pins, deadline_s: float, near: int = MAX_NEAR, progress: Progress | None = None
-    ) -> Outcome:
+    def explore(self, pins: Pins, deadline_s: float, near: int = MAX_NEAR, progress: Progress | None = None) -> Outcome:
         """Solve every shape that could be the best, up to `near` more within the window of it, and (unless near is 0)
         as many as it takes for enough alternatives to show, even slower ones.
 
@@ -178,15 +176,15 @@ class Explorer:
             tensor_s = sum(collective_s(item.kind, item.bytes, links) for _, _, item in traffic)
             total, trainable = model.elements(kind, shape)
             _, costs, tensor = model.mode(kind, shape)
-            inputs = costs.inputs.at(shape.micro_batch, self.training.compute_bytes, tensor)
             saved = costs.saved.at(shape.micro_batch, self.training.compute_bytes, tensor)
+            kept_bytes = saved + model.arriving_bytes(kind, shape, recomputed=False)
+            if kind.can_recompute:
+                full = costs.full.at(shape.micro_batch, self.training.compute_bytes, tensor)
+                kept_bytes = min(kept_bytes, full + model.arriving_bytes(kind, shape, recomputed=True))
             seconds.append(compute.forward + compute.backward + tensor_s)
             elements.append(trainable)
             kept.append(
-                total * state.sharded_parameters
-                + trainable * (state.sharded_gradients + state.optimizer)
-                + inputs
-                + (0.0 if kind.can_recompute else saved)
+                total * state.sharded_parameters + trainable * (state.sharded_gradients + state.optimizer) + kept_bytes
             )
             passing.append(saved)
         shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
@@ -199,11 +197,7 @@ class Explorer:
         pass_s = float(counts @ each)
         slowest = max(pass_s / family.pipeline, float(each.max()))
         update = max(0.0, float(counts @ np.array(elements)) - shared) / family.data / family.pipeline
-        return (
-            (family.num_microbatches - 1) * slowest
-            + pass_s
-            + model.optimizer_s(update)
-        )
+        return (family.num_microbatches - 1) * slowest + pass_s + model.optimizer_s(update)
 
     def _shape_bound(self, prices: StagePrices) -> float:
         """Seconds that no assignment of a shape can beat: fastest options, memory and integrality relaxed."""

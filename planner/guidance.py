@@ -24,9 +24,7 @@ def rules_of_thumb(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Rul
     if count == 1:
         yield RuleOfThumb("one device", "fits on one GPU", (Pins(tensor=1, pipeline=1),))
         return
-    yield RuleOfThumb(
-        "DDP", "the model fits on one GPU: replicate it", (Pins(tensor=1, pipeline=1, data_shard=1),)
-    )
+    yield RuleOfThumb("DDP", "the model fits on one GPU: replicate it", (Pins(tensor=1, pipeline=1, data_shard=1),))
     yield RuleOfThumb(
         "FSDP", "the model state does not fit: shard it over all GPUs", (Pins(tensor=1, pipeline=1, data_shard=count),)
     )

@@ -86,9 +86,7 @@ def _add_shape(
     return everything, objective
 
 
-def _add_stage(
-    problem: pulp.LpProblem, k: int, stage: int, prices: StagePrices, cutoff_s: float
-) -> list[_Column]:
+def _add_stage(problem: pulp.LpProblem, k: int, stage: int, prices: StagePrices, cutoff_s: float) -> list[_Column]:
     """Columns of one stage: every composition that fits, may stand there, and alone stays below the cut-off."""
     shape = prices.shape
     seconds, once = prices.price(stage, cutoff_s)

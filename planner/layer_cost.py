@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from ..profiler.cluster import ClusterSpec, Device
-from ..profiler.model_profile import Costs, LayerClass, ModelProfile
+from ..profiler.model_profile import Bytes, Costs, CrossingTensor, LayerClass, ModelProfile
 from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
 from .compute_cost import Seconds, layer_seconds, optimizer_s
 from .memory_cost import StateBytes, state_bytes, uses_fully_shard
@@ -36,15 +36,25 @@ class SharedName:
 
 
 @dataclass(frozen=True)
+class Arriving:
+    """A tensor from an earlier layer that counts with its reader. slices: under sequence parallelism it is a slice."""
+
+    size: Bytes
+    slices: bool
+
+
+@dataclass(frozen=True)
 class Kind:
-    """Layers that cost the same under every shape: class, whether slices of the sequence begin or end here, and what
-    they share with others."""
+    """Layers that cost the same under every shape: class, whether slices of the sequence begin or end here, what they
+    share with others, and which of the tensors that arrive they keep (without recompute, and with it)."""
 
     layer_class: int
     enters: int = 0
     leaves: int = 0
     can_recompute: bool = True
     shared: tuple[SharedName, ...] = ()
+    keeps: tuple[Arriving, ...] = ()
+    keeps_for_recompute: tuple[Arriving, ...] = ()
 
     def is_in_root(self, shape: Shape) -> bool:
         """Whether layers of the same stage read this one's parameters: fully_shard must leave them to its root, which
@@ -133,14 +143,16 @@ class CostModel:
         """Kind of every layer of the chain."""
         classes, layers = self.profile.classes, self.profile.layers
         sliced = [classes[layer.layer_class].sequence is not None for layer in layers]
-        shared = _shared_names(self.profile)
+        shared, kept = _shared_names(self.profile), _kept_arriving(self.profile)
         kinds = []
         for i, layer in enumerate(layers):
             leaves = enters = 0
             if not sliced[i]:
                 enters = int(i + 1 < len(layers) and sliced[i + 1])
                 leaves = int(i > 0 and sliced[i - 1])
-            kinds.append(Kind(layer.layer_class, enters, leaves, can_recompute(self.profile, layer), shared[i]))
+            kinds.append(
+                Kind(layer.layer_class, enters, leaves, can_recompute(self.profile, layer), shared[i], *kept[i])
+            )
         return tuple(kinds)
 
     def links(self, size: int, stride: int) -> GroupLinks:
@@ -186,9 +198,7 @@ class CostModel:
             )
         return self._seconds[key]
 
-    def elements(
-        self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()
-    ) -> tuple[float, float]:
+    def elements(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[float, float]:
         """(all, trainable) parameter elements of a layer on one tensor rank, before data sharding."""
         layer_class = self.layer_class(kind)
         divisor = shape.tensor if is_cut(layer_class, shape) else 1
@@ -243,7 +253,6 @@ class CostModel:
     def cost(self, kind: Kind, shape: Shape, option: LayerOption) -> LayerCost:
         """What a layer of this kind costs under a shape and an option."""
         seconds = self.compute(kind, shape)
-        _, costs, tensor = self.mode(kind, shape)
         state = state_bytes(shape, self.training)
         total, trainable = self.elements(kind, shape)
         axis_links = self.axis_links(shape, "tensor")
@@ -257,7 +266,7 @@ class CostModel:
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
         data = self._data(shape, resharded, *self.elements(kind, shape, kind.held_before(shape)), seconds)
         full = option.recompute == "full"
-        saved, inputs, transient = self._activation_bytes(costs, shape, tensor, full)
+        kept, transient = self._activation_bytes(kind, shape, full)
         passing = self._passing_bytes(kind, shape, state, total, trainable, resharded)
         held = 0.0 if resharded else total * state.gathered
         held += trainable * (state.accumulated + (state.root_gradients if in_root else 0.0))
@@ -274,7 +283,7 @@ class CostModel:
             optimizer_s=self.optimizer_s(trainable / shard),
             elements=total,
             trainable_elements=trainable,
-            kept_bytes=inputs + (0.0 if full else saved),
+            kept_bytes=kept,
             held_bytes=held,
             transient_bytes=transient + passing,
             traffic=data.traffic
@@ -285,20 +294,28 @@ class CostModel:
             ),
         )
 
-    def _activation_bytes(self, costs: Costs, shape: Shape, tensor: int, full: bool) -> tuple[float, float, float]:
-        """(saved, inputs, transient) bytes for one micro-batch; fully recomputed layers save nothing, but pass through
-        everything they would have saved."""
+    def arriving_bytes(self, kind: Kind, shape: Shape, recomputed: bool) -> float:
+        """Bytes of tensors from earlier layers that a layer keeps for one micro-batch."""
         batch, element_bytes = shape.micro_batch, self.training.compute_bytes
+        slices = self.mode(kind, shape)[0] == "sequence"
+        return sum(
+            item.size.at(batch, element_bytes) / (shape.tensor if slices and item.slices else 1)
+            for item in (kind.keeps_for_recompute if recomputed else kind.keeps)
+        )
+
+    def _activation_bytes(self, kind: Kind, shape: Shape, recomputed: bool) -> tuple[float, float]:
+        """(kept, transient) bytes for one micro-batch; recomputed layers pass through everything that they would have
+        saved."""
+        batch, element_bytes = shape.micro_batch, self.training.compute_bytes
+        _, costs, tensor = self.mode(kind, shape)
         saved = costs.saved.at(batch, element_bytes, tensor)
-        inputs = costs.inputs.at(batch, element_bytes, tensor)
+        kept = costs.full.at(batch, element_bytes, tensor) if recomputed else saved
         forward = costs.forward_transient.at(batch, element_bytes, tensor)
         backward = costs.backward_transient.at(batch, element_bytes, tensor)
-        transient = max(forward, backward) + (saved if full else 0.0)
-        return saved, inputs, transient
+        transient = max(forward, backward) + max(0.0, saved - kept)
+        return kept + self.arriving_bytes(kind, shape, recomputed), transient
 
-    def _data(
-        self, shape: Shape, resharded: bool, total: float, trainable: float, seconds: Seconds
-    ) -> "_DataCost":
+    def _data(self, shape: Shape, resharded: bool, total: float, trainable: float, seconds: Seconds) -> "_DataCost":
         """Gathers and gradient reductions of one layer: exposed seconds and traffic."""
         shard, replicate = self.axis_links(shape, "data_shard"), self.axis_links(shape, "data_replicate")
         overlap, contention = self.device.overlap, self.device.contention
@@ -380,7 +397,8 @@ class CostModel:
         recomputes: tuple[Recompute, ...] = ("none",)
         if kind.can_recompute:
             _, costs, tensor = self.mode(kind, shape)
-            saves = costs.saved.at(shape.micro_batch, self.training.compute_bytes, tensor) > 0
+            batch, element_bytes = shape.micro_batch, self.training.compute_bytes
+            saves = costs.saved.at(batch, element_bytes, tensor) > costs.full.at(batch, element_bytes, tensor)
             recomputes = (recompute,) if recompute is not None else ("none", "full") if saves else ("none",)
         reshards: tuple[bool, ...] = (shape.reshard,)
         if shape.data_shard > 1 and shape.pipeline == 1:
@@ -395,6 +413,30 @@ class _DataCost:
     backward_s: float
     once_s: float
     traffic: tuple[Traffic, ...]
+
+
+def _kept_arriving(profile: ModelProfile) -> list[tuple[tuple[Arriving, ...], tuple[Arriving, ...]]]:
+    """[layer] -> (tensors from earlier layers that it keeps, the same if it is recomputed).
+
+    What somebody saves counts once, with its last reader: stages before that one send it on, and hold it as what they
+    send. What nobody saves is kept by the layers that are recomputed from it. A tensor that a layer hands on unchanged
+    is one with what it was given.
+    """
+    tensors = profile.tensors
+    groups: dict[int, list[CrossingTensor]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(i if tensor.same_as is None else tensor.same_as, []).append(tensor)
+    kept: list[tuple[list[Arriving], list[Arriving]]] = [([], []) for _ in profile.layers]
+    for group in groups.values():
+        arriving = Arriving(group[0].size, group[0].requires_grad and "sequence" in group[0].dims)
+        saved = any(tensor.saved_by for tensor in group)
+        last = max(tensor.last_used_by for tensor in group)
+        for reader in sorted({reader for tensor in group for reader in tensor.used_by}):
+            if saved and reader == last:
+                kept[reader][0].append(arriving)
+            if reader == last or not saved:
+                kept[reader][1].append(arriving)
+    return [(tuple(without), tuple(with_it)) for without, with_it in kept]
 
 
 def _shared_names(profile: ModelProfile) -> list[tuple[SharedName, ...]]:

@@ -89,6 +89,7 @@ class ModelReference(_Document):
     tensors: tuple[CrossingTensor, ...] = Field(default=(), description="everything that can cross a cut")
     layer_modules: tuple[str, ...] = Field(description="outermost modules of all layers: what producers.py counts")
     attention_modules: tuple[str, ...] = ()
+    decides_by_values: bool = Field(default=False, description="ranks may run different layers in the same step")
     returns_loss: bool = False
 
 
@@ -229,7 +230,7 @@ def load_plan(path: Path) -> Plan:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON ({error}); make the plan again with: plan MODEL -o {path}") from None
     if not isinstance(data, dict) or data.get("kind") != "meshwright-plan":
-        raise ValueError(f"{path} is not a Meshwright plan; a plan says \"kind\": \"meshwright-plan\"")
+        raise ValueError(f'{path} is not a Meshwright plan; a plan says "kind": "meshwright-plan"')
     version = data.get("schema_version")
     if version != PLAN_SCHEMA_VERSION:
         raise ValueError(

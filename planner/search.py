@@ -189,9 +189,7 @@ def _allowed(pins: Pins, plan: Plan) -> bool:
     )
 
 
-def _baseline(
-    explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, chosen: _Priced, pins: Pins
-) -> Candidate:
+def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, chosen: _Priced, pins: Pins) -> Candidate:
     if priced is None:
         verdicts = [closest_verdict(explorer, pins, {}) for pins in rule.attempts]
         fitting = [verdict for verdict in verdicts if verdict.startswith("does not fit")]

@@ -76,6 +76,10 @@ class Space:
             if not self.pins.allows("micro_batch", micro_batch):
                 continue
             count = self.training.global_batch // data // micro_batch
+            if micro_batch < self.profile.smallest_micro_batch:
+                rule = f"a batch norm of the model needs micro-batches of {self.profile.smallest_micro_batch} samples"
+                self.rejected[rule] += self._below(tensor, pipeline, data, count)
+                continue
             for schedule in self._schedules(pipeline, count, tensor, data):
                 for sequence in self._sequences(tensor, pipeline, data, count):
                     yield Family(tensor, pipeline, data, sequence, schedule, micro_batch, count)
@@ -113,12 +117,14 @@ class Space:
     def _reject(self, rule: str, tensor: int, pipeline: int, data: int) -> Iterator[Family]:
         """Count everything below a rejected choice of degrees; yields nothing."""
         share = max(1, self.training.global_batch // data)
+        self.rejected[rule] += sum(self._below(tensor, pipeline, data, share // b) for b in divisors(share))
+        return iter(())
+
+    def _below(self, tensor: int, pipeline: int, data: int, count: int) -> int:
+        """Shapes of all schedules and modes for `count` micro-batches."""
         modes = 2 if tensor > 1 else 1
         schedules = 2 if pipeline > 1 else 1
-        self.rejected[rule] += sum(
-            modes * schedules * self._leaves(tensor, pipeline, data, share // b) for b in divisors(share)
-        )
-        return iter(())
+        return modes * schedules * self._leaves(tensor, pipeline, data, count)
 
     def _leaves(self, tensor: int, pipeline: int, data: int, count: int) -> int:
         """Shapes below one family."""
@@ -173,9 +179,7 @@ class Space:
         return self._cached_orders[key]
 
 
-def _modes(
-    pins: Pins, pipeline: int, shard: int, count: int
-) -> list[tuple[Literal["every", "last"], bool]]:
+def _modes(pins: Pins, pipeline: int, shard: int, count: int) -> list[tuple[Literal["every", "last"], bool]]:
     """(when gradients are reduced, whether a pipeline's layers give parameters back): choices only where they save
     memory, that is with shards, and for the first with several micro-batches."""
     syncs: tuple[Literal["every", "last"], ...] = ("last",)

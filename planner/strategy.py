@@ -180,6 +180,11 @@ def _names_read(profile: ModelProfile, sliced: bool) -> set[str]:
 def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
     """The rule that excludes torch's fully_shard: it takes no parameter without dims, hooks itself onto what goes into
     a layer, where nothing may be written in place, and casts parameters, but no buffers."""
+    if profile.decides_by_values:
+        return (
+            f"data_shard: {profile.decides_by_values} decides by values, so ranks may run different layers and wait "
+            "for each other's parameters for ever; replicas (DDP) are fine"
+        )
     if precision == "bf16" and profile.mixed_precision_problem:
         return (
             f"data_shard: parameters in bf16 meet tensors in fp32 ({profile.mixed_precision_problem}); "
@@ -202,7 +207,10 @@ def can_recompute(profile: ModelProfile, layer: LayerProfile) -> bool:
 
 def legal_cuts(profile: ModelProfile) -> list[int]:
     """Layers before which a stage may begin: not between two that read one parameter under one name, which lives on one
-    stage. (Tied weights have two names, and a copy on each side.)"""
+    stage. (Tied weights have two names, and a copy on each side.) A model that decides by values stays whole: the other
+    stages have no values to decide by."""
+    if profile.decides_by_values:
+        return []
     first: dict[str, int] = {}
     inside: set[int] = set()
     for i, layer in enumerate(profile.layers):
@@ -279,6 +287,7 @@ def reference_of(profile: ModelProfile) -> ModelReference:
         tensors=profile.tensors,
         layer_modules=tuple(dict.fromkeys(name for layer in profile.layers for name in layer.modules)),
         attention_modules=profile.attention_modules,
+        decides_by_values=bool(profile.decides_by_values),
         returns_loss=profile.returns_loss,
     )
 

@@ -1,13 +1,15 @@
 """The chain of layers of a model, and the tensors that cross from one to a later one, seen in one forward run.
 
 Layers follow the elements of the outermost ModuleLists, ModuleDicts and Sequentials; what runs before, between and
-after them makes a layer per gap. Without such a container every child with parameters is a layer. Code between layer
-modules ("glue") joins a neighbour, where the fewest bytes cross.
+after them makes a layer per gap. An element that itself holds several blocks of one type (a stage of a ResNet or Swin,
+a level of a U-Net) is opened, unless more bytes cross between its blocks than around it (the experts of a mixture).
+Without any container every child with parameters is a layer. Code between layer modules ("glue") joins a neighbour,
+where the fewest bytes cross.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -15,17 +17,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from .fake import FakeModel
+from .load import Batch
 from .meters import Storages
 from .model_profile import Producer
 from .producers import Producers
 
 Key = tuple[str, str, int]
 """(kind, name, call) of something that ran: a layer module, a glue function, or the loss."""
+
+_MORE_BYTES = 1.1
+"""Cutting between the blocks of an opened element may carry this many times what is carried around it."""
 
 LOSS: Key = ("loss", "loss", 0)
 
@@ -36,6 +43,8 @@ class Units:
 
     names: tuple[str, ...]
     elements: frozenset[str]
+    opened: tuple[str, ...] = ()
+    """Elements of a container that hold blocks of their own, so that these are the units."""
     notes: tuple[str, ...] = ()
 
 
@@ -46,15 +55,25 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    numbers: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """Of a real tensor (see real_model); None for fake ones."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorSpec":
         """Spec of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        numbers = None
+        if not isinstance(tensor, FakeTensor):
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                numbers = tensor.detach().clone()
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, numbers)
+
+    def blank(self) -> torch.Tensor:
+        """A new tensor of this shape and dtype (and of these numbers, where there are any) without a gradient."""
+        return torch.empty(self.shape, dtype=self.dtype) if self.numbers is None else self.numbers.clone()
 
     def empty(self) -> torch.Tensor:
         """A new tensor of this spec, like one that a module made: no leaf, so it may be changed in place."""
-        return torch.empty(self.shape, dtype=self.dtype).requires_grad_(self.requires_grad).clone()
+        return self.blank().requires_grad_(self.requires_grad).clone()
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,13 @@ class Shapes:
 
     outputs: dict[tuple[str, int], OutputSpec] = field(default_factory=dict)
     tensors: dict[Producer, TensorSpec] = field(default_factory=dict)
+    _stand_ins: dict[tuple[str, int], Any] = field(default_factory=dict)
+
+    def stand_in(self, name: str, call: int) -> Any:
+        """What may pass for the output of a layer module that does not run: always the same one, to save time."""
+        if (name, call) not in self._stand_ins:
+            self._stand_ins[name, call] = self.outputs[name, call].empty()
+        return self._stand_ins[name, call]
 
 
 @dataclass
@@ -101,6 +127,7 @@ class Crossing:
     last_used_by: int
     used_by: frozenset[int]
     spec: TensorSpec
+    storage: int
 
 
 @dataclass(frozen=True)
@@ -129,6 +156,7 @@ class Chain:
     signatures: tuple[Any, ...]
     shapes: Shapes
     notes: tuple[str, ...]
+    refuses_one_sample: bool = False
 
     def representatives(self) -> tuple[int, ...]:
         """For each layer the first layer of its class."""
@@ -163,9 +191,9 @@ class Cursor:
         self._ended = True
 
 
-def find_units(root: nn.Module) -> Units:
-    """Where the model may be cut, read off its module tree."""
-    containers = _containers(root)
+def find_units(root: nn.Module, closed: frozenset[str] = frozenset()) -> Units:
+    """Where the model may be cut, read off its module tree. closed: elements not to be opened."""
+    containers = _containers(root, closed)
     notes: tuple[str, ...] = ()
     if not containers:
         containers = [_branching(root)]
@@ -176,21 +204,47 @@ def find_units(root: nn.Module) -> Units:
     elements |= _repeated_types(root, [name for name in names if name not in elements])
     if len(names) < 2:
         notes = (f"{type(root).__name__} is one module without parts that could be cut, so it is a single layer",)
-    return Units(tuple(names), frozenset(elements), notes)
+    held = tuple(name for name in sorted(opened) if name.rpartition(".")[0] in containers)
+    return Units(tuple(names), frozenset(elements), held, notes)
 
 
 def observe(fake: FakeModel, size: int, seq_len: int | None) -> Chain:
-    """Run the whole model forward once and read off its chain."""
+    """Run the whole model forward (once, and once more if stages were opened in vain) and read off its chain."""
     units = find_units(fake.module)
-    batch = fake.batch(size, seq_len)
     buffers = {name: (buffer, buffer._version) for name, buffer in fake.module.named_buffers()}
-    with fake.running():
+    chain = _observe(fake, units, size, seq_len)
+    if closed := _opened_in_vain(fake, chain):
+        units = find_units(fake.module, closed)
+        chain = _observe(fake, units, size, seq_len)
+    written = [name for name, (buffer, version) in buffers.items() if buffer._version != version]
+    return replace(chain, notes=(*chain.notes, *_stateful(fake.module, written)))
+
+
+def _observe(fake: FakeModel, units: Units, size: int, seq_len: int | None) -> Chain:
+    batch = fake.batch(size, seq_len)
+    with fake.running() as refusals:
         watch = _Watch(fake, units)
         with watch, watch.producers:
             fake.loss(batch, before_loss=watch.start_loss)
-    chain = _build_chain(fake.module, units, watch)
-    written = [name for name, (buffer, version) in buffers.items() if buffer._version != version]
-    return replace(chain, notes=(*chain.notes, *_stateful(fake.module, written)))
+    return replace(_build_chain(fake.module, units, watch), refuses_one_sample=bool(refusals) and size == 1)
+
+
+def _opened_in_vain(fake: FakeModel, chain: Chain) -> frozenset[str]:
+    """Opened elements of containers within which every cut carries more bytes than those around them."""
+    crossing = [0.0] * (len(chain.layers) + 1)
+    for tensor in chain.crossings:
+        size = torch.Size(tensor.spec.shape).numel() * tensor.spec.dtype.itemsize
+        for layer in range(tensor.made_by + 1, tensor.last_used_by + 1):
+            crossing[layer] += size
+    in_vain = set()
+    blocks = [{u for u in layer.units if u in chain.units.elements} for layer in chain.layers]
+    for name in chain.units.opened:
+        inside = [i for i, layer in enumerate(chain.layers) if any(u.startswith(f"{name}.") for u in layer.units)]
+        first, last = min(inside, default=0), max(inside, default=0)
+        within = [crossing[i] for i in range(first + 1, last + 1) if blocks[i - 1] and blocks[i]]
+        if not within or min(within) > _MORE_BYTES * max(crossing[first], crossing[last + 1]):
+            in_vain.add(name)
+    return frozenset(in_vain)
 
 
 def _stateful(root: nn.Module, written: list[str]) -> tuple[str, ...]:
@@ -207,6 +261,13 @@ def _stateful(root: nn.Module, written: list[str]) -> tuple[str, ...]:
 
 def shapes_at(fake: FakeModel, chain: Chain, size: int, seq_len: int | None) -> Shapes:
     """Shapes at another batch size or length; of each class only the first layer really runs."""
+    return run_first_of_each_class(fake, chain, fake.batch(size, seq_len))
+
+
+def run_first_of_each_class(
+    fake: FakeModel, chain: Chain, batch: Batch, watch: AbstractContextManager[Any] | None = None
+) -> Shapes:
+    """What one forward of `batch` produces, under `watch`; other layers return what the first of their class did."""
     shapes = Shapes()
     cursor = Cursor()
     stand_ins = {}
@@ -225,9 +286,9 @@ def shapes_at(fake: FakeModel, chain: Chain, size: int, seq_len: int | None) -> 
         like = stand_ins.get((name, call))
         return None if like is None else shapes.outputs[like].empty()
 
-    batch = fake.batch(size, seq_len)
     with (
         fake.running(),
+        watch or nullcontext(),
         _recording_outputs(fake.module, chain.units.names, cursor, shapes),
         stubbed(fake.module, {name for name, _ in stand_ins}, producers, stub),
         producers,
@@ -403,17 +464,28 @@ class _Watch(TorchDispatchMode):
             self.from_parameters.add(self.storages.number(tensor))
 
 
-def _containers(root: nn.Module) -> list[str]:
-    """Outermost containers of layers; inside a Sequential root also the containers of blocks that it holds."""
+def _containers(root: nn.Module, closed: frozenset[str]) -> list[str]:
+    """Outermost containers of layers; inside a Sequential root also the containers of blocks that it holds, and inside
+    their elements those of blocks of one type."""
     found: list[str] = []
     for name, module in root.named_modules():
         outer = [c for c in found if c == "" or name == c or name.startswith(c + ".")]
-        if outer and not (outer == [""] and _holds_blocks(module)):
+        element = max(outer, key=len, default="")
+        element = ".".join(name.split(".")[: element.count(".") + 2]) if element else name.partition(".")[0]
+        if outer and element in closed:
+            continue
+        if outer and not (outer == [""] and _holds_blocks(module)) and not (name != element and _holds_alike(module)):
             continue
         deep_mlp = name.count(".") > 0 and isinstance(module, nn.Sequential) and not _holds_blocks(module)
         if _is_container(module) and not deep_mlp:
             found.append(name)
     return found
+
+
+def _holds_alike(module: nn.Module) -> bool:
+    """Whether a container holds blocks of which several are of one type, as layers are; parts of a layer differ."""
+    types = [type(child) for _, child in _with_parameters(module)]
+    return _holds_blocks(module) and len(set(types)) < len(types)
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -569,7 +641,8 @@ def _crossings(watch: _Watch, spans: list[tuple[int, int]]) -> tuple[Crossing, .
             if (number, layer_of[read]) not in covered and layer_of[watch.storage_made[number]] < layer_of[read]:
                 _use(sorted(by_storage.get(number, ()), key=lambda m: m[1]), layer_of, read, used, made_by)
     specs = watch.shapes.tensors
-    found = [Crossing(p, made_by[p], max(used[p]), frozenset(used[p]), specs[p]) for p in used]
+    storage_of = {producer: number for number, made in by_storage.items() for producer, _ in made}
+    found = [Crossing(p, made_by[p], max(used[p]), frozenset(used[p]), specs[p], storage_of[p]) for p in used]
     order = {p: i for i, p in enumerate(specs)}
     return tuple(sorted(found, key=lambda c: order[c.producer]))
 

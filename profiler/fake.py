@@ -1,8 +1,10 @@
-"""A loaded model on fake tensors: it runs forward and backward with shapes and dtypes, but without numbers."""
+"""A loaded model on fake tensors: it runs forward and backward with shapes and dtypes, but without numbers.
+
+A model that decides by the values of its tensors needs real ones: `real_model` is the same thing with numbers.
+"""
 
 import logging
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,28 +16,40 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .load import Batch, LoadedModel, split_inputs
+from .as_on_gpu import as_on_gpu
+from .load import Batch, LoadedModel, place_of, split_inputs
+
+
+class DecidesByValuesError(Exception):
+    """The model reads numbers out of its tensors, which fake ones do not have."""
+
+    def __init__(self, operator: str, place: str) -> None:
+        super().__init__(f"{place} ({operator})")
 
 
 @dataclass(frozen=True)
 class FakeModel:
-    """A model whose floating-point tensors all have the compute dtype, in its fake mode."""
+    """A model whose floating-point tensors all have the compute dtype, in its fake mode; None: with real tensors."""
 
     loaded: LoadedModel
     module: nn.Module
-    mode: FakeTensorMode
+    mode: FakeTensorMode | None
     dtype: torch.dtype
 
     def batch(self, size: int, seq_len: int | None) -> Batch:
-        """Fake micro-batch of `size` samples."""
+        """Micro-batch of `size` samples; real ones are all alike, so that all batches lead to one decision."""
         loaded = self.loaded if seq_len is None else self.loaded.with_seq_len(seq_len)
+        made: Batch
+        if self.mode is None:
+            torch.manual_seed(0)
+            one, two = loaded.batch(1), loaded.batch(2)
+            made = tree_map(lambda a, b: _repeated(a, b, size) if isinstance(a, torch.Tensor) else a, one, two)
+            return made
         real = loaded.batch(size)
         with self.mode:
-            made: Batch = tree_map(self._fake, real)
+            made = tree_map(self._fake, real)
         return made
 
     def loss(self, batch: Batch, before_loss: Callable[[], None] = lambda: None) -> torch.Tensor:
@@ -48,21 +62,19 @@ class FakeModel:
         return _scalar(output, self.loaded)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Fake mode, fused attention as on a GPU, and failures of the model told in a sentence."""
+    def running(self) -> Iterator[list[str]]:
+        """Fake mode, kernels as on a GPU, and failures told in a sentence. Yields what refused a batch of one."""
         log = logging.getLogger("torch._subclasses.fake_tensor")
         was_disabled, log.disabled = log.disabled, True
         try:
-            with self.mode, _NoAttentionDropout(), _one_sequence_per_sample(), torch.enable_grad():
-                yield
+            with self.mode or _same_numbers(), as_on_gpu() as refusals, torch.enable_grad():
+                yield refusals
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(
-                f"{self.loaded.source} decides by the values of its tensors what to compute ({error}), so it cannot be "
-                "profiled by shapes alone; make the decision depend on shapes or on the configuration"
-            ) from error
+            raise DecidesByValuesError(str(error.func), place_of(error)) from error
         except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as error:
             raise ValueError(
-                f"{self.loaded.source} does not run with its own micro-batch: {type(error).__name__}: {error}. "
+                f"{self.loaded.source} does not run with its own micro-batch: {type(error).__name__}: {error} "
+                f"({place_of(error)}). "
                 "Check that the batch function returns what forward takes: (inputs..., targets)"
             ) from error
         finally:
@@ -72,49 +84,6 @@ class FakeModel:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return torch.empty(leaf.shape, dtype=self.dtype if leaf.is_floating_point() else leaf.dtype)
-
-
-def mixed_precision_problem(loaded: LoadedModel, units: Sequence[str]) -> str:
-    """Why the model does not run as under fully_shard in bfloat16, in a few words; '' if it does.
-
-    There parameters, and what enters the model and its `units`, are bfloat16; buffers and targets stay as they are.
-    """
-
-    def cast(leaf: Any) -> Any:
-        return leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(cast, (args, kwargs))
-
-    fake = fake_model(loaded, torch.bfloat16, buffers=False)
-    for name in ("", *units):
-        module = fake.module.get_submodule(name)
-        if next(module.parameters(), None) is not None:
-            module.register_forward_pre_hook(before, with_kwargs=True)
-    batch = tree_map(lambda x: fake.mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, loaded.batch(1))
-    try:
-        with fake.running(), _OneDtype():
-            fake.loss(batch)
-    except ValueError as error:
-        return str(error.__cause__ or error).partition("\n")[0]
-    return ""
-
-
-class _OneDtype(TorchDispatchMode):
-    """What kernels refuse and fake tensors let pass: products of two floating-point dtypes."""
-
-    _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "_grouped_mm")
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self._PRODUCTS or name.startswith("_scaled_dot_product"):
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-            dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in given})
-            if len(dtypes) > 1:
-                raise RuntimeError(f"{name} of {' and '.join(dtypes)}")
-        return func(*args, **(kwargs or {}))
 
 
 def fake_model(loaded: LoadedModel, dtype: torch.dtype, buffers: bool = True) -> FakeModel:
@@ -127,6 +96,27 @@ def fake_model(loaded: LoadedModel, dtype: torch.dtype, buffers: bool = True) ->
         module = loaded.build()
     _to_fake(module, mode, dtype, buffers)
     return FakeModel(loaded, module.train(), mode, dtype)
+
+
+def real_model(loaded: LoadedModel) -> FakeModel:
+    """The model with real numbers on the CPU, in float32 and in training mode; always the same numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = loaded.build()
+    return FakeModel(loaded, module.float().train(), None, torch.float32)
+
+
+@contextmanager
+def _same_numbers() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def _repeated(one: torch.Tensor, two: torch.Tensor, size: int) -> torch.Tensor:
+    """A batch of one, `size` times, along the dim that a batch of two has more of."""
+    longer = [dim for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
+    return torch.cat([one] * size, dim=longer[0]) if longer else one
 
 
 def _to_fake(root: nn.Module, mode: FakeTensorMode, dtype: torch.dtype, buffers: bool) -> None:
@@ -153,34 +143,6 @@ def _to_fake(root: nn.Module, mode: FakeTensorMode, dtype: torch.dtype, buffers:
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
-
-
-class _NoAttentionDropout(TorchFunctionMode):
-    """With dropout the CPU attention kernel falls back to a T x T matrix, which a GPU's does not."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}
-            kwargs.pop("dropout_p", None)
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def _one_sequence_per_sample() -> Iterator[None]:
-    """From fake positions transformers cannot see that no sample is packed, and would build T x T masks."""
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
-        yield
-        return
-    original = masking.find_packed_sequence_indices
-    masking.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking.find_packed_sequence_indices = original
 
 
 def _scalar(output: Any, loaded: LoadedModel) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .chain import Chain, Crossing, Cursor, Layer, Shapes, TensorSpec, stubbed
 from .fake import FakeModel
@@ -31,21 +31,42 @@ class Collective:
 
 
 @dataclass
+class ExpertBank:
+    """Matmuls of one module with parameters stacked over experts."""
+
+    count: int
+    rows: float
+    parameters: list[str]
+
+
+@dataclass
 class Observation:
     """What one run of a layer did."""
 
     ops: list[Op] = field(default_factory=list)
     saved: Size = NOTHING
+    full: Size = NOTHING
+    """Kept under full recompute: saved outside the layer's modules, or made there and given to one."""
+    selective: Size = NOTHING
+    """Kept under selective recompute: the same, and what matmuls and attention in the modules returned."""
     inputs: Size = NOTHING
+    saves_arriving: list[bool] = field(default_factory=list)
+    """Whether the layer saves each arriving tensor, in the order of the chain's crossings."""
+    saves_leaving: list[bool] = field(default_factory=list)
+    """The same of the tensors it makes for later layers."""
     forward_transient: Size = NOTHING
     backward_transient: Size = NOTHING
     collectives: list[Collective] = field(default_factory=list)
     outputs: list[TensorSpec] = field(default_factory=list)
     saved_after: int = 0
-    """Operators that had run when the last tensor was saved; recompute stops there."""
+    """Operators that had run when the last tensor was saved in the layer's modules; recompute stops there."""
     arrived: dict[int, bool] = field(default_factory=dict)
     """Storage number of each arriving tensor -> whether it requires a gradient."""
+    experts: dict[str, ExpertBank] = field(default_factory=dict)
 
+
+SELECTIVELY_KEPT = ("matmul", "attention")
+"""Kinds of operators whose results selective recompute keeps: they are dear to run again and small to keep."""
 
 Arrive = Callable[[Crossing, torch.Tensor], torch.Tensor]
 
@@ -69,6 +90,12 @@ class LayerRun:
         self._modules: list[str] = []
         self._saved: set[int] = set()
         self._outside: set[int] = set()
+        self._saved_outside: set[int] = set()
+        self._given: set[int] = set()
+        self._inside: list[bool] = []
+        self._arrived_as: dict[int, Producer] = {}
+        self._saved_arriving: set[Producer] = set()
+        self._leaving_as: dict[Producer, int] = {}
         self._gradients: set[int] = set()
         self._own = set(self.layer.calls)
         self._arriving = {c.producer: c for c in chain.crossings if index in c.used_by}
@@ -109,8 +136,8 @@ class LayerRun:
             except _Stop:
                 pass
             self._producers = None  # type: ignore[assignment]
-        for op in self.recorder.ops[self.observation.saved_after :]:
-            op.repeated = False
+        for i, (op, inside) in enumerate(zip(self.recorder.ops, self._inside, strict=True)):
+            op.repeated = inside and i < self.observation.saved_after
         if loss is not None and self._cursor.layer != self.index:
             raise ValueError(
                 f"the forward of {self.fake.loaded.source} runs other operations from one call to the next, so "
@@ -123,17 +150,13 @@ class LayerRun:
             return [loss]
         self.recorder.active = False
         scalars = []
-        for tensor in self._outputs.values():
+        for producer, tensor in self._outputs.items():
             self.observation.outputs.append(TensorSpec.of(tensor))
-            self._outside_output(tensor)
+            self._leaving_as[producer] = self.storages.number(tensor)
             if tensor.grad_fn is not None:
                 scalars.append(_Gradient.apply(tensor))
         self._outputs.clear()
         return scalars
-
-    def _outside_output(self, tensor: torch.Tensor) -> None:
-        """An output that the layer also saves counts as the next layer's input, once."""
-        self._saved.discard(self.storages.number(tensor))
 
     def _backward(self, scalars: list[torch.Tensor]) -> None:
         if not scalars:
@@ -154,16 +177,41 @@ class LayerRun:
     def _account(self, forward_end: int) -> None:
         seen = self.observation
         seen.ops = self.recorder.ops
-        seen.saved = self.storages.total(self._saved)
+        returned = set(self._leaving_as.values())  # counts as what arrives in the next layer, once
+        seen.saved = self.storages.total(self._saved - returned)
+        forward = [op for op in seen.ops if not op.backward]
+        inside = [op for op, within in zip(forward, self._inside, strict=True) if within and not op.is_view]
+        around = (self._saved_outside | self._given) - returned - self._outside
+        kept = {view.storage for op in inside if op.kind in SELECTIVELY_KEPT for view in op.outputs}
+        seen.full = self.storages.total(around)
+        seen.selective = self.storages.total(around | (kept - returned - self._outside))
+        seen.saves_arriving = [producer in self._saved_arriving for producer in self._arriving]
+        leaving = [c.producer for c in self.chain.crossings if c.made_by == self.index]
+        seen.saves_leaving = [self._leaving_as.get(producer) in self._saved for producer in leaving]
+        self._find_experts(forward)
         for tensor in self._leaves.values():
             seen.inputs += self.storages.size(tensor)
             seen.arrived[self.storages.number(tensor)] = tensor.requires_grad
         width = self.fake.dtype.itemsize
         end = len(self.storages.log)
-        forward = self.storages.peak(0, forward_end, width, set())
-        backward = self.storages.peak(forward_end, end, width, self._gradients)
-        seen.forward_transient = _above(forward, seen.saved, width)
-        seen.backward_transient = _above(backward, seen.saved, width)
+        forward_peak = self.storages.peak(0, forward_end, width, set())
+        backward_peak = self.storages.peak(forward_end, end, width, self._gradients)
+        seen.forward_transient = _above(forward_peak, seen.saved, width)
+        seen.backward_transient = _above(backward_peak, seen.saved, width)
+
+    def _find_experts(self, forward: list[Op]) -> None:
+        prefix = self.layer.root + "." if self.layer.root else ""
+        stacked = {}
+        for name in self.layer.parameters:
+            parameter = self.fake.module.get_parameter(name)
+            if parameter.dim() == 3:
+                stacked[self.storages.number(parameter)] = (name.removeprefix(prefix), parameter.shape[0])
+        for op in forward:
+            weight = next((stacked[view.storage] for view in op.inputs if view.storage in stacked), None)
+            if weight is not None and op.shape is not None:
+                name, count = weight
+                bank = self.observation.experts.setdefault(op.module, ExpertBank(count, op.shape[0], []))
+                bank.parameters.append(name)
 
     def _start(self, kind: str, name: str, call: int) -> None:
         self._cursor.start(kind, name, call)
@@ -180,10 +228,11 @@ class LayerRun:
             return tensor
         active, self.recorder.active = self.recorder.active, False
         spec = self._shapes.tensors[producer]
-        empty = torch.empty(spec.shape, dtype=spec.dtype)
-        leaf = self._arrive(crossing, empty).requires_grad_(spec.requires_grad)
-        whole, part = (self._arrived(tensor, spec.requires_grad) for tensor in (empty, leaf))
+        blank = spec.blank()
+        leaf = self._arrive(crossing, blank).requires_grad_(spec.requires_grad)
+        whole, part = (self._arrived(tensor, spec.requires_grad) for tensor in (blank, leaf))
         self._outside |= {self.storages.number(tensor) for tensor in (leaf, part, whole)}
+        self._arrived_as.update(dict.fromkeys((self.storages.number(t) for t in (leaf, part, whole)), producer))
         self._leaves[producer] = leaf
         self._slices[id(whole)] = (whole, part)
         self.recorder.active = active
@@ -200,6 +249,7 @@ class LayerRun:
         given: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(
             lambda leaf: self._slices[id(leaf)][1] if id(leaf) in self._slices else leaf, (args, kwargs)
         )
+        self._given |= {self.storages.number(leaf) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
         return given
 
     def _produced(self, producer: Producer, tensor: torch.Tensor) -> None:
@@ -210,12 +260,17 @@ class LayerRun:
     def _stub(self, name: str, call: int) -> Any | None:
         if (name, call) in self._own:
             return None
-        return self._shapes.outputs[name, call].empty()
+        return self._shapes.stand_in(name, call)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.recorder.active:
-            self.observation.saved_after = len(self.recorder.ops)
             number = self.storages.number(tensor)
+            if self._modules:
+                self.observation.saved_after = len(self.recorder.ops)
+            else:
+                self._saved_outside.add(number)
+            if number in self._arrived_as:
+                self._saved_arriving.add(self._arrived_as[number])
             if number not in self._outside:
                 self._saved.add(number)
         return tensor
@@ -230,6 +285,7 @@ class LayerRun:
         if self.recorder.backward:
             return self._of_node.get(node._sequence_nr(), "") if node is not None else ""
         name = self._modules[-1] if self._modules else ""
+        self._inside.append(bool(self._modules))
         self._of_node[torch.autograd._get_sequence_nr() - 1] = name  # type: ignore[attr-defined]
         return name
 

@@ -298,24 +298,26 @@ def _call(function: Callable[[], Any], what: str) -> Any:
         return function()
     except FileNotFoundError as error:
         raise ValueError(
-            f"{what} needs the file {error.filename}, which is not there ({_place(error)}). A plan needs shapes, not "
+            f"{what} needs the file {error.filename}, which is not there ({place_of(error)}). A plan needs shapes, not "
             "data: make the tensors with torch.randn or torch.randint, and open files only when training"
         ) from error
     except ImportError as error:
-        raise ValueError(f"{what} imports what is not installed: {error} ({_place(error)})") from error
+        raise ValueError(f"{what} imports what is not installed: {error} ({place_of(error)})") from error
     except SyntaxError as error:
         raise ValueError(f"{what} is not valid Python: {error.msg} ({error.filename}:{error.lineno})") from error
     except Exception as error:
-        raise ValueError(f"{what} raised {type(error).__name__}: {error} ({_place(error)})") from error
+        raise ValueError(f"{what} raised {type(error).__name__}: {error} ({place_of(error)})") from error
 
 
-def _place(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """file:line of the innermost frame that is neither a library's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame
         for frame in frames
-        if "site-packages" not in frame.filename and frame.filename != __file__ and not frame.filename.startswith("<")
+        if "site-packages" not in frame.filename
+        and Path(frame.filename).parent != Path(__file__).parent
+        and not frame.filename.startswith("<")
     ]
     frame = (own or list(frames))[-1]
     return f"{frame.filename}:{frame.lineno}"
@@ -410,7 +412,7 @@ def _from_config(path: Path) -> LoadedModel:
         return module
 
     first = config()
-    make_batch = _config_batch(architecture.__name__, first, path)
+    make_batch = _config_batch(architecture, first, path)
     longest = next((getattr(first, key) for key in _CONTEXT_KEYS if isinstance(getattr(first, key, None), int)), None)
     return _checked(
         build,
@@ -422,7 +424,7 @@ def _from_config(path: Path) -> LoadedModel:
     )
 
 
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_target_positions")
 
 
 def _transformers(path: Path) -> Any:
@@ -444,15 +446,9 @@ def _architecture(transformers: Any, document: dict[str, Any], path: Path) -> An
         )
     name = next(iter(document.get("architectures") or ()), None)
     if name is None:
-        config_class = transformers.CONFIG_MAPPING[model_type]
-        for mapping in (
-            transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-            transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-            transformers.MODEL_FOR_MASKED_LM_MAPPING,
-            transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-        ):
-            if config_class in mapping:
-                return mapping[config_class]
+        known = (found for task in _LABELS if (found := _auto_classes(task).get(model_type)))
+        name = next((found if isinstance(found, str) else found[0] for found in known), None)
+    if name is None:
         raise ValueError(f'{path} has no "architectures"; add for example "architectures": ["LlamaForCausalLM"]')
     if not hasattr(transformers, name):
         raise ValueError(
@@ -462,35 +458,86 @@ def _architecture(transformers: Any, document: dict[str, Any], path: Path) -> An
     return getattr(transformers, name)
 
 
-def _config_batch(architecture: str, config: Any, path: Path) -> MakeBatch:
+def _config_batch(architecture: Any, config: Any, path: Path) -> MakeBatch:
     """Micro-batches of a Hugging Face model with a head that returns its own loss."""
+    task = next((task for task in _LABELS if _is_made_for(architecture, task)), None)
+    main_input = architecture.main_input_name
+    if task is None or main_input not in _INPUTS:
+        raise ValueError(
+            f'{path} asks for "{architecture.__name__}", whose batches are not known here (known: models that take '
+            f"{' or '.join(_INPUTS)} and return a loss of one of {', '.join(_LABELS)}); give another head under "
+            '"architectures", or write a model.py with model() and batch(size)'
+        )
+    make_input, make_labels = _INPUTS[main_input], _LABELS[task]
+
+    def sequences(size: int, seq_len: int) -> Batch:
+        return {main_input: make_input(config, size, seq_len), "labels": make_labels(config, size, seq_len)}
+
+    def samples(size: int) -> Batch:
+        return {main_input: make_input(config, size, 0), "labels": make_labels(config, size, 0)}
+
+    return sequences if {make_input, make_labels} & {_tokens, _class_per_token} else samples
+
+
+def _is_made_for(architecture: Any, task: str) -> bool:
+    """Whether transformers would choose the class for a task, for any type of model."""
+    found = _auto_classes(task).values()
+    return any(architecture.__name__ in ((names,) if isinstance(names, str) else names) for names in found)
+
+
+def _auto_classes(task: str) -> dict[str, Any]:
+    """Class names by model_type (a few types have several) that transformers' auto class for a task chooses from."""
+    from transformers.models.auto import modeling_auto
+
+    names: dict[str, Any] = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
+    return names
+
+
+def _tokens(config: Any, size: int, seq_len: int) -> "torch.Tensor":
     import torch
 
-    if architecture.endswith("ForImageClassification"):
-        size_of = getattr(config, "image_size", 224)
-        height, width = size_of if isinstance(size_of, list | tuple) else (size_of, size_of)
+    return torch.randint(config.vocab_size, (size, seq_len))
 
-        def images(size: int) -> Batch:
-            pixels = torch.randn(size, getattr(config, "num_channels", 3), height, width)
-            return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (size,))}
 
-        return images
-    if architecture.endswith("ForSequenceClassification"):
+def _image(config: Any, size: int, seq_len: int) -> "torch.Tensor":
+    import torch
 
-        def sentences(size: int, seq_len: int) -> Batch:
-            tokens = torch.randint(config.vocab_size, (size, seq_len))
-            return {"input_ids": tokens, "labels": torch.randint(config.num_labels, (size,))}
+    side = getattr(config, "image_size", 224)
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    return torch.randn(size, getattr(config, "num_channels", 3), height, width)
 
-        return sentences
-    endings = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
-    if not architecture.endswith(endings) or not isinstance(getattr(config, "vocab_size", None), int):
-        raise ValueError(
-            f'{path} asks for "{architecture}", whose batches are not known here (known: {", ".join(endings)}, '
-            "ForSequenceClassification, ForImageClassification); write a model.py with model() and batch(size)"
-        )
 
-    def tokens(size: int, seq_len: int) -> Batch:
-        ids = torch.randint(config.vocab_size, (size, seq_len))
-        return {"input_ids": ids, "labels": ids.clone()}
+def _spectrogram(config: Any, size: int, seq_len: int) -> "torch.Tensor":
+    """Two frames for each position of the encoder, whose second convolution has a stride of 2."""
+    import torch
 
-    return tokens
+    return torch.randn(size, config.num_mel_bins, 2 * config.max_source_positions)
+
+
+def _class_per_sample(config: Any, size: int, seq_len: int) -> "torch.Tensor":
+    import torch
+
+    return torch.randint(config.num_labels, (size,))
+
+
+def _class_per_token(config: Any, size: int, seq_len: int) -> "torch.Tensor":
+    import torch
+
+    return torch.randint(config.num_labels, (size, seq_len))
+
+
+_MakeTensor = Callable[[Any, int, int], "torch.Tensor"]
+
+_INPUTS: dict[str, _MakeTensor] = {"input_ids": _tokens, "pixel_values": _image, "input_features": _spectrogram}
+"""How to make the main input of a Hugging Face model, by the name that its class gives it."""
+
+_LABELS: dict[str, _MakeTensor] = {
+    "SPEECH_SEQ_2_SEQ": _tokens,
+    "SEQ_TO_SEQ_CAUSAL_LM": _tokens,
+    "MASKED_LM": _tokens,
+    "CAUSAL_LM": _tokens,
+    "IMAGE_CLASSIFICATION": _class_per_sample,
+    "SEQUENCE_CLASSIFICATION": _class_per_sample,
+    "TOKEN_CLASSIFICATION": _class_per_token,
+}
+"""How to make the labels, by transformers' task; a config that names no architecture gets the first that it has."""

@@ -7,7 +7,8 @@ saved for backward, peaks. Every observed amount is fitted over micro-batch size
     amount(b, t) = a[0] + a[1] b + (a[2] + a[3] b) / t
 
 from runs at two batch sizes, and (where the class can be cut by tensor parallelism) with weights whole and halved.
-The sequence length is that of the profile.
+The sequence length is that of the profile. Where the model was run at two more lengths, `at_seq_len` puts a parabola
+through the three for every amount: work and memory of a layer grow with 1, s or s^2.
 """
 
 from pathlib import Path
@@ -59,7 +60,7 @@ class OpProfile(_Document):
     flops: Amount = ZERO
     moved: Bytes = Field(default=Bytes(), description="tensors read and written")
     repeated: bool = Field(
-        default=True, description="forward only: recompute repeats it; it stops when the last saved tensor is there"
+        default=True, description="forward only: recompute repeats it (until the module's last saved tensor is there)"
     )
     shape: tuple[Amount, Amount, Amount] | None = Field(
         default=None, description="matmul only: rows, inner and columns of the product (batched: rows of all batches)"
@@ -80,7 +81,15 @@ class Costs(_Document):
 
     operators: tuple[OpProfile, ...]
     saved: Bytes = Field(description="kept from forward to backward without recompute; no parameters, no layer inputs")
-    inputs: Bytes = Field(description="activations that arrive from the layer before (kept even under full recompute)")
+    full: Bytes = Field(
+        default=Bytes(),
+        description="the same under full recompute: what code around the layer's module saves, or makes for it",
+    )
+    selective: Bytes = Field(
+        default=Bytes(),
+        description="the same under selective recompute: full, and what matmuls and attention in the module return",
+    )
+    inputs: Bytes = Field(description="activations from layers before; CrossingTensor says who keeps them")
     forward_transient: Bytes = Field(description="peak of the forward above saved and inputs")
     backward_transient: Bytes = Field(description="the same of the backward, without weight gradients")
     collectives: tuple[CollectiveProfile, ...] = ()
@@ -127,6 +136,15 @@ class TensorCut(_Document):
     sharded: dict[str, int] = Field(description="parameter (relative name) -> dim that is cut")
 
 
+class Experts(_Document):
+    """A bank of experts in one module: parameters stacked over experts, each token run through a few of them."""
+
+    module: str = Field(description="relative to the layer's root module")
+    count: int
+    parameters: tuple[str, ...] = Field(description="relative names; dim 0 counts the experts")
+    routed: Amount = Field(description="tokens through all experts of a micro-batch: its tokens times the top-k")
+
+
 class LayerClass(_Document):
     """Layers that run the same operators on the same shapes."""
 
@@ -138,6 +156,7 @@ class LayerClass(_Document):
     sequence: Costs | None = Field(
         default=None, description="with every cut applied and the rest on a slice of the sequence; None if it cannot"
     )
+    experts: tuple[Experts, ...] = ()
     writes_input: bool = Field(default=False, description="a module writes into what it is given")
     input_overwritten: bool = Field(
         default=False, description="what a module is given is written into, by it or later: it cannot run on it again"
@@ -168,6 +187,11 @@ class CrossingTensor(_Document):
     producer: Producer
     made_by: int = Field(description="layer index")
     last_used_by: int = Field(description="layer index")
+    used_by: tuple[int, ...] = Field(default=(), description="all layers that read it, in order")
+    saved_by: tuple[int, ...] = Field(
+        default=(), description="layers (its maker or readers) that save it for backward when nothing is recomputed"
+    )
+    same_as: int | None = Field(default=None, description="index of the first tensor with this memory, if handed on")
     shape: tuple[int, ...] = Field(description="at one sample")
     dims: tuple[Literal["batch", "sequence", "other"], ...]
     dtype: str = Field(description="'compute', or a torch dtype name for a fixed one")
@@ -214,8 +238,15 @@ class ModelProfile(_Document):
     mixed_precision_problem: str = Field(
         default="", description="why it does not run with parameters in bfloat16 and buffers in their own dtype"
     )
+    smallest_micro_batch: int = Field(
+        default=1, description="samples; batch norm over single values takes no fewer than 2"
+    )
+    decides_by_values: str = Field(
+        default="", description="where it decides by the values of tensors what to compute: file:line and the operator"
+    )
     global_batch: int | None = Field(default=None, description="the model file's own suggestion")
     notes: tuple[str, ...] = Field(default=(), description="what could not be cut or recognised, in words")
+    other_lengths: tuple["ModelProfile", ...] = Field(default=(), description="the same model at two more lengths")
 
     @property
     def num_parameters(self) -> int:

@@ -4,10 +4,12 @@ No GPU and no memory are needed: the model is built on the meta device and run o
 tensors of the compute dtype can be told from those of a dtype of their own (fp32 losses, integer indices).
 """
 
+import gc
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,10 +17,12 @@ import torch
 from torch import nn
 
 from .chain import Chain, Crossing, Layer, Shapes, observe, shapes_at
-from .fake import FakeModel, fake_model, mixed_precision_problem
+from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
 from .layer_run import LayerRun, Observation
+from .lengths import at_seq_len
 from .load import Batch, LoadedModel
 from .meters import NOTHING, Op, Size
+from .mixed_precision import mixed_precision_problem
 from .model_profile import (
     Amount,
     BatchTensor,
@@ -26,6 +30,7 @@ from .model_profile import (
     CollectiveProfile,
     Costs,
     CrossingTensor,
+    Experts,
     LayerClass,
     LayerProfile,
     ModelProfile,
@@ -39,33 +44,126 @@ from .tensor_cuts import Found, common_degree, find_cuts, gathering_ways, run_cu
 
 Dim = Literal["batch", "sequence", "other"]
 
+_SHORTEST = 16
+"""Below this many tokens a quarter of the sequence is too short to run."""
 
-def trace(loaded: LoadedModel, *, seq_len: int | None = None) -> ModelProfile:
+_LONGEST_REAL = 256
+"""Tokens per sample of a run on real tensors; longer ones follow from it and two shorter runs."""
+
+_MOST_REAL_ELEMENTS = 500_000_000
+"""Parameters of a model that is run on real tensors: 2 GB, and as much again for gradients."""
+
+_BY_VALUES = "it decides by values, which change with the precision"
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with (layer, layers done, layers in all) before a layer of each class is run alone."""
+
+
+def trace(
+    loaded: LoadedModel,
+    *,
+    seq_len: int | None = None,
+    lengths: bool = False,
+    progress: Progress = lambda layer, done, total: None,
+) -> ModelProfile:
     """Profile of the model at `seq_len` tokens per sample (default: its own length).
 
+    lengths: run it at two shorter lengths as well, so that at_seq_len gives the profile at any length.
     Raises ValueError in words where the model cannot be built, does not take its batch, or decides by values.
     """
     if seq_len is not None:
         loaded = loaded.with_seq_len(seq_len)
+    with _without_garbage_collection():
+        try:
+            return _on_fake_tensors(loaded, lengths, progress)
+        except DecidesByValuesError as decision:
+            return _on_real_tensors(loaded, str(decision), lengths, progress)
+
+
+def _on_fake_tensors(loaded: LoadedModel, lengths: bool, progress: Progress) -> ModelProfile:
     try:
-        return _profile(loaded, torch.bfloat16, ())
+        return _profile(fake_model(loaded, torch.bfloat16), (), lengths, progress)
     except ValueError as error:
         note = f"profiled in float32, because it does not run in bfloat16: {error}"
         try:
-            return _profile(loaded, torch.float32, (note,))
+            return _profile(fake_model(loaded, torch.float32), (note,), lengths, progress)
         except ValueError:
             raise error from None
 
 
-def _profile(loaded: LoadedModel, dtype: torch.dtype, notes: tuple[str, ...]) -> ModelProfile:
-    fake = fake_model(loaded, dtype)
+def _on_real_tensors(loaded: LoadedModel, decision: str, lengths: bool, progress: Progress) -> ModelProfile:
+    """Profile of the way that real numbers take through a model: one sample, the same in every batch."""
+    elements = sum(parameter.numel() for parameter in fake_model(loaded, torch.float32).module.parameters())
+    if elements > _MOST_REAL_ELEMENTS:
+        raise ValueError(
+            f"{loaded.source} decides by the values of its tensors what to compute, at {decision}, so it must be run "
+            f"with real numbers; {elements:,} parameters are too many for that (at most {_MOST_REAL_ELEMENTS:,}). Let "
+            "the decision depend on shapes or on the configuration, or profile a smaller version: model.py:small"
+        )
+    seq_len = loaded.seq_len
+    if seq_len is not None and seq_len > _LONGEST_REAL:
+        loaded, lengths = loaded.with_seq_len(_LONGEST_REAL), True
+    note = (
+        f"run on real tensors, because {decision} decides by values: what the other branch costs is not in the profile"
+    )
+    profile = _profile(real_model(loaded), (note,), lengths, progress)
+    profile = profile.model_copy(update={"decides_by_values": decision})
+    return profile if seq_len in (None, profile.seq_len) else at_seq_len(profile, seq_len)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Millions of short-lived objects would set it off again and again, for a sixth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: Progress) -> ModelProfile:
+    loaded = fake.loaded
     _check_trainable(fake)
     chain = observe(fake, 1, loaded.seq_len)
-    sizes = _Sizes(fake, chain)
+    sizes = _Sizes(fake, chain, loaded.seq_len, chain.shapes)
     firsts = sorted(set(chain.representatives()))
-    class_of = {first: i for i, first in enumerate(firsts)}
     found = _found_cuts(fake, chain, sizes, firsts)
-    classes = _uniquely_named([_layer_class(fake, chain, sizes, first, found[first]) for first in firsts])
+    problem = mixed_precision_problem(loaded, chain) if fake.mode is not None else _BY_VALUES
+    profile = _profile_at(fake, chain, sizes, found, problem, notes, progress)
+    if not lengths or loaded.seq_len is None or loaded.seq_len < _SHORTEST:
+        return profile
+    others = []
+    for seq_len in (loaded.seq_len // 2, loaded.seq_len // 4):
+        try:
+            shorter = _Sizes(fake, chain, seq_len, shapes_at(fake, chain, 1, seq_len), sizes)
+            others.append(_profile_at(fake, chain, shorter, found, problem, (), progress))
+        except ValueError as error:
+            told = f"holds one sequence length only, because at {seq_len} tokens: {error}"
+            return profile.model_copy(update={"notes": (*profile.notes, told)})
+    return profile.model_copy(update={"other_lengths": tuple(others)})
+
+
+def _profile_at(
+    fake: FakeModel,
+    chain: Chain,
+    sizes: "_Sizes",
+    found: dict[int, Found],
+    mixed_precision: str,
+    notes: tuple[str, ...],
+    progress: Progress,
+) -> ModelProfile:
+    loaded = fake.loaded
+    firsts = sorted(found)
+    class_of = {first: i for i, first in enumerate(firsts)}
+    costed, seen = [], {}
+    for done, first in enumerate(firsts):
+        progress(chain.layers[first].name, done, len(firsts))
+        layer_class, seen[first] = _layer_class(fake, chain, sizes, first, found[first])
+        costed.append(layer_class)
+    classes = _uniquely_named(costed)
     layers = tuple(
         LayerProfile(
             name=layer.name,
@@ -81,16 +179,17 @@ def _profile(loaded: LoadedModel, dtype: torch.dtype, notes: tuple[str, ...]) ->
         name=loaded.name,
         source=loaded.source,
         fingerprint="",
-        seq_len=loaded.seq_len,
+        seq_len=sizes.seq_len,
         torch_version=torch.__version__,
         classes=classes,
         layers=layers,
-        tensors=tuple(_crossing_tensor(fake, sizes, crossing) for crossing in chain.crossings),
+        tensors=_crossing_tensors(fake, chain, sizes, seen),
         ties=_ties(fake, layers),
         batch=_batch_tensors(fake, sizes),
         returns_loss=loaded.loss is None,
         attention_modules=_attention_modules(chain, found),
-        mixed_precision_problem=mixed_precision_problem(loaded, chain.units.names),
+        mixed_precision_problem=mixed_precision,
+        smallest_micro_batch=2 if chain.refuses_one_sample else 1,
         global_batch=loaded.global_batch,
         notes=(
             *notes,
@@ -106,17 +205,19 @@ def _profile(loaded: LoadedModel, dtype: torch.dtype, notes: tuple[str, ...]) ->
 class _Sizes:
     """Shapes at two batch sizes and, for models with a sequence, at a second length."""
 
-    def __init__(self, fake: FakeModel, chain: Chain) -> None:
-        self.seq_len = fake.loaded.seq_len
-        self.other_seq_len = _other_length(self.seq_len)
-        self.one = chain.shapes
-        self.two = shapes_at(fake, chain, 2, self.seq_len)
-        self.longer: Shapes | None = None
-        if self.other_seq_len is not None:
-            try:
-                self.longer = shapes_at(fake, chain, 1, self.other_seq_len)
-            except ValueError:
-                self.other_seq_len = None
+    def __init__(
+        self, fake: FakeModel, chain: Chain, seq_len: int | None, one: Shapes, like: "_Sizes | None" = None
+    ) -> None:
+        self.seq_len = seq_len
+        self.one = one
+        self.two = shapes_at(fake, chain, 2, seq_len)
+        self._longer = None if like is not None else _at_other_length(fake, chain, seq_len)
+        self._like = like or self
+
+    @property
+    def takes_other_lengths(self) -> bool:
+        """Whether the model ran at a second length."""
+        return self._like._longer is not None
 
     def at(self, size: int) -> Shapes:
         """Shapes at one or two samples."""
@@ -124,8 +225,10 @@ class _Sizes:
 
     def dims(self, crossing: Crossing) -> tuple[Dim, ...]:
         """What makes each dim of a crossing tensor larger."""
-        longer = None if self.longer is None else self.longer.tensors[crossing.producer].shape
-        return _dims(crossing.spec.shape, self.two.tensors[crossing.producer].shape, longer)
+        if self._like is not self:
+            return self._like.dims(crossing)
+        one, two = (shapes.tensors[crossing.producer].shape for shapes in (self.one, self.two))
+        return _dims(one, two, None if self._longer is None else self._longer.tensors[crossing.producer].shape)
 
     def sequence_dim(self, crossing: Crossing) -> int | None:
         """The one dim of a crossing tensor that grows with the sequence; None if there is none or more than one."""
@@ -133,12 +236,25 @@ class _Sizes:
         return dims.index("sequence") if dims.count("sequence") == 1 else None
 
 
+def _at_other_length(fake: FakeModel, chain: Chain, seq_len: int | None) -> Shapes | None:
+    """Shapes of one sample at another length; None where there is none that the model takes."""
+    other = _other_length(seq_len)
+    if other is None:
+        return None
+    try:
+        return shapes_at(fake, chain, 1, other)
+    except ValueError:
+        return None
+
+
 def _other_length(seq_len: int | None) -> int | None:
     """A shorter sequence: models with learned positions take none that is longer."""
     return seq_len // 2 if seq_len is not None and seq_len >= 2 else None
 
 
-def _layer_class(fake: FakeModel, chain: Chain, sizes: _Sizes, index: int, found: Found) -> LayerClass:
+def _layer_class(
+    fake: FakeModel, chain: Chain, sizes: _Sizes, index: int, found: Found
+) -> tuple[LayerClass, Observation]:
     layer = chain.layers[index]
     whole = [LayerRun(fake, chain, index, sizes.at(size), size, sizes.seq_len).run() for size in (1, 2)]
     tensor = sequence = None
@@ -148,16 +264,18 @@ def _layer_class(fake: FakeModel, chain: Chain, sizes: _Sizes, index: int, found
         assert degree is not None
         tensor = _costs(whole, _cut_runs(fake, chain, sizes, index, found.cuts, degree), degree)
         cuts, sequence = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole)
-    return LayerClass(
+    layer_class = LayerClass(
         name=_class_name(fake, layer),
         parameters=_parameters(fake, layer),
         whole=_costs(whole),
         cuts=cuts,
         tensor=tensor,
         sequence=sequence,
+        experts=_experts(whole),
         writes_input=layer.writes_input,
         input_overwritten=layer.input_overwritten,
     )
+    return layer_class, whole[0]
 
 
 def _cut_runs(
@@ -205,6 +323,8 @@ def _sequence_costs(
 
 def _found_cuts(fake: FakeModel, chain: Chain, sizes: _Sizes, firsts: Sequence[int]) -> dict[int, Found]:
     """Cuts of each class's first layer; together they must allow a common degree and agree on tied parameters."""
+    if fake.mode is None:
+        return dict.fromkeys(firsts, Found())
     found = {}
     for index in firsts:
         seen = find_cuts(fake, chain, index, (sizes.one, sizes.two), sizes.seq_len)
@@ -289,11 +409,23 @@ def _costs(whole: Sequence[Observation], cut: Sequence[Observation] = (), degree
     return Costs(
         operators=tuple(_op_profile(ops, degree) for ops in _aligned([run.ops for run in runs])),
         saved=_fit_bytes([run.saved for run in runs], degree),
+        full=_fit_bytes([run.full for run in runs], degree),
+        selective=_fit_bytes([run.selective for run in runs], degree),
         inputs=_fit_bytes([run.inputs for run in runs], degree),
         forward_transient=_fit_bytes([run.forward_transient for run in runs], degree),
         backward_transient=_fit_bytes([run.backward_transient for run in runs], degree),
         collectives=_collectives(cut),
     )
+
+
+def _experts(whole: Sequence[Observation]) -> tuple[Experts, ...]:
+    """Modules whose matmuls read parameters that are stacked over experts, one matrix each."""
+    experts = []
+    for module, seen in whole[0].experts.items():
+        routed = [run.experts[module].rows for run in whole]
+        names = tuple(dict.fromkeys(seen.parameters))
+        experts.append(Experts(module=module, count=seen.count, parameters=names, routed=_fit(routed, 1)))
+    return tuple(experts)
 
 
 def _op_profile(ops: Sequence[Op], degree: int) -> OpProfile:
@@ -382,8 +514,30 @@ def _collectives(runs: Sequence[Observation]) -> tuple[CollectiveProfile, ...]:
     )
 
 
+def _crossing_tensors(
+    fake: FakeModel, chain: Chain, sizes: _Sizes, seen: dict[int, Observation]
+) -> tuple[CrossingTensor, ...]:
+    """seen: of each class what its first layer did; the others save the tensors of the same ordinal."""
+    saved_by: dict[Producer, list[int]] = defaultdict(list)
+    for i, first in enumerate(chain.representatives()):
+        arriving = [c.producer for c in chain.crossings if i in c.used_by]
+        leaving = [c.producer for c in chain.crossings if c.made_by == i]
+        saves = [*seen[first].saves_leaving, *seen[first].saves_arriving]
+        for producer, is_saved in zip([*leaving, *arriving], saves, strict=True):
+            if is_saved:
+                saved_by[producer].append(i)
+    first_with: dict[int, int] = {}
+    tensors = []
+    for i, crossing in enumerate(chain.crossings):
+        same = first_with.setdefault(crossing.storage, i)
+        tensor = _crossing_tensor(fake, sizes, crossing)
+        found = {"saved_by": tuple(saved_by[crossing.producer]), "same_as": None if same == i else same}
+        tensors.append(tensor.model_copy(update=found))
+    return tuple(tensors)
+
+
 def _crossing_tensor(fake: FakeModel, sizes: _Sizes, crossing: Crossing) -> CrossingTensor:
-    spec = crossing.spec
+    spec = sizes.one.tensors[crossing.producer]
     runs = [sizes.one, sizes.two]
     amounts = []
     for shapes in runs:
@@ -394,6 +548,7 @@ def _crossing_tensor(fake: FakeModel, sizes: _Sizes, crossing: Crossing) -> Cros
         producer=crossing.producer,
         made_by=crossing.made_by,
         last_used_by=crossing.last_used_by,
+        used_by=tuple(sorted(crossing.used_by)),
         shape=spec.shape,
         dims=sizes.dims(crossing),
         dtype=_dtype_name(spec.dtype, fake.dtype),
@@ -433,7 +588,8 @@ def _ties(fake: FakeModel, layers: Sequence[LayerProfile]) -> tuple[tuple[str, .
 def _batch_tensors(fake: FakeModel, sizes: _Sizes) -> tuple[BatchTensor, ...]:
     one = _named_tensors(fake.batch(1, sizes.seq_len))
     two = _named_tensors(fake.batch(2, sizes.seq_len))
-    longer = None if sizes.other_seq_len is None else _named_tensors(fake.batch(1, sizes.other_seq_len))
+    other = _other_length(sizes.seq_len)
+    longer = None if other is None or not sizes.takes_other_lengths else _named_tensors(fake.batch(1, other))
     return tuple(
         BatchTensor(
             name=name,

@@ -128,6 +128,8 @@ def profile(
             producer=Producer(kind="module", name=f"layer{i}"),
             made_by=i,
             last_used_by=i + 1,
+            used_by=(i + 1,),
+            saved_by=(i + 1,),
             shape=(1, SEQ_LEN, max(1, round(size / 2 / SEQ_LEN))),
             dims=("batch", "sequence", "other"),
             dtype="compute",

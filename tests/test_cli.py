@@ -141,7 +141,7 @@ BAD_INPUT = [
     (["--gpus", "8", "--gpus-per-node", "3"], "8 GPUs do not fill hosts of 3"),
     (["--gpus", "8", "--cluster", "none.toml"], "no such file: none.toml"),
     (["--cluster", "none.toml", "--device", "cpu"], "leave out --device"),
-    (["--gpus", "8", "--seq-len", "7"], "was profiled at 64"),
+    (["--gpus", "8", "--seq-len", "7"], "holds 64 tokens per sample and no other length"),
     (["--gpus", "8", "--pin", "colour=red"], "--pin 'colour=red': cannot read"),
     (["--gpus", "8", "--pin", "tensor=x"], "tensor=x: give a whole number"),
     (["--gpus", "8", "-o", "nowhere/plan.json"], "nowhere does not exist"),

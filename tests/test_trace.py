@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional
 from zoo import zoo_profile
 
+from meshwright.planner.strategy import legal_cuts, sharding_rule
+from meshwright.profiler.lengths import at_seq_len
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile, amount_at, load_profile
 from meshwright.profiler.trace import trace
@@ -242,8 +244,26 @@ class _Decides(nn.Module):
         return self.fc(x) if x.sum() > 0 else self.fc(-x)
 
 
-def test_decisions_by_value_are_refused_in_words() -> None:
-    with pytest.raises(ValueError, match="decides by the values of its tensors"):
+def test_a_model_that_decides_by_values_is_run_on_real_ones() -> None:
+    profile = _of_module(_Decides(), 8)
+
+    assert "test_trace.py" in profile.decides_by_values
+    assert "item" in profile.decides_by_values or "_local_scalar_dense" in profile.decides_by_values
+    assert profile.flops_per_sample() == pytest.approx(2 * 2 * 8 * 8, rel=0.01)  # the input needs no gradient
+    assert any("what the other branch costs" in note for note in profile.notes)
+
+
+def test_a_model_that_decides_by_values_is_neither_sharded_nor_cut() -> None:
+    profile = _of_module(_Decides(), 8)
+
+    assert legal_cuts(profile) == []
+    assert "decides by values" in (sharding_rule(profile, "fp32") or "")
+
+
+def test_a_large_model_that_decides_by_values_is_refused_with_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.profiler.trace._MOST_REAL_ELEMENTS", 50)
+
+    with pytest.raises(ValueError, match=r"test_trace.py:\d+ .*72 parameters are too many"):
         _of_module(_Decides(), 8)
 
 
@@ -298,3 +318,128 @@ def test_classes_of_one_module_type_have_names_of_their_own() -> None:
     assert len(set(names)) == len(names)
     assert "T5Block" in names
     assert "T5Block.2" in names
+
+
+class _Stage(nn.Module):
+    """A level of a network, as in ResNet, Swin or ConvNeXt: blocks in a container of its own."""
+
+    def __init__(self, inputs: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(inputs, width)
+        self.layers = nn.ModuleList(_Residual(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.relu(self.up(x)))
+
+
+class _Mixture(nn.Module):
+    """Experts side by side: as many tensors cross between them as there are sums under way."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(_Residual(width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.gate(x).softmax(-1)
+        return x + sum(shares[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class _Levels(nn.Module):
+    def __init__(self, *stages: nn.Module) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x)
+
+
+def test_blocks_within_stages_are_layers() -> None:
+    profile = _of_module(_Levels(_Stage(8, 16, 3), _Stage(16, 16, 2)), 8)
+
+    blocks = [layer.name for layer in profile.layers if ".layers." in layer.name]
+    assert blocks == ["stages.0.layers.0", "stages.0.layers.1", "stages.0.layers.2", *blocks[3:]]
+    assert blocks[3:] == ["stages.1.layers.0", "stages.1.layers.1"]
+
+
+def test_experts_side_by_side_stay_in_their_layer() -> None:
+    profile = _of_module(_Levels(nn.Linear(16, 16), _Mixture(16), _Mixture(16)), 16)
+
+    assert [layer.name for layer in profile.layers] == ["stages.0", "stages.1", "stages.2", "head"]
+
+
+def test_a_profile_holds_at_lengths_between_those_it_was_made_at() -> None:
+    loaded = load_model("benchmarks/models/gpt.py")
+    profile = trace(loaded, seq_len=256, lengths=True)
+
+    between = at_seq_len(profile, 192)
+
+    there = trace(loaded, seq_len=192)
+    assert between.flops_per_sample() == pytest.approx(there.flops_per_sample(), rel=1e-9)
+    for ours, theirs in zip(between.classes, there.classes, strict=True):
+        for amount in ("saved", "selective", "full", "forward_transient", "backward_transient"):
+            found, expected = (getattr(c.whole, amount).at(3, 2) for c in (ours, theirs))
+            assert found == pytest.approx(expected, rel=1e-6), (ours.name, amount)
+    assert [t.shape for t in between.tensors] == [t.shape for t in there.tensors]
+
+
+def test_a_profile_of_one_length_is_not_stretched() -> None:
+    with pytest.raises(ValueError, match="of gpt holds 1024 tokens per sample and no other"):
+        at_seq_len(zoo_profile("gpt.py"), 512)
+
+
+def test_selective_recompute_keeps_what_matmuls_and_attention_return() -> None:
+    profile = zoo_profile("gpt.py")
+    block = profile.classes[profile.layers[1].layer_class].whole
+
+    tokens, width, hidden, heads = 1024, 768, 3072, 12
+    kept = tokens * (3 * width + width + width + hidden + width)  # qkv, attention, out, up, down
+
+    assert amount_at(block.selective.elements, 1) == kept
+    assert amount_at(block.selective.other_bytes, 1) == 4 * tokens * heads  # log-sum-exp of attention
+    assert amount_at(block.full.elements, 1) == 0
+
+
+def test_a_hidden_state_that_nobody_saves_is_not_kept() -> None:
+    profile = zoo_profile("llama3_8b")
+
+    assert all(not tensor.saved_by for tensor in profile.tensors)  # norms upcast it first, and save that
+
+
+def test_experts_are_found_by_their_stacked_weights() -> None:
+    profile = zoo_profile("mixtral_8x7b")
+    block = profile.classes[profile.layers[1].layer_class]
+
+    assert [(e.count, amount_at(e.routed, 3)) for e in block.experts] == [(8, 3 * 2 * profile.tokens_per_sample)]
+    assert set(block.experts[0].parameters) == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+
+
+def test_a_batch_norm_over_one_value_asks_for_two_samples() -> None:
+    profile = _of_module(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), 4)
+
+    assert profile.smallest_micro_batch == 2
+
+
+def test_dropout_keeps_a_byte_per_element() -> None:
+    with_dropout = _of_module(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)), 64)
+    without = _of_module(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.0)), 64)
+
+    def saved(profile: ModelProfile) -> float:
+        return sum(layer_class.whole.saved.at(1, 2) for layer_class in profile.classes)
+
+    assert saved(with_dropout) - saved(without) == 64

@@ -1,0 +1,109 @@
+"""While a model runs on fake CPU tensors: what a GPU's kernels would keep, in place of what the CPU's do."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_attention = functional.scaled_dot_product_attention
+
+RNN_SAVED_PER_OUTPUT = 6
+"""Elements that a fused LSTM keeps for each element of its output: four gates, the cell and its tanh."""
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[list[str]]:
+    """Yields a list that names what would refuse a batch of one sample (batch norm over a single value)."""
+    refusals: list[str] = []
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    with ExitStack() as stack:
+        stack.enter_context(_Kernels())
+        stack.enter_context(_Results())
+        stack.enter_context(patch.object(functional, "_verify_batch_size", _noting(refusals)))
+        if masking is not None and hasattr(masking, "find_packed_sequence_indices"):
+            # from fake positions transformers cannot see that no sample is packed, and would build T x T masks
+            stack.enter_context(patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None))
+        yield refusals
+
+
+class _Kernels(TorchFunctionMode):
+    """Attention without its dropout, for which the CPU kernel would fall back to a T x T matrix, and dropout whose mask
+    is a byte per element, where the CPU's has the compute dtype."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _attention:
+            return _without_dropout(*args, **kwargs)
+        if func is functional.dropout or func is torch.dropout:
+            return _dropout(func, *args, **kwargs)
+        if func is functional.multi_head_attention_forward:
+            # it calls attention where this mode does not see it
+            with patch.object(functional, "scaled_dot_product_attention", _without_dropout):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _without_dropout(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **more: Any,
+) -> torch.Tensor:
+    return _attention(query, key, value, attn_mask, 0.0, is_causal, **more)
+
+
+def _dropout(
+    func: Callable[..., Any],
+    input: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **more: Any,
+) -> torch.Tensor:
+    training = more.get("train", training)
+    if inplace or not training or p == 0.0:
+        kept: torch.Tensor = (
+            func(input, p, training, inplace) if func is functional.dropout else func(input, p, training)
+        )
+        return kept
+    return torch.native_dropout(input, p, True)[0]
+
+
+class _Results(TorchDispatchMode):
+    """What fake kernels return otherwise: the workspace of a fused LSTM has no bytes, and a batch norm over one value
+    (which the model will not see when it trains) divides by zero."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _BATCH_NORMS and args[0].numel() == args[0].shape[1]:
+            given = args[0]
+            return given.new_empty(given.shape), given.new_empty(given.shape[1]), given.new_empty(given.shape[1])
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+            output, hidden, cell, _ = out
+            return output, hidden, cell, output.new_empty(RNN_SAVED_PER_OUTPUT * output.numel())
+        return out
+
+
+_BATCH_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default)
+
+
+def _noting(refusals: list[str]) -> Callable[[Any], None]:
+    def check(size: Any) -> None:
+        values = size[0] * torch.Size(size[2:]).numel()
+        if values == 1:
+            refusals.append(f"batch norm over {list(size)}")
+
+    return check

@@ -1,0 +1,89 @@
+"""A profile at another sequence length, from profiles at three: every amount by a parabola through them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from .model_profile import ModelProfile
+
+_OWN = ("seq_len", "fingerprint", "torch_version", "notes", "other_lengths")
+"""Fields that the profile at the new length takes from the one it is made of."""
+
+
+def at_seq_len(profile: ModelProfile, seq_len: int) -> ModelProfile:
+    """The profile at `seq_len` tokens per sample.
+
+    Exact where amounts grow with 1, s and s^2 (and any mixture); in between for others (padding, chunks, the peak of
+    several operators). Raises ValueError where the profile holds one length only.
+    """
+    if seq_len == profile.seq_len:
+        return profile
+    if seq_len < 1:
+        raise ValueError(f"--seq-len is {seq_len}; it must be at least 1, for example --seq-len 1024")
+    if profile.seq_len is None:
+        raise ValueError(f"--seq-len {seq_len} was given, but {profile.name} has no sequence; leave --seq-len out")
+    if not profile.other_lengths:
+        raise ValueError(
+            f"--seq-len {seq_len}, but the profile of {profile.name} holds {profile.seq_len} tokens per sample and no "
+            "other length; make one that does: plan profile MODEL --lengths -o profile.json"
+        )
+    runs = (profile, *profile.other_lengths)
+    weights = _lagrange([float(run.seq_len or 0) for run in runs], float(seq_len))
+    documents = [run.model_dump(exclude=set(_OWN)) for run in runs]
+    note = f"at {seq_len} tokens per sample: from runs at {', '.join(str(r.seq_len) for r in runs)}"
+    return ModelProfile.model_validate(
+        {
+            **_mixed(documents, weights),
+            "seq_len": seq_len,
+            "fingerprint": f"{profile.fingerprint}-s{seq_len}",
+            "torch_version": profile.torch_version,
+            "notes": (*profile.notes, note),
+        }
+    )
+
+
+def _lagrange(points: Sequence[float], at: float) -> list[float]:
+    """Weights of values at `points` in the polynomial through them, at `at`."""
+    weights = []
+    for i, point in enumerate(points):
+        weight = 1.0
+        for j, other in enumerate(points):
+            weight *= (at - other) / (point - other) if i != j else 1.0
+        weights.append(weight)
+    return weights
+
+
+def _mixed(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Numbers mixed by weight, all else from the first; operators are matched by name, module and part."""
+    first = values[0]
+    if isinstance(first, bool | str) or any(value is None for value in values):
+        return first
+    if isinstance(first, int | float):
+        mixed = first if all(v == first for v in values) else sum(w * v for w, v in zip(weights, values, strict=True))
+        return round(mixed) if isinstance(first, int) else mixed
+    if isinstance(first, dict):
+        return {
+            key: _mixed_operators([v[key] for v in values], weights)
+            if key == "operators"
+            else _mixed([v[key] for v in values], weights)
+            for key in first
+        }
+    if any(len(v) != len(first) for v in values):
+        raise ValueError("the model runs other layers at other lengths, so that no length follows from three of them")
+    return tuple(_mixed(items, weights) for items in zip(*values, strict=True))
+
+
+def _mixed_operators(runs: Sequence[Sequence[dict[str, Any]]], weights: Sequence[float]) -> tuple[Any, ...]:
+    """Operators of the first run; one that is missing in another run counts there as what it is here."""
+    tables = [_numbered(run) for run in runs]
+    return tuple(_mixed([table.get(key, op) for table in tables], weights) for key, op in tables[0].items())
+
+
+def _numbered(operators: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str, int], dict[str, Any]]:
+    count: Counter[tuple[str, str, str]] = Counter()
+    table = {}
+    for op in operators:
+        key = (op["name"], op["module"], op["part"])
+        table[*key, count[key]] = op
+        count[key] += 1
+    return table
