@@ -17,15 +17,13 @@ from ..profiler.cluster import Device
 from ..profiler.units import (
     GIB,
     format_count,
-    format_flops_per_s,
     format_seconds,
 )
-from .report import against_others, axis_rows, certificate_line, choice_in_words, collapse, gpus_of, layer_runs
+from .report import against_others, axis_rows, certificate_line, choice_in_words, gpus_of, layer_runs
 
 if TYPE_CHECKING:
     from ..planner.estimate import Estimate, StageMemory
     from ..planner.search import Candidate, InfeasibleError
-    from ..profiler.model_profile import ModelProfile
     from .measurement import Measurement
 
 _ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "transient")
@@ -93,7 +91,7 @@ def age(seconds: float) -> str:
 def print_assumptions(console: Console, assumptions: Iterable[str]) -> None:
     """What was not said and therefore assumed, first of all."""
     for assumption in assumptions:
-        console.print(_hanging("assumes", Text(assumption), "yellow"))
+        console.print(hanging("assumes", Text(assumption), "yellow"))
 
 
 def print_job(console: Console, plan: Plan) -> None:
@@ -135,12 +133,12 @@ def print_speed(
     line.append(f"{mfu:.1%}", style="bold")
     console.print(line)
     if convention:
-        console.print(_hanging("  MFU:", Text(convention, style="dim"), "dim"))
+        console.print(hanging("  MFU:", Text(convention, style="dim"), "dim"))
 
 
 def print_why(console: Console, why: str) -> None:
     """The reasons for the main choices, in a clause each."""
-    console.print(_hanging("  why", Text(why), "default"))
+    console.print(hanging("  why", Text(why), "default"))
 
 
 def print_breakdown(console: Console, estimate: "Estimate") -> None:
@@ -148,13 +146,13 @@ def print_breakdown(console: Console, estimate: "Estimate") -> None:
     shares = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
     parts = [f"{name} {seconds / estimate.step_time_s:.0%}" for name, seconds in shares if seconds > 0]
     if parts:
-        console.print(_hanging("  of which", Text(" · ".join(parts)), "default"))
+        console.print(hanging("  of which", Text(" · ".join(parts)), "default"))
 
 
 def print_memory(console: Console, stages: Sequence["StageMemory"], margin: float) -> None:
     """Peak memory of one GPU of each stage against the budget, itemised."""
     budget = stages[0].budget_bytes
-    table = _table()
+    table = make_table()
     table.add_column("stage", no_wrap=True)
     for heading in (*_HEADINGS, "other", "total", "free"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -168,7 +166,7 @@ def print_memory(console: Console, stages: Sequence["StageMemory"], margin: floa
             Text(_gib(stage.device_bytes), style="bold"),
             Text(_gib(free), style="green" if free >= 0 else "bold red"),
         )
-    _print_titled(
+    print_titled(
         console, f"Memory per GPU, GiB (budget {_gib(budget)}: {margin:.0%} of the device is left free)", table
     )
     console.print(
@@ -181,7 +179,7 @@ def print_memory_totals(console: Console, plan: Plan) -> None:
     prediction = plan.prediction
     if prediction is None:
         return
-    table = _table()
+    table = make_table()
     table.add_column("stage")
     table.add_column("total", justify="right")
     table.add_column("free", justify="right")
@@ -194,12 +192,12 @@ def print_memory_totals(console: Console, plan: Plan) -> None:
             rows.append([str(i), *cells])
     for row in rows:
         table.add_row(*row)
-    _print_titled(console, f"Memory per GPU, GiB (budget {_gib(prediction.budget_bytes)})", table)
+    print_titled(console, f"Memory per GPU, GiB (budget {_gib(prediction.budget_bytes)})", table)
 
 
 def print_placement(console: Console, plan: Plan) -> None:
     """Which layers sit on which GPUs, how they are treated, and how the mesh axes lie on the hosts."""
-    table = _table()
+    table = make_table()
     table.add_column("stage", no_wrap=True)
     table.add_column("layers", ratio=5, overflow="fold")
     table.add_column("count", justify="right", no_wrap=True)
@@ -209,32 +207,32 @@ def print_placement(console: Console, plan: Plan) -> None:
         for i, run in enumerate(layer_runs(plan, stage)):
             where = gpus_of(plan, stage) if i == 0 else ""
             table.add_row(str(stage) if i == 0 else "", run.names, str(run.num_layers), run.treatment, where)
-    _print_titled(console, "Layer -> GPU", table)
+    print_titled(console, "Layer -> GPU", table)
     rows = axis_rows(plan)
     if not rows:
         return
-    axes = _table()
+    axes = make_table()
     axes.add_column("axis", no_wrap=True)
     axes.add_column("ways", justify="right", no_wrap=True)
     axes.add_column("ranks of the first group")
     axes.add_column("each group sits")
     for row in rows:
         axes.add_row(row.axis, f"{row.degree:,}", row.first_group, row.where)
-    _print_titled(console, "Mesh, outermost axis first", axes)
+    print_titled(console, "Mesh, outermost axis first", axes)
 
 
 def print_candidates(console: Console, title: str, candidates: Sequence["Candidate"]) -> None:
     """Alternatives with time, memory and why they lost."""
     if not candidates:
         return
-    table = _table()
+    table = make_table()
     table.add_column("layout", ratio=4)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("GiB", justify="right", no_wrap=True)
     table.add_column("verdict", ratio=5)
     for candidate in candidates:
         table.add_row(*_candidate_cells(candidate))
-    _print_titled(console, title, table)
+    print_titled(console, title, table)
 
 
 def print_comparison(
@@ -244,7 +242,7 @@ def print_comparison(
     reference_s: float | None,
 ) -> None:
     """The plan beside manual set-ups; times: what each really took, or why it was not run."""
-    table = _table()
+    table = make_table()
     table.add_column("set-up", ratio=3)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("to plan", justify="right", no_wrap=True)
@@ -260,7 +258,7 @@ def print_comparison(
         found = None if times is None else times.get(candidate.label)
         took = "-" if found is None or isinstance(found, str) else format_seconds(found.step_time_s)
         table.add_row(label, step, ratio, gib, *([] if times is None else [took]), verdict)
-    _print_titled(console, "Planned beside manual set-ups, equal global batch", table)
+    print_titled(console, "Planned beside manual set-ups, equal global batch", table)
     runs = [found for found in (times or {}).values() if not isinstance(found, str)]
     if runs:
         spread = max(run.spread for run in runs)
@@ -277,22 +275,22 @@ def print_comparison(
 def print_certificate(console: Console, plan: Plan) -> None:
     """The certificate in a line."""
     console.print()
-    console.print(_hanging("proof", Text(certificate_line(plan)), "cyan"))
+    console.print(hanging("proof", Text(certificate_line(plan)), "cyan"))
 
 
 def print_next(console: Console, written: Sequence[str], commands: Sequence[tuple[str, str]]) -> None:
     """What was written, and what to type next: (command, what it does)."""
     for line in written:
-        console.print(_hanging("wrote", Text(line), "cyan"))
+        console.print(hanging("wrote", Text(line), "cyan"))
     for i, (command, purpose) in enumerate(commands):
         text = Text(command, style="bold")
         text.append(f"   {purpose}", style="dim not bold")
-        console.print(_hanging("next" if i == 0 else "", text, "cyan"))
+        console.print(hanging("next" if i == 0 else "", text, "cyan"))
 
 
 def print_devices(console: Console, devices: Sequence[Device]) -> None:
     """The presets, one line each; the files hold the source of every number."""
-    table = _table()
+    table = make_table()
     table.add_column("name", no_wrap=True)
     headings = ("memory GiB", "bf16 TFLOP/s", "fp32 TFLOP/s", "memory GB/s", "link GB/s", "per host", "network GB/s")
     for heading in headings:
@@ -310,7 +308,7 @@ def print_devices(console: Console, devices: Sequence[Device]) -> None:
             str(device.devices_per_host),
             network_speed,
         )
-    _print_titled(console, "Device presets (--device)", table)
+    print_titled(console, "Device presets (--device)", table)
     console.print(
         Text(
             "FLOP/s are dense peaks. link and network are what large collectives really get in one direction, per "
@@ -326,44 +324,12 @@ def print_infeasible(error: "InfeasibleError") -> None:
     make_console(stderr=True).print(Text.assemble(("does not fit: ", "bold red"), message), soft_wrap=True)
 
 
-def print_profile(console: Console, profile: "ModelProfile") -> None:
-    """What was found in a model: its layers by class, parameters and FLOPs."""
-    sequence = "no sequence" if profile.seq_len is None else f"sequences of {profile.seq_len:,}"
-    per_sample = format_flops_per_s(profile.flops_per_sample()).removesuffix("/s")
-    console.print(
-        Text(
-            f"{profile.name}, {format_count(profile.num_parameters)} parameters, {sequence}, "
-            f"{per_sample} per sample, forward and backward",
-            style="bold",
-        )
-    )
-    table = _table()
-    table.add_column("layers", ratio=3, overflow="fold")
-    table.add_column("count", justify="right", no_wrap=True)
-    table.add_column("class", ratio=2)
-    table.add_column("params of one", justify="right", no_wrap=True)
-    table.add_column("tensor parallel", ratio=2)
-    runs: list[tuple[int, list[str]]] = []
-    for layer in profile.layers:
-        if runs and runs[-1][0] == layer.layer_class:
-            runs[-1][1].append(layer.name)
-        else:
-            runs.append((layer.layer_class, [layer.name]))
-    for index, names in runs:
-        layer_class = profile.classes[index]
-        cuts = ", ".join(dict.fromkeys(cut.kind for cut in layer_class.cuts)) or "stays whole"
-        num_parameters = sum(parameter.num_elements for parameter in layer_class.parameters)
-        table.add_row(collapse(names), str(len(names)), layer_class.name, format_count(num_parameters), cuts)
-    _print_titled(console, "Layers in execution order", table)
-    print_notes(console, profile.notes)
-
-
 def print_notes(console: Console, notes: Sequence[str]) -> None:
     """What could not be cut or recognised."""
     if notes:
         console.print()
     for note in notes:
-        console.print(_hanging("note", Text(note), "yellow"))
+        console.print(hanging("note", Text(note), "yellow"))
 
 
 def print_error(message: str) -> None:
@@ -376,7 +342,7 @@ def write_json(document: str) -> None:
     sys.stdout.write(document + "\n")
 
 
-def _hanging(word: str, text: Text, style: str) -> Table:
+def hanging(word: str, text: Text, style: str) -> Table:
     """`text` beside a word, its further lines indented under its first."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, min_width=7)
@@ -385,13 +351,14 @@ def _hanging(word: str, text: Text, style: str) -> Table:
     return grid
 
 
-def _print_titled(console: Console, title: str, table: Table) -> None:
+def print_titled(console: Console, title: str, table: Table) -> None:
     console.print()
     console.print(Text(title, style="bold"))
     console.print(table)
 
 
-def _table() -> Table:
+def make_table() -> Table:
+    """An empty table in the style of all."""
     return Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,

@@ -26,6 +26,7 @@ from ..profiler.model_profile import ModelProfile
 from ..profiler.trace import trace
 from .local_ranks import RankError, run_local_ranks
 from .pipeline import loss_of, split_micro_batches
+from .shrink import full_config, shrunken_config
 from .trainer import parallelize
 
 MAX_RANKS = 8
@@ -188,8 +189,9 @@ def small_model(plan: Plan, loaded: LoadedModel, folder: Path) -> tuple[LoadedMo
     if loaded.small is not None:
         return _short(loaded.small(), plan), ()
     if loaded.source.endswith(".json"):
-        config = _full_config(Path(loaded.source))
-        (folder / "config.json").write_text(json.dumps(shrunken_config(config, plan)))
+        config = full_config(Path(loaded.source))
+        shrunken = shrunken_config(config, plan.degrees, MAX_RANKS)
+        (folder / "config.json").write_text(json.dumps(shrunken))
         small = replace(load_model(folder), name=f"{loaded.name}-small")
         return _short(small, plan), ("its config.json shrunken: fewer and narrower layers, small vocabulary",)
     if plan.model.num_parameters <= MAX_PARAMETERS:
@@ -199,74 +201,6 @@ def small_model(plan: Plan, loaded: LoadedModel, folder: Path) -> tuple[LoadedMo
         f"{MAX_PARAMETERS:,}): add to {loaded.source} a function small() that returns a small version of the model, "
         "and small_batch(size) if batch(size) does not suit it"
     )
-
-
-def shrunken_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """A Hugging Face config of the same architecture that trains in a moment, cut as finely as the plan cuts."""
-    tensor = min(plan.degrees.tensor, MAX_RANKS)
-    layers = max(2, min(plan.degrees.pipeline, MAX_RANKS))
-    heads = next((config[k] for k in _HEADS if isinstance(config.get(k), int)), 2)
-    kv_heads = next((config[k] for k in _KV_HEADS if isinstance(config.get(k), int)), heads)
-    small_kv_heads = tensor if tensor > 1 else min(kv_heads, 2)
-    small_heads = small_kv_heads * min(heads // kv_heads, 2)
-    width = small_heads * _HEAD_WIDTH
-    vocabulary = 64 * tensor
-    sizes: dict[tuple[str, ...], int] = {
-        _LAYERS: layers,
-        _HEADS: small_heads,
-        _KV_HEADS: small_kv_heads,
-        _WIDTH: width,
-        _INNER: 2 * width,
-        ("head_dim", "d_kv"): _HEAD_WIDTH,
-        ("vocab_size",): vocabulary,
-        ("num_local_experts", "num_experts", "n_routed_experts"): min(_whole(config, "num_local_experts", 4), 4),
-    }
-    small = dict(config)
-    for keys, size in sizes.items():
-        small.update({key: size for key in keys if isinstance(config.get(key), int)})
-    old_layers = next((config[k] for k in _LAYERS if isinstance(config.get(k), int)), None)
-    for key, value in config.items():
-        if key.endswith(("dropout", "_pdrop", "dropout_rate", "dropout_prob")) and isinstance(value, int | float):
-            small[key] = 0.0
-        elif key.endswith("_token_id") and isinstance(value, int):
-            small[key] = min(value, vocabulary - 1)
-        elif isinstance(value, list) and len(value) == old_layers:
-            kinds = list(dict.fromkeys(map(str, value)))
-            firsts = [value[[str(v) for v in value].index(kind)] for kind in kinds]
-            small[key] = [firsts[i % len(firsts)] for i in range(layers)]
-    if isinstance(config.get("image_size"), int) and isinstance(config.get("patch_size"), int):
-        small["image_size"] = 4 * config["patch_size"]
-    for key in ("max_position_embeddings", "n_positions"):
-        if isinstance(config.get(key), int):
-            small[key] = min(config[key], 512)
-    for key in ("quantization_config", "torch_dtype", "transformers_version"):
-        small.pop(key, None)
-    small["dtype"] = "float32"
-    return small
-
-
-_HEAD_WIDTH = 8
-_LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "num_layers",
-    "n_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-)
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
-_KV_HEADS = ("num_key_value_heads",)
-_WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
-_INNER = (
-    "intermediate_size",
-    "n_inner",
-    "d_ff",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)
 
 
 def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]]:
@@ -290,7 +224,7 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
         if old != new:
             notes.append(f"{axis} is {new} here instead of {old}")
     num_microbatches = min(plan.num_microbatches, max(2 * degrees.pipeline, 4))
-    micro_batch = min(plan.micro_batch, 2)
+    micro_batch = min(plan.micro_batch, 2 * profile.smallest_micro_batch)
     shape = replace(
         shape_of(plan),
         data_replicate=degrees.data_replicate,
@@ -363,10 +297,7 @@ def small_stages(
 def _merged(stages: Sequence[Stage], count: int) -> list[list[LayerPlan]]:
     """`count` stages of consecutive ones joined."""
     places = [round(i * len(stages) / count) for i in range(count + 1)]
-    return [
-        [layer for stage in stages[start:end] for layer in stage.layers]
-        for start, end in pairwise(places)
-    ]
+    return [[layer for stage in stages[start:end] for layer in stage.layers] for start, end in pairwise(places)]
 
 
 def _tensor_degree(plan: Plan, degree: int, profile: ModelProfile) -> int:
@@ -389,20 +320,6 @@ def _short(loaded: LoadedModel, plan: Plan) -> LoadedModel:
         loaded = loaded.with_seq_len(8 * tensor)
     build = loaded.build
     return replace(loaded, build=lambda: build().float())
-
-
-def _full_config(path: Path) -> dict[str, Any]:
-    """The config with the defaults of its class, which may be large, too."""
-    import transformers
-
-    document = json.loads(path.read_text())
-    full: dict[str, Any] = transformers.AutoConfig.for_model(**document).to_dict()
-    return {**full, "architectures": document.get("architectures"), "model_type": document["model_type"]}
-
-
-def _whole(config: dict[str, Any], key: str, default: int) -> int:
-    value = config.get(key)
-    return value if isinstance(value, int) else default
 
 
 def _built(loaded: LoadedModel) -> nn.Module:

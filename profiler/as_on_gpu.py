@@ -60,7 +60,16 @@ def _without_dropout(
     is_causal: bool = False,
     **more: Any,
 ) -> torch.Tensor:
-    return _attention(query, key, value, attn_mask, 0.0, is_causal, **more)
+    if query.shape[-1] == value.shape[-1]:
+        return _attention(query, key, value, attn_mask, 0.0, is_causal, **more)
+    # values of another width (latent attention): a GPU's memory-efficient kernel takes them, no fused one of the CPU
+    groups = query.shape[-3] // key.shape[-3] if more.get("enable_gqa") else 1
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    bias = attn_mask if attn_mask is None else attn_mask.to(query.dtype)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    output: torch.Tensor = efficient(query, key, value, bias, True, 0.0, is_causal, scale=more.get("scale"))[0]
+    return output
 
 
 def _dropout(

@@ -193,7 +193,7 @@ class Cursor:
 
 def find_units(root: nn.Module, closed: frozenset[str] = frozenset()) -> Units:
     """Where the model may be cut, read off its module tree. closed: elements not to be opened."""
-    containers = _containers(root, closed)
+    containers = _containers(root, closed) or _containers(root, closed, fewest=1)
     notes: tuple[str, ...] = ()
     if not containers:
         containers = [_branching(root)]
@@ -464,7 +464,7 @@ class _Watch(TorchDispatchMode):
             self.from_parameters.add(self.storages.number(tensor))
 
 
-def _containers(root: nn.Module, closed: frozenset[str]) -> list[str]:
+def _containers(root: nn.Module, closed: frozenset[str], fewest: int = 2) -> list[str]:
     """Outermost containers of layers; inside a Sequential root also the containers of blocks that it holds, and inside
     their elements those of blocks of one type."""
     found: list[str] = []
@@ -477,7 +477,7 @@ def _containers(root: nn.Module, closed: frozenset[str]) -> list[str]:
         if outer and not (outer == [""] and _holds_blocks(module)) and not (name != element and _holds_alike(module)):
             continue
         deep_mlp = name.count(".") > 0 and isinstance(module, nn.Sequential) and not _holds_blocks(module)
-        if _is_container(module) and not deep_mlp:
+        if _is_container(module, fewest) and not deep_mlp:
             found.append(name)
     return found
 
@@ -488,8 +488,10 @@ def _holds_alike(module: nn.Module) -> bool:
     return _holds_blocks(module) and len(set(types)) < len(types)
 
 
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(_with_parameters(module)) >= 2
+def _is_container(module: nn.Module, fewest: int = 2) -> bool:
+    """fewest: elements with parameters; a model whose one block runs many times (ALBERT) holds one."""
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    return container and len(_with_parameters(module)) >= fewest
 
 
 def _holds_blocks(module: nn.Module) -> bool:

@@ -68,6 +68,8 @@ class Observation:
 SELECTIVELY_KEPT = ("matmul", "attention")
 """Kinds of operators whose results selective recompute keeps: they are dear to run again and small to keep."""
 
+_BATCHED = ("_grouped_mm", "bmm", "baddbmm")
+
 Arrive = Callable[[Crossing, torch.Tensor], torch.Tensor]
 
 
@@ -208,7 +210,7 @@ class LayerRun:
                 stacked[self.storages.number(parameter)] = (name.removeprefix(prefix), parameter.shape[0])
         for op in forward:
             weight = next((stacked[view.storage] for view in op.inputs if view.storage in stacked), None)
-            if weight is not None and op.shape is not None:
+            if weight is not None and op.shape is not None and op.name in _BATCHED:
                 name, count = weight
                 bank = self.observation.experts.setdefault(op.module, ExpertBank(count, op.shape[0], []))
                 bank.parameters.append(name)

@@ -233,7 +233,15 @@ def _rnn_flops(x: torch.Tensor, input_weight: torch.Tensor, hidden_weight: torch
     return 2 * x.shape[0] * x.shape[1] * (input_weight.numel() + hidden_weight.numel())
 
 
+def _convolution_backward_flops(grad: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *more: Any) -> int:
+    """Of each wanted gradient as many as the forward's; torch's own formula forgets about groups."""
+    transposed, wanted = more[4], more[-1]
+    positions = image if transposed else grad
+    return 2 * positions.shape[0] * positions.shape[2:].numel() * weight.numel() * sum(wanted[:2])
+
+
 _FLOPS: dict[str, Callable[..., int]] = {
+    "convolution_backward": _convolution_backward_flops,
     "_grouped_mm": _grouped_flops,
     "mkldnn_rnn_layer": _rnn_flops,
     "mkldnn_rnn_layer_backward": lambda *args: 2 * _rnn_flops(*args),

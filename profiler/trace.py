@@ -387,9 +387,11 @@ def _uniquely_named(classes: Sequence[LayerClass]) -> tuple[LayerClass, ...]:
 
 
 def _class_name(fake: FakeModel, layer: Layer) -> str:
-    if not layer.root:
-        return layer.name
-    return type(fake.module.get_submodule(layer.root)).__name__
+    if layer.root:
+        return type(fake.module.get_submodule(layer.root)).__name__
+    if layer.name in layer.units or "+" in layer.name or ".." in layer.name:
+        return "+".join(dict.fromkeys(type(fake.module.get_submodule(unit)).__name__ for unit in layer.units))
+    return layer.name
 
 
 def _parameters(fake: FakeModel, layer: Layer) -> tuple[ParameterProfile, ...]:

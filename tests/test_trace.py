@@ -9,6 +9,7 @@ from torch.nn import functional
 from zoo import zoo_profile
 
 from meshwright.planner.strategy import legal_cuts, sharding_rule
+from meshwright.profiler.dimensions import dimensions
 from meshwright.profiler.lengths import at_seq_len
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile, amount_at, load_profile
@@ -443,3 +444,15 @@ def test_dropout_keeps_a_byte_per_element() -> None:
         return sum(layer_class.whole.saved.at(1, 2) for layer_class in profile.classes)
 
     assert saved(with_dropout) - saved(without) == 64
+
+
+def test_operators_name_the_dims_they_run_over() -> None:
+    profile = trace(load_model("benchmarks/models/gpt.py"), seq_len=256, lengths=True)
+    block = profile.layers[1].layer_class
+    operators = profile.classes[block].whole.operators
+
+    found = {(op.module, op.part): dimensions(profile, block, i) for i, op in enumerate(operators) if op.flops[1]}
+
+    assert found["attention.qkv", "forward"] == {"batch": 1, "sequence": 1, "heads": 1}
+    assert found["attention", "forward"] == {"batch": 1, "sequence": 2, "heads": 1}
+    assert found["up", "backward_weight"] == {"batch": 1, "sequence": 1, "hidden": 1}

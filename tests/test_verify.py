@@ -16,13 +16,13 @@ from torch.nn import functional
 
 from meshwright.executor import gradients, pipeline, verify
 from meshwright.executor.local_ranks import RankError, run_local_ranks
+from meshwright.executor.shrink import shrunken_config
 from meshwright.executor.verify import (
     TOLERANCE,
     Difference,
     VerifyReport,
     compared,
     no_dropout,
-    shrunken_config,
     shrunken_degrees,
     small_model,
     small_plan,
@@ -219,7 +219,7 @@ def test_a_shrunken_config_can_be_cut_as_the_plan_cuts() -> None:
         "rms_norm_eps": 1e-5,
     }
 
-    small = shrunken_config(config, plan)
+    small = shrunken_config(config, plan.degrees, 8)
 
     assert small["num_key_value_heads"] % 2 == 0
     assert small["num_attention_heads"] == 2 * small["num_key_value_heads"]
