@@ -23,6 +23,7 @@ from ..profiler.local import local_gpus, preset_of
 from ..profiler.model_profile import ModelProfile, load_profile
 from . import terminal
 from .report import candidate_document, json_document, launch_command, measured_document
+from .terminal_profile import print_operators, print_profile
 
 if TYPE_CHECKING:
     from ..planner.estimate import Estimate
@@ -93,14 +94,21 @@ def _command(name: str) -> typer.Typer:
     return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
-_plan, _profile, _devices, _compare, _verify, _show = (
-    _command(name) for name in ("plan", "profile", "devices", "compare", "verify", "show")
+_plan, _profile, _devices, _compare, _verify, _show, _calibrate = (
+    _command(name) for name in ("plan", "profile", "devices", "compare", "verify", "show", "calibrate")
 )
-_SUBCOMMANDS = {"profile": _profile, "devices": _devices, "compare": _compare, "verify": _verify, "show": _show}
+_SUBCOMMANDS = {
+    "profile": _profile,
+    "devices": _devices,
+    "compare": _compare,
+    "verify": _verify,
+    "show": _show,
+    "calibrate": _calibrate,
+}
 _EPILOG = (
     "Also: [bold]plan profile[/bold] MODEL -o profile.json · [bold]plan compare[/bold] MODEL --gpus 8 --setup ddp "
     "--setup 'tp=4 pp=2' · [bold]plan verify[/bold] plan.json · [bold]plan show[/bold] plan.json · "
-    "[bold]plan devices[/bold]. Each has --help."
+    "[bold]plan devices[/bold] · [bold]plan calibrate[/bold] -o device.toml. Each has --help."
 )
 
 
@@ -132,7 +140,7 @@ def route(words: Sequence[str]) -> tuple[str, list[str]]:
         return "", list(words)
     name = words[positions[0]]
     rest = [*words[: positions[0]], *words[positions[0] + 1 :]]
-    lacks_operand = bool(rest) if name == "devices" else len(positions) == 1
+    lacks_operand = {"devices": bool(rest), "calibrate": False}.get(name, len(positions) == 1)
     if lacks_operand and "--help" not in rest and Path(name).exists():
         return "", list(words)
     return name, rest
@@ -235,6 +243,7 @@ def _profile_command(
     lengths: Annotated[
         bool, typer.Option("--lengths", help="run it at two shorter lengths, too: then `plan -s N` works for any N")
     ] = False,
+    operators: Annotated[bool, typer.Option("--operators", help="list the operators of every class")] = False,
     no_cache: _NoCache = False,
     quiet: _Quiet = False,
 ) -> None:
@@ -248,7 +257,9 @@ def _profile_command(
     if quiet:
         return
     console = terminal.make_console()
-    terminal.print_profile(console, profile)
+    print_profile(console, profile)
+    if operators:
+        print_operators(console, profile)
     terminal.print_next(console, [str(output)], [(f"plan {output} --gpus 8", "needs no torch")])
 
 
@@ -319,6 +330,53 @@ def _compare_command(
     terminal.print_comparison(console, comparison.candidates, times, reference)
     if not comparison.plans:
         raise SystemExit(_DOES_NOT_FIT)
+
+
+@_calibrate.command()
+def _calibrate_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="a model whose layers are timed, too, as a check", show_default=False),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the device goes")] = Path(
+        "device.toml"
+    ),
+    device_kind: Annotated[str, typer.Option("--device-kind", metavar="KIND", help="auto, cpu or cuda")] = "auto",
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", metavar="N", help="measured at once (default: all GPUs, or cores)", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32; repeatable, activations have the first"),
+    ] = None,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", metavar="N", min=1, help="samples for MODEL")] = 4,
+    seq_len: _SeqLen = None,
+    quick: Annotated[bool, typer.Option("--quick", help="under 15 seconds instead of a minute; coarser")] = False,
+    quiet: _Quiet = False,
+) -> None:
+    """Measure the devices here and write them as a device file for --device: matmuls, memory, attention, collectives.
+
+    Every number says how it was measured. What a GPU run cannot tell stays as in the nearest preset, and says so.
+    """
+    from .calibrate import calibrate, check_device_output, print_calibration
+
+    check_device_output(output)
+    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet) as waiting:
+        profile, loaded = (None, None) if model is None else read_model(model, seq_len, waiting, needs_model=True)
+        if model is not None and loaded is None:
+            raise ValueError(f"calibrate runs the model, and {model} is only its profile: give the model itself")
+        waiting("measuring")
+        found = calibrate(device_kind, ranks, quick, dtype or (), loaded, profile, micro_batch)
+    found.save(output)
+    if not quiet:
+        console = terminal.make_console()
+        print_calibration(console, found)
+        terminal.print_next(
+            console,
+            [str(output)],
+            [(f"plan MODEL --gpus {found.num_ranks} --device {output}", "plans for what was measured")],
+        )
 
 
 @_verify.command()

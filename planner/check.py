@@ -4,7 +4,7 @@ from ..profiler.model_profile import ModelProfile
 from .estimate import estimate
 from .explain import does_not_fit
 from .memory_cost import uses_fully_shard
-from .plan import Plan
+from .plan import EXECUTABLE_RECOMPUTES, EXECUTABLE_SCHEDULES, Plan
 from .strategy import can_recompute, divides, sequence_rule, shape_of, sharding_rule
 
 
@@ -35,8 +35,8 @@ def _structure(plan: Plan) -> list[str]:
     degrees = plan.degrees
     if degrees.num_devices != plan.cluster.num_devices:
         found.append(f"degrees multiply to {degrees.num_devices}, the cluster has {plan.cluster.num_devices} devices")
-    if len(plan.stages) != degrees.pipeline:
-        found.append(f"pipeline={degrees.pipeline} but {len(plan.stages)} stages")
+    if len(plan.stages) != degrees.pipeline * degrees.virtual_stages:
+        found.append(f"pipeline={degrees.pipeline} x {degrees.virtual_stages} but {len(plan.stages)} stages")
     samples = plan.micro_batch * plan.num_microbatches * degrees.data
     if samples != plan.training.global_batch:
         found.append(f"a step takes {samples} samples, global_batch is {plan.training.global_batch}")
@@ -50,12 +50,19 @@ def _executable(plan: Plan) -> list[str]:
     """What the executor cannot run."""
     found = []
     layers = [layer for stage in plan.stages for layer in stage.layers]
+    if plan.schedule not in EXECUTABLE_SCHEDULES or plan.degrees.virtual_stages > 1:
+        found.append(
+            f"schedule {plan.schedule} with {plan.degrees.virtual_stages} stages on each rank is priced, not run; "
+            f"the executor runs {', '.join(EXECUTABLE_SCHEDULES)}"
+        )
+    for recompute in sorted({layer.recompute for layer in layers} - set(EXECUTABLE_RECOMPUTES)):
+        found.append(f"recompute={recompute} is priced, not run; the executor runs {', '.join(EXECUTABLE_RECOMPUTES)}")
     if plan.degrees.pipeline > 1 and len({layer.reshard for layer in layers}) > 1:
         found.append("in a pipeline either all layers give gathered parameters back or none; the costs know no mix")
     if plan.degrees.data_shard == 1 and any(layer.reshard for layer in layers):
         found.append("reshard=true needs data_shard above 1")
     for layer in layers:
-        if layer.recompute == "full" and (len(layer.modules) != 1 or layer.modules[0] != layer.root):
+        if layer.recompute != "none" and (len(layer.modules) != 1 or layer.modules[0] != layer.root):
             found.append(f"layer {layer.name} is not one module, so it cannot be recomputed")
     return found
 
@@ -102,6 +109,6 @@ def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
         rules.append(sequence_rule(profile, plan.degrees.tensor))
     planned = (layer for stage in plan.stages for layer in stage.layers)
     for layer, seen in zip(planned, profile.layers, strict=False):
-        if layer.recompute == "full" and not can_recompute(profile, seen):
+        if layer.recompute != "none" and not can_recompute(profile, seen):
             rules.append(f"layer {layer.name} is not one module, or what goes into it is written over: no recompute")
     return [rule for rule in rules if rule is not None]

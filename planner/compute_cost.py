@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from ..profiler.cluster import Device, MatmulSample
 from ..profiler.model_profile import Costs, OpProfile, amount_at
+from .plan import Recompute
 
 WAVE_EXPONENT = 0.63
 """How much of the ideal loss to partly filled waves of tiles is paid. Pilot fit on published runs, 10-90%: 0.5-0.7."""
@@ -18,12 +19,17 @@ OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
 """Bytes moved per fp32 parameter: read parameter, gradient and moments, write parameter and moments."""
 
 
+SELECTIVELY_KEPT = ("matmul", "attention")
+"""Kinds of operators that selective recompute does not repeat."""
+
+
 @dataclass(frozen=True)
 class Seconds:
-    """Compute time of one layer for one micro-batch. repeated: the part of the forward that recompute repeats."""
+    """Compute time of one layer for one micro-batch. repeated: the parts of the forward that recompute repeats: all of
+    it ("full"), all but matmuls and attention ("selective"), or unfused attention only ("attention")."""
 
     forward: float
-    repeated: float
+    repeated: dict[Recompute, float]
     backward_input: float
     backward_weight: float
 
@@ -39,11 +45,14 @@ def layer_seconds(costs: Costs, device: Device, precision: str, element_bytes: i
     Operators of the backward that serve both gradients count as input part.
     """
     seconds = {"forward": 0.0, "backward_input": 0.0, "backward_weight": 0.0, "backward": 0.0}
-    repeated = 0.0
+    repeated: dict[Recompute, float] = {"none": 0.0, "attention": 0.0, "selective": 0.0, "full": 0.0}
     for op in costs.operators:
         op_s = operator_s(op, device, precision, element_bytes, batch, tensor)
         seconds[op.part] += op_s
-        repeated += op_s if op.part == "forward" and op.repeated else 0.0
+        if op.part == "forward":
+            repeated["attention"] += op_s if op.core else 0.0
+            repeated["full"] += op_s if op.repeated else 0.0
+            repeated["selective"] += op_s if op.repeated and op.kind not in SELECTIVELY_KEPT else 0.0
     return Seconds(
         seconds["forward"], repeated, seconds["backward_input"] + seconds["backward"], seconds["backward_weight"]
     )
@@ -117,6 +126,11 @@ def tile_efficiency(rows: float, columns: float, device: Device) -> float:
     waves = tiles / device.compute_units
     filled = waves / math.ceil(waves)
     return float(max(filled, 1.0 / device.compute_units) ** WAVE_EXPONENT)
+
+
+def accumulate_s(num_elements: float, device: Device) -> float:
+    """Seconds to add as many fp32 gradients to those that are there."""
+    return moving_s(12.0 * num_elements, device, "add_", "elementwise")
 
 
 def optimizer_s(num_elements: float, optimizer: str, device: Device) -> float:

@@ -10,8 +10,8 @@ from .comm_cost import Collective
 from .layer_cost import CostModel, LayerCost
 from .memory_cost import state_bytes
 from .plan import Axis, Plan
-from .simulate import simulated_step_s
-from .stage_cost import StageCost, budget_bytes, closed_form_s, combine, outside_bytes
+from .simulate import simulated_step_s, stage_of
+from .stage_cost import StageCost, budget_bytes, closed_form_s, combine, on_one_rank, outside_bytes
 from .strategy import LayerOption, Shape, shape_of
 
 MFU_CONVENTION = (
@@ -88,24 +88,44 @@ def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
     shape = shape_of(plan)
     stages = _stages(plan, model, shape)
     costs = [stage.cost for stage in stages]
-    forward, backward = [c.forward_s for c in costs], [c.backward_s for c in costs]
-    once = [c.once_s for c in costs]
-    step_s = simulated_step_s(plan.schedule, forward, backward, once, plan.num_microbatches)
+    ranks = _ranks(stages, shape)
+    once = [rank.cost.once_s for rank in ranks]
+    step_s = simulated_step_s(
+        plan.schedule,
+        [c.forward_s for c in costs],
+        [c.backward_s for c in costs],
+        once,
+        plan.num_microbatches,
+        [c.weight_s for c in costs],
+    )
     peak = plan.cluster.device.flops[plan.training.precision] * plan.cluster.num_devices
     samples_per_s = plan.training.global_batch / step_s
     return Estimate(
         step_time_s=step_s,
-        closed_form_s=closed_form_s([c.microbatch_s for c in costs], once, plan.num_microbatches),
+        closed_form_s=closed_form_s([rank.cost.microbatch_s for rank in ranks], once, plan.num_microbatches),
         tokens_per_s=samples_per_s * profile.tokens_per_sample,
         samples_per_s=samples_per_s,
         mfu=profile.flops_per_sample() * samples_per_s / peak,
-        breakdown=_breakdown(stages, plan.num_microbatches, step_s),
-        stage_forward_s=tuple(forward),
-        stage_backward_s=tuple(backward),
+        breakdown=_breakdown(ranks, plan.num_microbatches, step_s),
+        stage_forward_s=tuple(rank.cost.forward_s for rank in ranks),
+        stage_backward_s=tuple(rank.cost.backward_s for rank in ranks),
         stage_once_s=tuple(once),
-        memory=tuple(_memory(c, shape, model) for c in costs),
-        collectives=_traffic(stages, model, shape, plan),
+        memory=tuple(_memory(rank.cost, shape, model) for rank in ranks),
+        collectives=_traffic(ranks, model, shape, plan),
     )
+
+
+def _ranks(stages: list[_Stage], shape: Shape) -> list[_Stage]:
+    """What each rank of the pipeline holds: its one stage, or several as one."""
+    if shape.virtual_stages == 1:
+        return stages
+    ranks = []
+    for rank in range(shape.pipeline):
+        chunks = range(shape.virtual_stages)
+        held = [stages[stage_of(shape.schedule, rank, chunk, shape.pipeline)] for chunk in chunks]
+        layers = tuple(layer for stage in held for layer in stage.layers)
+        ranks.append(_Stage(on_one_rank([stage.cost for stage in held]), layers, sum(s.tie_bytes for s in held)))
+    return ranks
 
 
 def _stages(plan: Plan, model: CostModel, shape: Shape) -> list[_Stage]:

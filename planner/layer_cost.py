@@ -7,7 +7,7 @@ from typing import Literal
 from ..profiler.cluster import ClusterSpec, Device
 from ..profiler.model_profile import Bytes, Costs, CrossingTensor, LayerClass, ModelProfile
 from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
-from .compute_cost import Seconds, layer_seconds, optimizer_s
+from .compute_cost import Seconds, accumulate_s, layer_seconds, optimizer_s
 from .memory_cost import StateBytes, state_bytes, uses_fully_shard
 from .plan import Axis, Recompute
 from .strategy import LayerOption, Shape, can_recompute, is_cut, is_sequence_cut
@@ -79,10 +79,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer under one shape and option. Seconds per micro-batch unless `once_`; bytes on one rank."""
+    """One layer under one shape and option. Seconds per micro-batch unless `once_`; bytes on one rank. weight_s: the
+    part of backward_s that is for gradients of weights."""
 
     forward_s: float
     backward_s: float
+    weight_s: float
     recompute_s: float
     tensor_forward_s: float
     tensor_backward_s: float
@@ -222,6 +224,15 @@ class CostModel:
         gradients = state.passing_gradients - (state.root_gradients if kind.is_in_root(shape) else 0.0)
         return trainable * gradients + (PREFETCHED_LAYERS * total * state.gathered if resharded else 0.0)
 
+    def _accumulate_s(self, trainable: float, shape: Shape) -> float:
+        """Seconds per micro-batch of adding new gradients to those of the micro-batches before: fp32, two reads and a
+        write, of shards where they are reduced first."""
+        if shape.num_microbatches == 1:
+            return 0.0
+        elements = trainable / (shape.data_shard if shape.gradient_sync == "every" else 1)
+        added = accumulate_s(elements, self.device)
+        return added * (1 - 1 / shape.num_microbatches)
+
     def tensor_traffic(self, kind: Kind, shape: Shape) -> tuple[tuple[Part, bool, Traffic], ...]:
         """(part, whether recompute repeats it, collective) of tensor parallelism in one layer for one micro-batch."""
         mode, costs, tensor = self.mode(kind, shape)
@@ -266,15 +277,16 @@ class CostModel:
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
         data = self._data(shape, resharded, *self.elements(kind, shape, kind.held_before(shape)), seconds)
         full = option.recompute == "full"
-        kept, transient = self._activation_bytes(kind, shape, full)
+        kept, transient = self._activation_bytes(kind, shape, option.recompute)
         passing = self._passing_bytes(kind, shape, state, total, trainable, resharded)
         held = 0.0 if resharded else total * state.gathered
         held += trainable * (state.accumulated + (state.root_gradients if in_root else 0.0))
         shard = shape.data_shard
         return LayerCost(
             forward_s=seconds.forward,
-            backward_s=seconds.backward,
-            recompute_s=seconds.repeated if full else 0.0,
+            backward_s=seconds.backward + self._accumulate_s(trainable, shape),
+            weight_s=seconds.backward_weight,
+            recompute_s=seconds.repeated[option.recompute],
             tensor_forward_s=tensor_s["forward"],
             tensor_backward_s=tensor_s["backward"] + (repeated_s if full else 0.0),
             data_forward_s=data.forward_s,
@@ -303,17 +315,18 @@ class CostModel:
             for item in (kind.keeps_for_recompute if recomputed else kind.keeps)
         )
 
-    def _activation_bytes(self, kind: Kind, shape: Shape, recomputed: bool) -> tuple[float, float]:
+    def _activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float]:
         """(kept, transient) bytes for one micro-batch; recomputed layers pass through everything that they would have
         saved."""
         batch, element_bytes = shape.micro_batch, self.training.compute_bytes
         _, costs, tensor = self.mode(kind, shape)
         saved = costs.saved.at(batch, element_bytes, tensor)
-        kept = costs.full.at(batch, element_bytes, tensor) if recomputed else saved
+        under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective, "full": costs.full}
+        kept = under[recompute].at(batch, element_bytes, tensor)
         forward = costs.forward_transient.at(batch, element_bytes, tensor)
         backward = costs.backward_transient.at(batch, element_bytes, tensor)
         transient = max(forward, backward) + max(0.0, saved - kept)
-        return kept + self.arriving_bytes(kind, shape, recomputed), transient
+        return kept + self.arriving_bytes(kind, shape, recompute in ("selective", "full")), transient
 
     def _data(self, shape: Shape, resharded: bool, total: float, trainable: float, seconds: Seconds) -> "_DataCost":
         """Gathers and gradient reductions of one layer: exposed seconds and traffic."""

@@ -17,8 +17,14 @@ PLAN_SCHEMA_VERSION = 1
 Axis = Literal["pipeline", "data_replicate", "data_shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 
-Recompute = Literal["none", "full"]
-Schedule = Literal["none", "gpipe", "1f1b"]
+Recompute = Literal["none", "attention", "selective", "full"]
+"""What backward runs again: nothing; attention from scores to output; all but matmuls and attention; everything."""
+
+Schedule = Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]
+
+EXECUTABLE_RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+EXECUTABLE_SCHEDULES: tuple[Schedule, ...] = ("none", "gpipe", "1f1b")
+"""What the executor runs today; the rest is priced only."""
 
 
 class _Document(BaseModel):
@@ -34,7 +40,7 @@ class Degrees(_Document):
     context: Literal[1] = 1
     expert: Literal[1] = 1
     pipeline: PositiveInt = 1
-    virtual_stages: Literal[1] = 1
+    virtual_stages: PositiveInt = Field(default=1, description="stages of each pipeline rank")
 
     @property
     def num_devices(self) -> int:
@@ -148,8 +154,11 @@ class Plan(_Document):
             )
         if sorted(self.mesh_axes) != sorted(AXES):
             raise ValueError(f"mesh_axes must order {', '.join(AXES)}; found {', '.join(self.mesh_axes)}")
-        if len(self.stages) != degrees.pipeline:
-            raise ValueError(f"pipeline={degrees.pipeline} needs as many stages; found {len(self.stages)}")
+        if len(self.stages) != degrees.pipeline * degrees.virtual_stages:
+            raise ValueError(
+                f"pipeline={degrees.pipeline} with {degrees.virtual_stages} stages on each rank needs "
+                f"{degrees.pipeline * degrees.virtual_stages} stages; found {len(self.stages)}"
+            )
         samples = self.micro_batch * self.num_microbatches * degrees.data
         if samples != self.training.global_batch:
             raise ValueError(

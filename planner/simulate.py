@@ -1,92 +1,248 @@
-"""Event simulation of a pipeline schedule: every forward and backward at its place in the schedule's own table."""
+"""Pipeline schedules: the table of what each rank does in which order, and its time by event simulation."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from .plan import Schedule
 
+ZERO_BUBBLE: tuple[Schedule, ...] = ("zb-h1", "zb-h2", "zb-v")
+"""Schedules whose backward is in two parts, for inputs and for weights."""
+
 
 @dataclass(frozen=True)
 class Action:
-    """One forward or backward of one micro-batch on one stage."""
+    """One pass of one micro-batch through one chunk (the stages of a rank, in order). In zero-bubble schedules
+    "backward" is for inputs only."""
 
-    kind: Literal["forward", "backward"]
+    kind: Literal["forward", "backward", "weight"]
     microbatch: int
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
 class Event:
-    """An action with its time."""
+    """An action with its time. rank: along the pipeline."""
 
-    stage: int
+    rank: int
     action: Action
     start_s: float
     end_s: float
 
 
-def table(schedule: Schedule, num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """[stage] -> its actions in order. 1F1B: as many forwards ahead as stages follow, then in turn (Narayanan et al.,
-    SC21, section 2.2). GPipe and a single stage: all forwards first, or forward and backward in turn."""
+def stage_of(schedule: Schedule, rank: int, chunk: int, num_ranks: int) -> int:
+    """The stage that a rank's chunk is: chunks go round the ranks, in ZB-V there and back."""
+    if schedule == "zb-v" and chunk == 1:
+        return 2 * num_ranks - 1 - rank
+    return chunk * num_ranks + rank
+
+
+def rank_and_chunk(schedule: Schedule, stage: int, num_ranks: int) -> tuple[int, int]:
+    """(rank, chunk) of a stage."""
+    chunk, rank = divmod(stage, num_ranks)
+    return (num_ranks - 1 - rank if schedule == "zb-v" and chunk == 1 else rank), chunk
+
+
+def table(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int = 1) -> list[list[Action]]:
+    """[rank] -> its actions in order; not for zero-bubble schedules, whose order depends on durations.
+
+    1F1B: as many forwards ahead as stages follow, then in turn (Narayanan et al., SC21, section 2.2). Interleaved: the
+    same with chunks, micro-batches in rounds of as many as there are ranks (section 2.2.2 there; rounds of unequal
+    numbers as in torch.distributed.pipelining). GPipe and a single stage: all forwards first, or in turn.
+    """
+    if schedule == "interleaved":
+        return [_interleaved(rank, num_ranks, num_microbatches, virtual) for rank in range(num_ranks)]
     order = []
-    for stage in range(num_stages):
-        ahead = num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
-        actions = [Action("forward", i) for i in range(ahead)]
-        for i in range(num_microbatches):
-            actions.append(Action("backward", i))
-            if ahead + i < num_microbatches:
-                actions.append(Action("forward", ahead + i))
-        order.append(actions)
+    for rank in range(num_ranks):
+        ahead = num_microbatches if schedule == "gpipe" else min(num_microbatches, num_ranks - rank)
+        forwards = [Action("forward", i) for i in range(num_microbatches)]
+        backwards = [Action("backward", i) for i in range(num_microbatches)]
+        order.append(_in_turn(forwards, backwards, ahead))
+    return order
+
+
+def _interleaved(rank: int, num_ranks: int, num_microbatches: int, virtual: int) -> list[Action]:
+    rounds = max(1, num_microbatches // num_ranks)
+    in_round = -(-num_microbatches // rounds)
+    forwards, backwards = [], []
+    for first in range(0, num_microbatches, in_round):
+        microbatches = range(first, min(first + in_round, num_microbatches))
+        for chunk in range(virtual):
+            forwards += [Action("forward", i, chunk) for i in microbatches]
+            backwards += [Action("backward", i, virtual - 1 - chunk) for i in microbatches]
+    ahead = (virtual - 1) * in_round + 2 * (num_ranks - 1 - rank) + 1
+    return _in_turn(forwards, backwards, ahead)
+
+
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
+    """`ahead` forwards, then a backward and a forward in turn."""
+    ahead = min(ahead, len(forwards))
+    order = list(forwards[:ahead])
+    for i, backward in enumerate(backwards):
+        order.append(backward)
+        order += forwards[ahead + i : ahead + i + 1]
     return order
 
 
 def in_flight(actions: Sequence[Action]) -> int:
-    """Largest number of micro-batches whose activations a stage holds at once."""
-    held = most = 0
+    """Largest number of micro-batches (of any chunk) whose activations a rank holds at once."""
+    return sum(held_at_peak(actions))
+
+
+def held_at_peak(actions: Sequence[Action]) -> tuple[int, ...]:
+    """[chunk] -> micro-batches whose activations a rank holds when it holds most. Zero-bubble schedules hold them
+    until the weights' backward."""
+    frees = "weight" if any(action.kind == "weight" for action in actions) else "backward"
+    held = [0] * (1 + max((action.chunk for action in actions), default=0))
+    most = tuple(held)
     for action in actions:
-        held += 1 if action.kind == "forward" else -1
-        most = max(most, held)
+        if action.kind == "forward":
+            held[action.chunk] += 1
+        elif action.kind == frees:
+            held[action.chunk] -= 1
+        if sum(held) > sum(most):
+            most = tuple(held)
     return most
 
 
-def simulate(
-    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], num_microbatches: int
-) -> list[Event]:
-    """Start and end of every action; an action starts when its stage is free and its input has arrived.
+@cache
+def rank_in_flight(
+    schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
+) -> tuple[tuple[int, ...], ...]:
+    """[rank][chunk] -> micro-batches in flight at the peak, counted from the table (zero bubbles: of equal passes)."""
+    few = min(num_microbatches, 4 * num_ranks) if schedule != "gpipe" else num_microbatches
+    if schedule in ZERO_BUBBLE:
+        stages = [1.0] * (num_ranks * virtual)
+        events = _zero_bubble(schedule, stages, stages, stages, few, num_ranks)
+        return tuple(held_at_peak([e.action for e in events if e.rank == rank]) for rank in range(num_ranks))
+    if schedule == "interleaved":
+        few -= few % num_ranks if few > num_ranks else 0
+    return tuple(held_at_peak(actions) for actions in table(schedule, num_ranks, few, virtual))
 
-    forward_s, backward_s: per stage, waiting for transfers included.
+
+def simulate(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    num_microbatches: int,
+    weight_s: Sequence[float] | None = None,
+    num_ranks: int | None = None,
+) -> list[Event]:
+    """Start and end of every action; an action starts when its rank is free and its input has arrived.
+
+    forward_s, backward_s, weight_s: per stage (of which each rank has one or more), waiting for transfers included;
+    weight_s is the part of backward_s that zero-bubble schedules put off.
     """
+    ranks = num_ranks or len(forward_s)
+    if schedule in ZERO_BUBBLE:
+        weights = weight_s or [0.0] * len(forward_s)
+        inputs = [b - w for b, w in zip(backward_s, weights, strict=True)]
+        return _zero_bubble(schedule, forward_s, inputs, weights, num_microbatches, ranks)
+    return _by_table(schedule, forward_s, backward_s, num_microbatches, ranks)
+
+
+def _by_table(
+    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], num_microbatches: int, num_ranks: int
+) -> list[Event]:
     num_stages = len(forward_s)
-    order = table(schedule, num_stages, num_microbatches)
+    order = table(schedule, num_ranks, num_microbatches, num_stages // num_ranks)
     done: dict[tuple[int, str, int], float] = {}
-    free = [0.0] * num_stages
-    position = [0] * num_stages
+    free = [0.0] * num_ranks
+    position = [0] * num_ranks
     events: list[Event] = []
     while len(events) < 2 * num_stages * num_microbatches:
         progressed = False
-        for stage in range(num_stages):
-            while position[stage] < len(order[stage]):
-                action = order[stage][position[stage]]
-                ready = _ready(action, stage, num_stages, done)
+        for rank in range(num_ranks):
+            while position[rank] < len(order[rank]):
+                action = order[rank][position[rank]]
+                stage = stage_of(schedule, rank, action.chunk, num_ranks)
+                ready = _ready(action.kind, action.microbatch, stage, num_stages, done)
                 if ready is None:
                     break
-                start = max(free[stage], ready)
+                start = max(free[rank], ready)
                 end = start + (forward_s if action.kind == "forward" else backward_s)[stage]
-                done[stage, action.kind, action.microbatch] = free[stage] = end
-                events.append(Event(stage, action, start, end))
-                position[stage] += 1
+                done[stage, action.kind, action.microbatch] = free[rank] = end
+                events.append(Event(rank, action, start, end))
+                position[rank] += 1
                 progressed = True
         assert progressed, "the schedule's table deadlocks"
     return events
 
 
-def _ready(action: Action, stage: int, num_stages: int, done: dict[tuple[int, str, int], float]) -> float | None:
+def _ready(
+    kind: str, microbatch: int, stage: int, num_stages: int, done: dict[tuple[int, str, int], float]
+) -> float | None:
     """When an action's input is there, or None if it is not yet known."""
-    if action.kind == "forward":
-        return 0.0 if stage == 0 else done.get((stage - 1, "forward", action.microbatch))
+    if kind == "forward":
+        return 0.0 if stage == 0 else done.get((stage - 1, "forward", microbatch))
     if stage == num_stages - 1:
-        return done.get((stage, "forward", action.microbatch))
-    return done.get((stage + 1, "backward", action.microbatch))
+        return done.get((stage, "forward", microbatch))
+    return done.get((stage + 1, "backward", microbatch))
+
+
+def _most_held(schedule: Schedule, rank: int, num_ranks: int) -> int:
+    """Activations (of chunks) that a rank may hold: ZB-H1 as many as 1F1B, ZB-H2 nearly twice, ZB-V one of the whole
+    model's depth everywhere. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, sections 2 and 3; ZB-V: Qi et al.,
+    Pipeline Parallelism with Controllable Memory, NeurIPS 2024."""
+    if schedule == "zb-v":
+        return 2 * num_ranks
+    return num_ranks - rank if schedule == "zb-h1" else 2 * (num_ranks - rank) - 1
+
+
+def _zero_bubble(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    input_s: Sequence[float],
+    weight_s: Sequence[float],
+    num_microbatches: int,
+    num_ranks: int,
+) -> list[Event]:
+    """Each rank takes what is ready: backward for inputs, then a forward if its memory allows, else weights.
+
+    Greedy where the papers solve for the best order, so at most a little slower than they.
+    """
+    num_stages = len(forward_s)
+    chunks = num_stages // num_ranks
+    done: dict[tuple[int, str, int], float] = {}
+    free, held = [0.0] * num_ranks, [0] * num_ranks
+    count: Counter[tuple[int, str, int]] = Counter()
+    events: list[Event] = []
+
+    def choice(rank: int) -> tuple[float, int, Action] | None:
+        found: list[tuple[float, int, Action]] = []
+        for chunk in reversed(range(chunks)):
+            stage = stage_of(schedule, rank, chunk, num_ranks)
+            for order, kind in enumerate(("backward", "forward", "weight")):
+                i = count[rank, kind, chunk]
+                if i == num_microbatches or (kind == "forward" and held[rank] >= _most_held(schedule, rank, num_ranks)):
+                    continue
+                if kind == "weight":
+                    ready = done.get((stage, "backward", i))
+                else:
+                    ready = _ready(kind, i, stage, num_stages, done)
+                if ready is not None:
+                    action = Action(kind, i, chunk)  # type: ignore[arg-type]
+                    found.append((max(ready, free[rank]), 3 * order + (chunks - 1 - chunk), action))
+        return min(found, key=lambda item: item[:2]) if found else None
+
+    waiting: dict[int, tuple[float, int, Action] | None] = {rank: choice(rank) for rank in range(num_ranks)}
+    while len(events) < 3 * num_stages * num_microbatches:
+        rank = min((r for r in waiting if waiting[r] is not None), key=lambda r: waiting[r][0])  # type: ignore[index]
+        start, _, action = waiting[rank]  # type: ignore[misc]
+        stage = stage_of(schedule, rank, action.chunk, num_ranks)
+        seconds = {"forward": forward_s, "backward": input_s, "weight": weight_s}[action.kind][stage]
+        free[rank] = done[stage, action.kind, action.microbatch] = start + seconds
+        count[rank, action.kind, action.chunk] += 1
+        held[rank] += {"forward": 1, "backward": 0, "weight": -1}[action.kind]
+        events.append(Event(rank, action, start, start + seconds))
+        touched = {rank}
+        for neighbour in (stage - 1, stage + 1):
+            if 0 <= neighbour < num_stages:
+                touched.add(rank_and_chunk(schedule, neighbour, num_ranks)[0])
+        waiting.update({r: choice(r) for r in touched})
+    return events
 
 
 def simulated_step_s(
@@ -95,20 +251,23 @@ def simulated_step_s(
     backward_s: Sequence[float],
     once_s: Sequence[float],
     num_microbatches: int,
+    weight_s: Sequence[float] | None = None,
 ) -> float:
-    """Seconds of one step: each stage ends its step `once_s` after its last backward.
+    """Seconds of one step: each rank ends its step `once_s` after its last pass.
 
-    Long steps are periodic once the pipeline is full: beyond 6 micro-batches per stage the last period is continued.
+    forward_s, backward_s, weight_s: per stage; once_s: per rank. Long steps are periodic once the pipeline is full:
+    beyond 6 micro-batches per rank the last period is continued.
     """
-    num_stages = len(forward_s)
-    simulated = 6 * num_stages
-    if num_microbatches > simulated:
+    num_ranks = len(once_s)
+    simulated = 6 * num_ranks
+    rest = num_microbatches % num_ranks if schedule == "interleaved" else 0
+    if num_microbatches > simulated + rest:
         shorter, longer = (
-            simulated_step_s(schedule, forward_s, backward_s, once_s, count)
-            for count in (simulated - num_stages, simulated)
+            simulated_step_s(schedule, forward_s, backward_s, once_s, count + rest, weight_s)
+            for count in (simulated - num_ranks, simulated)
         )
-        return longer + (num_microbatches - simulated) * (longer - shorter) / num_stages
-    ends = [0.0] * num_stages
-    for event in simulate(schedule, forward_s, backward_s, num_microbatches):
-        ends[event.stage] = max(ends[event.stage], event.end_s)
+        return longer + (num_microbatches - rest - simulated) * (longer - shorter) / num_ranks
+    ends = [0.0] * num_ranks
+    for event in simulate(schedule, forward_s, backward_s, num_microbatches, weight_s, num_ranks):
+        ends[event.rank] = max(ends[event.rank], event.end_s)
     return max(end + once for end, once in zip(ends, once_s, strict=True))

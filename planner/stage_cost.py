@@ -18,6 +18,7 @@ class StageCost:
 
     forward_s: float
     backward_s: float
+    weight_s: float
     once_s: float
     optimizer_s: float
     items: dict[str, float]
@@ -69,8 +70,23 @@ def combine(
     return StageCost(
         forward_s=sum(cost.forward_total_s * n for cost, n in layers) + P2P_EXPOSED * receives.seconds,
         backward_s=sum(cost.backward_total_s * n for cost, n in layers) + P2P_EXPOSED * sends.seconds,
+        weight_s=sum(cost.weight_s * n for cost, n in layers),
         once_s=sum(cost.once_data_s * n for cost, n in layers) + tie_s + update_s,
         optimizer_s=update_s,
+        items=items,
+    )
+
+
+def on_one_rank(stages: Sequence[StageCost]) -> StageCost:
+    """The account of a rank that holds several stages: all of each, and the largest transient."""
+    items = {name: sum(stage.items[name] for stage in stages) for name in stages[0].items}
+    items["transient"] = max(stage.items["transient"] for stage in stages)
+    return StageCost(
+        forward_s=sum(stage.forward_s for stage in stages),
+        backward_s=sum(stage.backward_s for stage in stages),
+        weight_s=sum(stage.weight_s for stage in stages),
+        once_s=sum(stage.once_s for stage in stages),
+        optimizer_s=sum(stage.optimizer_s for stage in stages),
         items=items,
     )
 

@@ -19,7 +19,18 @@ from .plan import (
     Schedule,
     Stage,
 )
+from .simulate import rank_and_chunk, rank_in_flight
 from .training import Precision, TrainingSpec
+
+SCHEDULE_NAMES: dict[Schedule, str] = {
+    "none": "",
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "zb-h1": "ZB-H1",
+    "zb-h2": "ZB-H2",
+    "zb-v": "ZB-V",
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class Shape:
     num_microbatches: int
     sequence: bool = False
     schedule: Schedule = "none"
+    virtual_stages: int = 1
     gradient_sync: Literal["every", "last"] = "last"
     reshard: bool = False
     """Pipelines only: all layers give gathered parameters back after forward. Without a pipeline each layer chooses."""
@@ -52,6 +64,7 @@ class Shape:
             data_shard=self.data_shard,
             tensor=self.tensor,
             pipeline=self.pipeline,
+            virtual_stages=self.virtual_stages,
         )
 
     def degree(self, axis: Axis) -> int:
@@ -63,10 +76,14 @@ class Shape:
         return math.prod(self.degree(a) for a in self.mesh_axes[self.mesh_axes.index(axis) + 1 :])
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations a stage holds at the peak (counted from the schedule's table)."""
+        """Micro-batches whose activations a stage holds when its rank holds most; counted from the schedule's table."""
         if self.schedule == "1f1b":
             return min(self.num_microbatches, self.pipeline - stage)
-        return self.num_microbatches if self.schedule == "gpipe" else 1
+        if self.schedule in ("none", "gpipe"):
+            return self.num_microbatches if self.schedule == "gpipe" else 1
+        rank, chunk = rank_and_chunk(self.schedule, stage, self.pipeline)
+        held = rank_in_flight(self.schedule, self.pipeline, self.num_microbatches, self.virtual_stages)[rank]
+        return held[chunk] if chunk < len(held) else 0
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -85,7 +102,8 @@ class Shape:
         if self.tensor > 1:
             names.append(f"TP {self.tensor}" + (" with sequence parallel" if self.sequence else ""))
         if self.pipeline > 1:
-            names.append(f"PP {self.pipeline} ({'1F1B' if self.schedule == '1f1b' else 'GPipe'})")
+            chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+            names.append(f"PP {self.pipeline}{chunks} ({SCHEDULE_NAMES[self.schedule]})")
         return " + ".join(names) or "one device"
 
 
@@ -303,6 +321,7 @@ def shape_of(plan: Plan) -> Shape:
         num_microbatches=plan.num_microbatches,
         sequence=plan.sequence_parallel,
         schedule=plan.schedule,
+        virtual_stages=plan.degrees.virtual_stages,
         gradient_sync=plan.gradient_sync,
         reshard=plan.degrees.pipeline > 1 and any(layer.reshard for stage in plan.stages for layer in stage.layers),
         mesh_axes=plan.mesh_axes,

@@ -22,6 +22,13 @@ _Time = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0)]
 _Speed = Annotated[float, BeforeValidator(parse_flops_per_s), Field(gt=0)]
 
 
+_Share = Annotated[float, Field(gt=0, le=1)]
+_Positive = Annotated[float, Field(gt=0)]
+
+MatmulSample = tuple[PositiveInt, PositiveInt, PositiveInt, _Share]
+"""Rows, inner and columns of a product, and the share of peak that it reached."""
+
+
 class _Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,11 +50,24 @@ class Device(_Document):
     fragmentation: float = Field(default=0.0, ge=0, description="reserved over allocated bytes, minus 1")
     flops: dict[str, _Speed] = Field(description="dense peak FLOP/s by dtype: bf16, fp32, ...")
     matmul_efficiency: float = Field(gt=0, le=1, description="share of peak that a large matmul reaches")
+    matmul_samples: dict[str, tuple[MatmulSample, ...]] = Field(
+        default={},
+        description="measured share of peak by dtype, at (rows, inner, columns); replaces efficiency and tile",
+    )
     tile: tuple[PositiveInt, PositiveInt] = Field(default=(128, 256), description="rows, columns of one matmul tile")
     compute_units: PositiveInt = Field(default=1, description="tiles computed at a time (streaming multiprocessors)")
     attention_efficiency: float = Field(gt=0, le=1, description="share of peak that fused attention reaches")
+    attention_backward_efficiency: float | None = Field(
+        default=None, gt=0, le=1, description="the same of its backward, where it was measured"
+    )
     bandwidth: _Rate = Field(description="bytes per second of device memory")
     bandwidth_efficiency: float = Field(default=1.0, gt=0, le=1)
+    kernel_efficiency: dict[str, _Share] = Field(
+        default={}, description="share of bandwidth by aten operator, optimizer or kind of operator, where measured"
+    )
+    size_efficiency: tuple[tuple[_Positive, _Share], ...] = Field(
+        default=(), description="(bytes moved, speed of such large kernels over that of usual ones), where measured"
+    )
     launch: _Time = Field(description="seconds that the smallest kernel takes")
     overlap: float = Field(ge=0, le=1, description="share of compute time behind which communication can hide")
     contention: float = Field(ge=0, le=1, description="share of hidden communication that compute still pays for")

@@ -50,6 +50,8 @@ class Observation:
     selective: Size = NOTHING
     """Kept under selective recompute: the same, and what matmuls and attention in the modules returned."""
     inputs: Size = NOTHING
+    attention: Size = NOTHING
+    """Kept under recompute of attention: everything saved but what is made between the scores and the output."""
     saves_arriving: list[bool] = field(default_factory=list)
     """Whether the layer saves each arriving tensor, in the order of the chain's crossings."""
     saves_leaving: list[bool] = field(default_factory=list)
@@ -187,6 +189,8 @@ class LayerRun:
         kept = {view.storage for op in inside if op.kind in SELECTIVELY_KEPT for view in op.outputs}
         seen.full = self.storages.total(around)
         seen.selective = self.storages.total(around | (kept - returned - self._outside))
+        inner = self._attention_core(forward)
+        seen.attention = self.storages.total(self._saved - returned - inner)
         seen.saves_arriving = [producer in self._saved_arriving for producer in self._arriving]
         leaving = [c.producer for c in self.chain.crossings if c.made_by == self.index]
         seen.saves_leaving = [self._leaving_as.get(producer) in self._saved for producer in leaving]
@@ -200,6 +204,27 @@ class LayerRun:
         backward_peak = self.storages.peak(forward_end, end, width, self._gradients)
         seen.forward_transient = _above(forward_peak, seen.saved, width)
         seen.backward_transient = _above(backward_peak, seen.saved, width)
+
+    def _attention_core(self, forward: list[Op]) -> set[int]:
+        """Storages made from the scores of unfused attention up to its output; marks the operators that make them.
+
+        Scores are a batched product of activations; what follows from them goes as far as the next such product.
+        """
+        weights = {self.storages.number(self.fake.module.get_parameter(name)) for name in self.layer.parameters}
+        made: set[int] = set()
+        scores: set[int] = set()
+        for op in forward:
+            read = {view.storage for view in op.inputs}
+            product = op.name in ("bmm", "baddbmm") and not read & weights
+            op.core = product or bool(read & scores)
+            if not op.core:
+                continue
+            outputs = {view.storage for view in op.outputs}
+            if product and read & scores:
+                continue  # the output of attention
+            scores |= outputs
+            made |= outputs
+        return made
 
     def _find_experts(self, forward: list[Op]) -> None:
         prefix = self.layer.root + "." if self.layer.root else ""

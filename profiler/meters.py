@@ -63,6 +63,7 @@ class Op:
     shape: tuple[float, float, float] | None = None
     part: OpPart = "forward"
     repeated: bool = True
+    core: bool = False
     arguments: tuple[Any, ...] = field(default=(), repr=False)
 
 

@@ -62,6 +62,7 @@ class OpProfile(_Document):
     repeated: bool = Field(
         default=True, description="forward only: recompute repeats it (until the module's last saved tensor is there)"
     )
+    core: bool = Field(default=False, description="forward of unfused attention, from the scores to its output")
     shape: tuple[Amount, Amount, Amount] | None = Field(
         default=None, description="matmul only: rows, inner and columns of the product (batched: rows of all batches)"
     )
@@ -84,6 +85,9 @@ class Costs(_Document):
     full: Bytes = Field(
         default=Bytes(),
         description="the same under full recompute: what code around the layer's module saves, or makes for it",
+    )
+    attention: Bytes = Field(
+        default=Bytes(), description="the same if unfused attention is run again, from the scores to its output"
     )
     selective: Bytes = Field(
         default=Bytes(),
