@@ -541,7 +541,8 @@ def _build_chain(root: nn.Module, units: Units, watch: _Watch) -> Chain:
     spans = _collapse_leaks(watch, spans, notes)
     crossings = _crossings(watch, spans)
     layers = _layers(root, units, watch, spans, notes)
-    signatures = tuple(_signature(root, events, layer, i, crossings) for i, layer in enumerate(layers))
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    signatures = tuple(_signature(root, parameters, events, layer, i, crossings) for i, layer in enumerate(layers))
     return Chain(units, layers, crossings, signatures, watch.shapes, tuple(notes))
 
 
@@ -716,10 +717,14 @@ def _name(layer: Layer, index: int, num_layers: int, units: Units, root: nn.Modu
 
 
 def _signature(
-    root: nn.Module, events: list[Event], layer: Layer, index: int, crossings: tuple[Crossing, ...]
+    root: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    events: list[Event],
+    layer: Layer,
+    index: int,
+    crossings: tuple[Crossing, ...],
 ) -> tuple[Any, ...]:
     """What two layers of one class have in common."""
-    parameters = dict(root.named_parameters(remove_duplicate=False))
     prefix = layer.root + "." if layer.root else ""
     arriving = tuple(c.spec for c in crossings if index in c.used_by)
     leaving = tuple(c.spec for c in crossings if c.made_by == index)
