@@ -1,0 +1,147 @@
+"""Prices rows by the project's own road: model on meta -> profile -> plan -> estimate; equal rows and models once."""
+
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+from meshwright.planner.estimate import Estimate, estimate
+from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.plan import Plan, Recompute
+from meshwright.planner.strategy import LayerOption, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import ClusterSpec
+from meshwright.profiler.model_profile import ModelProfile
+
+from .clusters import place
+from .grow import profile_of
+from .models import Sizes
+from .rows import Row
+from .settings import CannotPriceError, Setting, setting_of
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A row beside what was predicted for it. Without `step_s` it could not be priced, for the reason given."""
+
+    row: Row
+    step_s: float | None = None
+    memory_bytes: dict[str, float] = field(default_factory=dict)
+    fits: bool | None = None
+    assumed: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    reason: str = ""
+    setting: Setting | None = None
+
+
+class Pricer:
+    """Profiles and estimates of one run, each made once."""
+
+    def __init__(self) -> None:
+        self._profiles: dict[Sizes, ModelProfile] = {}
+        self._estimates: dict[tuple[Setting, str], tuple[Estimate, Plan]] = {}
+
+    def price(self, row: Row) -> Priced:
+        """The row with its prediction, or with the reason why there is none."""
+        try:
+            placed = place(row)
+            setting = setting_of(row)
+            found, _ = self.estimate(setting, placed.cluster)
+        except CannotPriceError as error:
+            return Priced(row, reason=str(error))
+        except ValueError as error:
+            return Priced(row, reason=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        worst = max(found.memory, key=lambda stage: stage.device_bytes)
+        return Priced(
+            row,
+            step_s=found.step_time_s,
+            memory_bytes={
+                "allocated": worst.allocated_bytes,
+                "reserved": worst.reserved_bytes,
+                "device": worst.device_bytes,
+            },
+            fits=found.fits,
+            assumed=(*setting.assumed, *placed.assumed),
+            dropped=setting.dropped,
+            setting=setting,
+        )
+
+    def profile(self, sizes: Sizes, name: str) -> ModelProfile:
+        """Profile of a model, traced once per run."""
+        if sizes not in self._profiles:
+            self._profiles[sizes] = profile_of(name, sizes)
+        return self._profiles[sizes]
+
+    def estimate(self, setting: Setting, cluster: ClusterSpec) -> tuple[Estimate, Plan]:
+        """Estimate and plan of a setting. Recompute that is not said is full where nothing else fits."""
+        key = setting, cluster.model_dump_json()
+        if key not in self._estimates:
+            profile = self.profile(setting.sizes, setting.name)
+            first: Recompute = "none" if setting.recompute == "if needed" else setting.recompute
+            plan = plan_of(setting, profile, cluster, first)
+            found = estimate(plan, profile)
+            if setting.recompute == "if needed" and not found.fits:
+                plan = plan_of(setting, profile, cluster, "full")
+                found = estimate(plan, profile)
+            self._estimates[key] = found, plan
+        return self._estimates[key]
+
+
+def price_all(rows: Sequence[Row], processes: int | None = None) -> list[Priced]:
+    """Every row that counts, priced or with its reason, in their order; rows of one model in one process.
+
+    processes: as many as there are cores if None.
+    """
+    rows = [row for row in rows if row.is_scored]
+    groups: dict[object, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(_model_of(row), []).append(row)
+    if processes == 1:
+        priced = [found for group in groups.values() for found in _price_group(group)]
+    else:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            priced = [found for group in pool.map(_price_group, groups.values()) for found in group]
+    place_of = {id(row): place for place, row in enumerate(row for group in groups.values() for row in group)}
+    return [priced[place_of[id(row)]] for row in rows]
+
+
+def _model_of(row: Row) -> object:
+    """What rows of one model have in common."""
+    try:
+        return setting_of(row).sizes
+    except CannotPriceError as error:
+        return str(error)
+
+
+def _price_group(rows: Sequence[Row]) -> list[Priced]:
+    pricer = Pricer()
+    return [pricer.price(row) for row in rows]
+
+
+def plan_of(setting: Setting, profile: ModelProfile, cluster: ClusterSpec, recompute: Recompute) -> Plan:
+    """The plan that runs a setting: embedding on the first stage, head on the last, blocks between.
+
+    The memory margin is zero: the question is what runs, not what one would dare.
+    """
+    training = TrainingSpec(
+        global_batch=setting.global_batch, seq_len=setting.sizes.seq_len, precision="bf16", memory_margin=0.0
+    )
+    shape = setting.shape
+    costs = CostModel(profile, cluster, training)
+    is_block = [layer.root.startswith("blocks.") for layer in profile.layers]
+    before = is_block.index(True)
+    counts = [*setting.blocks]
+    counts[0] += before
+    counts[-1] += len(is_block) - before - sum(is_block)
+    stages: list[list[LayerOption]] = []
+    first = 0
+    for count in counts:
+        left = count if setting.recomputed is None else setting.recomputed
+        options = []
+        for index in range(first, first + count):
+            wanted: Recompute = recompute if is_block[index] and left > 0 else "none"
+            left -= is_block[index]
+            options.append(costs.options(costs.kinds[index], shape, wanted, shape.reshard)[0])
+        stages.append(options)
+        first += count
+    return make_plan(profile, cluster, training, shape, stages)

@@ -1,0 +1,178 @@
+"""Writes what the scorer found: a JSON document, a page of Markdown, and a scatter plot."""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .metrics import (
+    OutOfMemory,
+    Spread,
+    Sweep,
+    memory_error,
+    out_of_memory,
+    strata,
+    summary,
+    sweeps,
+    time_error,
+)
+from .pricing import Priced
+
+
+def _is_dense(priced: Priced) -> bool:
+    return not priced.row.is_moe and not priced.row.is_low_precision
+
+
+def _kind(priced: Priced) -> str:
+    kind = "moe" if priced.row.is_moe else "dense"
+    return f"{kind} fp8/fp4" if priced.row.is_low_precision else f"{kind} bf16/fp16"
+
+
+_BY: dict[str, Callable[[Priced], str | Sequence[str]]] = {
+    "kind": _kind,
+    "file": lambda p: p.row.file,
+    "gpu": lambda p: str(p.row.scoring["gpu"]),
+    "size": lambda p: str(p.row.scoring["size"]),
+    "strategy": lambda p: str(p.row.scoring["strategy"]),
+    "quality": lambda p: p.row.quality,
+    "expressed": lambda p: "approximated" if p.dropped else "exactly",
+    "dropped": lambda p: p.dropped,
+    "assumed": lambda p: p.assumed,
+}
+
+
+class Scores:
+    """All figures of a run."""
+
+    def __init__(self, rows: Sequence[Priced], without_score: int = 0) -> None:
+        self.rows = rows
+        self.without_score = without_score
+        self.dense = summary([p for p in rows if _is_dense(p)], time_error)
+        self.moe = summary([p for p in rows if p.row.is_moe], time_error)
+        self.all = summary(rows, time_error)
+        self.by = {name: strata(rows, key, time_error) for name, key in _BY.items()}
+        self.memory = summary(rows, memory_error)
+        self.memory_by = {
+            "metric": strata(rows, lambda p: p.row.memory_metric, memory_error),
+            "file": strata(rows, _BY["file"], memory_error),
+            "expressed": strata(rows, _BY["expressed"], memory_error),
+        }
+        self.sweeps: list[Sweep] = sweeps(rows)
+        self.oom: OutOfMemory = out_of_memory(rows)
+        self.exact_oom: OutOfMemory = out_of_memory([p for p in rows if not p.dropped])
+        self.unpriced = [p for p in rows if p.step_s is None]
+        self.blocking = _blocking(rows)
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document. Errors are |ln(predicted / measured)|; `dense` is bf16 and fp16, `moe` all precisions."""
+        taus = [sweep.tau for sweep in self.sweeps if sweep.tau is not None]
+        regrets = [sweep.mean_regret for sweep in self.sweeps]
+        return {
+            "time": {
+                "dense": _brief(self.dense),
+                "moe": _brief(self.moe),
+                "by": {name: {key: asdict(value) for key, value in part.items()} for name, part in self.by.items()},
+            },
+            "memory": _brief(self.memory),
+            "tau": {"median": _median(taus), "worst": min(taus, default=None)},
+            "regret": {
+                "median": _median(regrets),
+                "worst": max((sweep.worst_regret for sweep in self.sweeps), default=None),
+            },
+            "oom": {"recall": self.oom.recall, "false_alarms": self.oom.false_alarm_rate},
+            "unpriced": [
+                {"id": p.row.id, "file": p.row.file, "line": p.row.line, "reason": p.reason} for p in self.unpriced
+            ],
+        }
+
+    def markdown(self) -> str:
+        """The page."""
+        lines = ["# Predictions beside published measurements", ""]
+        lines += [
+            f"{len(self.rows)} rows that count, {len(self.rows) - len(self.unpriced)} priced; {self.without_score} "
+            "more have nothing to score. Errors: |ln(predicted / measured)|, weighted by 1 / repeats; bias: median of "
+            "ln(predicted / measured)."
+        ]
+        lines += ["", "## Step time", ""]
+        total = {"all": self.all, "dense bf16 and fp16": self.dense, "moe": self.moe}
+        lines += _table("", {name: value for name, value in total.items() if value is not None})
+        for name, part in self.by.items():
+            lines += ["", *_table(name, part)]
+        lines += ["", "## Order inside sweeps", ""]
+        lines += ["| sweep | rows | groups | pairs | tau | regret, mean | worst |", "|---|---|---|---|---|---|---|"]
+        for sweep in sorted(self.sweeps, key=lambda s: -s.pairs):
+            tau = "" if sweep.tau is None else f"{sweep.tau:.2f}"
+            lines.append(
+                f"| {sweep.name} | {sweep.rows} | {sweep.groups} | {sweep.pairs} | {tau} | "
+                f"{100 * sweep.mean_regret:.1f}% | {100 * sweep.worst_regret:.1f}% |"
+            )
+        lines += ["", "## Peak memory", ""]
+        for name, part in self.memory_by.items():
+            lines += [*_table(name, part), ""]
+        lines += ["## Out of memory, fragmentation aside", ""]
+        lines += ["| rows | found | of | false alarms | of |", "|---|---|---|---|---|"]
+        for name, oom in {"all": self.oom, "expressed exactly": self.exact_oom}.items():
+            lines.append(f"| {name} | {oom.found} | {oom.failures} | {oom.false_alarms} | {oom.ran} |")
+        lines += ["", "## What the planner cannot express, by scored rows", ""]
+        lines += ["| feature | rows approximated | rows not priced |", "|---|---|---|"]
+        lines += [f"| {name} | {near} | {none} |" for name, near, none in self.blocking]
+        lines += ["", "## Largest errors of rows expressed exactly", ""]
+        lines += ["| row | measured s | predicted s | ln |", "|---|---|---|---|"]
+        exact = [(error, p) for p in self.rows if not p.dropped and (error := time_error(p)) is not None]
+        for error, p in sorted(exact, key=lambda item: -abs(item[0]))[:20]:
+            lines.append(f"| {p.row.id} | {p.row.step_s:.4g} | {p.step_s:.4g} | {error:+.2f} |")
+        return "\n".join(lines) + "\n"
+
+    def plot(self, path: Path) -> None:
+        """Predicted over measured step time, one colour per file; hollow where the setting is approximated."""
+        import matplotlib  # an extra; the figures do not need it
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(8, 7))
+        scored = [p for p in self.rows if time_error(p) is not None]
+        for index, file in enumerate(sorted({p.row.file for p in scored})):
+            here = [p for p in scored if p.row.file == file]
+            colour = pyplot.get_cmap("tab20")(index % 20)
+            for part, face in (([p for p in here if not p.dropped], colour), ([p for p in here if p.dropped], "none")):
+                label = file if part and part[0] is here[0] else None
+                x, y = [p.row.step_s for p in part], [p.step_s for p in part]
+                axes.scatter(x, y, s=14, label=label, facecolors=face, edgecolors=[colour], linewidths=0.8)
+        ends = [min(p.row.step_s or 0 for p in scored), max(p.row.step_s or 0 for p in scored)]
+        axes.plot(ends, ends, color="black", linewidth=0.8)
+        for factor in (0.9, 1.1):
+            axes.plot(ends, [factor * end for end in ends], color="grey", linewidth=0.5, linestyle="--")
+        axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="predicted step, s")
+        axes.set_title("Filled: expressed exactly. Hollow: nearest setting. Dashed: 10%", fontsize=9)
+        axes.legend(fontsize=7, ncols=2)
+        figure.tight_layout()
+        figure.savefig(path, dpi=130)
+        pyplot.close(figure)
+
+
+def _blocking(rows: Sequence[Priced]) -> list[tuple[str, int, int]]:
+    """(feature, scored rows approximated without it, scored rows not priced for it), most rows first."""
+    near = Counter(name for p in rows for name in p.dropped)
+    none = Counter(p.reason for p in rows if p.step_s is None)
+    return sorted(((name, near[name], none[name]) for name in near | none), key=lambda item: -(item[1] + item[2]))
+
+
+def _brief(value: Spread | None) -> dict[str, float | int | None]:
+    if value is None:
+        return {"median": None, "p90": None, "n": 0}
+    return {"median": value.median, "p90": value.p90, "n": value.n}
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _table(name: str, part: dict[str, Spread]) -> list[str]:
+    lines = [f"| {name} | n | median | mean | p90 | bias |", "|---|---|---|---|---|---|"]
+    for key, value in part.items():
+        numbers = " | ".join(f"{100 * number:.1f}%" for number in (value.median, value.mean, value.p90))
+        lines.append(f"| {key} | {value.n} | {numbers} | {100 * value.bias:+.1f}% |")
+    return lines

@@ -1,0 +1,466 @@
+"""The scorer of published measurements: rows read and refused, put in the planner's words, priced, and summed up."""
+
+import json
+import math
+import sys
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.published import metrics, score
+from benchmarks.published.clusters import network_bits_per_node, place
+from benchmarks.published.grow import profile_of
+from benchmarks.published.models import Latent, Mixture, Sizes, loaded
+from benchmarks.published.pricing import Priced, Pricer
+from benchmarks.published.rows import DATA, Row, parse_row, read_folders
+from benchmarks.published.settings import CannotPriceError, setting_of
+from meshwright.profiler.trace import trace
+
+BASE: dict[str, Any] = {
+    "id": "one",
+    "source": "nobody",
+    "quality": "A",
+    "model": {
+        "name": "small", "arch": "gpt", "n_layers": 8, "hidden": 256, "n_heads": 4, "n_kv_heads": 4, "head_dim": None,
+        "ffn_hidden": 1024, "vocab": 1024, "seq_len": 128, "gated_mlp": False, "tied_embeddings": True,
+        "n_experts": None, "topk": None, "moe_ffn_hidden": None, "n_shared_experts": None, "n_dense_layers": None,
+        "attn_type": None, "pos_emb": "learned",
+    },
+    "cluster": {
+        "gpu": "A100-SXM4-80GB", "gpu_mem_gb": 80, "n_gpus": 8, "gpus_per_node": 8,
+        "intra_node_link": "NVLink3 600GB/s (NVSwitch)", "inter_node_link": None,
+    },
+    "config": {
+        "dp": 8, "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": None, "sp": False, "zero_stage": 3, "fsdp": True,
+        "shard_group": None, "micro_batch": 2, "global_batch": 16, "recompute": "none", "recompute_detail": None,
+        "schedule": "none", "precision": "bf16", "compile": False, "async_tp": None, "cuda_graphs": None,
+        "framework": "torchtitan (FSDP2)", "task": "pretrain", "cpu_offload_layers": None, "pp_layout": None,
+    },
+    "measured": {
+        "step_time_s": 0.01, "tokens_per_s_per_gpu": None, "peak_mem_gb": 4.0, "oom": False,
+        "mem_metric": "torch max_memory_reserved",
+    },
+    "derived": {},
+    "software": None,
+    "notes": None,
+    "scoring": {
+        "score_time": True, "score_memory": True, "score_oom": False, "weight": 1.0, "superseded": False,
+        "strategy": "FSDP", "size": "<5B", "gpu": "A100-80GB", "file": "hand", "unknown": [],
+    },
+}  # fmt: skip
+
+
+def data(**changes: Any) -> dict[str, Any]:
+    """BASE with changes given as section__key."""
+    found = deepcopy(BASE)
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        if key:
+            found[section][key] = value
+        else:
+            found[section] = value
+    return found
+
+
+def row(**changes: Any) -> Row:
+    return parse_row(json.dumps(data(**changes)), "hand.jsonl", 7)
+
+
+def priced(predicted: float | None, measured: float, fits: bool = True, **changes: Any) -> Priced:
+    return Priced(row(measured__step_time_s=measured, **changes), step_s=predicted, fits=fits)
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_median_of_equal_weights_lies_between_the_middle_two() -> None:
+    assert metrics.quantile([4.0, 1.0, 3.0, 2.0], [1, 1, 1, 1], 0.5) == pytest.approx(2.5)
+
+
+def test_weight_of_two_halves_counts_as_one_row() -> None:
+    whole = metrics.quantile([1.0, 2.0, 5.0], [1, 1, 1], 0.5)
+
+    assert metrics.quantile([1.0, 2.0, 2.0, 5.0], [1, 0.5, 0.5, 1], 0.5) == pytest.approx(whole)
+
+
+def test_errors_are_logarithms_and_bias_keeps_their_sign() -> None:
+    found = metrics.summary([priced(2.0, 1.0), priced(1.0, 2.0), priced(4.0, 1.0)], metrics.time_error)
+
+    assert found is not None
+    assert found.n == 3
+    assert found.median == pytest.approx(math.log(2))
+    assert found.mean == pytest.approx(4 / 3 * math.log(2))
+    assert found.bias == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"scoring__score_time": False}, {"scoring__superseded": True}, {"scoring__weight": 0.0}]
+)
+def test_rows_that_do_not_count_have_no_error(changes: dict[str, Any]) -> None:
+    assert metrics.time_error(priced(2.0, 1.0, **changes)) is None
+
+
+def sweep_of(pairs: list[tuple[float, float]]) -> metrics.Sweep:
+    """A sweep of one group, by (predicted, measured); each row has its own micro-batch."""
+    rows = [priced(p, m, config__micro_batch=2**i, config__global_batch=512) for i, (p, m) in enumerate(pairs)]
+    return metrics.sweeps(rows)[0]
+
+
+def test_tau_is_one_in_order_and_minus_one_in_reverse() -> None:
+    assert sweep_of([(1, 1), (2, 2), (3, 3), (4, 4)]).tau == 1.0
+    assert sweep_of([(4, 1), (3, 2), (2, 3), (1, 4)]).tau == -1.0
+
+
+def test_a_tie_in_the_prediction_is_neither_right_nor_wrong() -> None:
+    assert sweep_of([(1, 1), (1, 2), (3, 3), (4, 4)]).tau == pytest.approx(5 / 6)
+
+
+def test_measurements_within_one_percent_are_not_put_in_order() -> None:
+    assert sweep_of([(2, 1.000), (1, 1.009), (3, 2), (4, 3)]).pairs == 5
+
+
+def test_repeats_of_one_configuration_are_no_pair() -> None:
+    same = {"config__micro_batch": 2}
+
+    assert metrics.sweeps([priced(1, 1, **same), priced(1, 2, **same)]) == []
+
+
+def test_layouts_of_another_batch_are_not_compared() -> None:
+    rows = [priced(1, 1, config__global_batch=16), priced(1, 2, config__global_batch=32)]
+
+    assert metrics.sweeps(rows) == []
+
+
+def test_regret_is_what_the_pick_costs_over_the_fastest() -> None:
+    assert metrics.regret([(1.0, 1.2), (2.0, 1.0), (3.0, 5.0)]) == pytest.approx(0.2)
+    assert metrics.regret([(1.0, 1.2), (1.0, 1.0)]) == pytest.approx(0.1)
+
+
+def test_failures_found_and_false_alarms_are_counted_apart() -> None:
+    failed = {"measured__oom": True, "measured__peak_mem_gb": None, "scoring__score_oom": True}
+    rows = [priced(1, 1, False, **failed), priced(1, 1, True, **failed), priced(1, 1, False), priced(1, 1, True)]
+
+    found = metrics.out_of_memory(rows)
+
+    assert (found.recall, found.precision, found.false_alarm_rate) == (0.5, 0.5, 0.5)
+
+
+def test_running_out_with_room_left_is_fragmentation_and_not_counted() -> None:
+    half_full = {"measured__oom": True, "measured__peak_mem_gb": 58.8, "scoring__score_oom": True}
+
+    assert metrics.out_of_memory([priced(1, 1, True, **half_full)]).failures == 0
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_step_time_is_published_or_follows_from_tokens_and_the_global_batch() -> None:
+    speed = {"measured__step_time_s": None, "measured__tokens_per_s_per_gpu": 1000.0}
+
+    assert row().step_s == 0.01
+    assert row(**speed).step_s == pytest.approx(16 * 128 / (1000 * 8))
+    assert row(**speed, config__global_batch=None, derived={"step_time_s": 3.0}).step_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("told", "metric"),
+    [
+        ("nvidia-smi GB on the first/last stage", "device"),
+        ("GiB*1.0737; torch max_memory_reserved, max over ranks", "reserved"),
+        ("torch max_memory_allocated, max over ranks (GiB converted to GB); reserved 70.88 GiB", "allocated"),
+        ("max allocated GB (as reported)", "allocated"),
+        ('paper "Memory (GB)", max over GPUs (definition not stated)', "reserved"),
+    ],
+)
+def test_memory_is_compared_by_the_metric_that_was_measured(told: str, metric: str) -> None:
+    assert row(measured__mem_metric=told).memory_metric == metric
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "not JSON"),
+        ("[]", "an object with a text `id`"),
+        (json.dumps({"id": "x"}), "no object `model`"),
+        (json.dumps(data(model={"name": "x"})), "`model.arch`"),
+        (json.dumps(data(cluster__n_gpus=0)), "cluster.n_gpus is 0"),
+        (json.dumps(data(config__micro_batch=1.5)), "config.micro_batch is 1.5"),
+    ],
+)
+def test_a_malformed_row_is_refused_by_file_and_line(line: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text(json.dumps(data()) + "\n" + line + "\n")
+
+    with pytest.raises(ValueError, match=r"^broken\.jsonl:2: ") as error:
+        read_folders([tmp_path])
+
+    assert told in str(error.value)
+
+
+def test_one_id_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hand.jsonl").write_text(2 * (json.dumps(data()) + "\n"))
+
+    with pytest.raises(ValueError, match="on line 1 already"):
+        read_folders([tmp_path])
+
+
+def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no"):
+        read_folders([tmp_path])
+
+
+# --- machines --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabits"),
+    [
+        ("4x Omni-Path 100Gb/s per node (JeanZay)", 400),
+        ("HDR InfiniBand, 8x200Gb/s per node (Selene)", 1600),
+        ("400Gb/s per node (EFA/RoCE)", 400),
+        ("InfiniBand NDR 400Gb/s per GPU (Eos-class)", 3200),
+        ("not stated (H100, likely 3200Gb/s per node)", 3200),
+        ("800Gb/s (as published)", 800),
+        ("RoCE RDMA (4 nodes)", None),
+        (None, None),
+    ],
+)
+def test_link_rates_count_per_node_or_per_gpu_as_the_text_says(text: str | None, gigabits: float | None) -> None:
+    found = network_bits_per_node(text, 8)
+
+    assert found == (None if gigabits is None else gigabits * 1e9)
+
+
+def test_a_network_that_is_not_told_is_the_platforms_and_said_to_be_assumed() -> None:
+    placed = place(row(cluster__n_gpus=16))
+
+    assert placed.assumed == ("inter_node_link",)
+    assert placed.cluster.network.bandwidth == pytest.approx(8 * 200e9 / 8 * 0.73)
+
+
+def test_an_nvl72_rack_is_one_host() -> None:
+    rack = {"cluster__gpu": "GB200-186GB", "cluster__gpus_per_node": 4}
+    rack["cluster__intra_node_link"] = "NVLink5 1800GB/s, NVL72 domain (72 GPUs)"
+
+    assert place(row(**rack, cluster__n_gpus=64)).cluster.num_hosts == 1
+    assert place(row(**rack, cluster__n_gpus=256)).cluster.num_hosts == 4
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_row_is_expressed_without_assumptions() -> None:
+    setting = setting_of(row())
+
+    assert (setting.assumed, setting.dropped) == ((), ())
+    assert (setting.shape.data_shard, setting.shape.reshard, setting.shape.gradient_sync) == (8, True, "every")
+
+
+def test_a_shard_group_leaves_the_rest_to_replicas() -> None:
+    shape = setting_of(row(config__shard_group=2)).shape
+
+    assert (shape.data_replicate, shape.data_shard) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("micro_batch", 1), ("zero_stage", 3), ("recompute", "if needed")],
+)
+def test_unknown_fields_get_their_default_and_are_said(field: str, value: object) -> None:
+    setting = setting_of(row(**{f"config__{field}": None}))
+
+    assert setting.assumed == (field,)
+    known = {
+        "micro_batch": setting.shape.micro_batch,
+        "zero_stage": 3 if setting.shape.reshard else 1,
+        "recompute": setting.recompute,
+    }
+    assert known[field] == value
+
+
+def test_an_unknown_batch_is_one_micro_batch_on_each_rank() -> None:
+    setting = setting_of(row(config__global_batch=None))
+
+    assert (setting.global_batch, setting.shape.num_microbatches) == (16, 1)
+
+
+PIPELINE = {"config__dp": 2, "config__pp": 4, "config__zero_stage": 0, "config__schedule": "1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "dropped"),
+    [
+        ({**PIPELINE, "config__schedule": "interleaved-zero-bubble"}, "interleaved zero-bubble schedules"),
+        ({"config__recompute": "selective", "config__recompute_detail": "mlp"}, "recompute of single modules"),
+        ({**PIPELINE, "config__micro_batch": 4}, "1F1B with fewer micro-batches than stages"),
+        ({"config__precision": "mxfp8"}, "fp8 and fp4"),
+        ({"config__compile": True}, "torch.compile"),
+        ({"config__cp": 2, "config__dp": 4}, "context parallelism"),
+    ],
+)
+def test_what_the_planner_has_not_is_dropped_by_name(changes: dict[str, Any], dropped: str) -> None:
+    assert setting_of(row(**changes)).dropped == (dropped,)
+
+
+@pytest.mark.parametrize(
+    ("told", "virtual", "schedule", "stages"),
+    [
+        ("zb-2p", 1, "zb-h2", 1),
+        ("zb-v", 2, "zb-v", 2),
+        ("interleaved-1f1b", 2, "interleaved", 2),
+        ("interleaved-1f1b (modified)", None, "interleaved", 2),
+        ("1f1b", 1, "1f1b", 1),
+    ],
+)
+def test_published_schedules_have_a_name_in_the_planner(
+    told: str, virtual: int | None, schedule: str, stages: int
+) -> None:
+    setting = setting_of(row(**{**PIPELINE, "config__schedule": told, "config__vpp": virtual}))
+
+    assert (setting.shape.schedule, setting.shape.virtual_stages, setting.dropped) == (schedule, stages, ())
+    assert len(setting.blocks) == 4 * stages
+
+
+@pytest.mark.parametrize(
+    ("framework", "recompute"), [("Megatron-LM", "attention"), ("torchtitan (FSDP2)", "selective")]
+)
+def test_selective_recompute_is_what_the_framework_calls_so(framework: str, recompute: str) -> None:
+    assert setting_of(row(config__recompute="selective", config__framework=framework)).recompute == recompute
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "virtual", "framework", "blocks"),
+    [
+        (8, 4, 1, "Megatron-LM", (2, 2, 2, 2)),
+        (14, 8, 1, "Megatron-LM", (1, 2, 2, 2, 2, 2, 2, 1)),  # embedding and head count as one each
+        (14, 2, 8, "Megatron-LM", (0, *[1] * 14, 0)),
+        (78, 12, 1, "Megatron-DeepSpeed", (*[7] * 11, 1)),
+        (32, 3, 1, "InternEvo", (11, 11, 10)),
+    ],
+)
+def test_blocks_that_do_not_divide_fall_as_the_framework_puts_them(
+    layers: int, pipeline: int, virtual: int, framework: str, blocks: tuple[int, ...]
+) -> None:
+    changes = {"config__dp": 1, "config__pp": pipeline, "cluster__n_gpus": pipeline, "cluster__gpus_per_node": 1}
+    changes |= {"config__vpp": virtual, "config__framework": framework}
+    changes["config__schedule"] = "1f1b" if virtual == 1 else "interleaved-1f1b"
+
+    assert setting_of(row(**changes, model__n_layers=layers, config__global_batch=32)).blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"config__task": "lora"}, "LoRA"),
+        ({"model__arch": "hybrid-mamba-moe"}, "Mamba"),
+        ({"model__hidden": None}, "model.hidden"),
+        ({"config__dp": 4}, "is not the 8 GPUs"),
+        ({"config__micro_batch": 3}, "do not make up 16 samples"),
+    ],
+)
+def test_what_cannot_be_priced_says_why(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CannotPriceError, match=reason):
+        setting_of(row(**changes))
+
+
+def test_megatron_before_flash_attention_keeps_the_scores() -> None:
+    assert setting_of(row(config__framework="Megatron-LM")).sizes.attention == "eager"
+    assert setting_of(row(config__framework="Megatron-LM", notes="with FlashAttention")).sizes.attention == "fused"
+
+
+def test_every_row_of_the_data_is_read_and_put_in_words_or_refused_with_a_reason() -> None:
+    rows = read_folders([DATA])
+    refused = []
+    for each in rows:
+        place(each)
+        try:
+            setting_of(each)
+        except CannotPriceError as error:
+            refused.append(str(error))
+
+    assert len(rows) == 727
+    assert len(refused) < 60
+    assert all(refused)
+
+
+# --- the whole road --------------------------------------------------------------------------------------------------
+
+SMALL = Sizes(
+    num_layers=9, width=64, num_heads=4, num_kv_heads=4, head_width=16, feed_forward=256, vocabulary=512, seq_len=64,
+    gated=False, rms_norm=False, biases=True, tied=True, positions="learned", attention="eager", dropout=0.1,
+)  # fmt: skip
+LLAMA = replace(
+    SMALL, gated=True, rms_norm=True, biases=False, tied=False, positions="rope", attention="fused", dropout=0.0,
+    num_kv_heads=2,
+)  # fmt: skip
+MIXTURE = replace(LLAMA, mixture=Mixture(8, 2, 32, shared=1, dense_layers=2, held=4), latent=Latent(32, 16, 8))
+
+
+@pytest.mark.parametrize("sizes", [SMALL, LLAMA, MIXTURE], ids=["gpt", "llama", "mixture"])
+def test_repeating_blocks_gives_the_profile_of_the_deep_model(sizes: Sizes) -> None:
+    grown, whole = profile_of("model", sizes), trace(loaded("model", sizes))
+
+    assert grown.model_copy(update={"fingerprint": whole.fingerprint}) == whole
+
+
+def test_parameters_of_known_models_come_out() -> None:
+    rows = {each.id: each for each in read_folders([DATA])}
+    known = {"fms-v1-nocompile-7b-A100-80": 6.738e9, "titan-8b-n8-eager": 8.03e9, "kor22-t5-22B-full": 22.05e9}
+
+    for name, parameters in known.items():
+        setting = setting_of(rows[name])
+        assert profile_of(name, setting.sizes).num_parameters == pytest.approx(parameters, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fms-v1-nocompile-7b-A100-80", "kor22-t5-22B-full", "simumax-b200-llama3_70b_l12_tp1_pp2_dp4_mbc4_cef"],
+)
+def test_published_rows_are_priced_near_their_measurement(name: str) -> None:
+    each = next(each for each in read_folders([DATA]) if each.id == name)
+
+    found = Pricer().price(each)
+
+    assert found.dropped == ()
+    assert abs(metrics.time_error(found) or 9.0) < 0.35
+    assert found.fits
+
+
+def test_recompute_that_is_not_told_is_full_only_where_nothing_else_fits() -> None:
+    small, large = row(config__recompute=None), row(config__recompute=None, config__micro_batch=8192)
+    large = replace(large, config=large.config | {"global_batch": 8 * 8192})
+    pricer = Pricer()
+
+    recomputed = []
+    for each in (small, large):
+        _, plan = pricer.estimate(setting_of(each), place(each).cluster)
+        recomputed.append({layer.recompute for stage in plan.stages for layer in stage.layers})
+
+    assert recomputed == [{"none"}, {"none", "full"}]
+
+
+def test_the_command_writes_the_figures_and_lists_what_it_could_not_price(tmp_path: Path) -> None:
+    lines = [data(), data(id="two", config__micro_batch=1), data(id="three", model__arch="hybrid-mamba-moe")]
+    (tmp_path / "hand.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    code = score.main([str(tmp_path), "--json", str(tmp_path / "out.json"), "--processes", "1"])
+
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert code == 0
+    assert set(document) == {"time", "memory", "tau", "regret", "oom", "unpriced"}
+    assert set(document["time"]) == {"dense", "moe", "by"}
+    assert document["time"]["dense"]["n"] == 2
+    assert document["memory"]["n"] == 2
+    assert document["oom"] == {"recall": None, "false_alarms": 0.0}
+    assert [(entry["line"], entry["reason"]) for entry in document["unpriced"]] == [(3, "Mamba layers")]
+
+
+def test_the_command_refuses_a_broken_file_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.jsonl").write_text("{")
+
+    assert score.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("broken.jsonl:1: not JSON")
