@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ..planner.plan import Plan, load_plan
 from ..planner.setups import parse_pins, parse_setup
+from ..planner.software import REFERENCE, load_software
 from ..planner.training import SAMPLES_PER_GPU, TrainingSpec
 from ..profiler.cache import ProfileCache
 from ..profiler.cluster import ClusterSpec, cluster_of, device_names, load_cluster, load_device
@@ -80,6 +81,9 @@ _SeqLen = Annotated[
 ]
 _PrecisionFlag = Annotated[_Precision | None, typer.Option("--precision", help="default: bf16; fp32 on cpu")]
 _OptimizerFlag = Annotated[_Optimizer, typer.Option("--optimizer")]
+_SoftwareFlag = Annotated[
+    str, typer.Option("--software", metavar="NAME", help="training stack to predict: fsdp2-compile, megatron-core, ...")
+]
 _Margin = Annotated[
     float, typer.Option("--memory-margin", metavar="SHARE", min=0.0, max=0.9, help="share of GPU memory left free")
 ]
@@ -183,6 +187,7 @@ def _plan_command(
     seq_len: _SeqLen = None,
     precision: _PrecisionFlag = None,
     optimizer: _OptimizerFlag = _Optimizer.ADAMW,
+    software: _SoftwareFlag = REFERENCE,
     memory_margin: _Margin = 0.05,
     pin: Annotated[
         list[str] | None,
@@ -220,7 +225,7 @@ def _plan_command(
     with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet or as_json) as waiting:
         profile, _ = read_model(model, seq_len, waiting, not no_cache)
         training, assumptions = read_training(
-            profile, machine, global_batch, seq_len, precision, optimizer, memory_margin
+            profile, machine, global_batch, seq_len, precision, optimizer, software, memory_margin
         )
         result = _search(profile, machine, training, pins, time_limit, waiting)
     _check_result(result, profile)
@@ -290,6 +295,7 @@ def _compare_command(
     seq_len: _SeqLen = None,
     precision: _PrecisionFlag = None,
     optimizer: _OptimizerFlag = _Optimizer.ADAMW,
+    software: _SoftwareFlag = REFERENCE,
     memory_margin: _Margin = 0.05,
     time_limit: _TimeLimit = 60.0,
     measure: Annotated[
@@ -310,7 +316,7 @@ def _compare_command(
         if measure and loaded is None:
             raise ValueError(f"--measure runs the model, and {model} is only its profile: give the model itself")
         training, assumptions = read_training(
-            profile, machine, global_batch, seq_len, precision, optimizer, memory_margin
+            profile, machine, global_batch, seq_len, precision, optimizer, software, memory_margin
         )
         with _named_outcomes():
             comparison = compare(profile, machine, training, setups, time_limit_s=time_limit, progress=waiting)
@@ -565,6 +571,7 @@ def read_training(
     seq_len: int | None,
     precision: _Precision | None,
     optimizer: _Optimizer,
+    software: str,
     memory_margin: float,
 ) -> tuple[TrainingSpec, list[str]]:
     """(the job, what was assumed about it and about the cluster, each with the flag that changes it)."""
@@ -582,6 +589,7 @@ def read_training(
         seq_len=profile.seq_len,
         precision=precision.value,
         optimizer=optimizer.value,
+        software=load_software(software).name,
         memory_margin=memory_margin,
     )
     return training, assumptions

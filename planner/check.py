@@ -6,6 +6,7 @@ from .explain import does_not_fit
 from .memory_cost import uses_fully_shard
 from .plan import EXECUTABLE_RECOMPUTES, EXECUTABLE_SCHEDULES, Plan
 from .strategy import can_recompute, divides, sequence_rule, shape_of, sharding_rule
+from .training import EXECUTABLE_PRECISIONS
 
 
 def check(plan: Plan, profile: ModelProfile | None = None) -> list[str]:
@@ -55,6 +56,8 @@ def _executable(plan: Plan) -> list[str]:
             f"schedule {plan.schedule} with {plan.degrees.virtual_stages} stages on each rank is priced, not run; "
             f"the executor runs {', '.join(EXECUTABLE_SCHEDULES)}"
         )
+    if plan.training.precision not in EXECUTABLE_PRECISIONS:
+        found.append(f"precision {plan.training.precision} is priced, not run; the executor runs bf16 and fp32")
     for recompute in sorted({layer.recompute for layer in layers} - set(EXECUTABLE_RECOMPUTES)):
         found.append(f"recompute={recompute} is priced, not run; the executor runs {', '.join(EXECUTABLE_RECOMPUTES)}")
     if plan.degrees.pipeline > 1 and len({layer.reshard for layer in layers}) > 1:

@@ -19,6 +19,11 @@ OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
 """Bytes moved per fp32 parameter: read parameter, gradient and moments, write parameter and moments."""
 
 
+LOW_PRECISIONS = ("fp8", "fp4")
+
+OF_WEIGHTS = ("mm", "addmm", "_grouped_mm")
+"""Matmuls that low precision is for: of weights; those inside attention stay in bf16."""
+
 SELECTIVELY_KEPT = ("matmul", "attention")
 """Kinds of operators that selective recompute does not repeat."""
 
@@ -64,7 +69,12 @@ def operator_s(op: OpProfile, device: Device, precision: str, element_bytes: int
     flops = amount_at(op.flops, batch, tensor)
     if flops == 0.0:
         return max(traffic_s, device.launch)
-    peak = device.flops[precision]
+    low = precision in LOW_PRECISIONS
+    peak = device.flops["bf16" if low else precision]
+    if low and op.name in OF_WEIGHTS and op.shape is not None:
+        rows, _, columns = (amount_at(side, batch, tensor) for side in op.shape)
+        speed = device.flops[precision] * device.low_precision_efficiency * tile_efficiency(rows, columns, device)
+        return max(flops / speed + UNHIDDEN_TRAFFIC * traffic_s, traffic_s, device.launch)
     if op.kind == "matmul" and op.shape is not None:
         rows, inner, columns = (amount_at(side, batch, tensor) for side in op.shape)
         if precision in device.matmul_samples:  # what moving its operands takes is in the measured share

@@ -98,6 +98,7 @@ def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
         plan.num_microbatches,
         [c.weight_s for c in costs],
     )
+    step_s += model.software.step_s
     peak = plan.cluster.device.flops[plan.training.precision] * plan.cluster.num_devices
     samples_per_s = plan.training.global_batch / step_s
     return Estimate(

@@ -174,6 +174,7 @@ class Explorer:
             compute = model.compute(kind, shape)
             traffic = model.tensor_traffic(kind, shape)
             tensor_s = sum(collective_s(item.kind, item.bytes, links) for _, _, item in traffic)
+            tensor_s *= 1.0 - model.software.tensor_overlap
             total, trainable = model.elements(kind, shape)
             _, costs, tensor = model.mode(kind, shape)
             saved = costs.saved.at(shape.micro_batch, self.training.compute_bytes, tensor)

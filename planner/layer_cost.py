@@ -10,6 +10,7 @@ from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
 from .compute_cost import Seconds, accumulate_s, layer_seconds, optimizer_s
 from .memory_cost import StateBytes, state_bytes, uses_fully_shard
 from .plan import Axis, Recompute
+from .software import load_software
 from .strategy import LayerOption, Shape, can_recompute, is_cut, is_sequence_cut
 from .training import TrainingSpec
 
@@ -135,7 +136,11 @@ class CostModel:
         self.profile = profile
         self.cluster = cluster
         self.training = training
-        self.device: Device = cluster.device
+        self.software = load_software(training.software)
+        self.device: Device = self.software.on(cluster.device)
+        if training.precision not in self.device.flops:
+            known = ", ".join(self.device.flops)
+            raise ValueError(f"{self.device.name} has no rate for {training.precision}; its device file has {known}")
         self._seconds: dict[tuple[int, str, int, int], Seconds] = {}
         self._links: dict[tuple[int, int], GroupLinks] = {}
         self._crossings: dict[tuple[int, int], list[float]] = {}
@@ -227,7 +232,7 @@ class CostModel:
     def _accumulate_s(self, trainable: float, shape: Shape) -> float:
         """Seconds per micro-batch of adding new gradients to those of the micro-batches before: fp32, two reads and a
         write, of shards where they are reduced first."""
-        if shape.num_microbatches == 1:
+        if shape.num_microbatches == 1 or self.software.accumulates_in_matmul:
             return 0.0
         elements = trainable / (shape.data_shard if shape.gradient_sync == "every" else 1)
         added = accumulate_s(elements, self.device)
@@ -273,6 +278,7 @@ class CostModel:
             item_s = collective_s(item.kind, item.bytes, axis_links)
             tensor_s[part] += item_s
             repeated_s += item_s if repeated else 0.0
+        exposed = 1.0 - self.software.tensor_overlap
         in_root = kind.is_in_root(shape)
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
         data = self._data(shape, resharded, *self.elements(kind, shape, kind.held_before(shape)), seconds)
@@ -283,12 +289,12 @@ class CostModel:
         held += trainable * (state.accumulated + (state.root_gradients if in_root else 0.0))
         shard = shape.data_shard
         return LayerCost(
-            forward_s=seconds.forward,
-            backward_s=seconds.backward + self._accumulate_s(trainable, shape),
+            forward_s=seconds.forward + self.software.layer_s,
+            backward_s=seconds.backward + self._accumulate_s(trainable, shape) + self.software.layer_s,
             weight_s=seconds.backward_weight,
             recompute_s=seconds.repeated[option.recompute],
-            tensor_forward_s=tensor_s["forward"],
-            tensor_backward_s=tensor_s["backward"] + (repeated_s if full else 0.0),
+            tensor_forward_s=tensor_s["forward"] * exposed,
+            tensor_backward_s=(tensor_s["backward"] + (repeated_s if full else 0.0)) * exposed,
             data_forward_s=data.forward_s,
             data_backward_s=data.backward_s,
             once_data_s=data.once_s,

@@ -48,11 +48,11 @@ def state_bytes(shape: Shape, training: TrainingSpec) -> StateBytes:
     shard = shape.data_shard
     fully_sharded = uses_fully_shard(shape, training)
     accumulates = fully_sharded and shape.gradient_sync == "last" and shape.num_microbatches > 1
-    copies = training.compute_bytes if fully_sharded or training.precision == "bf16" else 0
+    copies = training.compute_bytes if fully_sharded or training.is_mixed else 0
     accumulated = MASTER_BYTES * (1 - 1 / shard) if accumulates else 0
     root_gradients = training.compute_bytes if fully_sharded else 0
     adds = not fully_sharded and (shape.num_microbatches > 1 or (shape.data_replicate > 1 and shape.pipeline == 1))
-    new_gradient = MASTER_BYTES + (training.compute_bytes if training.precision == "bf16" else 0)
+    new_gradient = MASTER_BYTES + (training.compute_bytes if training.is_mixed else 0)
     return StateBytes(
         sharded_parameters=MASTER_BYTES / shard,
         sharded_gradients=MASTER_BYTES / shard,
@@ -71,5 +71,5 @@ def state_bytes(shape: Shape, training: TrainingSpec) -> StateBytes:
 
 def uses_fully_shard(shape: Shape, training: TrainingSpec) -> bool:
     """Whether the executor wraps layers in FSDP2; else plain DDP, or nothing on one data rank."""
-    mixed_pipeline = shape.pipeline > 1 and training.precision == "bf16"
+    mixed_pipeline = shape.pipeline > 1 and training.is_mixed
     return shape.data_shard > 1 or shape.tensor > 1 or mixed_pipeline

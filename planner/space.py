@@ -55,7 +55,7 @@ class Space:
                 if not self.pins.allows("pipeline", pipeline):
                     continue
                 rule = tensor_rule(self.profile, tensor)
-                if rule is None and (tensor > 1 or (pipeline > 1 and self.training.precision == "bf16")):
+                if rule is None and (tensor > 1 or (pipeline > 1 and self.training.is_mixed)):
                     rule = sharding_rule(self.profile, self.training.precision)
                 data = num_devices // tensor // pipeline
                 if not self._splits(data):

@@ -203,7 +203,7 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
             f"data_shard: {profile.decides_by_values} decides by values, so ranks may run different layers and wait "
             "for each other's parameters for ever; replicas (DDP) are fine"
         )
-    if precision == "bf16" and profile.mixed_precision_problem:
+    if precision != "fp32" and profile.mixed_precision_problem:
         return (
             f"data_shard: parameters in bf16 meet tensors in fp32 ({profile.mixed_precision_problem}); "
             "cast buffers where they are used (.to(x.dtype)), or plan in fp32"

@@ -4,7 +4,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-Precision = Literal["bf16", "fp32"]
+from .software import REFERENCE
+
+Precision = Literal["bf16", "fp32", "fp16", "fp8", "fp4"]
+
+EXECUTABLE_PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+"""What the executor runs today; the rest is priced only."""
 
 SAMPLES_PER_GPU = 8
 """Global batch per GPU that is assumed, and said aloud, when the user gives none."""
@@ -13,7 +18,8 @@ SAMPLES_PER_GPU = 8
 class TrainingSpec(BaseModel):
     """Global batch, precision and optimizer of the job.
 
-    bf16 is FSDP2's mixed precision: fp32 parameters, gradients and optimizer state, bf16 compute copies.
+    bf16 is FSDP2's mixed precision: fp32 parameters, gradients and optimizer state, bf16 compute copies. fp8 and fp4
+    are the same with the matmuls of weights in that precision. software: the training stack, see software.py.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -21,13 +27,19 @@ class TrainingSpec(BaseModel):
     global_batch: PositiveInt = Field(description="samples per optimizer step, over all devices")
     seq_len: PositiveInt | None = Field(default=None, description="None: the model has no sequence")
     precision: Precision = "bf16"
+    software: str = REFERENCE
     optimizer: Literal["adamw", "sgd"] = "adamw"
     memory_margin: float = Field(default=0.05, ge=0, lt=1, description="share of device memory left free")
 
     @property
     def compute_bytes(self) -> int:
         """Bytes of one element of the compute dtype."""
-        return 2 if self.precision == "bf16" else 4
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether parameters have copies in a compute dtype of their own."""
+        return self.precision != "fp32"
 
     @property
     def state_bytes(self) -> int:

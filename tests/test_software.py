@@ -1,0 +1,85 @@
+"""Training stacks change predictions as their constants say, and nothing where they are the reference."""
+
+from pathlib import Path
+
+import pytest
+from synthetic import cluster, device, layer_class, profile
+
+from meshwright.planner.estimate import estimate
+from meshwright.planner.plan import Plan
+from meshwright.planner.software import REFERENCE, Software, all_software, load_software
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import load_device
+
+
+def _plan(software: str, num_microbatches: int = 1, tensor: int = 1) -> Plan:
+    model = profile([layer_class("block", 1e12, 10_000_000, saved=1e6, inputs=1e6, heads=8)], [0] * 4)
+    shape = Shape(1, 1, tensor, 1, micro_batch=1, num_microbatches=num_microbatches)
+    training = TrainingSpec(global_batch=num_microbatches, seq_len=64, software=software)
+    return make_plan(model, cluster(per_host=tensor), training, shape, [[LayerOption()] * 4])
+
+
+def _step_s(software: str, **changes: int) -> float:
+    model = profile([layer_class("block", 1e12, 10_000_000, saved=1e6, inputs=1e6, heads=8)], [0] * 4)
+    return estimate(_plan(software, **changes), model).step_time_s
+
+
+@pytest.fixture
+def slow_host(tmp_path: Path) -> str:
+    path = tmp_path / "slow.toml"
+    path.write_text('[slow]\ndescription = "a slow host"\nlayer_s = 0.5\nstep_s = 3.0\nsource = "made up"\n')
+    return str(path)
+
+
+def test_the_reference_leaves_a_device_as_it_is() -> None:
+    given = device()
+
+    assert load_software(REFERENCE).on(given) is given
+
+
+def test_fusion_speeds_up_memory_bound_kernels_only() -> None:
+    given = load_device("h100-80gb")
+
+    used = Software(name="x", description="", fusion=0.5, source="").on(given)
+
+    assert used.kernel_efficiency["elementwise"] == 2 * given.bandwidth_efficiency
+    assert used.bandwidth_efficiency == given.bandwidth_efficiency
+    assert used.matmul_efficiency == given.matmul_efficiency
+
+
+def test_a_host_adds_its_seconds_to_every_pass_and_step(slow_host: str) -> None:
+    added = _step_s(slow_host) - _step_s(REFERENCE)
+
+    assert added == pytest.approx(4 * 2 * 0.5 + 3.0)
+
+
+def test_gradients_are_added_for_nothing_where_matmuls_do_it() -> None:
+    assert _step_s("megatron-core", num_microbatches=4) < _step_s("fsdp2-compile", num_microbatches=4)
+    assert _step_s("megatron-core") == pytest.approx(_step_s("fsdp2-compile"))
+
+
+def test_every_stack_says_what_it_is_and_where_its_numbers_come_from() -> None:
+    assert all(stack.description and stack.source for stack in all_software().values())
+
+
+def test_an_unknown_stack_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="there is no software 'deepspeed'; there are fsdp2-eager"):
+        load_software("deepspeed")
+
+
+def test_a_file_that_holds_no_stack_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[mine]\nspeed = 3\n")
+
+    with pytest.raises(ValueError, match="holds no table of one software"):
+        load_software(str(path))
+
+
+def test_a_precision_without_a_rate_is_refused_with_those_there_are() -> None:
+    model = profile([layer_class("block", 1e12, 10_000_000, saved=1e6, inputs=1e6)], [0])
+    training = TrainingSpec(global_batch=1, seq_len=64, precision="fp4")
+    plan = make_plan(model, cluster(per_host=1), training, Shape(1, 1, 1, 1, 1, 1), [[LayerOption()]])
+
+    with pytest.raises(ValueError, match="has no rate for fp4; its device file has"):
+        estimate(plan, model)
