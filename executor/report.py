@@ -46,13 +46,14 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
     parts = []
     if different:
         best = min(different, key=_step_time)
+        name = _name(best) if _name(best) != label else best.label
         ahead = _step_time(best) / step_time_s - 1
         if ahead >= 0.01:
-            parts.append(f"{_percent(ahead)} faster than the next layout, {_name(best)}")
+            parts.append(f"{_percent(ahead)} faster than the next best, {name}")
         elif ahead > -0.015:
-            parts.append(f"as fast as {_name(best)} within 1%, and simpler")
+            parts.append(f"as fast as {name} within 1%, and simpler")
         else:
-            parts.append(f"slower than {_name(best)} ({format_seconds(_step_time(best))}), which the pins leave out")
+            parts.append(f"slower than {name} ({format_seconds(_step_time(best))}), which the pins leave out")
     elif others:
         parts.append("the only layout that fits")
     too_big = list(dict.fromkeys(c.label for c in others if c.plan is None and c.verdict.startswith("does not fit")))

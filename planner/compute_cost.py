@@ -15,6 +15,10 @@ WAVE_EXPONENT = 0.63
 UNHIDDEN_TRAFFIC = 0.27
 """Share of a matmul's operand traffic that its arithmetic does not hide. Same fit, 0.25-0.31."""
 
+MISALIGNED = 0.12
+"""Speed of products inside attention whose sides are no multiples of 8 elements, over that of aligned ones: tensor
+cores load 16 bytes at a time. Pilot fit on published runs (heads of 150 features): 0.10-0.13."""
+
 OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
 """Bytes moved per fp32 parameter: read parameter, gradient and moments, write parameter and moments."""
 
@@ -81,6 +85,8 @@ def operator_s(op: OpProfile, device: Device, precision: str, element_bytes: int
             share = measured_efficiency((rows, inner, columns), device.matmul_samples[precision])
             return max(flops / (peak * share), device.launch)
         speed = peak * device.matmul_efficiency * tile_efficiency(rows, columns, device)
+        if op.name in ("bmm", "baddbmm") and precision != "fp32" and (inner % 8 or columns % 8):
+            speed *= MISALIGNED
         arithmetic_s = flops / speed + UNHIDDEN_TRAFFIC * traffic_s
     elif op.kind == "attention":
         backward = device.attention_backward_efficiency if op.part != "forward" else None

@@ -137,7 +137,7 @@ class CostModel:
         self.cluster = cluster
         self.training = training
         self.software = load_software(training.software)
-        self.device: Device = self.software.on(cluster.device)
+        self.device: Device = self.software.on(cluster.device, cluster.num_devices)
         if training.precision not in self.device.flops:
             known = ", ".join(self.device.flops)
             raise ValueError(f"{self.device.name} has no rate for {training.precision}; its device file has {known}")

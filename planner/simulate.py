@@ -1,9 +1,10 @@
 """Pipeline schedules: the table of what each rank does in which order, and its time by event simulation."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 from .plan import Schedule
@@ -45,7 +46,8 @@ def rank_and_chunk(schedule: Schedule, stage: int, num_ranks: int) -> tuple[int,
     return (num_ranks - 1 - rank if schedule == "zb-v" and chunk == 1 else rank), chunk
 
 
-def table(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int = 1) -> list[list[Action]]:
+@lru_cache(maxsize=64)
+def table(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int = 1) -> tuple[list[Action], ...]:
     """[rank] -> its actions in order; not for zero-bubble schedules, whose order depends on durations.
 
     1F1B: as many forwards ahead as stages follow, then in turn (Narayanan et al., SC21, section 2.2). Interleaved: the
@@ -53,14 +55,14 @@ def table(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: in
     numbers as in torch.distributed.pipelining). GPipe and a single stage: all forwards first, or in turn.
     """
     if schedule == "interleaved":
-        return [_interleaved(rank, num_ranks, num_microbatches, virtual) for rank in range(num_ranks)]
+        return tuple(_interleaved(rank, num_ranks, num_microbatches, virtual) for rank in range(num_ranks))
     order = []
+    forwards = [Action("forward", i) for i in range(num_microbatches)]
+    backwards = [Action("backward", i) for i in range(num_microbatches)]
     for rank in range(num_ranks):
         ahead = num_microbatches if schedule == "gpipe" else min(num_microbatches, num_ranks - rank)
-        forwards = [Action("forward", i) for i in range(num_microbatches)]
-        backwards = [Action("backward", i) for i in range(num_microbatches)]
         order.append(_in_turn(forwards, backwards, ahead))
-    return order
+    return tuple(order)
 
 
 def _interleaved(rank: int, num_ranks: int, num_microbatches: int, virtual: int) -> list[Action]:
@@ -96,14 +98,16 @@ def held_at_peak(actions: Sequence[Action]) -> tuple[int, ...]:
     until the weights' backward."""
     frees = "weight" if any(action.kind == "weight" for action in actions) else "backward"
     held = [0] * (1 + max((action.chunk for action in actions), default=0))
-    most = tuple(held)
+    most, total, largest = tuple(held), 0, 0
     for action in actions:
         if action.kind == "forward":
             held[action.chunk] += 1
+            total += 1
         elif action.kind == frees:
             held[action.chunk] -= 1
-        if sum(held) > sum(most):
-            most = tuple(held)
+            total -= 1
+        if total > largest:
+            most, largest = tuple(held), total
     return most
 
 
@@ -112,13 +116,11 @@ def rank_in_flight(
     schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
 ) -> tuple[tuple[int, ...], ...]:
     """[rank][chunk] -> micro-batches in flight at the peak, counted from the table (zero bubbles: of equal passes)."""
-    few = min(num_microbatches, 4 * num_ranks) if schedule != "gpipe" else num_microbatches
+    few = min(num_microbatches, 4 * num_ranks + num_microbatches % num_ranks)
     if schedule in ZERO_BUBBLE:
         stages = [1.0] * (num_ranks * virtual)
         events = _zero_bubble(schedule, stages, stages, stages, few, num_ranks)
         return tuple(held_at_peak([e.action for e in events if e.rank == rank]) for rank in range(num_ranks))
-    if schedule == "interleaved":
-        few -= few % num_ranks if few > num_ranks else 0
     return tuple(held_at_peak(actions) for actions in table(schedule, num_ranks, few, virtual))
 
 
@@ -182,13 +184,16 @@ def _ready(
     return done.get((stage + 1, "backward", microbatch))
 
 
-def _most_held(schedule: Schedule, rank: int, num_ranks: int) -> int:
-    """Activations (of chunks) that a rank may hold: ZB-H1 as many as 1F1B, ZB-H2 nearly twice, ZB-V one of the whole
-    model's depth everywhere. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, sections 2 and 3; ZB-V: Qi et al.,
-    Pipeline Parallelism with Controllable Memory, NeurIPS 2024."""
+def _most_held(schedule: Schedule, num_ranks: int) -> int:
+    """Activations (of chunks) that a rank may hold: ZB-H1 as many as 1F1B's first rank, ZB-H2 nearly twice, ZB-V (of
+    which a rank's chunks are half as large) the same as ZB-H1.
+
+    Sources: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, sections 2 and 3; ZB-V: Qi et al., Pipeline
+    Parallelism with Controllable Memory, NeurIPS 2024.
+    """
     if schedule == "zb-v":
         return 2 * num_ranks
-    return num_ranks - rank if schedule == "zb-h1" else 2 * (num_ranks - rank) - 1
+    return num_ranks if schedule == "zb-h1" else 2 * num_ranks - 1
 
 
 def _zero_bubble(
@@ -210,13 +215,20 @@ def _zero_bubble(
     count: Counter[tuple[int, str, int]] = Counter()
     events: list[Event] = []
 
-    def choice(rank: int) -> tuple[float, int, Action] | None:
+    def may_start(rank: int, chunk: int, slack: int) -> bool:
+        """Whether memory allows a forward. In ZB-V the way down leaves room for what comes back up."""
+        ahead = count[rank, "forward", 0] - count[rank, "forward", 1]
+        if schedule == "zb-v" and chunk == 0 and ahead >= 2 * (num_ranks - rank) - 1:
+            return False
+        return held[rank] < _most_held(schedule, num_ranks) + slack
+
+    def choice(rank: int, slack: int = 0) -> tuple[float, int, Action]:
         found: list[tuple[float, int, Action]] = []
         for chunk in reversed(range(chunks)):
             stage = stage_of(schedule, rank, chunk, num_ranks)
             for order, kind in enumerate(("backward", "forward", "weight")):
                 i = count[rank, kind, chunk]
-                if i == num_microbatches or (kind == "forward" and held[rank] >= _most_held(schedule, rank, num_ranks)):
+                if i == num_microbatches or (kind == "forward" and not may_start(rank, chunk, slack)):
                     continue
                 if kind == "weight":
                     ready = done.get((stage, "backward", i))
@@ -225,23 +237,32 @@ def _zero_bubble(
                 if ready is not None:
                     action = Action(kind, i, chunk)  # type: ignore[arg-type]
                     found.append((max(ready, free[rank]), 3 * order + (chunks - 1 - chunk), action))
-        return min(found, key=lambda item: item[:2]) if found else None
+        return min(found, key=lambda item: item[:2]) if found else idle
 
-    waiting: dict[int, tuple[float, int, Action] | None] = {rank: choice(rank) for rank in range(num_ranks)}
+    idle = (math.inf, 0, Action("forward", -1))  # nothing is ready
+    waiting = [choice(rank) for rank in range(num_ranks)]
+    slack = 0
     while len(events) < 3 * num_stages * num_microbatches:
-        rank = min((r for r in waiting if waiting[r] is not None), key=lambda r: waiting[r][0])  # type: ignore[index]
-        start, _, action = waiting[rank]  # type: ignore[misc]
+        rank = min(range(num_ranks), key=lambda r: waiting[r][0])
+        if waiting[rank] is idle:  # every rank is full and waits for another: one more has to be held
+            slack += 1
+            assert slack <= num_stages * num_microbatches, "the schedule deadlocks"
+            waiting = [choice(rank, slack) for rank in range(num_ranks)]
+            continue
+        start, _, action = waiting[rank]
         stage = stage_of(schedule, rank, action.chunk, num_ranks)
         seconds = {"forward": forward_s, "backward": input_s, "weight": weight_s}[action.kind][stage]
         free[rank] = done[stage, action.kind, action.microbatch] = start + seconds
         count[rank, action.kind, action.chunk] += 1
         held[rank] += {"forward": 1, "backward": 0, "weight": -1}[action.kind]
         events.append(Event(rank, action, start, start + seconds))
+        slack = 0
         touched = {rank}
         for neighbour in (stage - 1, stage + 1):
             if 0 <= neighbour < num_stages:
                 touched.add(rank_and_chunk(schedule, neighbour, num_ranks)[0])
-        waiting.update({r: choice(r) for r in touched})
+        for other in touched:
+            waiting[other] = choice(other)
     return events
 
 

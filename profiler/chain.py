@@ -212,11 +212,18 @@ def observe(fake: FakeModel, size: int, seq_len: int | None) -> Chain:
     """Run the whole model forward (once, and once more if stages were opened in vain) and read off its chain."""
     units = find_units(fake.module)
     buffers = {name: (buffer, buffer._version) for name, buffer in fake.module.named_buffers()}
+    parameters = {name: (parameter, parameter._version) for name, parameter in fake.module.named_parameters()}
     chain = _observe(fake, units, size, seq_len)
     if closed := _opened_in_vain(fake, chain):
         units = find_units(fake.module, closed)
         chain = _observe(fake, units, size, seq_len)
     written = [name for name, (buffer, version) in buffers.items() if buffer._version != version]
+    for name, (parameter, version) in parameters.items():
+        if parameter._version != version:
+            raise ValueError(
+                f"the forward writes into the parameter {name}, which under sharding is not there as a whole; change "
+                "parameters between steps, in the training loop"
+            )
     return replace(chain, notes=(*chain.notes, *_stateful(fake.module, written)))
 
 

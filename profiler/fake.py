@@ -72,6 +72,13 @@ class FakeModel:
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise DecidesByValuesError(str(error.func), place_of(error)) from error
         except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as error:
+            if ".numpy() is not supported" in str(error):
+                raise DecidesByValuesError("numpy", place_of(error)) from error
+            if "cuda" in str(error).lower():
+                raise ValueError(
+                    f"{self.loaded.source} moves tensors to a GPU itself ({place_of(error)}), which is for the trainer "
+                    "to do: leave out .cuda() and .to('cuda'), and make new tensors where those that are there lie"
+                ) from error
             raise ValueError(
                 f"{self.loaded.source} does not run with its own micro-batch: {type(error).__name__}: {error} "
                 f"({place_of(error)}). "

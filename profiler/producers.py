@@ -25,7 +25,8 @@ class Producers(TorchFunctionMode):
     (kind "glue", name of the torch function, the how-manieth glue call of *that* function, leaf): counting per function
     keeps the names when some other helper is called once more or less. Functions inside layer modules are never
     counted, so the names stay the same when layer modules are swapped for stubs that return tensors of equal structure.
-    Modules without parameters (rotary tables, dropout) are not layer modules: what they call is glue.
+    Modules without parameters (rotary tables, dropout) are not layer modules: what they call is glue. So is a custom
+    torch.autograd.Function, under the name of its class: what its forward calls belongs to it.
 
     replace: may put another tensor in place of any produced one; it works above autograd, so gradients reach it.
     on_produced: sees every produced tensor, after replacement.
@@ -56,6 +57,8 @@ class Producers(TorchFunctionMode):
         for name, module in self._modules.items():
             self._handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
             self._handles.append(module.register_forward_hook(self._leaving(name)))
+        self._apply = torch.autograd.Function.__dict__["apply"]
+        torch.autograd.Function.apply = classmethod(self._applied)  # type: ignore[assignment]
         super().__enter__()
         return self
 
@@ -63,6 +66,7 @@ class Producers(TorchFunctionMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
+        torch.autograd.Function.apply = self._apply
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -85,6 +89,16 @@ class Producers(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         self._start("glue", name)
         return self._produced("glue", name, func(*args, **(kwargs or {})))
+
+    def _applied(self, function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        apply = self._apply.__get__(None, function)
+        if self._depth:
+            return apply(*args, **kwargs)
+        name = function.__name__
+        self._start("glue", name)
+        with self._uncounted():
+            output = apply(*args, **kwargs)
+        return self._produced("glue", name, output)
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...]) -> None:

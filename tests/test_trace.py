@@ -1,6 +1,7 @@
 """What a profile says equals what can be derived by hand."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -456,3 +457,56 @@ def test_operators_name_the_dims_they_run_over() -> None:
     assert found["attention.qkv", "forward"] == {"batch": 1, "sequence": 1, "heads": 1}
     assert found["attention", "forward"] == {"batch": 1, "sequence": 2, "heads": 1}
     assert found["up", "backward_weight"] == {"batch": 1, "sequence": 1, "hidden": 1}
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class _WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(_Square.apply(self.a(x)))
+
+
+def test_a_custom_autograd_function_is_one_operation() -> None:
+    profile = _of_module(_WithFunction(), 8)
+
+    assert [t.producer.name for t in profile.tensors] == ["_Square"]
+    assert profile.tensors[0].requires_grad
+    assert sum(c.whole.saved.at(1, 2) for c in profile.classes[:1]) == 2 * 8  # what the function keeps
+
+
+class _Careless(nn.Module):
+    def __init__(self, deed: str) -> None:
+        super().__init__()
+        self.fc, self.deed = nn.Linear(8, 8), deed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.deed == "moves":
+            x = x.cuda()
+        if self.deed == "writes":
+            with torch.no_grad():
+                self.fc.weight.mul_(0.9)
+        return self.fc(x)
+
+
+def test_a_module_that_moves_itself_to_a_gpu_is_told_to_leave_that() -> None:
+    with pytest.raises(ValueError, match=r"moves tensors to a GPU itself .*test_trace.py:\d+.* leave out .cuda"):
+        _of_module(_Careless("moves"), 8)
+
+
+def test_a_forward_that_writes_into_a_parameter_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"writes into the parameter fc\.weight"):
+        _of_module(_Careless("writes"), 8)

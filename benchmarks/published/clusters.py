@@ -38,9 +38,11 @@ _BLACKWELL: dict[str, Any] = {
     "matmul_efficiency": 0.48,  # pilot fit, essentially one source
     "attention_efficiency": 0.39,  # pilot fit: 875 of 2250 TFLOP/s
     "bandwidth": 8e12,  # datasheet
-    "flops": {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12},  # datasheet, dense
+    "flops": {"bf16": 2250e12, "fp16": 2250e12, "fp8": 4500e12, "fp4": 9000e12, "fp32": 75e12},  # datasheet, dense
 }
-_GRACE_BLACKWELL = _BLACKWELL | {"flops": {"bf16": 2500e12, "fp16": 2500e12, "fp32": 80e12}}  # datasheet, dense
+_GRACE_BLACKWELL = _BLACKWELL | {  # datasheet, dense
+    "flops": {"bf16": 2500e12, "fp16": 2500e12, "fp8": 5000e12, "fp4": 10000e12, "fp32": 80e12}
+}
 
 PRESETS: dict[str, Preset] = {
     "V100-SXM2-16GB": Preset("v100-32gb", 100e9, {"memory": 15.77 * GIB}),

@@ -124,7 +124,11 @@ def plan_of(setting: Setting, profile: ModelProfile, cluster: ClusterSpec, recom
     The memory margin is zero: the question is what runs, not what one would dare.
     """
     training = TrainingSpec(
-        global_batch=setting.global_batch, seq_len=setting.sizes.seq_len, precision="bf16", memory_margin=0.0
+        global_batch=setting.global_batch,
+        seq_len=setting.sizes.seq_len,
+        precision=setting.precision,
+        software=setting.software,
+        memory_margin=0.0,
     )
     shape = setting.shape
     costs = CostModel(profile, cluster, training)

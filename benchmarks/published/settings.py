@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from meshwright.planner.plan import Recompute, Schedule
 from meshwright.planner.strategy import Shape
+from meshwright.planner.training import Precision
 
 from .models import Latent, Mixture, Sizes
 from .rows import Row
@@ -62,6 +63,8 @@ class Setting:
     blocks: tuple[int, ...]
     """Blocks of each stage; a rank that interleaves has several stages."""
     recompute: RowRecompute
+    software: str
+    precision: Precision
     recomputed: int | None = None
     """Blocks of each stage that are recomputed, where not all are."""
     assumed: tuple[str, ...] = field(default=(), compare=False)
@@ -86,11 +89,19 @@ def setting_of(row: Row) -> Setting:
     recompute, recomputed = _recompute(row, assumed, dropped)
     shape, global_batch = _shape(row, context, assumed, dropped)
     blocks = _blocks(row, shape.pipeline, shape.virtual_stages)
-    _software(row, dropped)
-    if row.is_low_precision:
-        dropped.append("fp8 and fp4")
+    software = _software(row, dropped)
     return Setting(
-        row.model["name"], sizes, shape, global_batch, blocks, recompute, recomputed, tuple(assumed), tuple(dropped)
+        name=row.model["name"],
+        sizes=sizes,
+        shape=shape,
+        global_batch=global_batch,
+        blocks=blocks,
+        recompute=recompute,
+        recomputed=recomputed,
+        software=software,
+        precision=_precision(row),
+        assumed=tuple(assumed),
+        dropped=tuple(dropped),
     )
 
 
@@ -290,14 +301,34 @@ def _blocks(row: Row, pipeline: int, virtual: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _software(row: Row, dropped: list[str]) -> None:
-    """Choices of software that the cost model does not know."""
+def _precision(row: Row) -> Precision:
+    told = str(row.config["precision"])
+    return "fp4" if "fp4" in told else "fp8" if row.is_low_precision else "bf16"
+
+
+SOFTWARE = {
+    "Composer": "fsdp1-flash1",
+    "PyTorch FSDP1": "fsdp2-eager",
+    "torchtitan": "fsdp2-eager",
+    "litgpt": "fsdp2-eager",
+    "Lightning": "fsdp2-eager",
+    "NeMo Automodel": "fsdp2-eager",
+}
+"""Words a framework begins with -> the training stack; others are Megatron's, of 2021 where attention is not fused."""
+
+
+def _software(row: Row, dropped: list[str]) -> str:
+    """The training stack of a row, by framework and time; choices that the cost model does not know."""
     config = row.config
-    if config["compile"] is True:
-        dropped.append("torch.compile")
+    framework = str(config["framework"])
+    stack = next((name for word, name in SOFTWARE.items() if framework.startswith(word)), None)
+    stack = stack or ("megatron-2021" if _is_unfused(row) else "megatron-core")
+    if stack == "fsdp2-eager" and (config["compile"] is True or "thunder" in framework):
+        stack = "fsdp2-compile"
     if config["async_tp"] is True:
         dropped.append("asynchronous tensor parallelism")
     if config["cuda_graphs"] not in (None, "none", False):
         dropped.append("CUDA graphs")
     if config["cpu_offload_layers"]:
         dropped.append("CPU offload")
+    return stack
