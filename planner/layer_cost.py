@@ -229,6 +229,10 @@ class CostModel:
         gradients = state.passing_gradients - (state.root_gradients if kind.is_in_root(shape) else 0.0)
         return trainable * gradients + (PREFETCHED_LAYERS * total * state.gathered if resharded else 0.0)
 
+    def _exposed_tensor_s(self, comm_s: float, compute_s: float) -> float:
+        """What is left of tensor-parallel communication where the stack hides a share of it behind the layer's work."""
+        return comm_s - min(self.software.tensor_overlap * comm_s, compute_s)
+
     def _accumulate_s(self, trainable: float, shape: Shape) -> float:
         """Seconds per micro-batch of adding new gradients to those of the micro-batches before: fp32, two reads and a
         write, of shards where they are reduced first."""
@@ -278,7 +282,6 @@ class CostModel:
             item_s = collective_s(item.kind, item.bytes, axis_links)
             tensor_s[part] += item_s
             repeated_s += item_s if repeated else 0.0
-        exposed = 1.0 - self.software.tensor_overlap
         in_root = kind.is_in_root(shape)
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
         data = self._data(shape, resharded, *self.elements(kind, shape, kind.held_before(shape)), seconds)
@@ -293,8 +296,9 @@ class CostModel:
             backward_s=seconds.backward + self._accumulate_s(trainable, shape) + self.software.layer_s,
             weight_s=seconds.backward_weight,
             recompute_s=seconds.repeated[option.recompute],
-            tensor_forward_s=tensor_s["forward"] * exposed,
-            tensor_backward_s=(tensor_s["backward"] + (repeated_s if full else 0.0)) * exposed,
+            tensor_forward_s=self._exposed_tensor_s(tensor_s["forward"], seconds.forward),
+            tensor_backward_s=self._exposed_tensor_s(tensor_s["backward"], seconds.backward)
+            + (self._exposed_tensor_s(repeated_s, seconds.forward) if full else 0.0),
             data_forward_s=data.forward_s,
             data_backward_s=data.backward_s,
             once_data_s=data.once_s,
@@ -417,12 +421,13 @@ class CostModel:
         if kind.can_recompute:
             _, costs, tensor = self.mode(kind, shape)
             batch, element_bytes = shape.micro_batch, self.training.compute_bytes
-            saves = costs.saved.at(batch, element_bytes, tensor) > costs.full.at(batch, element_bytes, tensor)
+            kept, left = (costs_of.at(batch, element_bytes, tensor) for costs_of in (costs.saved, costs.full))
+            saves = kept + self.arriving_bytes(kind, shape, False) > left + self.arriving_bytes(kind, shape, True)
             recomputes = (recompute,) if recompute is not None else ("none", "full") if saves else ("none",)
         reshards: tuple[bool, ...] = (shape.reshard,)
         if shape.data_shard > 1 and shape.pipeline == 1:
             reshards = (False, True) if reshard is None else (reshard,)
-            reshards = (False,) if kind.is_in_root(shape) else reshards
+            reshards = (False,) if kind.is_in_root(shape) or not self.layer_class(kind).parameters else reshards
         return [LayerOption(r, s) for r in recomputes for s in reshards]
 
 

@@ -172,6 +172,12 @@ class Plan(_Document):
                 f"1F1B needs at least as many micro-batches as stages: {self.num_microbatches} < {degrees.pipeline}; "
                 "use gpipe or a smaller micro_batch"
             )
+        rounds = max(1, self.num_microbatches // degrees.pipeline)
+        if self.schedule == "interleaved" and self.num_microbatches % rounds:
+            raise ValueError(
+                f"interleaved 1F1B takes micro-batches in equal rounds of about pipeline={degrees.pipeline}; "
+                f"{self.num_microbatches} do not make {rounds} such rounds: use a multiple of {degrees.pipeline}"
+            )
         return self
 
     @property

@@ -117,6 +117,7 @@ def rank_in_flight(
 ) -> tuple[tuple[int, ...], ...]:
     """[rank][chunk] -> micro-batches in flight at the peak, counted from the table (zero bubbles: of equal passes)."""
     few = min(num_microbatches, 4 * num_ranks + num_microbatches % num_ranks)
+    few = num_microbatches if schedule == "gpipe" else few
     if schedule in ZERO_BUBBLE:
         stages = [1.0] * (num_ranks * virtual)
         events = _zero_bubble(schedule, stages, stages, stages, few, num_ranks)
@@ -277,17 +278,17 @@ def simulated_step_s(
     """Seconds of one step: each rank ends its step `once_s` after its last pass.
 
     forward_s, backward_s, weight_s: per stage; once_s: per rank. Long steps are periodic once the pipeline is full:
-    beyond 6 micro-batches per rank the last period is continued.
+    beyond 6 micro-batches per rank (9 for zero-bubble ones) the last period is continued.
     """
     num_ranks = len(once_s)
-    simulated = 6 * num_ranks
-    rest = num_microbatches % num_ranks if schedule == "interleaved" else 0
-    if num_microbatches > simulated + rest:
+    period = 4 * num_ranks if schedule in ZERO_BUBBLE else num_ranks  # greedy ones settle late
+    simulated = 5 * num_ranks + period
+    if num_microbatches > simulated:
         shorter, longer = (
-            simulated_step_s(schedule, forward_s, backward_s, once_s, count + rest, weight_s)
-            for count in (simulated - num_ranks, simulated)
+            simulated_step_s(schedule, forward_s, backward_s, once_s, count, weight_s)
+            for count in (simulated - period, simulated)
         )
-        return longer + (num_microbatches - rest - simulated) * (longer - shorter) / num_ranks
+        return longer + (num_microbatches - simulated) * (longer - shorter) / period
     ends = [0.0] * num_ranks
     for event in simulate(schedule, forward_s, backward_s, num_microbatches, weight_s, num_ranks):
         ends[event.rank] = max(ends[event.rank], event.end_s)

@@ -1,0 +1,471 @@
+"""Properties that costs, estimates and the search have whatever the model, the cluster and the job."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from synthetic import SEQ_LEN, cluster, device, layer_class, profile
+from zoo import zoo_profile
+
+from meshwright.planner.comm_cost import Collective, GroupLinks, collective_s, exposed_s
+from meshwright.planner.compute_cost import accumulate_s, layer_seconds, moving_s, optimizer_s
+from meshwright.planner.estimate import Estimate, estimate
+from meshwright.planner.explore import Explorer
+from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.plan import Recompute, Schedule
+from meshwright.planner.space import Space
+from meshwright.planner.stage_cost import allocatable_bytes, budget_bytes
+from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import ClusterSpec, Device, Group, Link, cluster_of, load_device
+from meshwright.profiler.model_profile import ModelProfile
+
+GIB = 2**30
+
+ROUNDING = 1e-9
+"""Relative: sums of the same terms in another order differ by less."""
+
+NO_LATENCY = Link(bandwidth=50e9, latency=0.0)
+
+
+def examples(number: int) -> settings:
+    """The same examples on every run."""
+    return settings(max_examples=number, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def log_floats(low: float, high: float) -> st.SearchStrategy[float]:
+    """Floats of any magnitude between two."""
+    return st.floats(math.log10(low), math.log10(high)).map(lambda exponent: 10.0**exponent)
+
+
+# --- communication ---------------------------------------------------------------------------------------------------
+
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
+RINGS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+
+any_link = st.builds(Link, bandwidth=log_floats(1e8, 1e12), latency=log_floats(1e-7, 1e-3))
+sizes = log_floats(1.0, 1e12)
+factors = st.floats(1.0, 100.0)
+
+
+@st.composite
+def any_links(draw: st.DrawFn) -> GroupLinks:
+    """A group of up to 8 ranks on each of up to 512 hosts."""
+    devices = draw(st.integers(1, 8))
+    group = Group(ranks_per_host=draw(st.integers(1, devices)), hosts=draw(st.integers(1, 512)))
+    return GroupLinks(group=group, link=draw(any_link), network=draw(any_link), devices_per_host=devices)
+
+
+def on_more_hosts(links: GroupLinks, more: int) -> GroupLinks:
+    """The group with as many ranks on each of more hosts."""
+    group = Group(ranks_per_host=links.group.ranks_per_host, hosts=links.group.hosts + more)
+    return GroupLinks(group, links.link, links.network, links.devices_per_host)
+
+
+@examples(100)
+@given(st.sampled_from(COLLECTIVES), any_links(), sizes, factors)
+def test_more_bytes_never_take_less_time(kind: Collective, links: GroupLinks, size: float, factor: float) -> None:
+    assert collective_s(kind, size, links) <= collective_s(kind, size * factor, links)
+
+
+@examples(100)
+@given(st.sampled_from(RINGS), any_links(), sizes, st.integers(1, 512))
+def test_more_hosts_with_as_many_ranks_each_never_take_less_time(
+    kind: Collective, links: GroupLinks, size: float, more: int
+) -> None:
+    assert collective_s(kind, size, links) <= collective_s(kind, size, on_more_hosts(links, more)) * (1 + ROUNDING)
+
+
+@examples(100)
+@given(any_links(), sizes)
+def test_all_reduce_never_takes_less_time_than_reduce_scatter_or_all_gather(links: GroupLinks, size: float) -> None:
+    whole, scatter, gather = (collective_s(kind, size, links) for kind in RINGS[:1] + RINGS[2:] + RINGS[1:2])
+
+    assert whole >= scatter
+    assert whole >= gather
+
+
+@examples(100)
+@given(st.sampled_from(COLLECTIVES), any_links(), sizes, factors, factors)
+def test_more_bandwidth_never_makes_a_collective_slower(
+    kind: Collective, links: GroupLinks, size: float, inside: float, across: float
+) -> None:
+    link = links.link.model_copy(update={"bandwidth": links.link.bandwidth * inside})
+    network = links.network.model_copy(update={"bandwidth": links.network.bandwidth * across})
+
+    faster_s = collective_s(kind, size, GroupLinks(links.group, link, network, links.devices_per_host))
+
+    assert faster_s <= collective_s(kind, size, links) * (1 + ROUNDING)
+
+
+@examples(100)
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 1), st.floats(0, 1), st.floats(0, 10))
+def test_overlapped_work_lies_between_the_longer_and_the_sum_and_grows_with_both(
+    comm_s: float, compute_s: float, overlap: float, contention: float, more_s: float
+) -> None:
+    both_s = compute_s + exposed_s(comm_s, compute_s, overlap, contention)
+
+    longest_s, sum_s = max(comm_s, compute_s), comm_s + compute_s
+    assert longest_s * (1 - ROUNDING) <= both_s <= sum_s * (1 + ROUNDING)
+    assert compute_s + exposed_s(comm_s + more_s, compute_s, overlap, contention) >= both_s * (1 - ROUNDING)
+    assert compute_s + more_s + exposed_s(comm_s, compute_s + more_s, overlap, contention) >= both_s * (1 - ROUNDING)
+
+
+# --- models, clusters, jobs ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def models(draw: st.DrawFn, max_layers: int = 4) -> ModelProfile:
+    """A chain of up to `max_layers` layers of one or two classes, some cut by tensor parallelism, some tied."""
+    classes = [
+        layer_class(
+            f"c{i}",
+            flops=draw(log_floats(1e10, 1e12)),
+            parameters=draw(st.integers(1, 40)) * 1_000_000,
+            saved=draw(st.one_of(st.just(0.0), log_floats(1e6, 4e8))),
+            inputs=draw(log_floats(1e5, 5e7)),
+            transient=draw(log_floats(1e3, 1e8)),
+            heads=draw(st.sampled_from([None, 2, 4])),
+        )
+        for i in range(draw(st.integers(1, 2)))
+    ]
+    order = draw(st.lists(st.integers(0, len(classes) - 1), min_size=1, max_size=max_layers))
+    same = [(a, b) for b in range(len(order)) for a in range(b) if order[a] == order[b]]
+    ties = [draw(st.sampled_from(same))] if same and draw(st.booleans()) else []
+    return profile(classes, order, [draw(log_floats(1e5, 5e7)) for _ in order[1:]], ties)
+
+
+clusters = st.builds(
+    lambda hosts, memory, link, network: cluster(*hosts, device(memory=memory, link=link), network),
+    st.sampled_from([(1, 1), (1, 2), (2, 1), (1, 4), (2, 2)]),
+    st.sampled_from([0.5e9, 1e9, 2e9, 4e9, 80e9]),
+    any_link,
+    any_link,
+)
+
+jobs = st.builds(
+    TrainingSpec,
+    global_batch=st.sampled_from([4, 8]),
+    seq_len=st.just(SEQ_LEN),
+    precision=st.sampled_from(["bf16", "fp32"]),
+    optimizer=st.sampled_from(["adamw", "sgd"]),
+    memory_margin=st.just(0.0),
+)
+
+
+def with_device(on: ClusterSpec, change: Callable[[Device], dict[str, object]]) -> ClusterSpec:
+    """The cluster with every device changed."""
+    hosts = tuple(g.model_copy(update={"device": g.device.model_copy(update=change(g.device))}) for g in on.hosts)
+    return on.model_copy(update={"hosts": hosts})
+
+
+def with_links(on: ClusterSpec, inside: Callable[[Link], Link], across: Callable[[Link], Link]) -> ClusterSpec:
+    """The cluster with its links changed."""
+    hosts = tuple(g.model_copy(update={"link": inside(g.link)}) for g in on.hosts)
+    return on.model_copy(update={"hosts": hosts, "network": across(on.network)})
+
+
+def wider(factor: float) -> Callable[[Link], Link]:
+    """The same link with more bandwidth."""
+    return lambda link: link.model_copy(update={"bandwidth": link.bandwidth * factor})
+
+
+def optimum_s(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> float:
+    """The proven least closed form of a step; infinite where nothing fits."""
+    best = Explorer(model, on, training).explore(Pins(), time.monotonic() + 60, near=0).best
+    return best.seconds if best is not None else math.inf
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+BETTER: dict[str, Callable[[ClusterSpec, float], ClusterSpec]] = {
+    "link bandwidth": lambda on, c: with_links(on, wider(c), wider(1.0)),
+    "network bandwidth": lambda on, c: with_links(on, wider(1.0), wider(c)),
+    "FLOP/s": lambda on, c: with_device(on, lambda d: {"flops": {k: v * c for k, v in d.flops.items()}}),
+    "memory": lambda on, c: with_device(on, lambda d: {"memory": d.memory * c}),
+    "memory bandwidth": lambda on, c: with_device(on, lambda d: {"bandwidth": d.bandwidth * c}),
+}
+
+
+@pytest.mark.parametrize("what", BETTER)
+@examples(30)
+@given(models(), clusters, jobs, st.floats(1.0, 10.0))
+def test_more_of_it_never_makes_the_optimum_slower(
+    what: str, model: ModelProfile, on: ClusterSpec, training: TrainingSpec, factor: float
+) -> None:
+    before_s = optimum_s(model, on, training)
+
+    after_s = optimum_s(model, BETTER[what](on, factor), training)
+
+    assert after_s <= before_s * (1 + ROUNDING)
+
+
+def ideal(on: ClusterSpec) -> ClusterSpec:
+    """The cluster without latencies; launches of `device()` take no time."""
+    at_once: Callable[[Link], Link] = lambda link: link.model_copy(update={"latency": 0.0})  # noqa: E731
+    return with_links(on, at_once, at_once)
+
+
+def faster(on: ClusterSpec, factor: float) -> ClusterSpec:
+    """Every FLOP/s and bandwidth multiplied."""
+    changed = with_device(
+        on,
+        lambda d: {"flops": {k: v * factor for k, v in d.flops.items()}, "bandwidth": d.bandwidth * factor},
+    )
+    return with_links(changed, wider(factor), wider(factor))
+
+
+@examples(40)
+@given(models(), clusters, jobs, log_floats(0.01, 100.0))
+def test_the_optimum_of_a_cluster_c_times_as_fast_takes_1_over_c_of_the_time(
+    model: ModelProfile, on: ClusterSpec, training: TrainingSpec, factor: float
+) -> None:
+    before_s = optimum_s(model, ideal(on), training)
+
+    after_s = optimum_s(model, faster(ideal(on), factor), training)
+
+    assert after_s * factor == pytest.approx(before_s, rel=1e-6)
+
+
+# --- estimates of a plan ---------------------------------------------------------------------------------------------
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
+
+SCHEDULES: tuple[tuple[Schedule, int], ...] = (("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[ModelProfile, ClusterSpec, TrainingSpec, Shape, list[int]]:
+    """A model, a cluster, a job, a shape of the space (or a schedule beyond it), and the layers of each stage."""
+    model, on, training = draw(models()), draw(clusters), draw(jobs)
+    space = Space(model, on, training, Pins())
+    shapes = [shape for family in list(space.families()) for shape in space.shapes(family)]
+    assume(shapes)
+    shape = draw(st.sampled_from(shapes))
+    virtual = 1
+    if shape.pipeline > 1:
+        schedule, virtual = draw(st.sampled_from(SCHEDULES))
+        assume(shape.num_microbatches >= shape.pipeline and shape.pipeline * virtual <= len(model.layers))
+        changes = {"schedule": schedule, "virtual_stages": virtual}
+        shape = Shape(**{name: getattr(shape, name) for name in shape.__dataclass_fields__} | changes)
+    stages = shape.pipeline * virtual
+    extra = draw(st.integers(0, stages - 1))
+    counts = [1 + (len(model.layers) - stages if i == extra else 0) for i in range(stages)]
+    return model, on, training, shape, counts
+
+
+def priced(
+    case: tuple[ModelProfile, ClusterSpec, TrainingSpec, Shape, list[int]], recomputes: list[Recompute]
+) -> Estimate:
+    """The estimate with each layer recomputed as said."""
+    model, on, training, shape, counts = case
+    options = iter([LayerOption(recompute, shape.reshard) for recompute in recomputes])
+    return estimate(make_plan(model, on, training, shape, [[next(options) for _ in range(n)] for n in counts]), model)
+
+
+@examples(100)
+@given(plans(), st.data())
+def test_recompute_never_makes_a_plan_faster(
+    case: tuple[ModelProfile, ClusterSpec, TrainingSpec, Shape, list[int]], data: st.DataObject
+) -> None:
+    num_layers = len(case[0].layers)
+    modes: list[Recompute] = data.draw(st.lists(st.sampled_from(RECOMPUTES), min_size=num_layers, max_size=num_layers))
+
+    without, some, full = (priced(case, each) for each in (["none"] * num_layers, modes, ["full"] * num_layers))
+
+    assert without.step_time_s <= some.step_time_s * (1 + ROUNDING)
+    assert some.step_time_s <= full.step_time_s * (1 + ROUNDING)
+    assert without.closed_form_s <= some.closed_form_s * (1 + ROUNDING)
+
+
+def renamed(model: ModelProfile) -> ModelProfile:
+    """The same model with names that sort in the opposite order, of layers, modules and parameters."""
+    names = {layer.name: f"part{len(model.layers) - i:03}.x" for i, layer in enumerate(model.layers)}
+
+    def new(name: str) -> str:
+        return names[name.split(".")[0]] + name[len(name.split(".")[0]) :]
+
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "name": new(layer.name),
+                "root": new(layer.root),
+                "modules": tuple(map(new, layer.modules)),
+                "parameters": tuple(map(new, layer.parameters)),
+            }
+        )
+        for layer in model.layers
+    )
+    tensors = tuple(
+        t.model_copy(update={"producer": t.producer.model_copy(update={"name": new(t.producer.name)})})
+        for t in model.tensors
+    )
+    ties = tuple(tuple(map(new, group)) for group in model.ties)
+    return model.model_copy(update={"layers": layers, "tensors": tensors, "ties": ties})
+
+
+@examples(100)
+@given(plans())
+def test_names_of_layers_change_neither_memory_nor_time(
+    case: tuple[ModelProfile, ClusterSpec, TrainingSpec, Shape, list[int]],
+) -> None:
+    recomputes: list[Recompute] = ["none", "full"] * len(case[0].layers)
+
+    before = priced(case, recomputes)
+    after = priced((renamed(case[0]), *case[1:]), recomputes)
+
+    assert [stage.items for stage in after.memory] == [pytest.approx(stage.items) for stage in before.memory]
+    assert after.step_time_s == pytest.approx(before.step_time_s)
+
+
+@examples(100)
+@given(plans(), log_floats(0.01, 100.0))
+def test_a_plan_on_a_cluster_c_times_as_fast_takes_1_over_c_of_the_time(
+    case: tuple[ModelProfile, ClusterSpec, TrainingSpec, Shape, list[int]], factor: float
+) -> None:
+    model, on, training, shape, counts = case
+    recomputes: list[Recompute] = ["none", "full"] * len(model.layers)
+
+    slow = priced((model, ideal(on), training, shape, counts), recomputes)
+    fast = priced((model, faster(ideal(on), factor), training, shape, counts), recomputes)
+
+    assert fast.step_time_s * factor == pytest.approx(slow.step_time_s)
+    assert fast.memory == slow.memory
+
+
+@st.composite
+def single_layers(draw: st.DrawFn) -> tuple[ModelProfile, ClusterSpec, TrainingSpec, Shape, list[int]]:
+    """A model of one layer on devices that overlap as they like."""
+    model, training = draw(models(max_layers=1)), draw(jobs)
+    overlaps = {"overlap": draw(st.floats(0, 1)), "contention": draw(st.floats(0, 1))}
+    on = with_device(draw(clusters), lambda _: overlaps)
+    space = Space(model, on, training, Pins())
+    shapes = [shape for family in list(space.families()) for shape in space.shapes(family)]
+    assume(shapes)
+    return model, on, training, draw(st.sampled_from(shapes)), [1]
+
+
+@examples(150)
+@given(single_layers(), st.sampled_from(RECOMPUTES))
+def test_a_layers_step_lies_between_the_longer_of_compute_and_communication_and_their_sum(
+    case: tuple[ModelProfile, ClusterSpec, TrainingSpec, Shape, list[int]], recompute: Recompute
+) -> None:
+    model, on, training, shape, _ = case
+
+    found = priced(case, [recompute])
+
+    prices = CostModel(model, on, training)
+    compute_s = sum(found.breakdown[part] for part in ("compute", "recompute", "optimizer"))
+    comm_s = sum(
+        t.calls * collective_s(t.kind, t.bytes / t.calls, prices.axis_links(shape, t.axis)) for t in found.collectives
+    )
+    assert found.step_time_s >= max(compute_s, comm_s) * (1 - ROUNDING)
+    assert found.step_time_s <= (compute_s + comm_s) * (1 + ROUNDING)
+
+
+def test_hidden_tensor_parallel_communication_still_takes_its_time(tmp_path: Path) -> None:
+    """A stack that hides half of it cannot hide it behind a layer that computes next to nothing."""
+    stack = tmp_path / "stack.toml"
+    stack.write_text('[half-hidden]\ndescription = "overlaps"\ntensor_overlap = 0.5\nsource = "this test"\n')
+    model = profile([layer_class("c", 1e6, 1_000, saved=1e6, inputs=1e9, heads=2)], [0])
+    on, shape = cluster(per_host=2), Shape(1, 1, 2, 1, micro_batch=1, num_microbatches=1)
+    training = TrainingSpec(global_batch=1, seq_len=SEQ_LEN, software=str(stack))
+
+    found = priced((model, on, training, shape, [1]), ["none"])
+
+    links = CostModel(model, on, training).axis_links(shape, "tensor")
+    assert found.step_time_s >= 2 * collective_s("all_reduce", 1e9, links)
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+@examples(100)
+@given(plans())
+def test_recompute_is_offered_only_where_it_keeps_less(
+    case: tuple[ModelProfile, ClusterSpec, TrainingSpec, Shape, list[int]],
+) -> None:
+    model, on, training, shape, _ = case
+    prices = CostModel(model, on, training)
+
+    offered = [(kind, option) for kind in prices.kinds for option in prices.options(kind, shape)]
+
+    for kind, option in offered:
+        if option.recompute != "none":
+            kept = prices.cost(kind, shape, option).kept_bytes
+            assert kept < prices.cost(kind, shape, LayerOption("none", option.reshard)).kept_bytes
+
+
+def test_recompute_is_not_offered_where_keeping_the_input_costs_more() -> None:
+    """The second layer saves 1 MB per sample; to repeat it, the 10 MB are needed that nobody else keeps."""
+    model = profile([layer_class("c", 1e11, 1_000_000, saved=1e6, inputs=1e6)], [0, 0], crossing=1e7)
+    unsaved = tuple(tensor.model_copy(update={"saved_by": ()}) for tensor in model.tensors)
+    prices = CostModel(
+        model.model_copy(update={"tensors": unsaved}), cluster(), TrainingSpec(global_batch=8, seq_len=SEQ_LEN)
+    )
+    shape = Shape(8, 1, 1, 1, micro_batch=1, num_microbatches=1)
+
+    offered = prices.options(prices.kinds[1], shape)
+
+    assert offered == [LayerOption("none", False)]
+
+
+def test_giving_parameters_back_is_not_offered_to_layers_without_any() -> None:
+    model = profile([layer_class("c", 1e11, 1_000_000, saved=1e6, inputs=1e6)], [0, 0])
+    bare = model.model_copy(
+        update={
+            "classes": tuple(c.model_copy(update={"parameters": ()}) for c in model.classes),
+            "layers": tuple(layer.model_copy(update={"parameters": ()}) for layer in model.layers),
+        }
+    )
+    prices = CostModel(bare, cluster(), TrainingSpec(global_batch=8, seq_len=SEQ_LEN))
+
+    offered = prices.options(prices.kinds[0], Shape(1, 8, 1, 1, micro_batch=1, num_microbatches=1))
+
+    assert {option.reshard for option in offered} == {False}
+
+
+# --- units -----------------------------------------------------------------------------------------------------------
+
+
+def test_magnitudes_of_llama_3_8b_on_8_h100_are_those_of_milliseconds_seconds_and_gib() -> None:
+    """FSDP over 8 GPUs, one sequence of 8,192 tokens each, every block recomputed: 8e9 x 8 x 8192 FLOPs in a GPU."""
+    model, on = zoo_profile("llama3_8b"), cluster_of(load_device("h100-80gb"), 8)
+    training = TrainingSpec(global_batch=16, seq_len=8192)
+    shape = Shape(1, 8, 1, 1, micro_batch=1, num_microbatches=2, gradient_sync="every")
+    prices, h100 = CostModel(model, on, training), on.device
+    block = prices.kinds[1]
+    options = [LayerOption("full" if prices.kinds[i] == block else "none", True) for i in range(len(model.layers))]
+
+    found = estimate(make_plan(model, on, training, shape, [options]), model)
+    cost = prices.cost(block, shape, options[1])
+    seconds = layer_seconds(model.classes[block.layer_class].whole, h100, "bf16", 2, batch=1, tensor=1)
+
+    assert 3.5e14 < model.flops_per_sample() < 6e14
+    assert 4e-3 < seconds.forward < 20e-3
+    assert 1.5 < seconds.backward / seconds.forward < 3.5
+    assert 0.7 < seconds.repeated["full"] / seconds.forward < 1.0, "the last matmul is not run again"
+    assert 4e-3 < cost.forward_total_s < 20e-3
+    assert 12e-3 < cost.backward_total_s < 80e-3
+    assert cost.elements == pytest.approx(218e6, rel=0.01)
+    assert cost.kept_bytes == pytest.approx(8192 * 4096 * 2, rel=0.01), "its input"
+    assert 1.0 < found.step_time_s < 3.5
+    assert 6e3 < found.tokens_per_s / 8 < 16e3
+    assert 0.25 < found.mfu < 0.7
+    assert found.samples_per_s == pytest.approx(16 / found.step_time_s)
+    assert 20 * GIB < found.memory[0].device_bytes < 60 * GIB
+    assert found.memory[0].items["parameters"] == pytest.approx(4 * 8.03e9 / 8, rel=0.01)
+    assert 70 * GIB < budget_bytes(h100, training) < 80 * GIB
+    assert 60 * GIB < allocatable_bytes(shape, h100, training) < budget_bytes(h100, training)
+    assert prices.crossings(shape)[2].bytes == 8192 * 4096 * 2
+    assert 1e-3 < collective_s("all_gather", 2 * 218e6, prices.links(8, 1)) < 4e-3
+    assert 5e-3 < optimizer_s(1e9, "adamw", h100) < 20e-3
+    assert 2e-3 < accumulate_s(1e9, h100) < 10e-3
+    assert 0.2e-3 < moving_s(1e9, h100, "copy") < 1e-3
+    by_kind = {t.kind: t for t in found.collectives}
+    assert by_kind["all_gather"].bytes == pytest.approx(2 * 2 * 2 * 8.03e9, rel=0.02), "twice, of 2 micro-batches, bf16"
+    assert by_kind["reduce_scatter"].bytes == pytest.approx(2 * 4 * 8.03e9, rel=0.02), "of 2 micro-batches, fp32"
