@@ -297,13 +297,27 @@ PIPELINE = {"config__dp": 2, "config__pp": 4, "config__zero_stage": 0, "config__
         ({**PIPELINE, "config__schedule": "interleaved-zero-bubble"}, "interleaved zero-bubble schedules"),
         ({"config__recompute": "selective", "config__recompute_detail": "mlp"}, "recompute of single modules"),
         ({**PIPELINE, "config__micro_batch": 4}, "1F1B with fewer micro-batches than stages"),
-        ({"config__precision": "mxfp8"}, "fp8 and fp4"),
-        ({"config__compile": True}, "torch.compile"),
         ({"config__cp": 2, "config__dp": 4}, "context parallelism"),
     ],
 )
 def test_what_the_planner_has_not_is_dropped_by_name(changes: dict[str, Any], dropped: str) -> None:
     assert setting_of(row(**changes)).dropped == (dropped,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "software", "precision"),
+    [
+        ({"config__framework": "Megatron-LM", "cluster__gpu": "A100-SXM4-80GB"}, "megatron-2021", "bf16"),
+        ({"config__framework": "NeMo/Megatron-Core", "cluster__gpu": "H100-SXM5-80GB"}, "megatron-core", "bf16"),
+        ({"config__framework": "torchtitan (FSDP2)", "config__precision": "mxfp8"}, "fsdp2-eager", "fp8"),
+        ({"config__framework": "torchtitan (FSDP2)", "config__compile": True}, "fsdp2-compile", "bf16"),
+        ({"config__framework": "Composer + PyTorch FSDP1", "config__precision": "nvfp4"}, "fsdp1-flash1", "fp4"),
+    ],
+)
+def test_a_row_says_its_training_stack_and_precision(changes: dict[str, Any], software: str, precision: str) -> None:
+    found = setting_of(row(**changes))
+
+    assert (found.software, found.precision) == (software, precision)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""What an estimate says of traffic and memory is what ranks of large jobs do: played on fake tensors, alone."""
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.accuracy.agreement import Case, memory_rows, model_of, plan_of, traffic_rows
+from benchmarks.accuracy.cases import profile_of
+from benchmarks.accuracy.played import Played, play, ranks_to_play
+from meshwright.planner.estimate import estimate
+from meshwright.planner.memory_cost import MASTER_BYTES
+
+MOST_BYTES = 0.01
+LEAST, MOST = -0.08, 0.50
+"""Planned over counted peak: more than the truth where the largest transient does not lie on top of all that is kept
+(an embedding's gradient comes when a micro-batch's activations are gone)."""
+
+CASES = {
+    "one device": Case("gpt", num_microbatches=2),
+    "ddp": Case("gpt", replicate=8, num_microbatches=2, precision="fp32"),
+    "fsdp": Case("gpt", shard=8, reshard=True),
+    "hsdp, 1024 ranks": Case("gpt", replicate=128, shard=8, reshard=True),
+    "zero-2": Case("mlp", shard=64, micro_batch=4096, num_microbatches=3, sync="every"),
+    "fsdp, recompute": Case("bert_large", shard=64, reshard=True, recompute="full"),
+    "tensor": Case("gpt", tensor=4),
+    "fsdp x tensor + sequence, 1024 ranks": Case(
+        "llama3_8b", shard=128, tensor=8, sequence=True, reshard=True, micro_batch=2
+    ),
+    "pipeline x ddp": Case("gpt", replicate=4, pipeline=2, num_microbatches=4, precision="fp32"),
+    "pipeline x fsdp, gpipe": Case("gpt", shard=16, pipeline=2, num_microbatches=2, schedule="gpipe"),
+    "pipeline x fsdp x tensor": Case("bert_large", shard=8, tensor=2, pipeline=2, num_microbatches=2),
+    "convolutions": Case("unet", shard=8, reshard=True, micro_batch=16, precision="fp32"),
+}
+
+SAME_CALLS = ("one device", "tensor", "pipeline x fsdp x tensor", "convolutions")
+"""Plans whose parts are not reduced together: neither tied weights in fully_shard's root nor flat buckets."""
+
+
+@cache
+def ranks(name: str) -> list[Played]:
+    """What ranks of a plan do."""
+    case = CASES[name]
+    plan = plan_of(case)
+    first_of_stages = ranks_to_play(plan)[: case.pipeline]
+    return [play(model_of(case.model), plan, rank) for rank in first_of_stages]
+
+
+def traffic(name: str) -> list[dict[str, Any]]:
+    """Rows of its collectives."""
+    case = CASES[name]
+    return traffic_rows(estimate(plan_of(case), profile_of(model_of(case.model))), ranks(name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planned_bytes_are_those_that_ranks_pass(name: str) -> None:
+    far = [row for row in traffic(name) if abs(row["off"]) > MOST_BYTES]
+
+    assert far == []
+
+
+@pytest.mark.parametrize("name", SAME_CALLS)
+def test_planned_calls_are_those_that_ranks_make(name: str) -> None:
+    wrong = [row for row in traffic(name) if row["calls off"]]
+
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planned_memory_is_the_peak_of_ranks(name: str) -> None:
+    case = CASES[name]
+
+    rows = memory_rows(estimate(plan_of(case), profile_of(model_of(case.model))), ranks(name))
+
+    assert [row for row in rows if not LEAST <= row["off"] <= MOST] == []
+
+
+def test_every_rank_of_a_played_job_holds_its_share_of_the_parameters() -> None:
+    few, many = (play(model_of("mlp"), plan_of(Case("mlp", shard=n, micro_batch=1)), 0) for n in (2, 64))
+    elements = profile_of(model_of("mlp")).num_parameters
+
+    assert few.peak_bytes - many.peak_bytes >= 4 * MASTER_BYTES * elements * (1 / 2 - 1 / 64) * 0.7
