@@ -198,7 +198,8 @@ class _Solid(Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        # Not from x's storage: fake tensors never let go of a storage that was an argument.
+        return x.new_empty(0).set_(x.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,9 @@ HALVES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 _WIDTH = 512
 _LAUNCH_CHAIN = 50
+_OPERATORS_OF_PAIR = 6
+"""Of a linear layer and a ReLU that move memory: two forward, four backward."""
+
 _KINDS = {
     "elementwise": ("add", "mul"),
     "norm": ("native_layer_norm", "native_layer_norm_backward"),
@@ -307,17 +310,16 @@ def _causal_both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: to
 
 
 def _launch(timed: _Timed) -> Timing:
-    """Seconds of one smallest operator, forward or backward, in eager mode with autograd."""
-    leaf = torch.ones(1, requires_grad=True)
+    """Seconds of one smallest operator, forward or backward, in eager mode, with its share of module and autograd."""
+    pairs = [module for _ in range(_LAUNCH_CHAIN) for module in (nn.Linear(4, 4), nn.ReLU())]
+    chain, start = nn.Sequential(*pairs), torch.ones(1, 4, requires_grad=True)
 
-    def chain() -> None:
-        x = leaf
-        for _ in range(_LAUNCH_CHAIN):
-            x = x * 1.5
-        torch.autograd.grad(x, leaf)
+    def there_and_back() -> None:
+        chain.zero_grad()
+        chain(start).sum().backward()
 
-    whole = timed(chain)
-    return Timing(whole.median_s / (2 * _LAUNCH_CHAIN), whole.spread, whole.count)
+    whole = timed(there_and_back)
+    return Timing(whole.median_s / (_OPERATORS_OF_PAIR * _LAUNCH_CHAIN), whole.spread, whole.count)
 
 
 def _collectives(effort: Effort, clock: Clock) -> dict[str, list[tuple[float, Timing]]]:
@@ -485,7 +487,12 @@ def fit_device(base: Device, measured: Measured, num_ranks: int, device_type: st
         reached = [flops / timing.median_s / peaks[first] for flops, timing in measured.attention[part]]
         what = f"causal fused attention, {part}, {first}, share of the matmul peak"
         put(name, min(1.0, statistics.median(reached)), [t for _, t in measured.attention[part]], what)
-    put("launch", measured.launch.median_s, [measured.launch], "one product of one element, forward and backward")
+    put(
+        "launch",
+        measured.launch.median_s,
+        [measured.launch],
+        "one operator of tiny linear layers and ReLUs, both passes",
+    )
     if measured.collectives:
         link, factors = fit_link(measured.collectives, num_ranks)
         timings = [timing for points in measured.collectives.values() for _, timing in points]

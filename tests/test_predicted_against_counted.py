@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from counters import Passed, PeakMeter, Traffic
 from ranks import run_ranks
 from synthetic import cluster
 from torch import nn
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.accuracy.counters import Passed, PeakMeter, Traffic
 from meshwright.executor import Trainer, parallelize
 from meshwright.planner.comm_cost import Collective
 from meshwright.planner.estimate import Estimate, estimate

@@ -80,8 +80,8 @@ def predicted(cases: Sequence[Case], factors: Mapping[str, float]) -> Floats:
 _cases: list[Case] = []
 
 
-def _load(rows: Sequence[Row]) -> None:
-    _cases[:] = cases_of(rows)
+def _load(cases: Sequence[Case]) -> None:
+    _cases[:] = cases
 
 
 def _predicted_here(factors: Mapping[str, float]) -> Floats:
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     cases = cases_of(rows)
     measured = np.log([case.measured_s for case in cases])
     weights = _weights(cases)
-    with ProcessPoolExecutor(None, multiprocessing.get_context("spawn"), _load, (rows,)) as pool:
+    with ProcessPoolExecutor(None, multiprocessing.get_context("spawn"), _load, (cases,)) as pool:
         price: Price = lambda tries: list(pool.map(_predicted_here, tries))  # noqa: E731
         logarithms, here, slopes = fit(price, measured, weights, given.rounds)
         point = np.array(list(logarithms.values()))

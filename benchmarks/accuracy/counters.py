@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -84,11 +84,14 @@ class PeakMeter(TorchDispatchMode):
 
     Follows every storage until it is freed or resized (as fully_shard does with gathered parameters). Memory inside of
     a kernel is not seen.
+
+    fake: follow the tensors of this mode; None: real ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fake: FakeTensorMode | None = None) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self._fake = fake
         self._sizes: dict[int, int] = {}
         self._resize: Any = None
 
@@ -126,7 +129,7 @@ class PeakMeter(TorchDispatchMode):
     def _follow(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+        if tensor.device.type == "meta" or getattr(tensor, "fake_mode", None) is not self._fake:
             return
         storage = tensor.untyped_storage()
         place = storage._cdata

@@ -1,0 +1,160 @@
+"""Plays one rank of a job of any size in this process: fake process group, fake tensors, the project's own executor."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools import fake_collectives  # noqa: F401  # teaches fake tensors the collectives
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from meshwright.executor import Trainer, apply, parallelize, trainer
+from meshwright.executor.initialise import Values
+from meshwright.executor.torch_compat import data_parallel
+from meshwright.planner.comm_cost import Collective
+from meshwright.planner.plan import AXES, Axis, Plan
+from meshwright.profiler.load import LoadedModel
+
+from .counters import Passed, PeakMeter, Traffic
+
+SMALLEST_BYTES = 64
+"""Collectives below this (losses, norms) are not counted."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """What one rank does in its second step: bytes and calls by axis and collective, and its peak of live storages."""
+
+    rank: int
+    stage: int
+    passed: dict[tuple[Axis, Collective], Passed]
+    peak_bytes: int
+
+
+def ranks_to_play(plan: Plan) -> list[int]:
+    """The first rank of every stage (of long pipelines: the first two, the middle one, the last two), and of a job
+    without stages the very last, whose shards are the smallest where parameters do not divide evenly."""
+    degree, stride = plan.degrees.pipeline, plan.stride("pipeline")
+    if degree == 1:
+        return sorted({0, plan.degrees.num_devices - 1} if plan.degrees.data_shard > 1 else {0})
+    stages = range(degree) if degree <= _LONG else sorted({0, 1, degree // 2, degree - 2, degree - 1})
+    return [stage * stride for stage in stages]
+
+
+_LONG = 4
+
+
+def play(loaded: LoadedModel, plan: Plan, rank: int, meter: type[PeakMeter] = PeakMeter) -> Played:
+    """One rank of the plan. No process group may be running; none is afterwards.
+
+    Parallelised outside of the fake mode, where torch may look at the mesh's numbers, and run inside. Every number that
+    the executor asks for (a loss, a vote) is one.
+    """
+    if plan.degrees.num_devices > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.degrees.num_devices)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with meter(fake) as memory, _without_numbers(fake):
+            ours = parallelize(loaded.build, plan, _adamw, loss=loaded.loss, max_grad_norm=1.0, device="cpu")
+            with fake, _Ones():
+                batch = tree_map(lambda leaf: _of_size(leaf, ours.samples_per_step), loaded.batch(1))
+                ours.step(batch)  # makes optimizer state
+                memory.restart()
+                with Traffic(SMALLEST_BYTES) as traffic:
+                    ours.step(batch)
+        passed = {(axis_of(ours, ranks), kind): found for (ranks, kind), found in traffic.passed.items()}
+        return Played(rank, ours.mesh.coordinates["pipeline"], passed, memory.peak)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def axis_of(ours: Trainer, ranks: tuple[int, ...]) -> Axis:
+    """The axis that ranks lie on; those that hold tied weights are a part of their axis."""
+    for axis in AXES:
+        group = ours.mesh.group(axis)
+        if group is not None and set(ranks) <= set(dist.get_process_group_ranks(group)):
+            return axis
+    raise AssertionError(f"ranks {ranks} are on no axis of the mesh")
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    """As on a GPU, where foreach is the default."""
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+
+
+def _of_size(leaf: Any, size: int) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+        return leaf
+    return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype)
+
+
+def _without_numbers(fake: FakeTensorMode) -> ExitStack:
+    """Where the executor makes initial values, and where DDP hands a reduced bucket back, it gets fake tensors."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(apply, "initial_values", lambda *args: _values(fake, *args)))
+    stack.enter_context(mock.patch.object(trainer, "data_parallel", _replicas))
+    return stack
+
+
+def _values(fake: FakeTensorMode, model_fn: Callable[[], nn.Module], is_large: bool, seed: int) -> Values:
+    with torch.device("meta"):
+        model = model_fn()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+
+    def made(like: torch.Tensor) -> torch.Tensor:
+        with fake:
+            return torch.empty(like.shape, dtype=like.dtype)
+
+    return Values(lambda name: made(parameters[name]), lambda name: made(buffers[name]))
+
+
+def _replicas(*args: Any) -> DistributedDataParallel:
+    """DDP whose reduction is done by a hook (its own takes the result from the process group, and the fake one has
+    none), and which leaves its buckets in the order of the parameters."""
+    replicas = data_parallel(*args)
+    replicas.register_comm_hook(replicas.process_group, _reduced)
+    replicas.reducer = _Reducer(replicas.reducer)
+    return replicas
+
+
+class _Reducer:
+    """DDP's reducer, but for putting its buckets in the order in which gradients came: for that it would read the
+    numbers of a tensor."""
+
+    def __init__(self, reducer: dist.Reducer) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _reduced(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    dist.all_reduce(bucket.buffer().div_(dist.get_world_size(group)), group=group)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class _Ones(TorchDispatchMode):
+    """Answers 1 where a program asks a fake tensor for its number."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run it, or answer."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
