@@ -163,6 +163,15 @@ def run_stage(
     return [loss.item() for loss in losses], {n: p.grad for n, p in named if p.grad is not None}
 
 
+def assert_equal_but_for_rounding(
+    found: torch.Tensor, expected: torch.Tensor, all_expected: dict[str, torch.Tensor], name: str
+) -> None:
+    """Within 1e-5 of the largest entry. A bias in front of a norm has the gradient 0: what is found there is what the
+    large gradients are rounded by, so a tenth of the largest of all is the least that counts as large."""
+    largest = max(gradient.abs().max().item() for gradient in all_expected.values())
+    assert (found - expected).abs().max() <= 1e-5 * max(expected.abs().max().item(), 0.1 * largest), name
+
+
 def check_equal_to_one_process(
     loaded: LoadedModel, plan: Plan, prepare: Callable[[StageModule], None] = lambda stage: None
 ) -> None:
@@ -173,15 +182,13 @@ def check_equal_to_one_process(
 
     stages = run_ranks(run_stage, len(plan.stages), model, loaded, plan, batch, prepare)
 
-    assert stages[-1][0] == pytest.approx(losses, abs=1e-6)
+    assert stages[-1][0] == pytest.approx(losses, rel=1e-5)
     assert all(not stage[0] for stage in stages[:-1])
     tied = {name: group for group in plan.model.ties for name in group}
-    # a bias in front of a norm has the gradient 0: what is found there is the rounding of the large ones
-    floor = 1e-2 * max(g.abs().max().item() for g in gradients.values())
     for name, expected in gradients.items():
         copies = [next((g[n] for n in tied.get(name, (name,)) if n in g), None) for _, g in stages]
         found = torch.stack([c for c in copies if c is not None]).sum(0)
-        assert (found - expected).abs().max() <= 2e-6 * max(expected.abs().max().item(), floor), name
+        assert_equal_but_for_rounding(found, expected, gradients, name)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +289,7 @@ def test_sharded_stages_reduce_as_often_as_the_plan_says(gradient_sync: str, res
 
     for gradients, counts in ranks:
         for name, found in gradients.items():
-            assert (found - expected[name]).abs().max() <= 1e-6 * max(expected[name].abs().max(), 1e-3), name
+            assert_equal_but_for_rounding(found, expected[name], expected, name)
         units = 5 if "downs.0.conv1.weight" in gradients else 3  # one for each layer of the stage
         reduced = sum(count for operator, count in counts.items() if "reduce_scatter" in operator)
         gathered = sum(count for operator, count in counts.items() if "allgather" in operator.replace("_", ""))
