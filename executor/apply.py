@@ -199,7 +199,8 @@ class _Solid(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         # Not from x's storage: fake tensors never let go of a storage that was an argument.
-        return x.new_empty(0).set_(x.detach())
+        solid: torch.Tensor = x.new_empty(0).set_(x.detach())  # type: ignore[call-overload]
+        return solid
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

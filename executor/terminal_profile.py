@@ -95,7 +95,7 @@ def print_operators(console: Console, profile: ModelProfile) -> None:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("grows with")
         for number, op in enumerate(layer_class.whole.operators):
-            found = dimensions(profile, index, number).items()
+            found = dimensions(profile, index, number)
             flops = amount_at(op.flops, 1)
             table.add_row(
                 op.name,

@@ -238,7 +238,7 @@ def _convolution_backward_flops(grad: torch.Tensor, image: torch.Tensor, weight:
     """Of each wanted gradient as many as the forward's; torch's own formula forgets about groups."""
     transposed, wanted = more[4], more[-1]
     positions = image if transposed else grad
-    return 2 * positions.shape[0] * positions.shape[2:].numel() * weight.numel() * sum(wanted[:2])
+    return 2 * positions.shape[0] * positions.shape[2:].numel() * weight.numel() * int(sum(wanted[:2]))
 
 
 _FLOPS: dict[str, Callable[..., int]] = {

@@ -15,11 +15,13 @@ from .load import LoadedModel
 def mixed_precision_problem(loaded: LoadedModel, chain: Chain) -> str:
     """Why it does not run, in a few words; '' if it does. Only the first layer of each class is run."""
     fake = fake_model(loaded, torch.bfloat16, buffers=False)
+    mode = fake.mode
+    assert mode is not None
     for name in ("", *chain.units.names):
         module = fake.module.get_submodule(name)
         if next(module.parameters(), None) is not None:
             module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-    batch = tree_map(lambda x: fake.mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, loaded.batch(1))
+    batch = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, loaded.batch(1))
     try:
         run_first_of_each_class(fake, chain, batch, _OneDtype())
     except ValueError as error:

@@ -66,7 +66,7 @@ class Producers(TorchFunctionMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        torch.autograd.Function.apply = self._apply
+        torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -114,7 +114,7 @@ def run_cut(
     """
     run = LayerRun(fake, chain, index, shapes, size, seq_len)
     rank = _Rank(run, cuts, degree, seq_len, sequence_dims)
-    with fake.mode, rank.applied():
+    with fake.mode or nullcontext(), rank.applied():
         seen = run.run(arrive=rank.arrive, backward=backward)
     seen.collectives = rank.collectives
     return seen

@@ -408,3 +408,14 @@ def test_two_hosts_are_a_page_as_readable_as_two_thousand(capsys: pytest.Capture
     assert plan.degrees.num_devices == 16384
     assert len(lines) < 50
     assert any("hosts 0-255" in line for line in lines)
+
+
+def test_operators_are_listed_with_the_dims_they_run_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(Path(__file__).parents[1] / "benchmarks" / "models" / "mlp.py")
+
+    assert run_plan("profile", model, "--operators", "-o", str(tmp_path / "profile.json")) == 0
+
+    printed = capsys.readouterr().out
+    assert "One layer of each class" in printed
+    assert "Operators of Linear" in printed
+    assert "backward_weight" in " ".join(printed.split()) or "backward_wei" in printed
