@@ -389,7 +389,7 @@ def _uniquely_named(classes: Sequence[LayerClass]) -> tuple[LayerClass, ...]:
 def _class_name(fake: FakeModel, layer: Layer) -> str:
     if layer.root:
         return type(fake.module.get_submodule(layer.root)).__name__
-    if layer.name in layer.units or "+" in layer.name or ".." in layer.name:
+    if layer.units and layer.name not in ("embedding", "head"):
         return "+".join(dict.fromkeys(type(fake.module.get_submodule(unit)).__name__ for unit in layer.units))
     return layer.name
 
