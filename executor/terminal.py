@@ -352,6 +352,7 @@ def hanging(word: str, text: Text, style: str) -> Table:
 
 
 def print_titled(console: Console, title: str, table: Table) -> None:
+    """A table under its title, after an empty line."""
     console.print()
     console.print(Text(title, style="bold"))
     console.print(table)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .as_on_gpu import as_on_gpu
 from .load import Batch, LoadedModel, place_of, split_inputs
+from .model_profile import BufferProfile
 
 
 class DecidesByValuesError(Exception):
@@ -37,6 +38,8 @@ class FakeModel:
     module: nn.Module
     mode: FakeTensorMode | None
     dtype: torch.dtype
+    buffers: tuple[BufferProfile, ...] = ()
+    """As the model has them, before they take the compute dtype."""
 
     def batch(self, size: int, seq_len: int | None) -> Batch:
         """Micro-batch of `size` samples; real ones are all alike, so that all batches lead to one decision."""
@@ -101,8 +104,9 @@ def fake_model(loaded: LoadedModel, dtype: torch.dtype, buffers: bool = True) ->
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
         module = loaded.build()
+    listed = _buffers(module)
     _to_fake(module, mode, dtype, buffers)
-    return FakeModel(loaded, module.train(), mode, dtype)
+    return FakeModel(loaded, module.train(), mode, dtype, listed)
 
 
 def real_model(loaded: LoadedModel) -> FakeModel:
@@ -110,7 +114,15 @@ def real_model(loaded: LoadedModel) -> FakeModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = loaded.build()
-    return FakeModel(loaded, module.float().train(), None, torch.float32)
+    listed = _buffers(module)
+    return FakeModel(loaded, module.float().train(), None, torch.float32, listed)
+
+
+def _buffers(module: nn.Module) -> tuple[BufferProfile, ...]:
+    return tuple(
+        BufferProfile(name=name, shape=tuple(buffer.shape), dtype=str(buffer.dtype).removeprefix("torch."))
+        for name, buffer in module.named_buffers()
+    )
 
 
 @contextmanager

@@ -115,6 +115,14 @@ class ParameterProfile(_Document):
         return count
 
 
+class BufferProfile(_Document):
+    """One buffer of the model, on every rank that runs its module; never sharded."""
+
+    name: str = Field(description="full name")
+    shape: tuple[int, ...]
+    dtype: str = Field(description="a torch dtype name")
+
+
 class TensorCut(_Document):
     """A group of modules that tensor parallelism may cut together; found in the data flow and tried on fake tensors.
 
@@ -236,6 +244,7 @@ class ModelProfile(_Document):
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     tensors: tuple[CrossingTensor, ...]
     ties: tuple[tuple[str, ...], ...] = Field(description="full names that are one and the same parameter")
+    buffers: tuple[BufferProfile, ...] = ()
     batch: tuple[BatchTensor, ...]
     returns_loss: bool = Field(description="the module returns its own loss")
     attention_modules: tuple[str, ...] = ()

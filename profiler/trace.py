@@ -185,6 +185,7 @@ def _profile_at(
         layers=layers,
         tensors=_crossing_tensors(fake, chain, sizes, seen),
         ties=_ties(fake, layers),
+        buffers=fake.buffers,
         batch=_batch_tensors(fake, sizes),
         returns_loss=loaded.loss is None,
         attention_modules=_attention_modules(chain, found),

@@ -39,6 +39,9 @@ def row(name: str, loaded: LoadedModel) -> dict[str, Any]:
     groups = tied_groups(module)
     unlisted = [n for n in parameters if n not in listed and not any(n in g and g & listed.keys() for g in groups)]
     wrong = [name for name, shape in listed.items() if parameters.get(name) != shape]
+    kept = {b.name: (b.shape, f"torch.{b.dtype}") for b in profile.buffers}
+    buffers = {name: (tuple(b.shape), str(b.dtype)) for name, b in module.named_buffers()}
+    wrong += [name for name in kept.keys() | buffers.keys() if kept.get(name) != buffers.get(name)]
     return {
         "model": name,
         "layers": len(profile.layers),
@@ -48,6 +51,7 @@ def row(name: str, loaded: LoadedModel) -> dict[str, Any]:
         "tied groups, profile": len(profile.ties),
         "tied groups, module": len(groups),
         "same": not unlisted and not wrong and {frozenset(tie) for tie in profile.ties} == groups,
+        "buffers": len(buffers),
         "buffer bytes": sum(b.numel() * b.element_size() for b in module.buffers()),
         "note": "; ".join([*(f"no layer has {n}" for n in unlisted[:2]), *(f"{n} differs" for n in wrong[:2])]),
     }
@@ -61,13 +65,13 @@ def check(models: Mapping[str, LoadedModel]) -> Check:
         r["same"] = "yes" if r["same"] else "NO"
     return Check(
         name="counts",
-        title="Parameters and tied weights",
+        title="Parameters, tied weights and buffers",
         target="equal",
         columns={heading: "B" if heading == "buffer bytes" else "" for heading in rows[0]},
         rows=rows,
         verdict=f"{sum(right)} of {len(rows)} equal in number, names, shapes and ties",
         passed=all(right),
-        notes=("a profile does not list buffers: their bytes are shown to tell what it leaves out",),
+        notes=(),
     )
 
 
