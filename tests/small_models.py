@@ -276,6 +276,19 @@ def _with_auxiliary(
     return _next_token(output[0], batch) + 0.1 * output[1].float()
 
 
+class _Decides(nn.Module):
+    """Two ways, by the values of the sample: ranks go different ones in the same step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.end = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.ways = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        return self.end(torch.relu(self.ways[int(x.sum() > 0)](x)))
+
+
 class _Detached(nn.Module):
     """The first layer gets no gradient, and the second stream none from the last block on."""
 
@@ -523,6 +536,7 @@ MAKERS: dict[str, Callable[[], LoadedModel]] = {
     "in place": lambda: load_model(_InPlace, batch=_features, loss=_class),
     "overwritten": lambda: load_model(_Overwritten, batch=_features, loss=_class),
     "auxiliary": lambda: load_model(_Auxiliary, batch=_tokens, loss=_with_auxiliary),
+    "decides": lambda: load_model(_Decides, batch=_features, loss=_class),
     "detached": lambda: load_model(_Detached, batch=_features, loss=_class),
     "functional": lambda: load_model(_Functional, batch=_tokens, loss=_next_token),
     "spectral norm": lambda: load_model(_normalised, batch=_features, loss=_class),

@@ -27,6 +27,7 @@ def _plan(
     precision: Precision = "fp32",
     data_replicate: int = 1,
     data_shard: int = 1,
+    parts: int = 4,
 ) -> Plan:
     pipeline = len(stages)
     shape = Shape(
@@ -34,8 +35,8 @@ def _plan(
         data_shard=data_shard,
         tensor=1,
         pipeline=pipeline,
-        micro_batch=GLOBAL_BATCH // 4 // data_replicate // data_shard,
-        num_microbatches=4,
+        micro_batch=GLOBAL_BATCH // parts // data_replicate // data_shard,
+        num_microbatches=parts,
         schedule="1f1b" if pipeline > 1 else "none",
     )
     profile = small_profile(model)
@@ -68,6 +69,14 @@ def test_finding_unread_parameters_changes_no_buffer() -> None:
     counts = run_ranks(_batches_tracked, 2, plan)
 
     assert counts == [plan.num_microbatches] * 2
+
+
+def test_replicas_that_decide_by_their_samples_go_different_ways() -> None:
+    layers = [KEPT] * len(small_profile("decides").layers)
+
+    report = verified("decides", _plan("decides", [layers], data_replicate=2, parts=1))
+
+    assert report.ok, report.lines
 
 
 def test_a_sharded_stage_without_backward_keeps_its_parameters() -> None:
