@@ -1,5 +1,6 @@
-"""`plan calibrate`: a device file from measurements on this machine's ranks, and a model's layers beside its prices."""
+"""`plan calibrate`: a device file from measurements on this machine's ranks, and what it predicts beside them."""
 
+import math
 import os
 import tomllib
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..planner.compute_cost import layer_seconds
+from ..planner.refit import refit
 from ..profiler.calibrate import (
     DTYPES,
     EFFORTS,
@@ -40,8 +42,15 @@ from ..profiler.model_profile import ModelProfile
 from ..profiler.units import format_flops_per_s, format_seconds
 from .local_ranks import RankError, run_local_ranks
 from .pipeline import loss_of
+from .reference_steps import reference_steps
 
 _TIMEOUT_S = 600.0
+
+REPETITIONS = 4
+"""Runs of every reference step, in turns."""
+
+QUICK_REPETITIONS = 2
+
 _DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32", "fp16")}
 """What is measured on each kind of device; activations have the first."""
 
@@ -69,12 +78,23 @@ class LayerCheck:
 
 
 @dataclass(frozen=True)
+class StepCheck:
+    """A reference step: measured, and predicted from kernels alone and from the device fitted to all such steps."""
+
+    label: str
+    measured_s: float
+    kernels_error: float
+    error: float
+
+
+@dataclass(frozen=True)
 class Calibration:
-    """The measured device, and how well it prices the layers of a model (empty without one)."""
+    """The measured device, and how well it prices reference steps and the layers of a model (empty without one)."""
 
     device: Device
     num_ranks: int
     batch_size: int
+    steps: tuple[StepCheck, ...]
     layers: tuple[LayerCheck, ...]
 
     def save(self, path: Path) -> None:
@@ -130,8 +150,22 @@ def calibrate(
     device = fit_device(_preset(device_type), merged([found for found, _ in answers], ranks=True), ranks, device_type)
     if device_type == "cuda":
         device = _with_properties(device, ranks)
-    checks = [] if profile is None else _checks(profile, device, batch_size, [times for _, times in answers])
-    return Calibration(device, ranks, batch_size, tuple(checks))
+    device, steps = _fitted_to_steps(device, ranks, device_type, QUICK_REPETITIONS if quick else REPETITIONS)
+    precision = "fp32" if device_type == "cpu" else "bf16"
+    checks = [] if profile is None else _checks(profile, device, precision, batch_size, [times for _, times in answers])
+    return Calibration(device, ranks, batch_size, steps, tuple(checks))
+
+
+def _fitted_to_steps(
+    device: Device, ranks: int, device_type: str, repetitions: int
+) -> tuple[Device, tuple[StepCheck, ...]]:
+    """The device corrected by reference steps, and the steps beside it."""
+    found = refit(device, reference_steps(device, ranks, device_type, repetitions))
+    checks = (
+        StepCheck(run.label, run.step_s, math.expm1(old), math.expm1(new))
+        for run, old, new in zip(found.runs, found.before, found.after, strict=True)
+    )
+    return found.device, tuple(checks)
 
 
 def _where(device_kind: str, num_ranks: int | None) -> tuple[str, int]:
@@ -211,10 +245,9 @@ def _with_properties(device: Device, ranks: int) -> Device:
 
 
 def _checks(
-    profile: ModelProfile, device: Device, batch_size: int, ranks: Sequence[Sequence["LayersTiming"]]
+    profile: ModelProfile, device: Device, precision: str, batch_size: int, ranks: Sequence[Sequence["LayersTiming"]]
 ) -> list[LayerCheck]:
     """One row per class of layers, or combination of classes that was timed as one."""
-    precision = "fp32" if device.name == "cpu" else "bf16"
     width = 4 if precision == "fp32" else 2
     prices = [layer_seconds(c.whole, device, precision, width, batch_size, 1) for c in profile.classes]
     rows: dict[tuple[int, ...], list[tuple[float, float, float]]] = {}
@@ -258,6 +291,12 @@ def print_calibration(console: Console, found: Calibration) -> None:
         )
     for line in lines:
         console.print(line, markup=False, highlight=False)
+    table = Table(title="Reference steps, to which the device is fitted", title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("model, set-up", "measured", "predicted by kernels alone", "by the device"):
+        table.add_column(heading, justify="left" if heading == "model, set-up" else "right")
+    for step in found.steps:
+        table.add_row(step.label, format_seconds(step.measured_s), f"{step.kernels_error:+.0%}", f"{step.error:+.0%}")
+    console.print(table)
     if not found.layers:
         return
     table = Table(title=f"Layers at micro-batch {found.batch_size}", title_justify="left", box=box.SIMPLE_HEAD)

@@ -583,7 +583,7 @@ def read_training(
     elif global_batch is None:
         assumptions.append(f"global batch {batch:,}: the model file's own; --global-batch changes it")
     if precision is None:
-        precision = _Precision.FP32 if cluster.device.name == "cpu" else _Precision.BF16
+        precision = _Precision.BF16 if cluster.device.computes_bf16 else _Precision.FP32
     training = TrainingSpec(
         global_batch=batch,
         seq_len=profile.seq_len,

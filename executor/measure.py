@@ -78,7 +78,7 @@ def _cannot_run(plan: Plan, steps: int) -> str | None:
     gpus = torch.cuda.device_count()  # leaves CUDA alone, so that ranks can be forked
     if ranks > MAX_CPU_RANKS and gpus < ranks:
         return f"it takes {ranks} ranks: more than the {gpus} GPUs here, and than {MAX_CPU_RANKS} CPU processes"
-    on_cpu = plan.cluster.device.name == "cpu" and gpus < ranks
+    on_cpu = plan.cluster.device.name.startswith("cpu") and gpus < ranks
     if on_cpu and plan.prediction is not None:
         count, step_s = WARM_UP_STEPS + steps, plan.prediction.step_time_s
         if count * step_s > _TIMEOUT_S:

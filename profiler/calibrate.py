@@ -438,7 +438,7 @@ def fit_device(base: Device, measured: Measured, num_ranks: int, device_type: st
 
     The peak of a dtype is the best rate that any matmul reached; bandwidth is the best that any kernel reached.
     """
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, Any] = {"name": f"{base.name}-measured"}
     sources = {
         key: text if text.startswith(_KEPT) else f"{_KEPT} {base.name}: {text}" for key, text in base.sources.items()
     }

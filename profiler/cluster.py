@@ -83,6 +83,11 @@ class Device(_Document):
     price_per_hour: float | None = Field(default=None, ge=0, description="US dollars, one device")
     sources: dict[str, str] = Field(description="field -> where its number comes from")
 
+    @property
+    def computes_bf16(self) -> bool:
+        """Whether bf16 is worth it: at least as fast as fp32. CPUs without hardware for it emulate it."""
+        return self.flops.get("bf16", 0.0) >= self.flops.get("fp32", 0.0)
+
 
 class HostGroup(_Document):
     """Equal hosts."""

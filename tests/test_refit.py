@@ -1,0 +1,87 @@
+"""Refitting: measured steps move the constants that made them, priors hold the rest, and one wild run bends nothing."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from synthetic import cluster, device, layer_class, profile
+
+from meshwright.planner.estimate import estimate
+from meshwright.planner.refit import MeasuredStep, on_device, refit, turned
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import Device
+
+PRESET = device(matmul_efficiency=0.6, overlap=0.0)
+TRUTH = {"matmul": 0.7, "link bandwidth": 0.5, "optimizer": 0.6}
+"""What the real machine has, over the preset."""
+
+SHAPES = (
+    Shape(8, 1, 1, 1, micro_batch=2, num_microbatches=1),
+    Shape(1, 8, 1, 1, micro_batch=2, num_microbatches=1, reshard=True, gradient_sync="every"),
+    Shape(1, 8, 1, 1, micro_batch=1, num_microbatches=2),
+    Shape(2, 4, 1, 1, micro_batch=2, num_microbatches=1),
+    Shape(4, 1, 1, 2, micro_batch=1, num_microbatches=4, schedule="1f1b"),
+    Shape(1, 1, 1, 8, micro_batch=1, num_microbatches=16, schedule="1f1b"),
+)
+
+
+def runs(on: Device, noise: float = 0.0) -> list[MeasuredStep]:
+    """Steps of several shapes of two models, as long as they take on `on`."""
+    found = []
+    random = np.random.default_rng(0)
+    for parameters, flops in ((4_000_000, 2e11), (40_000_000, 4e10)):
+        model = profile([layer_class("block", flops, parameters, 2e6, 1e6)], [0] * 8)
+        training = TrainingSpec(global_batch=16, seq_len=64)
+        for shape in SHAPES:
+            count = len(model.layers) // shape.pipeline
+            option = LayerOption("none", shape.reshard)
+            plan = make_plan(model, cluster(on=PRESET), training, shape, [[option] * count] * shape.pipeline)
+            step_s = estimate(on_device(plan, on), model).step_time_s * float(np.exp(noise * random.standard_normal()))
+            found.append(MeasuredStep(shape.label, plan, model, step_s))
+    return found
+
+
+def test_constants_that_made_the_steps_are_found() -> None:
+    found = refit(PRESET, runs(turned(PRESET, TRUTH)))
+
+    assert max(map(abs, found.before)) > 0.3
+    assert max(map(abs, found.after)) < 0.01
+    assert found.factors["matmul"] == pytest.approx(0.7, rel=0.05)
+
+
+def test_a_fit_to_half_of_the_runs_predicts_the_other_half() -> None:
+    truth = turned(PRESET, TRUTH)
+    everything = runs(truth, noise=0.02)
+
+    found = refit(PRESET, everything[::2])
+
+    unseen = [abs(np.log(estimate(on_device(r.plan, found.device), r.profile).step_time_s / r.step_s))
+              for r in everything[1::2]]  # fmt: skip
+    assert float(np.median(unseen)) < 0.05
+
+
+def test_runs_as_predicted_change_nothing() -> None:
+    found = refit(PRESET, runs(PRESET))
+
+    assert found.factors == {}
+    assert found.device.matmul_efficiency == PRESET.matmul_efficiency
+
+
+def test_one_wild_run_bends_nothing() -> None:
+    calm = runs(turned(PRESET, TRUTH))
+    wild = [replace(calm[0], step_s=20 * calm[0].step_s), *calm[1:]]
+
+    assert refit(PRESET, wild).factors["matmul"] == pytest.approx(refit(PRESET, calm).factors["matmul"], rel=0.05)
+
+
+def test_sources_tell_what_was_fitted_and_to_how_many_runs() -> None:
+    found = refit(PRESET, runs(turned(PRESET, TRUTH)))
+
+    assert "matmul x 0.7" in found.device.sources["matmul_efficiency"]
+    assert "fitted to 12 measured steps" in found.device.sources["matmul_efficiency"]
+
+
+def test_no_runs_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one run"):
+        refit(PRESET, [])
