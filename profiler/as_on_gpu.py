@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,9 +90,18 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0]
 
 
-class _Results(TorchDispatchMode):
-    """What fake kernels return otherwise: the workspace of a fused LSTM has no bytes, and a batch norm over one value
-    (which the model will not see when it trains) divides by zero."""
+class Mode(TorchDispatchMode):
+    """A dispatch mode that runs as it is: torch would wrap it against its compiler, at every operator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Results(Mode):
+    """What fake kernels return otherwise: the workspace of a fused LSTM has no bytes, a batch norm over one value
+    (which the model will not see when it trains) divides by zero, bags of embeddings are noted as on a CPU, and some
+    losses are new scalars, where real ones are what is left of the memory of all their terms."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,8 +113,26 @@ class _Results(TorchDispatchMode):
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
             output, hidden, cell, _ = out
             return output, hidden, cell, output.new_empty(RNN_SAVED_PER_OUTPUT * output.numel())
+        if func is torch.ops.aten._embedding_bag.default:
+            output, _, bag_size, largest = out
+            return (
+                output,
+                args[1].new_empty(args[1].shape),
+                bag_size,
+                largest if largest.dim() == 2 else args[1].new_empty(0),
+            )
+        if func in _LOSSES_WITH_TERMS and out.dim() == 0 and isinstance(out, FakeTensor):
+            terms = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+            return out.new_empty(terms).as_strided((), ())
         return out
 
+
+_LOSSES_WITH_TERMS = (
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+)
 
 _BATCH_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default)
 

@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from .as_on_gpu import Mode
 from .fake import FakeModel
 from .load import Batch
 from .meters import Storages
 from .model_profile import Producer
+from .positions import Positions
 from .producers import Producers
 
 Key = tuple[str, str, int]
@@ -55,6 +57,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    strides: tuple[int, ...] = ()
+    """Of a tensor without gaps or overlaps; () for others, which are made anew without."""
     numbers: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """Of a real tensor (see real_model); None for fake ones."""
 
@@ -65,15 +69,40 @@ class TensorSpec:
         if not isinstance(tensor, FakeTensor):
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 numbers = tensor.detach().clone()
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, numbers)
+        strides = tensor.stride() if _is_dense(tensor) else ()
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, strides, numbers)
 
     def blank(self) -> torch.Tensor:
-        """A new tensor of this shape and dtype (and of these numbers, where there are any) without a gradient."""
-        return torch.empty(self.shape, dtype=self.dtype) if self.numbers is None else self.numbers.clone()
+        """A new tensor of this layout and dtype (and of these numbers, where there are any) without a gradient."""
+        if self.numbers is not None:
+            return self.numbers.clone()
+        if not self.strides:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+
+    def one_more(self, less: "TensorSpec") -> "TensorSpec":
+        """At one sample more; less: at one fewer. Every dim grows evenly, and their order in memory stays."""
+        shape = tuple(2 * size - before for size, before in zip(self.shape, less.shape, strict=True))
+        strides = [0] * len(self.strides)
+        expected = 1
+        for stride, size, dim in sorted(zip(self.strides, self.shape, range(len(shape)), strict=False)):
+            strides[dim] = stride if size == shape[dim] == 1 else expected
+            expected *= shape[dim]
+        return TensorSpec(shape, self.dtype, self.requires_grad, tuple(strides))
 
     def empty(self) -> torch.Tensor:
         """A new tensor of this spec, like one that a module made: no leaf, so it may be changed in place."""
         return self.blank().requires_grad_(self.requires_grad).clone()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one piece of memory, each once, in whatever order of dims."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True)
@@ -89,6 +118,12 @@ class OutputSpec:
         leaves, tree = tree_flatten(output)
         return cls(tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in leaves), tree)
 
+    def one_more(self, less: "OutputSpec") -> "OutputSpec":
+        """At one sample more; less: at one fewer."""
+        pairs = zip(self.leaves, less.leaves, strict=True)
+        leaves = (x.one_more(before) if isinstance(x, TensorSpec) else x for x, before in pairs)
+        return OutputSpec(tuple(leaves), self.tree)
+
     def empty(self) -> Any:
         """A new output of this spec."""
         return tree_unflatten([x.empty() if isinstance(x, TensorSpec) else x for x in self.leaves], self.tree)
@@ -100,7 +135,18 @@ class Shapes:
 
     outputs: dict[tuple[str, int], OutputSpec] = field(default_factory=dict)
     tensors: dict[Producer, TensorSpec] = field(default_factory=dict)
+    refused: bool = False
+    """Whether something in the model refuses a batch like this one (see as_on_gpu)."""
+    furthest: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of tables that are read by position: rows, and the highest that is read (see positions)."""
     _stand_ins: dict[tuple[str, int], Any] = field(default_factory=dict)
+
+    def one_more(self, less: "Shapes") -> "Shapes":
+        """What a run with one sample more would produce, from this one and one with one fewer; for fake tensors."""
+        return Shapes(
+            outputs={key: output.one_more(less.outputs[key]) for key, output in self.outputs.items()},
+            tensors={key: spec.one_more(less.tensors[key]) for key, spec in self.tensors.items()},
+        )
 
     def stand_in(self, name: str, call: int) -> Any:
         """What may pass for the output of a layer module that does not run: always the same one, to save time."""
@@ -156,7 +202,6 @@ class Chain:
     signatures: tuple[Any, ...]
     shapes: Shapes
     notes: tuple[str, ...]
-    refuses_one_sample: bool = False
 
     def representatives(self) -> tuple[int, ...]:
         """For each layer the first layer of its class."""
@@ -229,11 +274,11 @@ def observe(fake: FakeModel, size: int, seq_len: int | None) -> Chain:
 
 def _observe(fake: FakeModel, units: Units, size: int, seq_len: int | None) -> Chain:
     batch = fake.batch(size, seq_len)
-    with fake.running() as refusals:
+    with fake.running():
         watch = _Watch(fake, units)
         with watch, watch.producers:
             fake.loss(batch, before_loss=watch.start_loss)
-    return replace(_build_chain(fake.module, units, watch), refuses_one_sample=bool(refusals) and size == 1)
+    return _build_chain(fake.module, units, watch)
 
 
 def _opened_in_vain(fake: FakeModel, chain: Chain) -> frozenset[str]:
@@ -268,7 +313,10 @@ def _stateful(root: nn.Module, written: list[str]) -> tuple[str, ...]:
 
 def shapes_at(fake: FakeModel, chain: Chain, size: int, seq_len: int | None) -> Shapes:
     """Shapes at another batch size or length; of each class only the first layer really runs."""
-    return run_first_of_each_class(fake, chain, fake.batch(size, seq_len))
+    positions = Positions(fake.module)
+    shapes = run_first_of_each_class(fake, chain, fake.batch(size, seq_len), positions)
+    shapes.furthest = positions.furthest
+    return shapes
 
 
 def run_first_of_each_class(
@@ -294,13 +342,14 @@ def run_first_of_each_class(
         return None if like is None else shapes.outputs[like].empty()
 
     with (
-        fake.running(),
+        fake.running() as refusals,
         watch or nullcontext(),
         _recording_outputs(fake.module, chain.units.names, cursor, shapes),
         stubbed(fake.module, {name for name, _ in stand_ins}, producers, stub),
         producers,
     ):
         fake.loss(batch)
+    shapes.refused = bool(refusals)
     return shapes
 
 
@@ -382,7 +431,7 @@ class _Inputs:
             self.writers.add(name)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(Mode):
     """Notes, per event, what is read and made while the whole model runs once."""
 
     def __init__(self, fake: FakeModel, units: Units) -> None:

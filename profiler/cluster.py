@@ -80,6 +80,10 @@ class Device(_Document):
     devices_per_host: PositiveInt = Field(description="usual number in one host")
     link: Link = Field(description="between devices of one host, per device")
     network: Link = Field(description="between hosts, per host, usual for this platform")
+    host_bandwidth: _Rate = Field(default=25e9, description="bytes per second to or from the host, one direction")
+    host_memory_bandwidth: _Rate = Field(
+        default=50e9, description="bytes per second of the host's memory, one device's share of it"
+    )
     price_per_hour: float | None = Field(default=None, ge=0, description="US dollars, one device")
     sources: dict[str, str] = Field(description="field -> where its number comes from")
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,6 +41,25 @@ class FakeModel:
     dtype: torch.dtype
     buffers: tuple[BufferProfile, ...] = ()
     """As the model has them, before they take the compute dtype."""
+    uncast: tuple[tuple[dict[str, Any], str, torch.Tensor], ...] = ()
+    """(where, name, tensor): what stands in for a tensor that is no parameter, in the dtype that it has by itself."""
+
+    @contextmanager
+    def buffers_uncast(self) -> Iterator[None]:
+        """Buffers (and tensors that are attributes) have their own dtype, as under fully_shard."""
+        cast = [(where, name, where[name]) for where, name, _ in self.uncast]
+        try:
+            for where, name, tensor in self.uncast:
+                where[name] = tensor
+            yield
+        finally:
+            for where, name, tensor in cast:
+                where[name] = tensor
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Its parameters and buffers; walking through all modules for them takes long."""
+        return (*self.module.parameters(), *self.module.buffers())
 
     def batch(self, size: int, seq_len: int | None) -> Batch:
         """Micro-batch of `size` samples; real ones are all alike, so that all batches lead to one decision."""
@@ -93,20 +113,18 @@ class FakeModel:
     def _fake(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return torch.empty(leaf.shape, dtype=self.dtype if leaf.is_floating_point() else leaf.dtype)
+        dtype = self.dtype if leaf.is_floating_point() else leaf.dtype
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype)
 
 
-def fake_model(loaded: LoadedModel, dtype: torch.dtype, buffers: bool = True) -> FakeModel:
-    """The model built on the meta device and turned into fake CPU tensors, in training mode.
-
-    buffers: they have the compute dtype, too.
-    """
+def fake_model(loaded: LoadedModel, dtype: torch.dtype) -> FakeModel:
+    """The model built on the meta device and turned into fake CPU tensors, in training mode."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
         module = loaded.build()
     listed = _buffers(module)
-    _to_fake(module, mode, dtype, buffers)
-    return FakeModel(loaded, module.train(), mode, dtype, listed)
+    uncast = _to_fake(module, mode, dtype)
+    return FakeModel(loaded, module.train(), mode, dtype, listed, uncast)
 
 
 def real_model(loaded: LoadedModel) -> FakeModel:
@@ -138,18 +156,22 @@ def _repeated(one: torch.Tensor, two: torch.Tensor, size: int) -> torch.Tensor:
     return torch.cat([one] * size, dim=longer[0]) if longer else one
 
 
-def _to_fake(root: nn.Module, mode: FakeTensorMode, dtype: torch.dtype, buffers: bool) -> None:
-    """Replace all tensors of the module in place; Module.to_empty would untie shared parameters."""
+def _to_fake(
+    root: nn.Module, mode: FakeTensorMode, dtype: torch.dtype
+) -> tuple[tuple[dict[str, Any], str, torch.Tensor], ...]:
+    """Replace all tensors of the module in place; Module.to_empty would untie shared parameters. See FakeModel.uncast
+    for what comes back."""
     twins: dict[int, torch.Tensor] = {}
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in twins:
-            to = dtype if tensor.is_floating_point() and (buffers or _is_parameter(tensor)) else tensor.dtype
+            to = dtype if tensor.is_floating_point() else tensor.dtype
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=to, device="cpu")
             twins[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if _is_parameter(tensor) else made
         return twins[id(tensor)]
 
     kept = []
+    uncast = []
     with mode:
         for module in root.modules():
             places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
@@ -158,6 +180,10 @@ def _to_fake(root: nn.Module, mode: FakeTensorMode, dtype: torch.dtype, buffers:
                     if isinstance(value, torch.Tensor):
                         kept.append(value)
                         tensors[name] = twin(value)
+                        if value.is_floating_point() and value.dtype != dtype and not _is_parameter(value):
+                            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+                            uncast.append((tensors, name, made))
+    return tuple(uncast)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

@@ -41,8 +41,9 @@ class ExpertBank:
 
 @dataclass
 class Observation:
-    """What one run of a layer did."""
+    """What one run of a layer did; size: with how many samples."""
 
+    size: int
     ops: list[Op] = field(default_factory=list)
     saved: Size = NOTHING
     full: Size = NOTHING
@@ -54,8 +55,12 @@ class Observation:
     """Kept under recompute of attention: everything saved but what is made between the scores and the output."""
     saves_arriving: list[bool] = field(default_factory=list)
     """Whether the layer saves each arriving tensor, in the order of the chain's crossings."""
+    given_arriving: list[bool] = field(default_factory=list)
+    """Whether a module of the layer is given it, so that recompute needs it."""
     saves_leaving: list[bool] = field(default_factory=list)
     """The same of the tensors it makes for later layers."""
+    saves_in_fp32: list[bool] = field(default_factory=list)
+    """Both, leaving and arriving, where the compute dtype is fp32: a layer that casts first saves what it was given."""
     forward_transient: Size = NOTHING
     backward_transient: Size = NOTHING
     collectives: list[Collective] = field(default_factory=list)
@@ -87,7 +92,7 @@ class LayerRun:
         self.layer: Layer = chain.layers[index]
         self.storages = Storages(fake.dtype)
         self.recorder = Recorder(self.storages, self._where)
-        self.observation = Observation()
+        self.observation = Observation(size)
         self._shapes = shapes
         self._batch = fake.batch(size, seq_len)
         self._cursor = Cursor(chain.layers)
@@ -112,7 +117,8 @@ class LayerRun:
     def run(self, arrive: Arrive = lambda crossing, tensor: tensor, backward: bool = True) -> Observation:
         """Observe the layer. arrive: may cut an arriving tensor (to a slice of the sequence)."""
         self._arrive = arrive
-        for tensor in (*self.fake.module.parameters(), *self.fake.module.buffers()):
+        cut = (self.fake.module.get_parameter(name) for name in self.layer.parameters)
+        for tensor in (*self.fake.tensors, *cut):
             self._outside.add(self.storages.number(tensor))
         with self.fake.running(), self.recorder:
             scalars = self._forward()
@@ -150,6 +156,9 @@ class LayerRun:
         if loss is not None:
             self._outputs.clear()
             self.recorder.active = False
+            number = self.storages.number(loss)  # whoever trains holds it until the backward
+            self._saved.add(number)
+            self._saved_outside.add(number)
             self.observation.outputs.append(TensorSpec.of(loss))
             return [loss]
         self.recorder.active = False
@@ -182,28 +191,41 @@ class LayerRun:
         seen = self.observation
         seen.ops = self.recorder.ops
         returned = set(self._leaving_as.values())  # counts as what arrives in the next layer, once
-        seen.saved = self.storages.total(self._saved - returned)
+        elsewhere = returned | self._outside
+        seen.saved = self.storages.total(self._saved, elsewhere)
         forward = [op for op in seen.ops if not op.backward]
         inside = [op for op, within in zip(forward, self._inside, strict=True) if within and not op.is_view]
-        around = (self._saved_outside | self._given) - returned - self._outside
+        around = self._saved_outside | self._given
         kept = {view.storage for op in inside if op.kind in SELECTIVELY_KEPT for view in op.outputs}
-        seen.full = self.storages.total(around)
-        seen.selective = self.storages.total(around | (kept - returned - self._outside))
+        seen.full = self.storages.total(around, elsewhere)
+        seen.selective = self.storages.total(around | kept, elsewhere)
         inner = self._attention_core(forward)
-        seen.attention = self.storages.total(self._saved - returned - inner)
+        seen.attention = self.storages.total(self._saved - inner, elsewhere)
         seen.saves_arriving = [producer in self._saved_arriving for producer in self._arriving]
+        given = {self._arrived_as[number] for number in self._given if number in self._arrived_as}
+        seen.given_arriving = [producer in given for producer in self._arriving]
         leaving = [c.producer for c in self.chain.crossings if c.made_by == self.index]
         seen.saves_leaving = [self._leaving_as.get(producer) in self._saved for producer in leaving]
+        saved = {self.storages.in_fp32(number) for number in self._saved}
+        arrived = {self._arrived_as[n] for n in saved if n in self._arrived_as} | self._saved_arriving
+        left = {producer for producer, n in self._leaving_as.items() if self.storages.in_fp32(n) in saved}
+        seen.saves_in_fp32 = [*(p in left for p in leaving), *(p in arrived for p in self._arriving)]
         self._find_experts(forward)
         for tensor in self._leaves.values():
             seen.inputs += self.storages.size(tensor)
             seen.arrived[self.storages.number(tensor)] = tensor.requires_grad
         width = self.fake.dtype.itemsize
         end = len(self.storages.log)
-        forward_peak = self.storages.peak(0, forward_end, width, set())
-        backward_peak = self.storages.peak(forward_end, end, width, self._gradients)
-        seen.forward_transient = _above(forward_peak, seen.saved, width)
-        seen.backward_transient = _above(backward_peak, seen.saved, width)
+        spans = ((0, forward_end, set[int]()), (forward_end, end, self._gradients))
+        seen.forward_transient, seen.backward_transient = (
+            _above(
+                self.storages.peak(start, stop, width, without),
+                self.storages.peak_in_fp32(start, stop, without),
+                seen.saved,
+                width,
+            )
+            for start, stop, without in spans
+        )
 
     def _attention_core(self, forward: list[Op]) -> set[int]:
         """Storages made from the scores of unfused attention up to its output; marks the operators that make them.
@@ -376,7 +398,7 @@ def _name_parts(ops: list[Op], input_gradients: set[int], weight_gradients: set[
             op.part = "backward_weight"
 
 
-def _above(peak: Size, kept: Size, element_bytes: int) -> Size:
+def _above(peak: Size, peak_in_fp32: float, kept: Size, element_bytes: int) -> Size:
     """Peak beyond what is kept. Where one kind shrinks while the other grows, only the bytes in sum are a peak."""
     rest = peak - kept
     elements, other = rest.elements, rest.other_bytes
@@ -384,4 +406,6 @@ def _above(peak: Size, kept: Size, element_bytes: int) -> Size:
         elements, other = 0.0, other + element_bytes * elements
     elif other < 0:
         elements, other = elements + other / element_bytes, 0.0
-    return Size(max(elements, 0.0), max(other, 0.0))
+    above = Size(max(elements, 0.0), max(other, 0.0))
+    in_fp32 = max(peak_in_fp32 - kept.fp32_bytes, 0.0)
+    return Size(above.elements, above.other_bytes, in_fp32 - above.fp32_bytes)

@@ -22,6 +22,11 @@ def at_seq_len(profile: ModelProfile, seq_len: int) -> ModelProfile:
         raise ValueError(f"--seq-len is {seq_len}; it must be at least 1, for example --seq-len 1024")
     if profile.seq_len is None:
         raise ValueError(f"--seq-len {seq_len} was given, but {profile.name} has no sequence; leave --seq-len out")
+    if profile.longest_seq_len is not None and seq_len > profile.longest_seq_len:
+        raise ValueError(
+            f"--seq-len {seq_len}, but the table of positions of {profile.name} ends at {profile.longest_seq_len}: "
+            f"give --seq-len {profile.longest_seq_len} or less, or profile a model with a longer table"
+        )
     if not profile.other_lengths:
         raise ValueError(
             f"--seq-len {seq_len}, but the profile of {profile.name} holds {profile.seq_len} tokens per sample and no "

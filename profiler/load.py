@@ -17,13 +17,15 @@ A tuple batch is (inputs..., targets): see split_inputs.
 import copy
 import difflib
 import functools
+import gc
 import hashlib
 import importlib.util
 import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -450,12 +452,50 @@ def _architecture(transformers: Any, document: dict[str, Any], path: Path) -> An
         name = next((found if isinstance(found, str) else found[0] for found in known), None)
     if name is None:
         raise ValueError(f'{path} has no "architectures"; add for example "architectures": ["LlamaForCausalLM"]')
-    if not hasattr(transformers, name):
+    with without_garbage_collection(), _without_scipy():
+        architecture = getattr(transformers, name, None)
+    if architecture is None:
         raise ValueError(
             f'{path} asks for the architecture "{name}", which transformers {transformers.__version__} does not have; '
             "write a model.py that builds it"
         )
-    return getattr(transformers, name)
+    return architecture
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Millions of short-lived objects would set it off again and again, for a sixth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _without_scipy() -> Iterator[None]:
+    """Every model of transformers imports scipy.optimize, for the one function by which losses of object detection
+    match boxes. An eighth of all time to import goes into that; here it waits until the function is called."""
+    name = "scipy.optimize"
+    if name in sys.modules or importlib.util.find_spec("scipy") is None:
+        yield
+        return
+    stand_in = ModuleType(name)
+    stand_in.linear_sum_assignment = _linear_sum_assignment  # type: ignore[attr-defined]
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+
+
+def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
+    from scipy.optimize import linear_sum_assignment
+
+    return linear_sum_assignment(*args, **kwargs)
 
 
 def _config_batch(architecture: Any, config: Any, path: Path) -> MakeBatch:

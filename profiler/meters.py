@@ -1,32 +1,41 @@
 """Meters under a running model: operators with FLOPs and bytes, and the life of every storage."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .model_profile import OpKind, OpPart
+from .as_on_gpu import Mode
+from .model_profile import FP32_BYTES, OpKind, OpPart
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Size:
-    """Elements of the compute dtype, and bytes of all other dtypes."""
+    """Elements of the compute dtype, and bytes of all other dtypes; and what is added to both where the compute dtype
+    is fp32 (less than nothing: casts are no copies there)."""
 
     elements: float = 0.0
     other_bytes: float = 0.0
+    in_fp32: float = 0.0
 
     def __add__(self, more: "Size") -> "Size":
-        return Size(self.elements + more.elements, self.other_bytes + more.other_bytes)
+        return Size(self.elements + more.elements, self.other_bytes + more.other_bytes, self.in_fp32 + more.in_fp32)
 
     def __sub__(self, less: "Size") -> "Size":
-        return Size(self.elements - less.elements, self.other_bytes - less.other_bytes)
+        return Size(self.elements - less.elements, self.other_bytes - less.other_bytes, self.in_fp32 - less.in_fp32)
+
+    @property
+    def fp32_bytes(self) -> float:
+        """Bytes where the compute dtype is fp32."""
+        return FP32_BYTES * self.elements + self.other_bytes + self.in_fp32
 
 
 NOTHING = Size()
@@ -73,6 +82,7 @@ class Storages:
     def __init__(self, dtype: torch.dtype) -> None:
         self.log: list[tuple[int, bool]] = []
         self.sizes: dict[int, Size] = {}
+        self._cast_of: dict[int, int] = {}
         self._dtype = dtype
         self._numbers: dict[int, int] = {}
         self._next = 0
@@ -100,12 +110,38 @@ class Storages:
         num_bytes = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
         return self.size_of_bytes(num_bytes, tensor.dtype)
 
-    def total(self, numbers: set[int]) -> Size:
-        """All of those that were born under this log."""
+    def cast(self, source: torch.Tensor, made: torch.Tensor) -> None:
+        """An operator has made one from the other, in another dtype: if that is all, in fp32 both are one storage."""
+        if {source.dtype, made.dtype} == {self._dtype, torch.float32} and source.stride() == made.stride():
+            self._cast_of[self.number(made)] = self.in_fp32(self.number(source))
+
+    def in_fp32(self, number: int) -> int:
+        """The storage that this one is where the compute dtype is fp32."""
+        return self._cast_of.get(number, number)
+
+    def total(self, numbers: set[int], without: AbstractSet[int] = frozenset()) -> Size:
+        """All of those that were born under this log. without: left out, as is in fp32 whatever is one with them."""
         total = Size()
-        for number in numbers:
+        for number in numbers - without:
             total += self.sizes.get(number, Size())
-        return total
+        there = {self.in_fp32(number) for number in numbers} - {self.in_fp32(number) for number in without}
+        in_fp32 = sum(self.sizes[number].fp32_bytes for number in there if number in self.sizes)
+        return Size(total.elements, total.other_bytes, in_fp32 - total.fp32_bytes)
+
+    def peak_in_fp32(self, start: int, end: int, without: set[int]) -> float:
+        """The same as peak where the compute dtype is fp32, in bytes."""
+        living: Counter[int] = Counter()
+        left_out = {self.in_fp32(number) for number in without}
+        live = best = 0.0
+        for i, (number, born) in enumerate(self.log[:end]):
+            root = self.in_fp32(number)
+            if root in self.sizes and root not in left_out:
+                living[root] += 1 if born else -1
+                if living[root] == int(born):
+                    live += self.sizes[root].fp32_bytes if born else -self.sizes[root].fp32_bytes
+            if i >= start - 1:
+                best = max(best, live)
+        return best
 
     def peak(self, start: int, end: int, element_bytes: int, without: set[int]) -> Size:
         """The most that lived at once between two positions of the log, counting from its very beginning."""
@@ -125,7 +161,7 @@ class Storages:
             self.log.append((number, False))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Mode):
     """Writes down every operator while `active`; while `muted` only the storages that it makes."""
 
     def __init__(self, storages: Storages, module: Callable[[], str]) -> None:
@@ -148,6 +184,8 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         views_out = tuple(View.of(t, self.storages.number(t, made=True)) for t in outputs)
+        if func is aten._to_copy.default:
+            self.storages.cast(inputs[0], outputs[0])
         if self.muted:
             return out
         name = func._overloadpacket.__name__

@@ -4,28 +4,34 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .as_on_gpu import Mode
 from .chain import Chain, run_first_of_each_class
-from .fake import fake_model
-from .load import LoadedModel
+from .fake import FakeModel, fake_model
 
 
-def mixed_precision_problem(loaded: LoadedModel, chain: Chain) -> str:
+def mixed_precision_problem(fake: FakeModel, chain: Chain) -> str:
     """Why it does not run, in a few words; '' if it does. Only the first layer of each class is run."""
-    fake = fake_model(loaded, torch.bfloat16, buffers=False)
+    if fake.dtype != torch.bfloat16:
+        fake = fake_model(fake.loaded, torch.bfloat16)
     mode = fake.mode
     assert mode is not None
-    for name in ("", *chain.units.names):
-        module = fake.module.get_submodule(name)
-        if next(module.parameters(), None) is not None:
-            module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-    batch = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, loaded.batch(1))
+    modules = (fake.module.get_submodule(name) for name in ("", *chain.units.names))
+    handles = [
+        module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+        for module in modules
+        if next(module.parameters(), None) is not None
+    ]
+    batch = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, fake.loaded.batch(1))
     try:
-        run_first_of_each_class(fake, chain, batch, _OneDtype())
+        with fake.buffers_uncast():
+            run_first_of_each_class(fake, chain, batch, _OneDtype())
     except ValueError as error:
         return str(error.__cause__ or error).partition("\n")[0]
+    finally:
+        for handle in handles:
+            handle.remove()
     return ""
 
 
@@ -36,7 +42,7 @@ def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return tree_map(cast, (args, kwargs))
 
 
-class _OneDtype(TorchDispatchMode):
+class _OneDtype(Mode):
     """What kernels refuse and fake tensors let pass: products of two floating-point dtypes."""
 
     _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "_grouped_mm")

@@ -23,6 +23,8 @@ Amount = tuple[float, float, float, float]
 
 ZERO: Amount = (0.0, 0.0, 0.0, 0.0)
 
+FP32_BYTES = 4
+
 OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "copy", "other"]
 
 OpPart = Literal["forward", "backward_input", "backward_weight", "backward"]
@@ -38,14 +40,19 @@ class _Document(BaseModel):
 
 
 class Bytes(_Document):
-    """Memory that follows the compute dtype (counted in elements) and memory of a dtype of its own (in bytes)."""
+    """Memory that follows the compute dtype (counted in elements) and memory of a dtype of its own (in bytes).
+
+    in_fp32: what is added where the compute dtype is fp32; below zero, because casts to and from fp32 are no copies.
+    """
 
     elements: Amount = ZERO
     other_bytes: Amount = ZERO
+    in_fp32: Amount = ZERO
 
     def at(self, batch: float, element_bytes: int, tensor: int = 1) -> float:
         """Bytes for one micro-batch of `batch` samples with compute dtype of `element_bytes`."""
-        return element_bytes * amount_at(self.elements, batch, tensor) + amount_at(self.other_bytes, batch, tensor)
+        size = element_bytes * amount_at(self.elements, batch, tensor) + amount_at(self.other_bytes, batch, tensor)
+        return size + amount_at(self.in_fp32, batch, tensor) if element_bytes == FP32_BYTES else size
 
 
 class OpProfile(_Document):
@@ -200,8 +207,14 @@ class CrossingTensor(_Document):
     made_by: int = Field(description="layer index")
     last_used_by: int = Field(description="layer index")
     used_by: tuple[int, ...] = Field(default=(), description="all layers that read it, in order")
+    given_to: tuple[int, ...] | None = Field(
+        default=None, description="of used_by, if not all: layers whose modules are given it, and need it to run again"
+    )
     saved_by: tuple[int, ...] = Field(
         default=(), description="layers (its maker or readers) that save it for backward when nothing is recomputed"
+    )
+    saved_in_fp32_by: tuple[int, ...] | None = Field(
+        default=None, description="where the compute dtype is fp32, if others: one that casts first saves this there"
     )
     same_as: int | None = Field(default=None, description="index of the first tensor with this memory, if handed on")
     shape: tuple[int, ...] = Field(description="at one sample")
@@ -258,6 +271,9 @@ class ModelProfile(_Document):
         default="", description="where it decides by the values of tensors what to compute: file:line and the operator"
     )
     global_batch: int | None = Field(default=None, description="the model file's own suggestion")
+    longest_seq_len: int | None = Field(
+        default=None, description="tokens per sample for which tables of positions have rows; None: no such table seen"
+    )
     notes: tuple[str, ...] = Field(default=(), description="what could not be cut or recognised, in words")
     other_lengths: tuple["ModelProfile", ...] = Field(default=(), description="the same model at two more lengths")
 

@@ -4,13 +4,12 @@ No GPU and no memory are needed: the model is built on the meta device and run o
 tensors of the compute dtype can be told from those of a dtype of their own (fp32 losses, integer indices).
 """
 
-import gc
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from .chain import Chain, Crossing, Layer, Shapes, observe, shapes_at
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
 from .layer_run import LayerRun, Observation
 from .lengths import at_seq_len
-from .load import Batch, LoadedModel
+from .load import Batch, LoadedModel, without_garbage_collection
 from .meters import NOTHING, Op, Size
 from .mixed_precision import mixed_precision_problem
 from .model_profile import (
@@ -40,6 +39,7 @@ from .model_profile import (
     Producer,
     TensorCut,
 )
+from .positions import longest
 from .tensor_cuts import Found, common_degree, find_cuts, gathering_ways, run_cut, sequence_problem
 
 Dim = Literal["batch", "sequence", "other"]
@@ -74,7 +74,7 @@ def trace(
     """
     if seq_len is not None:
         loaded = loaded.with_seq_len(seq_len)
-    with _without_garbage_collection():
+    with without_garbage_collection():
         try:
             return _on_fake_tensors(loaded, lengths, progress)
         except DecidesByValuesError as decision:
@@ -112,33 +112,22 @@ def _on_real_tensors(loaded: LoadedModel, decision: str, lengths: bool, progress
     return profile if seq_len in (None, profile.seq_len) else at_seq_len(profile, seq_len)
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Millions of short-lived objects would set it off again and again, for a sixth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: Progress) -> ModelProfile:
     loaded = fake.loaded
     _check_trainable(fake)
-    chain = observe(fake, 1, loaded.seq_len)
+    chain = observe(fake, 2, loaded.seq_len)
     sizes = _Sizes(fake, chain, loaded.seq_len, chain.shapes)
+    _check_positions(loaded, sizes)
     firsts = sorted(set(chain.representatives()))
     found = _found_cuts(fake, chain, sizes, firsts)
-    problem = mixed_precision_problem(loaded, chain) if fake.mode is not None else _BY_VALUES
+    problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
     profile = _profile_at(fake, chain, sizes, found, problem, notes, progress)
     if not lengths or loaded.seq_len is None or loaded.seq_len < _SHORTEST:
         return profile
     others = []
     for seq_len in (loaded.seq_len // 2, loaded.seq_len // 4):
         try:
-            shorter = _Sizes(fake, chain, seq_len, shapes_at(fake, chain, 1, seq_len), sizes)
+            shorter = _Sizes(fake, chain, seq_len, shapes_at(fake, chain, 2, seq_len), sizes)
             others.append(_profile_at(fake, chain, shorter, found, problem, (), progress))
         except ValueError as error:
             told = f"holds one sequence length only, because at {seq_len} tokens: {error}"
@@ -190,8 +179,9 @@ def _profile_at(
         returns_loss=loaded.loss is None,
         attention_modules=_attention_modules(chain, found),
         mixed_precision_problem=mixed_precision,
-        smallest_micro_batch=2 if chain.refuses_one_sample else 1,
+        smallest_micro_batch=2 if sizes.one.refused else 1,
         global_batch=loaded.global_batch,
+        longest_seq_len=sizes.longest,
         notes=(
             *notes,
             *_batch_norms(fake),
@@ -204,15 +194,17 @@ def _profile_at(
 
 
 class _Sizes:
-    """Shapes at two batch sizes and, for models with a sequence, at a second length."""
+    """Shapes at two batch sizes (at a third when asked) and, for models with a sequence, at a second length."""
 
     def __init__(
-        self, fake: FakeModel, chain: Chain, seq_len: int | None, one: Shapes, like: "_Sizes | None" = None
+        self, fake: FakeModel, chain: Chain, seq_len: int | None, two: Shapes, like: "_Sizes | None" = None
     ) -> None:
         self.seq_len = seq_len
-        self.one = one
-        self.two = shapes_at(fake, chain, 2, seq_len)
+        self.one = shapes_at(fake, chain, 1, seq_len)
+        self.two = two
+        self._fake, self._chain = fake, chain
         self._longer = None if like is not None else _at_other_length(fake, chain, seq_len)
+        self._other = _other_length(seq_len)
         self._like = like or self
 
     @property
@@ -220,9 +212,24 @@ class _Sizes:
         """Whether the model ran at a second length."""
         return self._like._longer is not None
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens per sample for which all tables of positions have rows; None if nothing says where one ends."""
+        if self._like is not self:
+            return self._like.longest
+        if self._longer is None or self.seq_len is None or self._other is None:
+            return None
+        return longest(self.one.furthest, self.seq_len, self._longer.furthest, self._other)
+
     def at(self, size: int) -> Shapes:
-        """Shapes at one or two samples."""
-        return self.one if size == 1 else self.two
+        """Shapes at one, two or three samples."""
+        return {1: self.one, 2: self.two}.get(size) or self._three
+
+    @cached_property
+    def _three(self) -> Shapes:
+        if self._fake.mode is None or self.one.tensors.keys() != self.two.tensors.keys():
+            return shapes_at(self._fake, self._chain, 3, self.seq_len)
+        return self.two.one_more(self.one)
 
     def dims(self, crossing: Crossing) -> tuple[Dim, ...]:
         """What makes each dim of a crossing tensor larger."""
@@ -257,13 +264,13 @@ def _layer_class(
     fake: FakeModel, chain: Chain, sizes: _Sizes, index: int, found: Found
 ) -> tuple[LayerClass, Observation]:
     layer = chain.layers[index]
-    whole = [LayerRun(fake, chain, index, sizes.at(size), size, sizes.seq_len).run() for size in (1, 2)]
+    whole = _whole_runs(fake, chain, sizes, index)
     tensor = sequence = None
     cuts = found.cuts
     if cuts:
         degree = common_degree(found.cuts)
         assert degree is not None
-        tensor = _costs(whole, _cut_runs(fake, chain, sizes, index, found.cuts, degree), degree)
+        tensor = _costs(whole, _cut_runs(fake, chain, sizes, index, found.cuts, degree, whole), degree)
         cuts, sequence = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole)
     layer_class = LayerClass(
         name=_class_name(fake, layer),
@@ -279,6 +286,18 @@ def _layer_class(
     return layer_class, whole[0]
 
 
+def _whole_runs(fake: FakeModel, chain: Chain, sizes: _Sizes, index: int) -> list[Observation]:
+    """Runs of a layer at two batch sizes: one and two samples, or two and three where one sample is copied less often
+    (a transposed batch of one is as contiguous as before), which no other batch would follow."""
+
+    def run(size: int) -> Observation:
+        return LayerRun(fake, chain, index, sizes.at(size), size, sizes.seq_len).run()
+
+    one, two = run(1), run(2)
+    alike = [op.name for op in one.ops if not op.is_view] == [op.name for op in two.ops if not op.is_view]
+    return [one, two] if alike else [two, run(3)]
+
+
 def _cut_runs(
     fake: FakeModel,
     chain: Chain,
@@ -286,10 +305,13 @@ def _cut_runs(
     index: int,
     cuts: tuple[TensorCut, ...],
     degree: int,
+    like: Sequence[Observation],
     sequence_dims: dict[Producer, int] | None = None,
 ) -> list[Observation]:
+    """The runs of a layer in one cut of it, at the batch sizes of `like`."""
     return [
-        run_cut(fake, chain, index, sizes.at(size), size, sizes.seq_len, cuts, degree, sequence_dims) for size in (1, 2)
+        run_cut(fake, chain, index, sizes.at(run.size), run.size, sizes.seq_len, cuts, degree, sequence_dims)
+        for run in like
     ]
 
 
@@ -314,7 +336,7 @@ def _sequence_costs(
     sequence_dims = {producer: dim for producer, dim in dims.items() if dim is not None}
     for way in gathering_ways(fake, chain, index, cuts):
         try:
-            runs = _cut_runs(fake, chain, sizes, index, way, degree, sequence_dims)
+            runs = _cut_runs(fake, chain, sizes, index, way, degree, whole, sequence_dims)
         except ValueError:
             continue
         if not sequence_problem(whole[0], runs[0], way, degree, leaving):
@@ -407,17 +429,18 @@ def _parameters(fake: FakeModel, layer: Layer) -> tuple[ParameterProfile, ...]:
 
 
 def _costs(whole: Sequence[Observation], cut: Sequence[Observation] = (), degree: int = 1) -> Costs:
-    """Costs fitted to runs at one and two samples, whole and (where given) with weights cut by `degree`."""
+    """Costs fitted to runs at two batch sizes, whole and (where given) with weights cut by `degree`."""
     runs = [*whole, *cut]
+    size = whole[0].size
     return Costs(
-        operators=tuple(_op_profile(ops, degree) for ops in _aligned([run.ops for run in runs])),
-        saved=_fit_bytes([run.saved for run in runs], degree),
-        full=_fit_bytes([run.full for run in runs], degree),
-        attention=_fit_bytes([run.attention for run in runs], degree),
-        selective=_fit_bytes([run.selective for run in runs], degree),
-        inputs=_fit_bytes([run.inputs for run in runs], degree),
-        forward_transient=_fit_bytes([run.forward_transient for run in runs], degree),
-        backward_transient=_fit_bytes([run.backward_transient for run in runs], degree),
+        operators=tuple(_op_profile(ops, degree, size) for ops in _aligned([run.ops for run in runs])),
+        saved=_fit_bytes([run.saved for run in runs], degree, size),
+        full=_fit_bytes([run.full for run in runs], degree, size),
+        attention=_fit_bytes([run.attention for run in runs], degree, size),
+        selective=_fit_bytes([run.selective for run in runs], degree, size),
+        inputs=_fit_bytes([run.inputs for run in runs], degree, size),
+        forward_transient=_fit_bytes([run.forward_transient for run in runs], degree, size),
+        backward_transient=_fit_bytes([run.backward_transient for run in runs], degree, size),
         collectives=_collectives(cut),
     )
 
@@ -428,15 +451,17 @@ def _experts(whole: Sequence[Observation]) -> tuple[Experts, ...]:
     for module, seen in whole[0].experts.items():
         routed = [run.experts[module].rows for run in whole]
         names = tuple(dict.fromkeys(seen.parameters))
-        experts.append(Experts(module=module, count=seen.count, parameters=names, routed=_fit(routed, 1)))
+        experts.append(
+            Experts(module=module, count=seen.count, parameters=names, routed=_fit(routed, 1, whole[0].size))
+        )
     return tuple(experts)
 
 
-def _op_profile(ops: Sequence[Op], degree: int) -> OpProfile:
+def _op_profile(ops: Sequence[Op], degree: int, size: int) -> OpProfile:
     first = ops[0]
     shape = None
     if all(op.shape is not None for op in ops):
-        rows, inner, columns = (_fit([op.shape[i] for op in ops if op.shape], degree) for i in range(3))
+        rows, inner, columns = (_fit([op.shape[i] for op in ops if op.shape], degree, size) for i in range(3))
         shape = (rows, inner, columns)
     return OpProfile(
         name=first.name,
@@ -445,8 +470,8 @@ def _op_profile(ops: Sequence[Op], degree: int) -> OpProfile:
         part=first.part,
         repeated=first.repeated,
         core=first.core,
-        flops=_fit([op.flops for op in ops], degree),
-        moved=_fit_bytes([op.moved for op in ops], degree),
+        flops=_fit([op.flops for op in ops], degree, size),
+        moved=_fit_bytes([op.moved for op in ops], degree, size),
         shape=shape,
     )
 
@@ -481,41 +506,42 @@ def _idle(key: tuple[str, str, OpPart, int], tables: Sequence[dict[tuple[str, st
     return Op(like.name, like.kind, like.module, like.backward, like.is_view, (), (), part=like.part)
 
 
-def _fit(values: Sequence[float], degree: int) -> Amount:
-    """(fixed, per sample, fixed / t, per sample / t) through values at 1 and 2 samples, whole and by `degree`."""
-    one, two = values[0], values[1]
-    per_sample = two - one
-    fixed = one - per_sample
+def _fit(values: Sequence[float], degree: int, size: int) -> Amount:
+    """(fixed, per sample, fixed / t, per sample / t) through values at `size` samples and one more, whole and cut."""
+    less, more = values[0], values[1]
+    per_sample = more - less
+    fixed = less - size * per_sample
     if len(values) == 2:
         return (fixed, per_sample, 0.0, 0.0)
     cut_per_sample = values[3] - values[2]
-    cut_fixed = values[2] - cut_per_sample
+    cut_fixed = values[2] - size * cut_per_sample
     share = degree / (degree - 1)
     divided_fixed = (fixed - cut_fixed) * share
     divided_per_sample = (per_sample - cut_per_sample) * share
     return (fixed - divided_fixed, per_sample - divided_per_sample, divided_fixed, divided_per_sample)
 
 
-def _fit_bytes(sizes: Sequence[Size], degree: int) -> Bytes:
+def _fit_bytes(amounts: Sequence[Size], degree: int, size: int) -> Bytes:
     return Bytes(
-        elements=_fit([size.elements for size in sizes], degree),
-        other_bytes=_fit([size.other_bytes for size in sizes], degree),
+        elements=_fit([amount.elements for amount in amounts], degree, size),
+        other_bytes=_fit([amount.other_bytes for amount in amounts], degree, size),
+        in_fp32=_fit([amount.in_fp32 for amount in amounts], degree, size),
     )
 
 
 def _collectives(runs: Sequence[Observation]) -> tuple[CollectiveProfile, ...]:
     if not runs:
         return ()
-    one, two = (run.collectives for run in runs)
+    less, more = (run.collectives for run in runs)
     last = runs[0].saved_after
     return tuple(
         CollectiveProfile(
             kind=a.kind,  # type: ignore[arg-type]
             part=a.part,  # type: ignore[arg-type]
-            tensor=_fit_bytes([a.tensor, b.tensor], 1),
+            tensor=_fit_bytes([a.tensor, b.tensor], 1, runs[0].size),
             repeated=a.after <= last,
         )
-        for a, b in zip(one, two, strict=True)
+        for a, b in zip(less, more, strict=True)
     )
 
 
@@ -524,19 +550,33 @@ def _crossing_tensors(
 ) -> tuple[CrossingTensor, ...]:
     """seen: of each class what its first layer did; the others save the tensors of the same ordinal."""
     saved_by: dict[Producer, list[int]] = defaultdict(list)
+    saved_in_fp32_by: dict[Producer, list[int]] = defaultdict(list)
+    given_to: dict[Producer, list[int]] = defaultdict(list)
     for i, first in enumerate(chain.representatives()):
         arriving = [c.producer for c in chain.crossings if i in c.used_by]
         leaving = [c.producer for c in chain.crossings if c.made_by == i]
+        for producer, is_given in zip(arriving, seen[first].given_arriving, strict=True):
+            if is_given:
+                given_to[producer].append(i)
         saves = [*seen[first].saves_leaving, *seen[first].saves_arriving]
-        for producer, is_saved in zip([*leaving, *arriving], saves, strict=True):
+        for producer, is_saved, in_fp32 in zip([*leaving, *arriving], saves, seen[first].saves_in_fp32, strict=True):
             if is_saved:
                 saved_by[producer].append(i)
+            if in_fp32:
+                saved_in_fp32_by[producer].append(i)
     first_with: dict[int, int] = {}
     tensors = []
     for i, crossing in enumerate(chain.crossings):
         same = first_with.setdefault(crossing.storage, i)
         tensor = _crossing_tensor(fake, sizes, crossing)
-        found = {"saved_by": tuple(saved_by[crossing.producer]), "same_as": None if same == i else same}
+        given = given_to[crossing.producer]
+        savers, in_fp32_by = saved_by[crossing.producer], saved_in_fp32_by[crossing.producer]
+        found = {
+            "given_to": None if given == sorted(crossing.used_by) else tuple(given),
+            "saved_by": tuple(savers),
+            "saved_in_fp32_by": None if in_fp32_by == savers else tuple(in_fp32_by),
+            "same_as": None if same == i else same,
+        }
         tensors.append(tensor.model_copy(update=found))
     return tuple(tensors)
 
@@ -558,7 +598,7 @@ def _crossing_tensor(fake: FakeModel, sizes: _Sizes, crossing: Crossing) -> Cros
         dims=sizes.dims(crossing),
         dtype=_dtype_name(spec.dtype, fake.dtype),
         requires_grad=spec.requires_grad,
-        size=_fit_bytes(amounts, 1),
+        size=_fit_bytes(amounts, 1, 1),
     )
 
 
@@ -638,6 +678,15 @@ def _batch_norms(fake: FakeModel) -> tuple[str, ...]:
         f"{modules[0]} and {len(modules) - 1} others normalise over the micro-batch of one rank, so the numbers "
         "change with data parallelism and micro-batch, as in any framework; group norm would not",
     )
+
+
+def _check_positions(loaded: LoadedModel, sizes: _Sizes) -> None:
+    for name, (rows, highest) in sizes.one.furthest.items():
+        if highest < rows:
+            continue
+        most = "" if sizes.longest is None else f": give --seq-len {sizes.longest} or less, or make the table longer"
+        at = "its own batch" if sizes.seq_len is None else f"{sizes.seq_len} tokens per sample"
+        raise ValueError(f"at {at} {loaded.source} reads row {highest} of {name}, which has {rows} rows{most}")
 
 
 def _check_trainable(fake: FakeModel) -> None:

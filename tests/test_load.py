@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.profiler import load
 from meshwright.profiler.load import load_model, split_inputs
 
 MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
@@ -207,3 +208,15 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: py
 
     with pytest.raises(ValueError, match=r"pip install 'meshwright\[hf\]'"):
         load_model(tmp_path)
+
+
+def test_scipy_waits_until_a_loss_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("scipy.optimize")]:
+        monkeypatch.delitem(sys.modules, name)
+
+    with load._without_scipy():
+        from scipy.optimize import linear_sum_assignment
+    before = "scipy.optimize" in sys.modules
+
+    assert not before
+    assert [list(found) for found in linear_sum_assignment([[4, 1], [1, 4]])] == [[0, 1], [1, 0]]

@@ -510,3 +510,42 @@ def test_a_module_that_moves_itself_to_a_gpu_is_told_to_leave_that() -> None:
 def test_a_forward_that_writes_into_a_parameter_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"writes into the parameter fc\.weight"):
         _of_module(_Careless("writes"), 8)
+
+
+def test_a_sequence_beyond_the_table_of_positions_is_refused_with_the_numbers() -> None:
+    loaded = load_model("benchmarks/models/gpt.py")
+
+    with pytest.raises(
+        ValueError, match=r"reads row 1535 of positions.weight, which has 1024 rows: give --seq-len 1024"
+    ):
+        trace(loaded, seq_len=1536)
+
+
+def test_a_profile_is_not_stretched_beyond_the_table_of_positions() -> None:
+    profile = trace(load_model("benchmarks/models/gpt.py"), seq_len=256, lengths=True)
+
+    assert at_seq_len(profile, 1024).seq_len == 1024
+    with pytest.raises(ValueError, match="--seq-len 1025, but the table of positions of gpt ends at 1024"):
+        at_seq_len(profile, 1025)
+
+
+def test_positions_that_begin_later_are_followed() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(32, 8), nn.Embedding(66, 8)
+            self.head = nn.Linear(8, 32)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            positions = torch.ones(tokens.shape[1], dtype=torch.long).cumsum(0) + 1
+            result: torch.Tensor = self.head(self.tokens(tokens) + self.positions(positions))
+            return result
+
+    def batch(size: int, seq_len: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(size, seq_len, dtype=torch.long), torch.zeros(size, seq_len, dtype=torch.long)
+
+    loaded = load_model(
+        Shifted, batch=batch, loss=lambda o, b: functional.cross_entropy(o.flatten(0, 1), b[1].flatten())
+    )
+
+    assert trace(loaded).longest_seq_len == 64

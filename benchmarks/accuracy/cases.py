@@ -30,15 +30,10 @@ CPU_KERNELS = {
 }
 """Models in which a CPU does something else than a GPU, so that this machine cannot judge them."""
 
-EXPLAINED = {
-    "unet": "the scalar of mse_loss keeps the storage of all squares on a CPU (6 KiB here)",
-}
-"""What a CPU does otherwise in a model, and its bytes show."""
-
 
 def remarks(models: Iterable[str]) -> list[str]:
     """Notes on the models of a table."""
-    return [f"{name}: {(CPU_KERNELS | EXPLAINED)[name]}" for name in models if name in CPU_KERNELS | EXPLAINED]
+    return [f"{name}: {CPU_KERNELS[name]}" for name in models if name in CPU_KERNELS]
 
 
 def judged(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

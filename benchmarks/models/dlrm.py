@@ -25,7 +25,7 @@ class Config:
     top: tuple[int, ...] = (1024, 1024, 512, 256, 1)
 
 
-SMALL = Config(rows=(50, 40, 30, 20), num_dense=5, bottom=(16, 8), top=(16, 1))
+SMALL = Config(rows=(500, 400, 300, 3), bottom=(128, 64, 32), top=(256, 128, 1))
 
 global_batch = 65_536
 
