@@ -66,6 +66,26 @@ def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int)
     return Values(lambda n: recording.repeat(parameters[n], seed, first[id(parameters[n])]), buffers.__getitem__)
 
 
+def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: set[str], seed: int) -> Values:
+    """Memory without numbers for the parameters that will be loaded, and initial values of a large model for others.
+
+    model: on the meta device. loaded: names of parameters. The model is never whole.
+    """
+    if loaded.issuperset(n for n, _ in model.named_parameters(remove_duplicate=False)):
+        with _parameters_on_meta(), torch.device("cpu"):
+            buffers = dict(model_fn().named_buffers(remove_duplicate=False))
+        torch.manual_seed(seed)
+        others = Values(lambda n: torch.empty(0), buffers.__getitem__)
+    else:
+        others = initial_values(model_fn, True, seed)
+    likes = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False) if n in loaded}
+
+    def parameter(name: str) -> torch.Tensor:
+        return torch.empty_like(likes[name], device="cpu") if name in likes else others.parameter(name)
+
+    return Values(parameter, others.buffer)
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """While it lasts, modules move their parameters to the meta device as soon as they get them."""

@@ -18,7 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "Read timeout")
+_ECHOES = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Read timeout",
+    "Connection was likely closed",
+    "remote process exited",
+    "ncclRemoteError",
+    "ncclSystemError",
+)
 """What ranks say when another one has failed or hangs: never the cause."""
 
 _SETTLE_S = 2.0
@@ -146,10 +156,10 @@ def _collect(receivers: list[Connection], processes: list[Any], end: float, time
                 errors[rank] = (answer, detail)
         if errors and settled is None:
             settled = time.monotonic() + _SETTLE_S
-        if any(not _is_echo(message) for message, _ in errors.values()):
+        if any(not is_echo(message) for message, _ in errors.values()):
             break
     if errors:
-        rank = min(errors, key=lambda r: (_is_echo(errors[r][0]), r))
+        rank = min(errors, key=lambda r: (is_echo(errors[r][0]), r))
         message, detail = errors[rank]
         raise RankError(f"rank {rank} of {len(receivers)} failed: {' '.join(message.split())}", detail)
     if len(answers) < len(receivers):
@@ -169,5 +179,6 @@ def _ending(exit_code: int) -> str:
     return f"it ended with exit code {exit_code} without a word"
 
 
-def _is_echo(message: str) -> bool:
+def is_echo(message: str) -> bool:
+    """Whether an error says no more than that another rank has failed or hangs."""
     return any(echo in message for echo in _ECHOES)

@@ -1,0 +1,162 @@
+"""kill -9 of a random rank at a random moment, again and again: the run goes on from its last complete checkpoint.
+
+    python -m benchmarks.faults.kill --times 50
+
+Each time the run starts again, by another plan; all losses are those of a run that nobody disturbed.
+"""
+
+import argparse
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+
+from meshwright.executor import faults, parallelize
+from meshwright.executor.checkpoint_folder import complete_checkpoints
+from meshwright.planner.plan import Plan
+
+from . import runs
+from .launched import start
+
+PLANS = ("ddp 2", "fsdp 2", "pp 2", "one", "tp 2")
+MOST_STEPS = 1000
+END_S = 20.0
+"""How long ranks may take to end once one was killed."""
+
+
+@dataclass
+class Outcome:
+    """What happened in all rounds. problems: what should not have."""
+
+    kills: int = 0
+    in_checkpoint: int = 0
+    steps: int = 0
+    slowest_end_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def words(self) -> str:
+        """One line."""
+        return (
+            f"{self.kills} kills, {self.in_checkpoint} of them while a checkpoint was being written; "
+            f"{self.steps} steps; the others ended within {self.slowest_end_s:.1f} s; {len(self.problems)} problems"
+        )
+
+
+def train(plan: Plan, folder: Path, last: int) -> None:
+    """Steps until `last`, after every second a checkpoint, by turns beside the next steps; appends to losses.txt."""
+    trainer = parallelize(runs.model, plan, runs.optimizer, loss=runs.loss, seed=runs.SEED)
+    done = trainer.resume(folder / "checkpoints", missing_ok=True)
+    log = (folder / "losses.txt").open("a") if trainer.mesh.rank == 0 else None
+    if log is not None:
+        print("resumed", done, file=log, flush=True)
+    for share in trainer.loader(runs.samples(MOST_STEPS * runs.GLOBAL_BATCH)):
+        if trainer.progress.steps >= last:
+            break
+        metrics = trainer.step(share)
+        if log is not None:
+            print("step", trainer.progress.steps, repr(metrics.loss), file=log, flush=True)
+        if trainer.progress.steps % 2:
+            continue
+        wait = trainer.progress.steps % 4 == 0
+        trainer.save(folder / "checkpoints", wait=wait, keep=3)
+        if log is not None and wait:
+            print("saved", trainer.progress.steps, file=log, flush=True)
+    trainer.close()
+
+
+def kill_again_and_again(times: int, folder: Path, seed: int = 0) -> Outcome:
+    """Outcome of `times` kills, and of a last round that is left in peace."""
+    outcome, chance = Outcome(), random.Random(seed)
+    for name in islice(cycle(PLANS), times):
+        _round(runs.plan(name), folder, chance, outcome)
+    lines = _lines(folder)
+    last = max([int(line[1]) for line in lines if line[0] == "step"], default=0) + 2
+    ranks = start(train, 1, folder, runs.plan("one"), folder, last)
+    ranks[0].join()
+    if ranks[0].exitcode != 0:
+        outcome.problems.append("the last round did not end well: " + (folder / "rank0.stderr").read_text()[-500:])
+    _compare(folder, last, outcome)
+    return outcome
+
+
+def _round(plan: Plan, folder: Path, chance: random.Random, outcome: Outcome) -> None:
+    before = len(_lines(folder))
+    ranks = start(train, plan.degrees.num_devices, folder, plan, folder, MOST_STEPS)
+    try:
+        begun = time.monotonic()
+        while len(_lines(folder)) < before + 2 and time.monotonic() - begun < 60:
+            if any(process.exitcode is not None for process in ranks):
+                break
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0.0, 0.4))
+        victim = chance.randrange(len(ranks))
+        assert ranks[victim].pid is not None
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+        partial = list((folder / "checkpoints").glob(".partial-*"))
+        complete = complete_checkpoints(folder / "checkpoints")
+        outcome.kills += 1
+        outcome.in_checkpoint += bool(partial)
+        ended = time.monotonic()
+        for process in ranks:
+            process.join(END_S)
+        outcome.slowest_end_s = max(outcome.slowest_end_s, time.monotonic() - ended)
+        codes = [process.exitcode for process in ranks]
+        if None in codes or 0 in codes or codes[victim] != -signal.SIGKILL:
+            outcome.problems.append(f"kill {outcome.kills}, rank {victim}: ranks ended with {codes}")
+        if complete and not any(path.exists() for path in complete):
+            outcome.problems.append(f"kill {outcome.kills}: {complete[-1].name} was complete and is gone")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _lines(folder: Path) -> list[list[str]]:
+    path = folder / "losses.txt"
+    text = path.read_text() if path.exists() else ""
+    return [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _compare(folder: Path, last: int, outcome: Outcome) -> None:
+    """Every loss, however often its step was run, beside those of one process; and where each round went on."""
+    trainer = parallelize(runs.model, runs.plan("one"), runs.optimizer, loss=runs.loss, seed=runs.SEED)
+    shares = trainer.loader(runs.samples(MOST_STEPS * runs.GLOBAL_BATCH))
+    expected: dict[int, float] = {}
+    for step, share in zip(range(1, last + 1), shares, strict=False):
+        expected[step] = trainer.step(share).loss
+    saved = 0
+    for kind, number, *value in _lines(folder):
+        step = int(number)
+        if kind == "resumed" and step < saved:
+            outcome.problems.append(f"went on from step {step}, though step {saved} had been saved")
+        if kind == "saved":
+            saved = step
+        if kind == "step":
+            outcome.steps += 1
+            if not math.isclose(float(value[0]), expected[step], rel_tol=runs.LOSS):
+                outcome.problems.append(f"loss of step {step}: {value[0]}, undisturbed {expected[step]!r}")
+
+
+def main() -> int:
+    """Run it; 1 if there were problems."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    faults.BEAT_S, faults.GRACE_S = 0.1, 0.5  # ranks tell sooner that one is gone
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = kill_again_and_again(arguments.times, Path(folder), arguments.seed)
+    print(outcome.words)
+    print("\n".join(outcome.problems[:20]))
+    return bool(outcome.problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Which checkpoints a run's folder holds, and how far each had come. Needs no torch."""
+
+import json
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+class Progress(BaseModel):
+    """How far a run has come."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    kind: Literal["meshwright-checkpoint"] = "meshwright-checkpoint"
+    steps: NonNegativeInt = 0
+    epoch: NonNegativeInt = 0
+    samples: NonNegativeInt = 0
+    """Samples of this epoch that all ranks together have taken."""
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run's folder, oldest first."""
+    found = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for match, path in sorted(found, key=lambda f: (int(f[0][1]), int(f[0][2] or 0)))]
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The last complete checkpoint in a run's folder, or the folder itself if it is one; None if there is none."""
+    if (folder / "state.json").is_file():
+        return folder
+    return next(reversed(complete_checkpoints(folder)), None)
+
+
+def read_progress(folder: Path) -> Progress:
+    """How far the run had come. Raises ValueError if the folder is no checkpoint that this version reads."""
+    try:
+        return Progress.model_validate_json((folder / "state.json").read_text())
+    except (OSError, ValidationError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} is no checkpoint that this version reads: {error}") from None

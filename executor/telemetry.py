@@ -1,0 +1,249 @@
+"""Every step of a run as a line of JSON: time, speed, memory of every rank, communication by mesh axis."""
+
+import resource
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+from torch.nn.parallel import DistributedDataParallel
+
+from ..planner.plan import AXES, Plan
+from ..planner.strategy import shape_of
+from .mesh import RankMesh
+from .run_document import AxisSeconds, RunHeader, RunStep
+
+_OPERATIONS = (
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "send",
+    "_allgather_base",
+    "_reduce_scatter_base",
+)
+"""Methods of torch's process groups that send something, in torch 2.11 to 2.13."""
+
+
+class Telemetry:
+    """Writes a run's file. Every rank must have one; the plan's first rank writes."""
+
+    def __init__(self, path: Path, plan: Plan, mesh: RankMesh) -> None:
+        self._plan, self._mesh = plan, mesh
+        self._clock = CommunicationClock(mesh)
+        self._axes = sorted({*self._clock.axes.values()})
+        self._ended_s: float | None = None
+        self._file = path.open("a") if mesh.rank == 0 else None
+        on_gpu = mesh.device.type == "cuda"
+        self._write(
+            RunHeader(
+                model=plan.model.name,
+                layout=shape_of(plan).label,
+                num_ranks=plan.degrees.num_devices,
+                device=torch.cuda.get_device_name(mesh.device) if on_gpu else "cpu",
+                torch_version=torch.__version__,
+                tokens_per_step=plan.training.global_batch * (plan.training.seq_len or 1),
+                memory_kind="allocated" if on_gpu else "resident",
+            )
+        )
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._mesh.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._mesh.device)
+        self._between_s = 0.0 if self._ended_s is None else time.perf_counter() - self._ended_s
+        self._clock.start()
+
+    def replicated(self, replicas: DistributedDataParallel) -> None:
+        """DDP communicates out of C++: let it be seen."""
+        self._clock.watch_replicas(replicas)
+
+    def end(self, step: int, loss: float, grad_norm: float, step_time_s: float) -> None:
+        """The step is done: gather what all ranks saw, and write it."""
+        seconds = self._clock.stop()
+        own = [float(peak_memory_bytes(self._mesh.device)), *(seconds.get(axis, 0.0) for axis in self._axes)]
+        rows = self._gathered(torch.tensor(own, dtype=torch.float64, device=self._mesh.device))
+        prediction = self._plan.prediction
+        tokens = self._plan.training.global_batch * (self._plan.training.seq_len or 1)
+        order = [self._mesh.processes[rank] for rank in range(self._plan.degrees.num_devices)]
+        self._write(
+            RunStep(
+                step=step,
+                loss=loss,
+                grad_norm=grad_norm,
+                step_time_s=step_time_s,
+                between_s=self._between_s,
+                tokens_per_s=tokens / step_time_s,
+                mfu=None if prediction is None else prediction.mfu * prediction.step_time_s / step_time_s,
+                peak_memory_bytes=tuple(int(rows[process, 0]) for process in order),
+                communication_s={
+                    axis: AxisSeconds(mean=float(rows[:, 1 + i].mean()), max=float(rows[:, 1 + i].max()))
+                    for i, axis in enumerate(self._axes)
+                },
+            )
+        )
+        self._ended_s = time.perf_counter()
+
+    def close(self) -> None:
+        """End the file, and leave torch as it was."""
+        self._clock.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+        if self._mesh.device_mesh is None:
+            return own[None]
+        rows = [torch.empty_like(own) for _ in range(self._plan.degrees.num_devices)]
+        dist.all_gather(rows, own)
+        return torch.stack(rows).cpu()
+
+    def _write(self, document: BaseModel) -> None:
+        if self._file is not None:
+            self._file.write(document.model_dump_json() + "\n")
+            self._file.flush()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most that torch allocated on the GPU since the step began, or that the process held on the CPU since it began."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class CommunicationClock:
+    """Seconds of a step in which something was under way on each mesh axis.
+
+    An operation is under way from its call until this rank has waited for it, whether it computes meanwhile or not; on
+    the GPU that is told by events on the streams. axes: name of a process group -> axis.
+    """
+
+    def __init__(self, mesh: RankMesh) -> None:
+        self._on_gpu = mesh.device.type == "cuda"
+        self.axes: dict[str, str] = {}
+        if mesh.device_mesh is not None:
+            self.axes[dist.group.WORLD.group_name] = "all"  # type: ignore[union-attr]
+            for axis in AXES:
+                group = mesh.group(axis)
+                if group is not None:
+                    self.axes[group.group_name] = axis
+        self._intervals: list[tuple[str, Any, Any]] = []
+        self._pending: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
+        self._running = False
+        self._started: Any = None
+        self._originals: dict[tuple[type, str], Any] = {}
+        if self.axes:
+            for name in _OPERATIONS:
+                if hasattr(dist.ProcessGroup, name):
+                    self._replace(dist.ProcessGroup, name, self._issuing)
+            self._replace(dist.Work, "wait", self._waiting)
+
+    def start(self) -> None:
+        """A step begins."""
+        self._intervals.clear()
+        self._running = True
+        self._started = self._now()
+
+    def stop(self) -> dict[str, float]:
+        """Axis -> seconds. The device must have finished the step."""
+        self._running = False
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        spans: dict[str, list[tuple[float, float]]] = {}
+        for axis, begin, end in self._intervals:
+            spans.setdefault(axis, []).append((self._seconds(begin), self._seconds(end)))
+        return {axis: covered_s(found) for axis, found in spans.items()}
+
+    def close(self) -> None:
+        """Leave torch as it was."""
+        for (owner, name), original in self._originals.items():
+            setattr(owner, name, original)
+        self._originals.clear()
+
+    def watch_replicas(self, replicas: DistributedDataParallel) -> None:
+        """Reduce the gradients of replicas through Python, as DDP itself would."""
+        group = replicas.process_group
+        axis = self.axes.get(group.group_name, "all")
+
+        def hook(  # DDP reads the annotations
+            state: None,
+            bucket: dist.GradBucket,  # type: ignore[name-defined]
+        ) -> torch.futures.Future[torch.Tensor]:
+            begin = self._now()
+            work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
+            assert work is not None
+
+            def done(future: torch.futures.Future[Any]) -> torch.Tensor:
+                self._intervals.append((axis, begin, self._now()))
+                reduced: torch.Tensor = future.value()[0]
+                return reduced
+
+            reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(done)
+            return reduced
+
+        replicas.register_comm_hook(None, hook)
+
+    def _replace(self, owner: type, name: str, around: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        self._originals[owner, name] = original
+        setattr(owner, name, around(original))
+
+    def _issuing(self, original: Any) -> Any:
+        def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
+            axis = self.axes.get(group.group_name) if self._running else None
+            if axis is None:
+                return original(group, *args, **kwargs)
+            begin = self._now()
+            work = original(group, *args, **kwargs)
+            if work is None:
+                self._intervals.append((axis, begin, self._now()))
+            else:
+                self._pending[work] = (axis, begin)
+            return work
+
+        return issue
+
+    def _waiting(self, original: Any) -> Any:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            done = original(work, *args, **kwargs)
+            if (begun := self._pending.pop(work, None)) is not None:
+                self._intervals.append((*begun, self._now()))
+            return done
+
+        return wait
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, moment: Any) -> float:
+        seconds: float = self._started.elapsed_time(moment) / 1e3 if self._on_gpu else moment - self._started
+        return seconds
+
+
+def covered_s(spans: list[tuple[float, float]]) -> float:
+    """Length of what the spans cover together."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

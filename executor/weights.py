@@ -1,0 +1,172 @@
+"""Trained weights read into shards: from safetensors as Hugging Face stores them, or from a checkpoint of any plan.
+
+Every rank reads only the boxes that it holds; no rank ever has the whole model.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from .checkpoint import Box, read_boxes
+from .checkpoint_folder import latest_checkpoint
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where a model's parameters (and buffers) come from instead of their initial values.
+
+    path: a .safetensors file, a folder with such files (and perhaps an index), an index.json, a run's folder or a
+    checkpoint in it, or any folder of torch.distributed.checkpoint. names: what a parameter of the model is called
+    there; None leaves it at its initial value (a new head, the adapters of LoRA).
+    """
+
+    path: str | Path
+    names: Callable[[str], str | None] | None = None
+
+
+class _Source(Protocol):
+    """Stored tensors, of which parts can be read."""
+
+    shapes: Mapping[str, torch.Size]
+
+    def read(self, boxes: list[Box]) -> None:
+        """Fill the boxes, whose keys are names of the source."""
+        ...
+
+
+class Loading:
+    """What of a model is loaded from where. Raises ValueError, without any other rank, if something is not there.
+
+    model: whole, on the meta device. ties: names of parameters that are one; one of them need be there.
+    """
+
+    def __init__(self, weights: Weights, model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> None:
+        self._source = _source(Path(weights.path))
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        persistent = model.state_dict().keys()
+        buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in persistent}
+        rename = weights.names or _Prefixed(self._source.shapes, [*parameters, *buffers])
+        tied = {name: names for names in ties for name in names}
+        self._stored: dict[str, str] = {}
+        missing = []
+        for name, tensor in {**parameters, **buffers}.items():
+            candidates = [rename(other) for other in (name, *tied.get(name, ()))]
+            stored = next((c for c in candidates if c is not None and c in self._source.shapes), None)
+            if stored is None:
+                if name in parameters and None not in candidates:
+                    missing.append(name)
+                continue
+            if self._source.shapes[stored] != tensor.shape:
+                raise ValueError(
+                    f"{weights.path} holds {stored} of shape {list(self._source.shapes[stored])}, the model's {name} "
+                    f"is {list(tensor.shape)}: they are weights of another model"
+                )
+            self._stored[name] = stored
+        if missing:
+            raise ValueError(
+                f"{weights.path} holds no {missing[0]} ({len(missing)} of {len(parameters)} parameters are missing); "
+                "give Weights(path, names=...), which says what a parameter is called there, or None for what is new"
+            )
+        self.parameters = {name for name in self._stored if name in parameters}
+
+    def fill(self, boxes: list[Box]) -> None:
+        """Read a rank's boxes, keyed by `model.<name>`."""
+        wanted = [(box, self._stored.get(box.key.removeprefix("model."))) for box in boxes]
+        self._source.read([replace(box, key=stored) for box, stored in wanted if stored is not None])
+
+
+class _Prefixed:
+    """Names that differ by a leading module: a whole model's weights are stored without the head's name, or with it."""
+
+    def __init__(self, stored: Mapping[str, Any], names: list[str]) -> None:
+        leaving = sorted({name.partition(".")[0] + "." for name in names})
+        adding = sorted({name.partition(".")[0] + "." for name in stored})
+        ways = [("", ""), *((prefix, "") for prefix in leaving), *(("", prefix) for prefix in adding)]
+        self._way = max(ways, key=lambda way: sum(self._renamed(name, way) in stored for name in names))
+
+    def __call__(self, name: str) -> str:
+        return self._renamed(name, self._way)
+
+    def _renamed(self, name: str, way: tuple[str, str]) -> str:
+        left_out, added = way
+        return added + name.removeprefix(left_out)
+
+
+class _Safetensors:
+    """Tensors of safetensors files, memory-mapped."""
+
+    def __init__(self, files: list[Path]) -> None:
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            raise ValueError(f"{files[0]} needs safetensors to be read: pip install safetensors") from None
+        self._files: dict[str, Any] = {}
+        shapes: dict[str, torch.Size] = {}
+        for path in files:
+            file = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118 (no dict)
+                self._files[name] = file
+                shapes[name] = torch.Size(file.get_slice(name).get_shape())
+        self.shapes: Mapping[str, torch.Size] = shapes
+
+    def read(self, boxes: list[Box]) -> None:
+        """Fill the boxes."""
+        for box in boxes:
+            stored = self._files[box.key]
+            if not box.offsets:
+                box.tensor.copy_(stored.get_tensor(box.key))
+                continue
+            place = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.tensor.shape, strict=True))
+            box.tensor.copy_(stored.get_slice(box.key)[place])
+
+
+class _Distributed:
+    """Tensors of a torch.distributed.checkpoint folder; `model.` may stand before their names."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = FileSystemReader(folder)
+        entries = self._reader.read_metadata().state_dict_metadata
+        found = {key: entry.size for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        ours = (folder / "state.json").is_file()
+        self._prefix = "model." if ours else ""
+        self.shapes: Mapping[str, torch.Size] = {
+            key.removeprefix(self._prefix): size for key, size in found.items() if key.startswith(self._prefix)
+        }
+
+    def read(self, boxes: list[Box]) -> None:
+        """Fill the boxes."""
+        read_boxes(self._reader, [replace(box, key=self._prefix + box.key) for box in boxes])
+
+
+def _source(path: Path) -> _Source:
+    if path.is_file():
+        if path.name.endswith(".index.json"):
+            return _Safetensors(_indexed(path))
+        if path.suffix == ".safetensors":
+            return _Safetensors([path])
+    if path.is_dir():
+        checkpoint = latest_checkpoint(path) or path
+        if (checkpoint / ".metadata").is_file():
+            return _Distributed(checkpoint)
+        for index in sorted(path.glob("*.safetensors.index.json")):
+            return _Safetensors(_indexed(index))
+        if files := sorted(path.glob("*.safetensors")):
+            return _Safetensors(files)
+    raise ValueError(
+        f"no weights at {path}: give a .safetensors file, a folder with such files, or a folder of checkpoints"
+    )
+
+
+def _indexed(index: Path) -> list[Path]:
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ValueError(f"{index} names {missing[0]}, which is not beside it ({len(missing)} of {len(names)} missing)")
+    return [index.parent / name for name in names]

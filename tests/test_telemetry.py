@@ -1,0 +1,167 @@
+"""Telemetry: a line of JSON for every step, communication by axis, and the run beside its plan's prediction."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_checkpoint import GLOBAL_BATCH, TiedNet, adamw, batch_of, loss, plan_of, samples
+
+from meshwright.executor import parallelize
+from meshwright.executor.run_document import load_run
+from meshwright.executor.run_report import run_table
+from meshwright.executor.telemetry import CommunicationClock, covered_s
+from meshwright.planner.plan import Plan, Prediction
+from meshwright.profiler.load import load_model
+from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.trace import trace
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    return trace(load_model(TiedNet, batch=batch_of, loss=loss))
+
+
+def predicted(plan: Plan) -> Plan:
+    prediction = Prediction(
+        step_time_s=0.5,
+        tokens_per_s=GLOBAL_BATCH / 0.5,
+        mfu=0.4,
+        stage_memory_bytes=(2.0**30,) * plan.degrees.pipeline,
+        budget_bytes=2.0**31,
+    )
+    return plan.model_copy(update={"prediction": prediction})
+
+
+def _run(plan: Plan, path: Path, steps: int = 4) -> list[tuple[float, float, float]]:
+    """(loss, norm, seconds) of every step, as `step` gave them."""
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss, telemetry=path)
+    found = [trainer.step(share) for _, share in zip(range(steps), trainer.loader(samples), strict=False)]
+    trainer.close()
+    assert dist.ProcessGroup.allreduce.__name__ == "allreduce"  # torch is as it was
+    return [(m.loss, m.grad_norm, m.step_time_s) for m in found]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "axes"),
+    [
+        ({"replicate": 2}, {"data_replicate"}),
+        ({"replicate": 2, "shard": 2}, {"data_replicate", "data_shard", "all"}),
+        ({"shard": 2, "tensor": 2}, {"data_shard", "tensor", "all"}),
+        ({"replicate": 2, "stages": (2, 2)}, {"data_replicate", "pipeline", "all"}),
+        ({}, set()),
+    ],
+    ids=["ddp", "hsdp", "fsdp and tensor", "ddp in stages", "one"],
+)
+def test_every_step_is_a_line_with_all_axes(
+    profile: ModelProfile, tmp_path: Path, degrees: dict[str, Any], axes: set[str]
+) -> None:
+    plan, path = predicted(plan_of(profile, **degrees)), tmp_path / "run.jsonl"
+
+    told = run_ranks(_run, plan.degrees.num_devices, plan, path)[0]
+
+    header, steps = load_run(path)
+    assert header.num_ranks == plan.degrees.num_devices
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    assert [(step.loss, step.grad_norm, step.step_time_s) for step in steps] == told
+    for step in steps:
+        assert step.tokens_per_s == pytest.approx(GLOBAL_BATCH / step.step_time_s)
+        assert step.mfu == pytest.approx(0.4 * 0.5 / step.step_time_s)
+        assert len(step.peak_memory_bytes) == plan.degrees.num_devices
+        assert min(step.peak_memory_bytes) > 50e6
+        assert step.communication_s.keys() == axes
+        assert all(0 < axis.mean <= axis.max for axis in step.communication_s.values())
+    # The first step of replicas also wraps them; later ones cannot take longer than the step.
+    assert all(axis.mean < step.step_time_s for step in steps[1:] for axis in step.communication_s.values())
+
+
+def test_numbers_are_those_of_a_run_without_telemetry(profile: ModelProfile, tmp_path: Path) -> None:
+    def plain(plan: Plan) -> list[tuple[float, float]]:
+        trainer = parallelize(TiedNet, plan, adamw, loss=loss)
+        found = [trainer.step(share) for _, share in zip(range(4), trainer.loader(samples), strict=False)]
+        return [(m.loss, m.grad_norm) for m in found]
+
+    plan = plan_of(profile, replicate=2)
+    watched = run_ranks(_run, 2, plan, tmp_path / "run.jsonl")[0]
+
+    assert [(value, norm) for value, norm, _ in watched] == run_ranks(plain, 2, plan)[0]
+
+
+def _late(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds on the axes where rank 0 comes 0.3 s late to one of two all-reduces; and where nothing is sent."""
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss)
+    clock = CommunicationClock(trainer.mesh)
+    clock.start()
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+    dist.all_reduce(torch.ones(4), group=trainer.mesh.group("tensor"))
+    work = dist.all_reduce(torch.ones(4), group=trainer.mesh.group("data_shard"), async_op=True)
+    assert work is not None
+    work.wait()
+    found = clock.stop()
+    clock.start()
+    nothing = clock.stop()
+    clock.close()
+    return found, nothing
+
+
+def test_waiting_for_a_late_rank_counts_on_the_axis_that_waits(profile: ModelProfile) -> None:
+    ranks = run_ranks(_late, 4, plan_of(profile, shard=2, tensor=2))
+
+    beside = next(found for rank, (found, _) in enumerate(ranks) if rank > 0 and found["tensor"] > 0.25)
+    assert ranks[0][0]["tensor"] < 0.25
+    assert beside["tensor"] == pytest.approx(0.3, abs=0.25)
+    assert all(nothing == {} for _, nothing in ranks)
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert covered_s([(0.0, 2.0), (1.0, 3.0), (1.5, 1.6), (5.0, 6.0)]) == 4.0
+    assert covered_s([]) == 0.0
+
+
+def test_a_run_that_goes_on_replaces_the_steps_it_repeats(profile: ModelProfile, tmp_path: Path) -> None:
+    path, plan = tmp_path / "run.jsonl", plan_of(profile)
+    _run(plan, path, steps=3)
+    _run(plan, path, steps=2)
+    with path.open("a") as file:
+        file.write('{"step":3,"lo')  # killed while it wrote
+
+    _, steps = load_run(path)
+
+    assert [step.step for step in steps] == [1, 2]
+    assert len(path.read_text().splitlines()) == 8
+
+
+def test_the_run_stands_beside_the_prediction(profile: ModelProfile, tmp_path: Path) -> None:
+    path, plan = tmp_path / "run.jsonl", predicted(plan_of(profile, stages=(2, 2)))
+    run_ranks(_run, 2, plan, path, 5)
+    _, steps = load_run(path)
+    median_s = sorted(step.step_time_s for step in steps[2:])[1]
+
+    table = run_table(plan, path)
+
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["step time, ms"] == ("500.0", f"{median_s * 1e3:,.1f}", f"{median_s / 0.5 - 1:+.1%}")
+    assert rows["samples/s"][0] == "16"
+    assert rows["MFU, %"][0] == "40.0"
+    peak = max(step.peak_memory_bytes[1] for step in steps[2:]) / 2**30
+    assert rows["peak memory of pipeline rank 1, GiB"] == ("1.00", f"{peak:.2f}", f"{peak - 1:+.1%}")
+    assert "communication pipeline, ms under way" in rows
+
+
+def test_what_is_no_run_of_the_plan_is_refused(profile: ModelProfile, tmp_path: Path) -> None:
+    path, plan = tmp_path / "run.jsonl", plan_of(profile)
+    _run(plan, path, steps=2)
+    (tmp_path / "broken.jsonl").write_text("{}\n{}\n")
+
+    with pytest.raises(ValueError, match="has 2 steps"):
+        run_table(plan, path)
+    with pytest.raises(ValueError, match="is a run of TiedNet by one device, the plan is for TiedNet by DDP"):
+        run_table(plan_of(profile, replicate=2), path)
+    with pytest.raises(ValueError, match="no such run"):
+        run_table(plan, tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="line 1 is not of a run"):
+        run_table(plan, tmp_path / "broken.jsonl")
