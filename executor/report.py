@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..planner.plan import Axis, LayerPlan, Plan
 from ..planner.strategy import shape_of
-from ..profiler.units import format_seconds
+from ..profiler.units import GIB, format_count, format_seconds
 
 if TYPE_CHECKING:
     from ..planner.search import Candidate, SearchResult
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 _MANY_RUNS = 4
+_RECOMPUTES = {"full": "recompute", "selective": "selective recompute", "attention": "recompute of attention"}
 
 
 def label_of(plan: Plan) -> str:
@@ -26,10 +27,11 @@ def choice_in_words(plan: Plan) -> str:
     """Layout, micro-batches and recompute of a plan, in a phrase."""
     parts = [label_of(plan), f"micro-batch {plan.micro_batch} x {plan.num_microbatches}"]
     layers = [layer for stage in plan.stages for layer in stage.layers]
-    recomputed = sum(layer.recompute == "full" for layer in layers)
-    if recomputed:
-        share = "every layer" if recomputed == len(layers) else f"{recomputed} of {len(layers)} layers"
-        parts.append(f"recompute in {share}")
+    for kind, name in _RECOMPUTES.items():
+        recomputed = sum(layer.recompute == kind for layer in layers)
+        if recomputed:
+            share = "every layer" if recomputed == len(layers) else f"{recomputed} of {len(layers)} layers"
+            parts.append(f"{name} in {share}")
     if plan.degrees.data_shard > 1:
         kept = sum(not layer.reshard for layer in layers)
         if kept:
@@ -55,7 +57,7 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
         else:
             parts.append(f"slower than {name} ({format_seconds(_step_time(best))}), which the pins leave out")
     elif others:
-        parts.append("the only layout that fits")
+        parts.append("nothing else that was priced fits")
     too_big = list(dict.fromkeys(c.label for c in others if c.plan is None and c.verdict.startswith("does not fit")))
     if too_big and different:
         names = " and ".join(too_big) if len(too_big) < 3 else f"{too_big[0]} and {len(too_big) - 1} others"
@@ -105,16 +107,22 @@ class LayerRun:
     treatment: str
 
 
-def layer_runs(plan: Plan, stage: int) -> list[LayerRun]:
-    """The layers of a stage, split where recompute, resharding or the tensor cut changes."""
+def layer_runs(plan: Plan, position: int) -> list[LayerRun]:
+    """The layers of a pipeline coordinate, split where recompute, resharding or the tensor cut changes."""
     runs: list[tuple[str, list[str]]] = []
-    for layer in plan.stages[stage].layers:
+    for layer in (layer for stage in plan.stages_of(position) for layer in plan.stages[stage].layers):
         treatment = _treatment(plan, layer)
         if runs and runs[-1][0] == treatment:
             runs[-1][1].append(layer.name)
         else:
             runs.append((treatment, [layer.name]))
     return [LayerRun(collapse(names), len(names), treatment) for treatment, names in runs]
+
+
+def stage_names(plan: Plan, position: int) -> str:
+    """The stages of a pipeline coordinate: "3", "3, 11", "3, 11 .. 59"."""
+    stages = [str(stage) for stage in plan.stages_of(position)]
+    return ", ".join(stages) if len(stages) <= 3 else f"{stages[0]}, {stages[1]} .. {stages[-1]}"
 
 
 def _treatment(plan: Plan, layer: LayerPlan) -> str:
@@ -125,20 +133,21 @@ def _treatment(plan: Plan, layer: LayerPlan) -> str:
     if plan.degrees.data_shard > 1:
         words.append("reshard" if layer.reshard else "keep gathered")
     if layer.recompute != "none":
-        words.append("recompute")
+        words.append("recompute" if layer.recompute == "full" else f"recompute {layer.recompute}")
     return "; ".join(words) or "whole"
 
 
-def rank_runs(plan: Plan, stage: int) -> tuple[int, int, int]:
-    """Ranks of a stage as (first, length of a run, distance between runs); the distance is 0 for a single run."""
+def rank_runs(plan: Plan, position: int) -> tuple[int, int, int]:
+    """Ranks of a pipeline coordinate as (first, length of a run, distance between runs); the distance is 0 for a single
+    run."""
     stride = plan.stride("pipeline")
     period = stride * plan.degrees.pipeline
-    return stage * stride, stride, period if period < plan.degrees.num_devices else 0
+    return position * stride, stride, period if period < plan.degrees.num_devices else 0
 
 
-def gpus_of(plan: Plan, stage: int) -> str:
-    """Where a stage sits: "GPUs 0-3", "hosts 0-127", "GPUs 0-1, 4-5 of every host", or runs of ranks."""
-    first, length, period = rank_runs(plan, stage)
+def gpus_of(plan: Plan, position: int) -> str:
+    """Where a pipeline coordinate sits: "GPUs 0-3", "hosts 0-127", "GPUs 0-1, 4-5 of every host", or runs of ranks."""
+    first, length, period = rank_runs(plan, position)
     cluster = plan.cluster
     world, per_host = plan.degrees.num_devices, cluster.devices_per_host
     equal_hosts = all(group.devices_per_host == per_host for group in cluster.hosts)
@@ -224,6 +233,57 @@ def certificate_line(plan: Plan) -> str:
         f"{shapes['total']:,} shapes = {shapes['rejected']:,} rejected by rule + {shapes['pruned']:,} pruned by bound "
         f"+ {shapes['solved']:,} solved, {certificate.solver}, {format_seconds(certificate.search_seconds)}"
     )
+
+
+def comparison_rows(
+    candidates: Sequence["Candidate"], price_per_hour: float | None
+) -> tuple[list[str], list[tuple[str, ...]]]:
+    """(headings, rows): step, throughput, MFU, memory and, with a price, cost of every set-up.
+
+    price_per_hour: US dollars of one device.
+    """
+    reference = next((c.estimate.step_time_s for c in candidates if c.estimate is not None), 0.0)
+    sequences = any(c.plan is not None and c.plan.training.seq_len is not None for c in candidates)
+    headings = ["set-up", "step", "to first", "tokens/s" if sequences else "samples/s", "MFU", "GiB"]
+    headings += ["$/hour", "$/step"] if price_per_hour is not None else []
+    rows: list[tuple[str, ...]] = []
+    for c in candidates:
+        found = c.estimate
+        if found is None or c.plan is None:
+            rows.append((c.label, *["-"] * (len(headings) - 1)))
+            continue
+        cells = [
+            c.label,
+            format_seconds(found.step_time_s),
+            f"{found.step_time_s / reference:.2f}x",
+            format_count(found.tokens_per_s),
+            f"{found.mfu:.1%}",
+            f"{max(stage.device_bytes for stage in found.memory) / GIB:.1f}",
+        ]
+        if price_per_hour is not None:
+            hourly = price_per_hour * c.plan.degrees.num_devices
+            cells += [f"{hourly:,.2f}", f"{hourly * found.step_time_s / 3600:,.3g}"]
+        rows.append(tuple(cells))
+    return headings, rows
+
+
+def loss_rows(candidates: Sequence["Candidate"]) -> tuple[str, list[str], list[tuple[str, ...]]]:
+    """(unit, headings, rows): what every set-up's step goes to, by cause; causes that cost nobody anything are left
+    out."""
+    priced = [(c.label, c.estimate) for c in candidates if c.estimate is not None]
+    longest = max((found.step_time_s for _, found in priced), default=0.0)
+    unit, scale = next((u for u in (("s", 1.0), ("ms", 1e3)) if longest * u[1] >= 10), ("us", 1e6))
+    causes = dict.fromkeys(name for _, found in priced for name in found.breakdown)
+    names = [n for n in causes if any(found.breakdown.get(n, 0.0) > 1e-3 * found.step_time_s for _, found in priced)]
+    rows = [
+        (label, *(_three_digits(scale * s) for s in (found.step_time_s, *(found.breakdown.get(n, 0.0) for n in names))))
+        for label, found in priced
+    ]
+    return unit, ["set-up", "step", *names], rows
+
+
+def _three_digits(value: float) -> str:
+    return "0" if value == 0 else f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def launch_command(plan: Plan, script: str) -> str:

@@ -2,16 +2,17 @@
 
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from ..planner.explain import CAUSES
 from ..planner.plan import Plan
 from ..profiler.cluster import Device
 from ..profiler.units import (
@@ -19,12 +20,24 @@ from ..profiler.units import (
     format_count,
     format_seconds,
 )
-from .report import against_others, axis_rows, certificate_line, choice_in_words, gpus_of, layer_runs
+from .report import (
+    against_others,
+    axis_rows,
+    certificate_line,
+    choice_in_words,
+    comparison_rows,
+    gpus_of,
+    layer_runs,
+    loss_rows,
+    stage_names,
+)
 
 if TYPE_CHECKING:
     from ..planner.estimate import Estimate, StageMemory
     from ..planner.search import Candidate, InfeasibleError
     from .measurement import Measurement
+    from .plan_diff import Cost, Difference
+    from .report_facts import Facts
 
 _ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "transient")
 _HEADINGS = ("params", "grads", "optim", "gathered", "activ", "transient")
@@ -203,10 +216,10 @@ def print_placement(console: Console, plan: Plan) -> None:
     table.add_column("count", justify="right", no_wrap=True)
     table.add_column("treatment", ratio=3)
     table.add_column("where", ratio=4)
-    for stage in range(plan.degrees.pipeline):
-        for i, run in enumerate(layer_runs(plan, stage)):
-            where = gpus_of(plan, stage) if i == 0 else ""
-            table.add_row(str(stage) if i == 0 else "", run.names, str(run.num_layers), run.treatment, where)
+    for position in range(plan.degrees.pipeline):
+        for i, run in enumerate(layer_runs(plan, position)):
+            first = (stage_names(plan, position), gpus_of(plan, position)) if i == 0 else ("", "")
+            table.add_row(first[0], run.names, str(run.num_layers), run.treatment, first[1])
     print_titled(console, "Layer -> GPU", table)
     rows = axis_rows(plan)
     if not rows:
@@ -272,6 +285,29 @@ def print_comparison(
     print_notes(console, [f"{label}: {found}" for label, found in (times or {}).items() if isinstance(found, str)])
 
 
+def print_losses(console: Console, candidates: Sequence["Candidate"], price_per_hour: float | None) -> None:
+    """Throughput, MFU and, with a price per hour of a device, cost of every set-up; and where its step goes."""
+    if any(candidate.estimate is not None for candidate in candidates):
+        headings, rows = comparison_rows(candidates, price_per_hour)
+        print_rows(console, "Numbers", headings, rows)
+        unit, headings, rows = loss_rows(candidates)
+        notes = [f"{name}: {CAUSES[name]}" for name in headings if name in CAUSES and CAUSES[name] != name]
+        print_rows(console, f"Where the step goes, {unit}", headings, rows, ["; ".join(notes)])
+
+
+def comparison_tables(candidates: Sequence["Candidate"]) -> Group:
+    """Set-ups side by side, and where the step of each goes, for rich's print."""
+    headings, rows = comparison_rows(candidates, None)
+    unit, causes, losses = loss_rows(candidates)
+    verdicts = [(c.label, c.verdict) for c in candidates]
+    return Group(
+        rows_table(headings, rows),
+        Text(f"where the step goes, {unit}"),
+        rows_table(causes, losses),
+        rows_table(("set-up", "verdict"), verdicts, numeric_from=2),
+    )
+
+
 def print_certificate(console: Console, plan: Plan) -> None:
     """The certificate in a line."""
     console.print()
@@ -286,6 +322,81 @@ def print_next(console: Console, written: Sequence[str], commands: Sequence[tupl
         text = Text(command, style="bold")
         text.append(f"   {purpose}", style="dim not bold")
         console.print(hanging("next" if i == 0 else "", text, "cyan"))
+
+
+def print_essentials(console: Console, facts: "Facts") -> None:
+    """A report in short: the choice, its figures, what else there was, what it hangs on, and the proof."""
+    plan, found = facts.plan, facts.estimate
+    print_job(console, plan)
+    print_choice(console, plan, found.step_time_s, facts.alternatives)
+    rate = "samples/s" if plan.training.seq_len is None else "tokens/s"
+    print_speed(console, found.step_time_s, found.tokens_per_s, found.mfu, rate, "")
+    print_breakdown(console, found)
+    print_memory(console, found.memory, plan.training.memory_margin)
+    fitting = sorted((c for c in facts.alternatives if c.estimate is not None), key=lambda c: c.seconds)
+    print_candidates(console, "Fastest of the alternatives", fitting[:5])
+    table = make_table()
+    table.add_column("20% lower or higher")
+    for heading in ("now", "-20%", "+20%"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("then faster")
+    for shift in facts.shifts:
+        changes = (f"{seconds / found.step_time_s - 1:+.1%}" for seconds in (shift.lower_s, shift.higher_s))
+        table.add_row(shift.name, shift.value, *changes, shift.overtaken_by or "this plan")
+    print_titled(console, "Step time, if the hardware is not what we think", table)
+    console.print(Text(f"  {facts.spare_memory}", style="dim"))
+    print_certificate(console, plan)
+
+
+def print_rows(
+    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = ()
+) -> None:
+    """Rows of words under their headings; all but the first column are numbers."""
+    print_titled(console, title, rows_table(columns, rows))
+    for note in notes:
+        console.print(Text(f"  {note}", style="dim"))
+
+
+def rows_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numeric_from: int = 1) -> Table:
+    """A table of words; columns from `numeric_from` on are numbers."""
+    table = make_table()
+    for i, heading in enumerate(columns):
+        numeric = i >= numeric_from
+        table.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def print_difference(console: Console, names: tuple[str, str], found: "Difference") -> None:
+    """What two plans decide differently, and what it costs."""
+    if not found.changes:
+        console.print(Text("The plans decide everything alike.", style="bold green"))
+    else:
+        table = make_table()
+        for heading, ratio in (("decision", 2), (names[0], 4), (names[1], 4)):
+            table.add_column(heading, ratio=ratio, overflow="fold")
+        for change in found.changes:
+            table.add_row(change.what, change.first, change.second)
+        print_titled(console, "What differs", table)
+    for title, costs, show in (
+        ("Step time", found.times, _time),
+        ("Memory of the fullest GPU, GiB", found.sizes, _gib),
+    ):
+        if costs:
+            rows = [_cost_cells(cost, show) for cost in costs]
+            print_rows(console, title, ("", *names, "difference", ""), rows)
+
+
+def _time(seconds: float) -> str:
+    return format_seconds(seconds) if seconds else "0"
+
+
+def _cost_cells(cost: "Cost", show: Callable[[float], str]) -> tuple[str, ...]:
+    change = cost.second - cost.first
+    sign = "+" if change > 0 else "-" if change < 0 else ""
+    share = f"{change / cost.first:+.1%}" if cost.first else ""
+    return cost.name, show(cost.first), show(cost.second), sign + show(abs(change)), share
 
 
 def print_devices(console: Console, devices: Sequence[Device]) -> None:

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 
 import meshwright.executor.cli as cli
 from meshwright.executor.cli import route
-from meshwright.executor.report import collapse, gpus_of
+from meshwright.executor.report import collapse, comparison_rows, gpus_of
 from meshwright.planner import search as search_module
+from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import load_plan
 
 DEGREES = {"data_replicate", "data_shard", "tensor", "context", "expert", "pipeline", "virtual_stages"}
@@ -324,6 +325,71 @@ def test_compare_sets_the_plan_beside_set_ups(saved: str, capsys: pytest.Capture
     for row in rows[1:]:
         assert row["estimate"] is None or planned <= 1.01 * row["estimate"]["step_time_s"]
         assert row["verdict"]
+
+
+def test_frameworks_and_saved_plans_are_set_ups_too(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(saved, "--gpus", "8", "--quiet") == 0
+    capsys.readouterr()
+    asked = ["--setup", "megatron", "--setup", "plan.json", "--setup", "DeepSpeed-ZeRO3"]
+    assert run_plan("compare", saved, "--gpus", "8", *asked, "--json") == 0
+
+    rows = json.loads(capsys.readouterr().out)["setups"]
+    assert [row["label"] for row in rows] == ["planned", "megatron", "plan.json", "deepspeed-zero3"]
+    assert rows[2]["verdict"] == "as fast as the plan"
+    assert rows[3]["degrees"]["data_shard"] == 8
+
+
+def test_all_baselines_come_once_each(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan("compare", saved, "--gpus", "8", "--setup", "torchtitan", "--all-baselines", "--json") == 0
+
+    labels = [row["label"] for row in json.loads(capsys.readouterr().out)["setups"]]
+    assert {"planned", "torchtitan", "megatron", "deepspeed-zero1", "DDP", "FSDP", "Megatron 3D"} <= set(labels)
+    assert len(labels) == len(set(labels))
+
+
+def test_where_each_set_up_loses_is_a_table_and_a_picture(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", saved, "--gpus", "8", "--setup", "ddp", "--setup", "tp=4 pp=2", "--setup", "tp=8 mb=64"]
+    assert run_plan(*words, "-o", "compare.html") == 0
+
+    out = capsys.readouterr().out
+    page = Path("compare.html").read_text()
+    assert "Where the step goes, ms" in out
+    for part in ("compute", "tensor", "data", "optimizer", "pipeline"):
+        assert part in out
+        assert part in page
+    assert "tp=4 pp=2" in page
+
+
+def test_a_price_is_turned_into_cost() -> None:
+    plan = some_plan(shard=8)
+    found = estimate(plan, small_profile())
+
+    headings, (row,) = comparison_rows([search_module.Candidate("a", plan, found, "fits")], price_per_hour=2.5)
+
+    assert headings[-2:] == ["$/hour", "$/step"]
+    assert float(row[-2]) == 20.0
+    assert float(row[-1]) == pytest.approx(20.0 * found.step_time_s / 3600, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--setup", "plan.json"], "the plan is for 4 GPUs, the comparison for 8: give --gpus 4"),
+        (["--setup", "eight.json"], "layouts are compared at equal work: give --global-batch 32"),
+        (["--setup", "none.json"], "no such plan: none.json"),
+        (["--setup", "megatrn"], "megatron, torchtitan"),
+        (["-o", "compare.pdf"], "ends in .html or .png"),
+        (["-o", "nowhere/compare.html"], "a folder that exists"),
+    ],
+)
+def test_a_set_up_that_cannot_be_compared_says_why(
+    saved: str, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some_plan(shard=4).save(Path("plan.json"))
+    some_plan(shard=8).save(Path("eight.json"))
+
+    assert run_plan("compare", saved, "--gpus", "8", *words) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_measured_times_stand_beside(

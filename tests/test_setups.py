@@ -2,7 +2,9 @@
 
 import pytest
 
+from meshwright.planner.guidance import NAMED_RULES, named_rules
 from meshwright.planner.setups import Setup, parse_pins, parse_setup
+from meshwright.profiler.cluster import cluster_of, load_device
 
 
 def degrees(text: str, num_devices: int = 8, devices_per_host: int = 8) -> tuple[int, int, int, int]:
@@ -90,6 +92,8 @@ def test_what_is_said_is_kept_and_the_rest_is_left_open() -> None:
         ("dp=2 tp=2", "4 data ranks are left"),
         ("zero=4", "choose 0 or 1 or 2 or 3"),
         ("tp=8 schedule=1f1b", "needs a pipeline"),
+        ("tp=8 v=2", "v=2 needs a pipeline"),
+        ("recompute=some", "choose none or attention or selective or full"),
         ("pp=8 schedule=chimera", "choose gpipe or 1f1b"),
         ("fsdp sp=on", "goes beside tensor parallelism"),
         ("mb=1.5", "whole number"),
@@ -98,6 +102,16 @@ def test_what_is_said_is_kept_and_the_rest_is_left_open() -> None:
 def test_a_wrong_word_is_named(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse_setup(text, 8, 8)
+
+
+def test_every_schedule_and_kind_of_recompute_can_be_said() -> None:
+    for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"):
+        for recompute in ("none", "attention", "selective", "full"):
+            said = parse_setup(f"pp=4 v=2 schedule={schedule} recompute={recompute}", 8, 8)
+            pinned = parse_pins([f"pp=4 v=2 schedule={schedule.upper()} recompute={recompute}"])
+
+            assert (said.schedule, said.virtual_stages, said.recompute) == (schedule, 2, recompute)
+            assert pinned == {"pipeline": 4, "virtual_stages": 2, "schedule": schedule, "recompute": recompute}
 
 
 def test_pins_take_the_same_words() -> None:
@@ -110,3 +124,34 @@ def test_pins_take_the_same_words() -> None:
 def test_a_wrong_pin_is_named(text: str) -> None:
     with pytest.raises(ValueError, match=text.partition("=")[0]):
         parse_pins([text])
+
+
+@pytest.mark.parametrize(("count", "per_host"), [(1, 1), (6, 6), (8, 8), (24, 8), (64, 8), (16384, 8)])
+def test_every_attempt_of_a_framework_uses_all_gpus(count: int, per_host: int) -> None:
+    rules = named_rules(cluster_of(load_device("h100-80gb"), count, per_host))
+
+    assert tuple(rule.name for rule in rules) == NAMED_RULES
+    for rule in rules:
+        for pins in rule.attempts:
+            assert (pins.data_shard or 1) * (pins.tensor or 1) * (pins.pipeline or 1) == count
+
+
+def test_megatron_takes_as_little_model_parallelism_as_fits_tensor_first() -> None:
+    megatron, torchtitan, *_ = named_rules(cluster_of(load_device("h100-80gb"), 64, 8))
+
+    tried = [(pins.tensor, pins.pipeline) for pins in megatron.attempts]
+    assert tried[:5] == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2)]
+    assert all(pins.gradient_sync == "last" and pins.reshard is False for pins in megatron.attempts)
+    assert [(pins.tensor, pins.pipeline) for pins in torchtitan.attempts[:3]] == [(1, 1), (8, 1), (4, 1)]
+
+
+def test_zero_stages_are_resharding_and_synchronisation() -> None:
+    zero = {rule.name: rule.attempts[0] for rule in named_rules(cluster_of(load_device("h100-80gb"), 8))}
+
+    found = {name: (pins.reshard, pins.gradient_sync) for name, pins in zero.items() if name.startswith("deepspeed")}
+
+    assert found == {
+        "deepspeed-zero1": (False, "last"),
+        "deepspeed-zero2": (False, "every"),
+        "deepspeed-zero3": (True, "every"),
+    }
