@@ -1,5 +1,6 @@
 """Turn a model into this rank's part of a plan: stage, tensor parallel, recompute, numbers and shards."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import Function
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from ..planner.plan import LayerPlan, Plan
-from .initialise import BUILD_LIMIT_BYTES, Materialiser, initial_values, model_bytes
+from ..planner.sharding import shard_dim
+from .initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
 from .mesh import Mechanism, RankMesh, mechanism
 from .recompute import check_recompute, recompute
 from .tensor import ParameterCut, TensorLayout, apply_tensor_parallel
+from .torch_compat import solid
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -73,15 +76,43 @@ def build_on_meta(model_fn: Callable[[], nn.Module], plan: Plan) -> nn.Module:
 
 
 def apply_plan(
-    model: nn.Module, model_fn: Callable[[], nn.Module], plan: Plan, mesh: RankMesh, loss: Loss | None, seed: int
+    model: nn.Module,
+    model_fn: Callable[[], nn.Module],
+    plan: Plan,
+    mesh: RankMesh,
+    loss: Loss | None,
+    seed: int,
+    values: Values | None = None,
 ) -> AppliedModel:
     """This rank's part of `model`, with its numbers. model: of build_on_meta; changed in place.
+
+    values: None for the initial ones.
+
+    """
+    values = values or initial_values(model_fn, model_bytes(model) > BUILD_LIMIT_BYTES, seed)
+    stages = plan.stages_of(mesh.coordinates["pipeline"])
+    copies = [model, *(copy.deepcopy(model) for _ in stages[1:])]
+    parts = [_part(own, values, plan, stage, mesh, loss) for own, stage in zip(copies, stages, strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    from .pipeline import Chunks, stages_in
+
+    chunks = Chunks([stage for part in parts for stage in stages_in(part.module)])
+    layout = TensorLayout()
+    for part in parts:
+        layout.cuts |= part.layout.cuts
+        layout.partial |= part.layout.partial
+    return AppliedModel(chunks, chunks, "", parts[0].mechanism, layout, [unit for part in parts for unit in part.units])
+
+
+def _part(
+    model: nn.Module, values: Values, plan: Plan, stage_index: int, mesh: RankMesh, loss: Loss | None
+) -> AppliedModel:
+    """One stage of this rank (the whole model, where there is no pipeline).
 
     The order matters: on meta -> stage -> tensor parallel -> recompute -> per unit: numbers, then fully_shard (so one
     unit at a time is whole).
     """
-    values = initial_values(model_fn, model_bytes(model) > BUILD_LIMIT_BYTES, seed)
-    stage_index = mesh.coordinates["pipeline"]
     layers = list(plan.stages[stage_index].layers)
     for layer in layers:
         check_recompute(layer)
@@ -101,8 +132,8 @@ def apply_plan(
     if mechanism(plan) == "fsdp" and plan.training.precision == "bf16":
         _keep_norms_in_fp32(model)
 
-    for name in dict.fromkeys(layer.modules[0] for layer in layers if layer.recompute == "full"):
-        recompute(model.get_submodule(name))
+    for name, mode in {layer.modules[0]: layer.recompute for layer in layers if layer.recompute != "none"}.items():
+        recompute(model.get_submodule(name), mode)
 
     materialise = Materialiser(model, values, layout.cuts, mesh.coordinates["tensor"], mesh.device)
     kind = mechanism(plan)
@@ -149,6 +180,12 @@ def _shard(
     policy = MixedPrecisionPolicy()
     if plan.training.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard = partial(
+        fully_shard,
+        mesh=mesh.data_mesh,
+        mp_policy=policy,
+        shard_placement_fn=lambda parameter: Shard(shard_dim(local_shape(parameter), plan.degrees.sharded_over)),
+    )
     units: list[tuple[FSDPModule, bool]] = []
     for layer in layers:
         owned = [model.get_submodule(name) for name in layer.modules]
@@ -160,13 +197,33 @@ def _shard(
         for unit in owned:
             unit.register_forward_hook(_without_views)
         group = owned[0] if len(owned) == 1 else owned
-        fully_shard(group, mesh=mesh.data_mesh, reshard_after_forward=layer.reshard, mp_policy=policy)
+        shard(group, reshard_after_forward=layer.reshard)
         units.append((owned[0], layer.reshard))  # type: ignore[arg-type]
     materialise([module])
     module.register_forward_hook(_without_views)
-    fully_shard(module, mesh=mesh.data_mesh, reshard_after_forward=False, mp_policy=policy)
+    shard(module, reshard_after_forward=False)
     units.append((module, False))  # type: ignore[arg-type]
+    if plan.degrees.pipeline == 1:
+        _prefetch_in_backward([unit for unit, _ in units])
     return units
+
+
+def _prefetch_in_backward(units: list[FSDPModule]) -> None:
+    """Let every unit gather the one before it while its backward runs. units: in the order of forward, then the root.
+
+    Left alone, fully_shard goes by the order of all forwards since gradients were last reduced: behind the backward of
+    the first unit it would gather the last one once more in every micro-batch but the first, for nothing. What
+    prefetches itself gathers nothing.
+    """
+    *layers, root = units
+    root.set_modules_to_backward_prefetch([*layers[-1:], root][:1])
+    for unit, before in zip(layers, [*layers[:1], *layers], strict=False):
+        unit.set_modules_to_backward_prefetch([before])
+
+
+def local_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Shape of what one tensor rank holds of a parameter, before it is sharded over data."""
+    return tuple(parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
 
 
 def _outside(model: nn.Module, layer: LayerPlan, layers: list[LayerPlan]) -> set[int]:
@@ -187,21 +244,4 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     take the hook off a view, and gradients would not be reduced.
     """
 
-    def solid(x: Any) -> Any:
-        return _Solid.apply(x) if isinstance(x, torch.Tensor) and x._is_view() else x
-
-    return tree_map(solid, output)
-
-
-class _Solid(Function):
-    """The same memory under a tensor that is no view."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        # Not from x's storage: fake tensors never let go of a storage that was an argument.
-        solid: torch.Tensor = x.new_empty(0).set_(x.detach())  # type: ignore[call-overload]
-        return solid
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+    return tree_map(lambda x: solid(x) if isinstance(x, torch.Tensor) else x, output)

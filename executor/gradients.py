@@ -1,6 +1,6 @@
 """Gradients made equal to one device's after backward: sums over tensor ranks and stages, total norm, clipping."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 import torch
@@ -9,11 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..planner.plan import Axis, Plan
+from ..planner.traffic import BUCKET_ELEMENTS
 from .apply import AppliedModel
 from .mesh import RankMesh
-
-BUCKET_ELEMENTS = 16 * 2**20
-"""Gradients that are reduced together in one flat buffer (64 MiB in fp32)."""
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -32,7 +30,7 @@ class Gradients:
         self._average_after = model.mechanism == "plain" and plan.degrees.data_replicate > 1
         self._may_differ = plan.model.decides_by_values
         self._ties = _ties_across_stages(plan, mesh, self._parameters)
-        elsewhere = {id(p) for p, _, is_first in self._ties if not is_first}
+        elsewhere = _counted_elsewhere(plan, self._parameters)
         is_first_tensor_rank = mesh.coordinates["tensor"] == 0
         self._counted = [
             p
@@ -51,8 +49,8 @@ class Gradients:
         partial = [p for n, p in self._parameters.items() if n in self._layout.partial]
         if partial:
             _all_reduce(partial, self._mesh.group("tensor"))
-        for parameter, group, _ in self._ties:
-            _all_reduce([parameter], group)
+        for copies, group in self._ties:
+            _sum_copies(copies, group)
 
     def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared norm of the whole gradient: a float64 scalar to be summed over all ranks.
@@ -109,36 +107,61 @@ def _all_reduce_flat(grads: Sequence[torch.Tensor], group: dist.ProcessGroup | N
         grad.copy_(total.view_as(grad))
 
 
+def _sum_copies(copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Add up the gradients of copies of one parameter: of this rank, and of the others of the group, if there are."""
+    trained = [(copy, grad) for copy in copies if (grad := local_gradient(copy)) is not None]
+    if not trained:
+        return
+    (first, total), *others = trained
+    for _, grad in others:
+        total += grad
+    if group is not None:
+        _all_reduce([first], group)
+    for _, grad in others:
+        grad.copy_(total)
+
+
+def _tied_stages(plan: Plan) -> Iterator[dict[int, list[str]]]:
+    """Of every parameter with copies on several stages: stage -> its names there, in the order of the stages."""
+    stage_of = {n: i for i, stage in enumerate(plan.stages) for layer in stage.layers for n in layer.parameters}
+    for names in plan.model.ties:
+        stages = sorted({stage_of[name] for name in names if name in stage_of})
+        if len(stages) > 1:
+            yield {stage: [name for name in names if stage_of.get(name) == stage] for stage in stages}
+
+
+def _counted_elsewhere(plan: Plan, parameters: dict[str, nn.Parameter]) -> set[int]:
+    """Ids of this rank's copies of parameters that are counted on an earlier stage."""
+    later = (names for tie in _tied_stages(plan) for names in list(tie.values())[1:])
+    return {id(parameters[name]) for names in later for name in names if name in parameters}
+
+
 def _ties_across_stages(
     plan: Plan, mesh: RankMesh, parameters: dict[str, nn.Parameter]
-) -> list[tuple[nn.Parameter, dist.ProcessGroup, bool]]:
-    """(parameter, ranks that hold a copy of the same shard of it, whether this is the first such stage) of this rank.
+) -> list[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
+    """(this rank's copies, ranks that hold other copies of the same shard) of every parameter tied across stages.
 
     Creates the groups, so every rank must call it, and does so in the same order.
     """
-    stage_of = {n: i for i, stage in enumerate(plan.stages) for layer in stage.layers for n in layer.parameters}
     found = []
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    for names in plan.model.ties:
-        stages = tuple(sorted({stage_of[n] for n in names if n in stage_of}))
-        if len(stages) < 2:
-            continue
-        if stages not in groups:
-            groups[stages] = _stage_group(plan, mesh, stages)
-        group = groups[stages]
-        mine = next((parameters[n] for n in names if n in parameters), None)
-        if group is not None and mine is not None:
-            found.append((mine, group, mesh.coordinates["pipeline"] == stages[0]))
+    for tie in _tied_stages(plan):
+        positions = tuple(sorted({plan.position_of(stage) for stage in tie}))
+        if positions not in groups:
+            groups[positions] = _stage_group(plan, mesh, positions) if len(positions) > 1 else None
+        copies = [parameters[name] for names in tie.values() for name in names if name in parameters]
+        if copies:
+            found.append((copies, groups[positions]))
     return found
 
 
-def _stage_group(plan: Plan, mesh: RankMesh, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The group of this rank's counterparts on these stages; None if it is on none of them."""
+def _stage_group(plan: Plan, mesh: RankMesh, positions: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group of this rank's counterparts at these places of the pipeline; None if it is at none of them."""
     others: list[Axis] = [axis for axis in plan.mesh_axes if axis != "pipeline"]
     own = None
     for position in product(*(range(plan.degrees.of(axis)) for axis in others)):
         offset = sum(i * plan.stride(axis) for i, axis in zip(position, others, strict=True))
-        ranks = [offset + stage * plan.stride("pipeline") for stage in stages]
+        ranks = [offset + place * plan.stride("pipeline") for place in positions]
         group = dist.new_group([mesh.processes[rank] for rank in ranks])
         if mesh.rank in ranks:
             own = group

@@ -25,11 +25,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ..planner.plan import Plan
+from ..planner.plan import Plan, stage_of
+from ..planner.simulate import ZERO_BUBBLE, table
 from ..profiler.model_profile import CrossingTensor, Producer
 from ..profiler.producers import Producers
 from .tensor import crosses_sliced
-from .torch_compat import LeanPipelineStage
+from .torch_compat import LeanPipelineStage, custom_schedule, reduce_gradients, solid
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -65,7 +66,7 @@ class StageModule(nn.Module):
         self.losses: list[torch.Tensor] = []
         self._plan = plan
         self._loss = loss
-        self._is_last = stage == len(plan.stages) - 1
+        self.is_last = stage == len(plan.stages) - 1
         own_modules = {name for layer in plan.stages[stage].layers for name in layer.modules}
         foreign = tuple(name for name in plan.model.layer_modules if name not in own_modules)
         self._rehearsal: _Rehearsal | None = _Rehearsal(model, plan, foreign)
@@ -132,7 +133,7 @@ class StageModule(nn.Module):
         except _CompleteError:
             return self._checked(exchange)
         exchange.check_all_seen()
-        if not self._is_last:
+        if not self.is_last:
             missing = next(p for p in exchange.wanted if p not in exchange.made)
             raise RuntimeError(f"stage {self.stage} ran to its end without making {_words(missing)}: {_STALE}")
         with self._autocast:
@@ -161,6 +162,8 @@ class StageModule(nn.Module):
     def _checked(self, exchange: "_Exchange") -> tuple[torch.Tensor, ...]:
         exchange.check_all_seen()
         outputs = tuple(exchange.made[producer].contiguous() for producer in exchange.wanted)
+        if self._plan.schedule in ZERO_BUBBLE:  # torch detaches what it sent in place, which no view can be
+            outputs = tuple(solid(output) for output in outputs)
         for crossing, output in zip(self.outgoing, outputs, strict=True):
             like = self.on_wire(crossing)
             if output.shape != like.shape or output.dtype != like.dtype:
@@ -176,26 +179,67 @@ _SCALAR = torch.empty((), device="meta")
 _STALE = "the model is not the one the plan was made for; make the plan again"
 
 
-class PipelineRunner:
-    """Runs the micro-batches of a step through the stages, forward and backward, by the plan's schedule.
+class Chunks(nn.Module):
+    """Several stages of one rank, in the plan's order of its chunks; parameters and buffers keep the model's names."""
 
-    stage_module: a StageModule, or what fully_shard made of it.
+    def __init__(self, stages: Sequence[StageModule]) -> None:
+        super().__init__()
+        for i, stage in enumerate(stages):
+            self.add_module(str(i), stage)
+
+    @property
+    def stages(self) -> list[StageModule]:
+        """The stages."""
+        return list(self._modules.values())  # type: ignore[arg-type]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name in the model, parameter) of all stages."""
+        for stage in self.stages:
+            yield from stage.model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the model, buffer) of all stages; buffers outside of the layers are on each of them."""
+        for stage in self.stages:
+            yield from stage.model.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """What the stages' own hold, by name in the model."""
+        return {name: value for stage in self.stages for name, value in stage.model.state_dict(*args, **kwargs).items()}
+
+
+def stages_in(module: nn.Module) -> list[StageModule]:
+    """The stages of a rank's module: its own, those of its chunks, or none where there is no pipeline."""
+    if isinstance(module, Chunks):
+        return module.stages
+    return [module] if isinstance(module, StageModule) else []
+
+
+class PipelineRunner:
+    """Runs the micro-batches of a step through this rank's stages, forward and backward, by the plan's schedule.
+
+    stages: StageModules in the order of the rank's chunks, or what fully_shard made of them.
     mesh: has the plan's axis "pipeline".
     Gradients that fully_shard reduces are reduced as the plan's gradient_sync says: after the last micro-batch, or
     after each.
     """
 
-    def __init__(self, stage_module: StageModule, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, stages: Sequence[StageModule], plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
         self._plan = plan
-        self._module = stage_module
+        self._stages = list(stages)
         self._group = mesh.get_group("pipeline")
         self._device = device
-        self._schedule: Schedule1F1B | ScheduleGPipe | None = None
+        self._splits = plan.schedule in ZERO_BUBBLE
+        self._schedule: Any = None
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, scales: Sequence[float] | None = None
     ) -> list[torch.Tensor]:
-        """Losses of the micro-batches on the last stage, [] elsewhere; gradients are added to the parameters'.
+        """Losses of the micro-batches on the rank of the last stage, [] elsewhere; gradients are added to the
+        parameters'.
 
         args, kwargs: the model's inputs for all micro-batches of this data rank, the same on every stage.
         batch: the same, as the loss function takes it.
@@ -207,43 +251,76 @@ class PipelineRunner:
         micro_batches = [
             MicroBatch(args, kwargs, batch, scale) for (args, kwargs, batch), scale in zip(parts, weights, strict=True)
         ]
-        self._module.begin(micro_batches, self._device)
+        for stage in self._stages:
+            stage.begin(micro_batches, self._device)
         if self._schedule is None:
             self._schedule = self._make_schedule()
-        target = torch.zeros(count) if self._module.stage == self._plan.degrees.pipeline - 1 else None
-        self._schedule.step(target=target, return_outputs=False)
-        for unit, _ in self._module.fsdp_units():
-            unit.reshard()  # a stage whose outputs want no gradient has had no backward to do it
-        return self._module.losses
+        last = next((stage for stage in self._stages if stage.is_last), None)
+        self._schedule.step(target=None if last is None else torch.zeros(count), return_outputs=False)
+        for stage in self._stages:
+            for unit, _ in stage.fsdp_units():
+                unit.reshard()  # a stage whose outputs want no gradient has had no backward to do it
+        return [] if last is None else last.losses
 
-    def _make_schedule(self) -> Schedule1F1B | ScheduleGPipe:
-        module = self._module
+    def _make_schedule(self) -> Any:
+        plan, stages = self._plan, [self._torch_stage(stage) for stage in self._stages]
+        count, ranks = plan.num_microbatches, plan.degrees.pipeline
+        if plan.schedule in ("1f1b", "gpipe"):
+            kind = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
+            return kind(stages[0], count, loss_fn=_first, scale_grads=False)
+        letters = {"forward": "F", "backward": "I" if self._splits else "B", "weight": "W"}
+        order = [
+            [(stage_of(plan.schedule, rank, a.chunk, ranks), letters[a.kind], a.microbatch) for a in actions]
+            for rank, actions in enumerate(table(plan.schedule, ranks, count, plan.degrees.virtual_stages))
+        ]
+        return custom_schedule(stages, order, count, _first)
+
+    def _torch_stage(self, module: StageModule) -> LeanPipelineStage:
         before = None
         for unit, _ in module.fsdp_units():
             # FSDP guesses by the order of all forwards so far: the first unit, and the root whenever one of its outputs
             # gets its gradient, would gather the last unit once more. What prefetches itself gathers nothing.
             unit.set_modules_to_backward_prefetch([unit if before is None or isinstance(unit, StageModule) else before])
             before = unit
-        stage = LeanPipelineStage(
+        return LeanPipelineStage(
             _Hidden(module),
             module.stage,
-            self._plan.degrees.pipeline,
+            len(self._plan.stages),
             self._device,
             input_args=tuple(module.on_wire(tensor) for tensor in module.incoming),
             output_args=tuple(module.on_wire(tensor) for tensor in module.outgoing) or (_SCALAR,),
             group=self._group,
-            before_backward=self._before_backward,
+            before_backward=partial(self._before_backward, module),
+            before_weights=partial(self._before_weights, module),
+            after_weights=partial(self._after_weights, module),
         )
-        kind = Schedule1F1B if self._plan.schedule == "1f1b" else ScheduleGPipe
-        return kind(stage, self._plan.num_microbatches, loss_fn=_first, scale_grads=False)
 
-    def _before_backward(self, last: bool) -> None:
-        """Kept parameters stay gathered until gradients are reduced."""
-        now = last or self._plan.gradient_sync == "every"
-        for module, reshard in self._module.fsdp_units():
-            module.set_requires_gradient_sync(now, recurse=False)
-            module.set_is_last_backward(now)
-            module.set_reshard_after_backward(now or reshard, recurse=False)
+    def _before_backward(self, stage: StageModule, last: bool) -> None:
+        """Kept parameters stay gathered until gradients are reduced, which weights to be done later put off."""
+        now = not self._splits and (last or self._plan.gradient_sync == "every")
+        _set_sync(stage, reduce=now, release=now)
+        if self._splits and stage.stage > 0:
+            self._before_weights(stage)
+
+    def _before_weights(self, stage: StageModule) -> None:
+        """torch does a backward for weights past fully_shard's hooks, which would gather parameters; and the parameters
+        that it looks for beforehand are the gathered ones."""
+        for unit, _ in stage.fsdp_units():
+            unit.unshard()
+
+    def _after_weights(self, stage: StageModule, last: bool) -> None:
+        """And which would reduce gradients."""
+        if isinstance(stage, FSDPModule):
+            _set_sync(stage, reduce=last or self._plan.gradient_sync == "every", release=last)
+            reduce_gradients(stage)
+
+
+def _set_sync(stage: StageModule, reduce: bool, release: bool) -> None:
+    """Whether a backward reduces gradients, and gives back those parameters, too, that the plan keeps."""
+    for module, gives_back in stage.fsdp_units():
+        module.set_requires_gradient_sync(reduce, recurse=False)
+        module.set_is_last_backward(reduce)
+        module.set_reshard_after_backward(release or gives_back, recurse=False)
 
 
 def crossing_into(plan: Plan, stage: int) -> tuple[CrossingTensor, ...]:

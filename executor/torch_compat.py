@@ -1,14 +1,18 @@
 """The few torch calls that are private or differ between versions, so that each has one place to be mended."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import Function
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_weight
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,18 +63,51 @@ def accelerator() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def detached(x: torch.Tensor) -> torch.Tensor:
+    """x.detach() that still knows how often x is written into; inside of a dispatch mode it otherwise does not."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+def solid(x: torch.Tensor) -> torch.Tensor:
+    """The same memory under a tensor that autograd does not take for a view of another."""
+    return _Solid.apply(x) if x._is_view() else x
+
+
+class _Solid(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        # Not from x's storage: fake tensors never let go of a storage that was an argument.
+        made: torch.Tensor = x.new_empty(0).set_(x.detach())  # type: ignore[call-overload]
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
 class LeanPipelineStage(PipelineStage):
     """torch's pipeline stage, with receive buffers only for micro-batches in flight, and a call before each backward.
 
     The stock stage allocates buffers for every micro-batch of a step before the first (seen in 2.13: 64 micro-batches
     of 128 MiB are 8 GiB). Here a buffer is a meta tensor except from its receive to the end of its backward.
 
-    before_backward: called with whether it is the step's last.
+    before_backward: called with whether it is the step's last. before_weights, after_weights: around a backward for
+    weights, the latter with whether it is the last.
     """
 
-    def __init__(self, *args: Any, before_backward: Callable[[bool], None], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        before_backward: Callable[[bool], None],
+        before_weights: Callable[[], None],
+        after_weights: Callable[[bool], None],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._before_backward = before_backward
+        self._before_weights = before_weights
+        self._after_weights = after_weights
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return self._on_meta(super()._prepare_forward_infra, *args, **kwargs)
@@ -98,11 +135,55 @@ class LeanPipelineStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Backward of a micro-batch, after which its buffers are given back."""
+        """Backward of a micro-batch, or its part for inputs, after which its buffers are given back."""
         self._before_backward(last_backward)
+        if not full_backward and not self.is_first:
+            self._backward_past_inputs(bwd_chunk_id, loss)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        grads = self.bwd_cache[bwd_chunk_id]
+        self.bwd_cache[bwd_chunk_id] = tuple(None if grad is None else grad.contiguous() for grad in grads)
         for infos in (self.args_recv_info[bwd_chunk_id], self.grad_recv_info.get(bwd_chunk_id, ())):
             _move_buffers(infos, torch.device("meta"))
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Backward of a micro-batch for weights, which its backward for inputs has put off.
+
+        torch goes from one group of parameters to the next, and frees the graph behind each, though a parameter that
+        several layers read (seen in 2.13: the position bias of T5) leads through it once more, and may be in two groups
+        and be counted twice.
+        """
+        if self.is_first:  # nobody waits for the gradients of its inputs
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        else:
+            self._before_weights()
+            _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
+            stage_backward_weight(self.submod.parameters(), _without_overlap(groups or []), retain_graph=True)
+        self._after_weights(last_backward)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Gradients from the next stage, which is on this rank; where there is none, zeros on the device."""
+        for info, grad in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
+            if grad is None:
+                _move_buffers([info], self.device)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _backward_past_inputs(self, chunk: int, loss: torch.Tensor | None) -> None:
+        """Whole backward of those outputs that come from no input of the stage.
+
+        torch puts off only gradients that branch off on the way from an output to an input, and never computes others
+        (seen in 2.13: the parameters of a decoder's embedding on a stage that hands on the encoder's output).
+        """
+        outputs, inputs = self.fwd_cache[chunk]
+        grads = [None] if self.is_last else self._retrieve_recv_grads(chunk)
+        outputs = [loss] if self.is_last else outputs
+        ends = {_node(x) for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad}
+        apart = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if output.requires_grad and not _reaches(_node(output), ends)
+        ]
+        if apart:
+            torch.autograd.backward([output for output, _ in apart], [grad for _, grad in apart], retain_graph=True)
 
     def _on_meta(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         device, self.device = self.device, torch.device("meta")
@@ -110,6 +191,61 @@ class LeanPipelineStage(PipelineStage):
             return prepare(*args, **kwargs)
         finally:
             self.device = device
+
+
+def custom_schedule(
+    stages: Sequence[PipelineStage], order: Sequence[Sequence[tuple[int, str, int]]], num_microbatches: int, loss: Any
+) -> Any:
+    """torch's runtime for any order of passes; it finds the sends and receives by itself.
+
+    stages: of this rank. order: [rank] -> (stage, "F" | "B" | "I" | "W", micro-batch). loss: of (output, target).
+    """
+    schedule = _PipelineScheduleRuntime(list(stages), num_microbatches, loss_fn=loss, scale_grads=False)
+    schedule._prepare_schedule_with_comms(
+        {
+            rank: [_Action(stage, _ComputationType(letter), i) for stage, letter, i in passes]
+            for rank, passes in enumerate(order)
+        }
+    )
+    return schedule
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """What fully_shard does behind the last backward of a step; after a backward for weights nothing else calls it."""
+    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def _without_overlap(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of a backward for weights, those joined that have a parameter in common."""
+    joined: list[tuple[set[Any], dict[Any, Any]]] = []
+    for group in groups:
+        if "grads" in group:
+            parameters = set(group["params"])
+            grads = dict(zip(group["intermediates"], group["grads"], strict=True))
+            apart = [other for other in joined if not other[0] & parameters]
+            for others, their_grads in (other for other in joined if other[0] & parameters):
+                parameters, grads = parameters | others, grads | their_grads
+            joined = [*apart, (parameters, grads)]
+    return [{"params": p, "intermediates": list(grads), "grads": list(grads.values())} for p, grads in joined]
+
+
+def _node(tensor: torch.Tensor) -> Any:
+    """The node of autograd's graph that makes a tensor, or that adds up its gradient."""
+    return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def _reaches(start: Any, ends: set[Any]) -> bool:
+    """Whether autograd's way back from a node meets one of `ends`."""
+    seen: set[Any] = {None}
+    nodes = [start]
+    while nodes:
+        node = nodes.pop()
+        if node in ends:
+            return True
+        if node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def _move_buffers(infos: Iterable[Any], device: torch.device) -> None:

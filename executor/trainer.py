@@ -1,5 +1,7 @@
 """Train by a plan: parallelize() gives a Trainer, whose steps do what one device would do, only faster."""
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,16 +16,23 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from ..planner.plan import Plan, load_plan
+from ..planner.sharding import shard_dim
 from ..profiler.load import split_inputs
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta
-from .gradients import Gradients
+from .checkpoint import Checkpoints, ModelState, State, Stateful
+from .checkpoint_folder import Progress
+from .faults import HANG_S, Watch, check_devices, check_finite, held_memory, out_of_memory_message, watched
+from .gradients import Gradients, local_gradient
+from .initialise import empty_values
 from .mesh import RankMesh, check_world_size, connect
-from .pipeline import PipelineRunner, StageModule, loss_of, split_micro_batches
+from .pipeline import PipelineRunner, loss_of, split_micro_batches, stages_in
+from .telemetry import Telemetry
 from .tensor import SharedGradients
-from .torch_compat import data_parallel
+from .torch_compat import accelerator, data_parallel
+from .weights import Loading, Weights
 
 
 @dataclass(frozen=True)
@@ -45,17 +54,25 @@ def parallelize(
     seed: int = 0,
     max_grad_norm: float | None = None,
     device: torch.device | str | None = None,
+    weights: Weights | str | Path | None = None,
+    telemetry: str | Path | None = None,
+    timeout_s: float = HANG_S,
 ) -> "Trainer":
     """A trainer that runs this process as one rank of the plan.
 
     model_fn: builds the model; called on the meta device and on the CPU.
     optimizer: called with this rank's shards of the parameters. Optimizers that look at single elements (SGD, AdamW,
-        ...) do what they would do on one device.
+        ...) do what they would do on one device. Make the same parameter groups on every rank, empty ones included, if
+        a scheduler is to be saved and resumed by another plan.
     loss: mean loss of (output, micro-batch); None if the model returns its own.
     weight: how much a micro-batch counts in the mean loss (its valid tokens, say); None: by samples.
     seed: of the initial values, which are those of `torch.manual_seed(seed); model_fn()` on one CPU under every plan.
     max_grad_norm: clip the total gradient norm to this.
     device: default is this rank's GPU, or the CPU without one.
+    weights: where the parameters are read from instead of their initial values: safetensors as Hugging Face stores
+        them, or a checkpoint of any plan. Each rank reads only its shards.
+    telemetry: file to which the first rank appends a line of JSON per step; `plan report PLAN --run FILE` reads it.
+    timeout_s: a step that takes longer is taken for a hang, and ends the job with a message that names the rank.
 
     Runs under torchrun, or without any launcher if the plan is for one device. Raises ValueError, before anything is
     sent, if the job has not as many ranks as the plan, or the model is not the one that was planned.
@@ -63,10 +80,23 @@ def parallelize(
     plan = plan if isinstance(plan, Plan) else load_plan(Path(plan))
     check_world_size(plan)
     whole = build_on_meta(model_fn, plan)
+    loading, values = None, None
+    if weights is not None:
+        weights = weights if isinstance(weights, Weights) else Weights(weights)
+        loading = Loading(weights, whole, plan.model.ties)
+        values = empty_values(model_fn, whole, loading.parameters, seed)
+    check_devices(plan, torch.device(device) if device is not None else accelerator())
     was_running = dist.is_initialized()
     mesh = connect(plan, device)
-    model = apply_plan(whole, model_fn, plan, mesh, loss, seed)
-    return Trainer(model, plan, mesh, optimizer, loss, weight, max_grad_norm, owns_process_group=not was_running)
+    watch = None if was_running else watched(mesh, timeout_s)
+    model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values)
+    if loading is not None:
+        loading.fill(ModelState(model, plan, mesh).model_boxes())
+    trainer = Trainer(model, plan, mesh, optimizer, loss, weight, max_grad_norm, owns_process_group=not was_running)
+    trainer._watch = watch
+    if telemetry is not None:
+        trainer._telemetry = Telemetry(Path(telemetry), plan, mesh)
+    return trainer
 
 
 class Trainer:
@@ -101,10 +131,16 @@ class Trainer:
         self._runner: PipelineRunner | None = None
         if plan.degrees.pipeline > 1:
             assert mesh.device_mesh is not None
-            assert isinstance(model.module, StageModule)
-            self._runner = PipelineRunner(model.module, plan, mesh.device_mesh, mesh.device)
+            self._runner = PipelineRunner(stages_in(model.module), plan, mesh.device_mesh, mesh.device)
         self._replicas: DistributedDataParallel | None = None
         self._first_step: AbstractContextManager[Any] | None = None
+        self._state = State(model, plan, mesh, self.optimizer)
+        self._checkpoints: Checkpoints | None = None
+        self.progress = Progress()
+        self._read = Progress()  # how far `loader` is ahead
+        self._watch: Watch | None = None
+        self._telemetry: Telemetry | None = None
+        self._skip = 0  # samples that the next `loader` leaves out
         if plan.degrees.tensor > 1:
             self._first_step = SharedGradients(model.model, model.layout)
 
@@ -117,8 +153,25 @@ class Trainer:
         """One optimizer step on this rank's share of the global batch: samples_per_step samples.
 
         Ranks that differ only in their tensor or pipeline coordinate must give the same share (`loader` does).
-        Afterwards the gradients, clipped, stay until the next step.
+        Afterwards the gradients, clipped, stay until the next step. Raises NonFiniteError, on every rank, when the loss
+        or a gradient is no number any more.
         """
+        step = self.progress.steps + 1
+        if self._watch is not None:
+            self._watch.enter(step)
+        if self._telemetry is not None:
+            self._telemetry.begin()
+        try:
+            metrics = self._step(batch, step)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(self._out_of_memory()) from error
+        if self._telemetry is not None:
+            self._telemetry.end(step, metrics.loss, metrics.grad_norm, metrics.step_time_s)
+        if self._watch is not None:
+            self._watch.leave()
+        return metrics
+
+    def _step(self, batch: Any, step: int) -> Metrics:
         started = time.perf_counter()
         # DDP's gradients are views of its buckets: without them a micro-batch that is not reduced would make others.
         self.optimizer.zero_grad(set_to_none=self._replicas is None)
@@ -131,9 +184,15 @@ class Trainer:
         loss, squared_norm = self._totals(losses, scales)
         norm = squared_norm.sqrt()
         if self._max_grad_norm is not None:
-            self._gradients.clip(self._max_grad_norm, norm)
+            # What is not finite stays as it is, so that it can be found.
+            self._gradients.clip(self._max_grad_norm, norm.nan_to_num(0.0, posinf=0.0))
         self.optimizer.step()
         found_loss, found_norm = loss.item(), norm.item()
+        if not (math.isfinite(found_loss) and math.isfinite(found_norm)):
+            parameters = self._applied.parameters()
+            grads = {n: g for n, p in parameters.items() if (g := local_gradient(p)) is not None}
+            check_finite(self.mesh, step, losses, grads)
+        self.progress = self._read.model_copy(update={"steps": step})
         seconds = time.perf_counter() - started
         tokens = self.plan.training.global_batch * (self.plan.training.seq_len or 1)
         return Metrics(found_loss, found_norm, tokens / seconds, seconds)
@@ -142,18 +201,49 @@ class Trainer:
         """This rank's share of every global batch of `samples`, collated; the last, incomplete batch is left out.
 
         samples: in the order that one device would read them (so shuffle with a fixed seed), or a function that gives
-        them. Batch k of the job is samples k * global_batch .. (k + 1) * global_batch under every plan.
+        them. Batch k of the job is samples k * global_batch .. (k + 1) * global_batch under every plan. One call is
+        one epoch; after `resume` the first goes on where the checkpoint was saved.
         """
         share, total = self.samples_per_step, self.plan.training.global_batch
         first = self.data_rank * share
+        taken, self._skip = self._skip, 0
         own: list[Any] = []
-        for index, sample in enumerate(samples() if callable(samples) else samples):
+        for index, sample in enumerate(_from(samples() if callable(samples) else samples, taken)):
             place = index % total
             if first <= place < first + share:
                 own.append(sample)
             if place == total - 1:
+                self._read = self._read.model_copy(update={"samples": taken + index + 1})
                 yield default_collate(own)
                 own = []
+        self._read = self._read.model_copy(update={"epoch": self._read.epoch + 1, "samples": 0})
+
+    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None, **stateful: Stateful) -> None:
+        """Write a checkpoint into a run's folder, which all ranks must see: parameters, optimizer, random states,
+        number of steps and place in the data. All ranks must call it.
+
+        It appears as `step-<number>` once it is complete, so that a process that dies at any moment leaves the last
+        complete one. wait: False returns when the numbers are copied, and writes beside the following steps; an error
+        is raised by the next save or by close. keep: how many checkpoints to keep; None: all. stateful: what else
+        (scheduler=...) to save, as the first rank has it.
+        """
+        self._writer().save(Path(folder), self.progress, stateful, wait, keep)
+
+    def resume(self, folder: str | Path, *, missing_ok: bool = False, **stateful: Stateful) -> int:
+        """Take over the last complete checkpoint of a run's folder; returns the number of steps it has behind it.
+
+        The checkpoint may come from another plan, on another number of ranks. All ranks must call it. missing_ok: where
+        there is no checkpoint yet return 0 (else raise ValueError). stateful: what was given to `save`.
+        """
+        writer = self._writer()
+        found = writer.latest(Path(folder))
+        if found is None:
+            if missing_ok:
+                return 0
+            raise ValueError(f"no checkpoint in {folder}: train with trainer.save({str(folder)!r}) first")
+        self.progress = self._read = writer.load(found, stateful)
+        self._skip = self.progress.samples
+        return self.progress.steps
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers of the whole model, on the CPU of rank 0; {} on the others. All must call it.
@@ -168,9 +258,26 @@ class Trainer:
         return self._gathered({n: g for n, g in grads.items() if g is not None}, buffers=False)
 
     def close(self) -> None:
-        """End torch.distributed, if parallelize began it."""
+        """End what is still being written, and torch.distributed if parallelize began it."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+        if self._telemetry is not None:
+            self._telemetry.close()
+        if self._watch is not None:
+            self._watch.close()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _out_of_memory(self) -> str:
+        parameters = self._applied.parameters()
+        elements = sum(p.numel() // (c.degree if (c := self._applied.cut(n)) else 1) for n, p in parameters.items())
+        held = held_memory(list(parameters.values()), self.optimizer, self.mesh.device)
+        return out_of_memory_message(self.plan, self.mesh.rank, elements, held)
+
+    def _writer(self) -> Checkpoints:
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(self._state, self.plan, self.mesh)
+        return self._checkpoints
 
     def _to_device(self, leaf: Any) -> Any:
         return leaf.to(self.mesh.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
@@ -192,7 +299,7 @@ class Trainer:
     def _forward_backward(self, batch: Any, scales: list[float]) -> list[torch.Tensor]:
         """Losses of the micro-batches (on the last stage); gradients are left on the parameters, averaged."""
         if self._runner is not None:
-            args, kwargs = split_inputs(self._applied.model, batch, self._loss is not None)
+            args, kwargs = split_inputs(stages_in(self.model)[0].model, batch, self._loss is not None)
             return self._runner.step(args, kwargs, batch, scales)
         losses = []
         parts = split_micro_batches(batch, self.plan.num_microbatches, self.samples_per_step)
@@ -223,6 +330,8 @@ class Trainer:
                 buffer.copy_(value)
         unread = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in read]
         self._replicas = data_parallel(self.model, self.mesh.group("data_replicate"), unread)
+        if self._telemetry is not None:
+            self._telemetry.replicated(self._replicas)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """bf16 where fully_shard, which has its own mixed precision, is not used."""
@@ -290,7 +399,7 @@ class Trainer:
             tensor = DTensor.from_local(
                 tensor.to_local(),
                 self.mesh.shard_mesh,
-                [Shard(0)],
+                [Shard(shard_dim(tuple(shape), self.plan.degrees.sharded_over))],
                 run_check=False,
                 shape=like.shape,
                 stride=like.stride(),
@@ -300,6 +409,14 @@ class Trainer:
         shards = [torch.empty_like(tensor) for _ in range(cut.degree)]
         dist.all_gather(shards, tensor.contiguous(), group=self.mesh.group("tensor"))
         return cut.full(shards)
+
+
+def _from(samples: Iterable[Any], start: int) -> Iterator[Any]:
+    """The samples without the first ones, which are not even read where samples have indices."""
+    indexed: Any = samples
+    if hasattr(indexed, "__getitem__") and hasattr(indexed, "__len__") and not isinstance(indexed, IterableDataset):
+        return (indexed[i] for i in range(start, len(indexed)))
+    return itertools.islice(samples, start, None)
 
 
 def _cloned(leaf: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..planner.plan import Degrees, LayerPlan, Plan, Stage
+from ..planner.plan import Degrees, LayerPlan, Plan, Recompute, Stage
 from ..planner.strategy import LayerOption, can_recompute, legal_cuts, make_plan, sequence_rule, shape_of, tensor_rule
 from ..profiler.cluster import cluster_of
 from ..profiler.load import Batch, LoadedModel, load_model, split_inputs
@@ -219,7 +219,14 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
     )
     if degrees.pipeline == 1 < plan.degrees.pipeline:
         raise ValueError(f"{profile.name} can be cut nowhere, so it cannot run {plan.degrees.pipeline} stages")
-    for axis in ("data_replicate", "data_shard", "tensor", "pipeline"):
+    virtual = min(degrees.virtual_stages, (len(places) + 1) // degrees.pipeline)
+    if plan.schedule == "zb-v" and virtual < 2:
+        raise ValueError(
+            f"{profile.name} can be cut at {len(places)} places, but {plan.schedule} on {degrees.pipeline} ranks takes "
+            f"{2 * degrees.pipeline - 1}; give small() more layers"
+        )
+    degrees = degrees.model_copy(update={"virtual_stages": virtual})
+    for axis in ("data_replicate", "data_shard", "tensor", "pipeline", "virtual_stages"):
         old, new = getattr(plan.degrees, axis), getattr(degrees, axis)
         if old != new:
             notes.append(f"{axis} is {new} here instead of {old}")
@@ -231,6 +238,7 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
         data_shard=degrees.data_shard,
         tensor=degrees.tensor,
         pipeline=degrees.pipeline,
+        virtual_stages=degrees.virtual_stages,
         micro_batch=micro_batch,
         num_microbatches=num_microbatches,
     )
@@ -242,7 +250,7 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
             "optimizer": "adamw",
         }
     )
-    stages = _merged(plan.stages, degrees.pipeline)
+    stages = _merged(plan.stages, degrees.pipeline * degrees.virtual_stages)
     options = small_stages(stages, [can_recompute(profile, layer) for layer in profile.layers], places)
     cluster = cluster_of(plan.cluster.device, degrees.num_devices)
     return make_plan(profile, cluster, training, shape, options), tuple(notes)
@@ -279,17 +287,15 @@ def small_stages(
     for stage, first, end in zip(stages, firsts, [*firsts[1:], count], strict=True):
         chosen = [stage[i * len(stage) // (end - first)] for i in range(end - first)]
         able = [i for i in range(end - first) if recomputable[first + i]]
-        recompute = {i for i in able if chosen[i].recompute == "full"}
+        recompute: dict[int, Recompute] = {i: chosen[i].recompute for i in able if chosen[i].recompute != "none"}
         reshard = {i for i in range(end - first) if chosen[i].reshard}
-        if any(layer.recompute == "full" for layer in stage):
-            recompute = recompute or set(able[:1])
+        missed = [layer.recompute for layer in stage if layer.recompute not in ("none", *recompute.values())]
+        free = [i for i in able if i not in recompute]
+        recompute |= dict(zip(free, dict.fromkeys(missed), strict=False))
         if any(layer.reshard for layer in stage):
             reshard = reshard or {0}
         options.append(
-            [
-                LayerOption(recompute="full" if i in recompute else "none", reshard=i in reshard)
-                for i in range(end - first)
-            ]
+            [LayerOption(recompute=recompute.get(i, "none"), reshard=i in reshard) for i in range(end - first)]
         )
     return options
 

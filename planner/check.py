@@ -5,7 +5,8 @@ from .estimate import estimate
 from .explain import does_not_fit
 from .memory_cost import uses_fully_shard
 from .plan import EXECUTABLE_RECOMPUTES, EXECUTABLE_SCHEDULES, Plan
-from .strategy import can_recompute, divides, sequence_rule, shape_of, sharding_rule
+from .simulate import ZERO_BUBBLE
+from .strategy import can_recompute, context_rule, divides, expert_rule, sequence_rule, shape_of, sharding_rule
 from .training import EXECUTABLE_PRECISIONS
 
 
@@ -51,15 +52,20 @@ def _executable(plan: Plan) -> list[str]:
     """What the executor cannot run."""
     found = []
     layers = [layer for stage in plan.stages for layer in stage.layers]
-    if plan.schedule not in EXECUTABLE_SCHEDULES or plan.degrees.virtual_stages > 1:
+    if plan.schedule not in EXECUTABLE_SCHEDULES:
         found.append(
-            f"schedule {plan.schedule} with {plan.degrees.virtual_stages} stages on each rank is priced, not run; "
-            f"the executor runs {', '.join(EXECUTABLE_SCHEDULES)}"
+            f"schedule {plan.schedule} is priced, not run; the executor runs {', '.join(EXECUTABLE_SCHEDULES)}"
+        )
+    if plan.schedule in ZERO_BUBBLE and any(layer.recompute != "none" for layer in layers):
+        found.append(
+            f"{plan.schedule} does a backward in two parts, each of which would recompute a layer again; "
+            "use recompute=none, or the schedule 1f1b or interleaved"
         )
     if plan.training.precision not in EXECUTABLE_PRECISIONS:
         found.append(f"precision {plan.training.precision} is priced, not run; the executor runs bf16 and fp32")
     for recompute in sorted({layer.recompute for layer in layers} - set(EXECUTABLE_RECOMPUTES)):
         found.append(f"recompute={recompute} is priced, not run; the executor runs {', '.join(EXECUTABLE_RECOMPUTES)}")
+    found += _priced_only(plan)
     if plan.degrees.pipeline > 1 and len({layer.reshard for layer in layers}) > 1:
         found.append("in a pipeline either all layers give gathered parameters back or none; the costs know no mix")
     if plan.degrees.data_shard == 1 and any(layer.reshard for layer in layers):
@@ -67,6 +73,26 @@ def _executable(plan: Plan) -> list[str]:
     for layer in layers:
         if layer.recompute != "none" and (len(layer.modules) != 1 or layer.modules[0] != layer.root):
             found.append(f"layer {layer.name} is not one module, so it cannot be recomputed")
+    return found
+
+
+def _priced_only(plan: Plan) -> list[str]:
+    """What is priced and not run at all."""
+    degrees, layers = plan.degrees, [layer for stage in plan.stages for layer in stage.layers]
+    found = [
+        f"{name}={degree} is priced, not run; the executor runs {name}=1"
+        for name, degree in (("context", degrees.context), ("expert", degrees.expert))
+        if degree > 1
+    ]
+    if plan.offload_optimizer or any(layer.offload for layer in layers):
+        found.append("offload to the host is priced, not run; the executor keeps everything on the device")
+    if plan.recompute_parts:
+        found.append("recompute_parts is priced, not run; the executor recomputes whole layers")
+    if plan.schedule == "1f1b" and plan.num_microbatches < degrees.pipeline:
+        found.append(
+            f"1F1B needs at least as many micro-batches as stages: {plan.num_microbatches} < {degrees.pipeline}; "
+            "use gpipe or a smaller micro_batch"
+        )
     return found
 
 
@@ -110,6 +136,9 @@ def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
         rules.append(sharding_rule(profile, plan.training.precision))
     if plan.sequence_parallel:
         rules.append(sequence_rule(profile, plan.degrees.tensor))
+    degrees = plan.degrees
+    rules.append(context_rule(profile, degrees.context, degrees.tensor, plan.context_kind))
+    rules.append(expert_rule(profile, degrees.expert))
     planned = (layer for stage in plan.stages for layer in stage.layers)
     for layer, seen in zip(planned, profile.layers, strict=False):
         if layer.recompute != "none" and not can_recompute(profile, seen):

@@ -20,11 +20,31 @@ AXES: tuple[Axis, ...] = ("pipeline", "data_replicate", "data_shard", "context",
 Recompute = Literal["none", "attention", "selective", "full"]
 """What backward runs again: nothing; attention from scores to output; all but matmuls and attention; everything."""
 
+ContextKind = Literal["ring", "all_to_all", "all_gather"]
+"""How ranks that hold parts of one sequence attend to each other: keys and values go round, hidden behind attention;
+all change between parts of the sequence and heads (Ulysses); or each gathers all keys and values (Llama 3)."""
+
+GroupAxis = Axis | Literal["expert"]
+"""A mesh axis, or the groups over which experts are spread, which run along other axes."""
+
 Schedule = Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]
 
-EXECUTABLE_RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
-EXECUTABLE_SCHEDULES: tuple[Schedule, ...] = ("none", "gpipe", "1f1b")
-"""What the executor runs today; the rest is priced only."""
+EXECUTABLE_RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
+EXECUTABLE_SCHEDULES: tuple[Schedule, ...] = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+"""What the executor runs."""
+
+
+def stage_of(schedule: Schedule, rank: int, chunk: int, num_ranks: int) -> int:
+    """The stage that a rank's chunk is: chunks go round the ranks, in ZB-V there and back."""
+    if schedule == "zb-v" and chunk == 1:
+        return 2 * num_ranks - 1 - rank
+    return chunk * num_ranks + rank
+
+
+def rank_and_chunk(schedule: Schedule, stage: int, num_ranks: int) -> tuple[int, int]:
+    """(rank, chunk) of a stage."""
+    chunk, rank = divmod(stage, num_ranks)
+    return (num_ranks - 1 - rank if schedule == "zb-v" and chunk == 1 else rank), chunk
 
 
 class _Document(BaseModel):
@@ -37,8 +57,8 @@ class Degrees(_Document):
     data_replicate: PositiveInt = 1
     data_shard: PositiveInt = 1
     tensor: PositiveInt = 1
-    context: Literal[1] = 1
-    expert: Literal[1] = 1
+    context: PositiveInt = Field(default=1, description="ranks that hold parts of the same sequences")
+    expert: PositiveInt = Field(default=1, description="ranks over which the experts of a layer are spread")
     pipeline: PositiveInt = 1
     virtual_stages: PositiveInt = Field(default=1, description="stages of each pipeline rank")
 
@@ -51,6 +71,11 @@ class Degrees(_Document):
     def data(self) -> int:
         """Ranks that see different samples."""
         return self.data_replicate * self.data_shard
+
+    @property
+    def sharded_over(self) -> int:
+        """Ranks that parameters are sharded over: those of data_shard, each with the context ranks of its samples."""
+        return self.data_shard * self.context
 
     def of(self, axis: Axis) -> int:
         """Degree of a mesh axis."""
@@ -68,10 +93,12 @@ class LayerPlan(_Document):
     parameters: tuple[str, ...] = Field(description="full names")
     recompute: Recompute
     reshard: bool = Field(description="give gathered parameters back after forward (ZeRO-3); False keeps them")
+    offload: bool = Field(default=False, description="what is kept for backward waits in the host's memory")
 
 
 class Stage(_Document):
-    """Consecutive layers that one pipeline coordinate holds. Of equal neighbours the recomputed ones come first."""
+    """Consecutive layers that one pipeline coordinate holds, or one chunk of it, where it has several. Of equal
+    neighbours the recomputed ones come first."""
 
     layers: tuple[LayerPlan, ...] = Field(min_length=1)
 
@@ -139,6 +166,11 @@ class Plan(_Document):
     gradient_sync: Literal["every", "last"] = Field(
         default="last", description="reduce gradients after every micro-batch, or once after the last"
     )
+    context_kind: ContextKind = Field(default="ring", description="how context ranks attend to each other")
+    recompute_parts: tuple[str, ...] = Field(
+        default=(), description="modules, or module:kind of operator, that every layer runs again beside its recompute"
+    )
+    offload_optimizer: bool = Field(default=False, description="optimizer state and its step are on the host")
     classes: tuple[ClassPlan, ...] = ()
     stages: tuple[Stage, ...] = Field(min_length=1)
     prediction: Prediction | None = None
@@ -167,15 +199,29 @@ class Plan(_Document):
             )
         if (self.schedule == "none") != (degrees.pipeline == 1):
             raise ValueError(f"schedule={self.schedule!r} does not go with pipeline={degrees.pipeline}")
-        if self.schedule == "1f1b" and self.num_microbatches < degrees.pipeline:
+        follows = self.mesh_axes.index("context") == self.mesh_axes.index("data_shard") + 1
+        if degrees.context > 1 and not follows:
             raise ValueError(
-                f"1F1B needs at least as many micro-batches as stages: {self.num_microbatches} < {degrees.pipeline}; "
-                "use gpipe or a smaller micro_batch"
+                "parameters are sharded over data_shard and context together, so context must follow data_shard in "
+                f"mesh_axes; found {', '.join(self.mesh_axes)}"
+            )
+        spread = degrees.sharded_over * (degrees.tensor if self.sequence_parallel else 1)
+        if spread % degrees.expert:
+            raise ValueError(
+                f"expert={degrees.expert} does not divide the {spread} ranks that hold tokens of their own: "
+                "data_shard x context, and x tensor under sequence parallelism"
+            )
+        chunks = degrees.virtual_stages
+        if (self.schedule in ("none", "gpipe", "1f1b") and chunks > 1) or (self.schedule == "zb-v" and chunks != 2):
+            raise ValueError(
+                f"schedule={self.schedule!r} gives each rank {2 if self.schedule == 'zb-v' else 1} stage(s), not "
+                f"virtual_stages={chunks}; interleaved, zb-h1 and zb-h2 take any number"
             )
         rounds = max(1, self.num_microbatches // degrees.pipeline)
-        if self.schedule == "interleaved" and self.num_microbatches % rounds:
+        in_rounds = self.schedule == "interleaved" or (self.schedule in ("zb-h1", "zb-h2") and chunks > 1)
+        if in_rounds and self.num_microbatches % rounds:
             raise ValueError(
-                f"interleaved 1F1B takes micro-batches in equal rounds of about pipeline={degrees.pipeline}; "
+                f"an interleaved schedule takes micro-batches in equal rounds of about pipeline={degrees.pipeline}; "
                 f"{self.num_microbatches} do not make {rounds} such rounds: use a multiple of {degrees.pipeline}"
             )
         return self
@@ -189,6 +235,16 @@ class Plan(_Document):
         """How a layer class is cut; an empty ClassPlan if it stays whole."""
         return next((c for c in self.classes if c.name == name), ClassPlan(name=name))
 
+    def stages_of(self, position: int) -> tuple[int, ...]:
+        """Stages that a pipeline coordinate holds, in the order of its chunks."""
+        degrees = self.degrees
+        chunks = range(degrees.virtual_stages)
+        return tuple(stage_of(self.schedule, position, chunk, degrees.pipeline) for chunk in chunks)
+
+    def position_of(self, stage: int) -> int:
+        """The pipeline coordinate that holds a stage."""
+        return rank_and_chunk(self.schedule, stage, self.degrees.pipeline)[0]
+
     def stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours on a mesh axis."""
         inner = self.mesh_axes[self.mesh_axes.index(axis) + 1 :]
@@ -197,6 +253,18 @@ class Plan(_Document):
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """Position of a rank on every mesh axis."""
         return {axis: rank // self.stride(axis) % self.degrees.of(axis) for axis in self.mesh_axes}
+
+    def __rich__(self) -> object:
+        """A table for rich's print."""
+        from .display import show_plan
+
+        return show_plan(self).rich()
+
+    def _repr_html_(self) -> str:
+        """A table for a notebook's cell."""
+        from .display import show_plan
+
+        return show_plan(self).html()
 
     def save(self, path: Path) -> None:
         """Write the document; the file appears whole or not at all."""
@@ -220,14 +288,14 @@ def placement(plan: Plan, rank: int) -> Placement:
     """Host, device, mesh coordinates and layers of a rank: the one place where they are derived."""
     host, device = plan.cluster.host_of(rank)
     coordinates = plan.coordinates(rank)
-    stage = plan.stages[coordinates["pipeline"]]
+    stages = plan.stages_of(coordinates["pipeline"])
     return Placement(
         rank=rank,
         host=host,
         device=device,
         device_name=plan.cluster.device_of(rank).name,
         coordinates=coordinates,
-        layers=tuple(layer.name for layer in stage.layers),
+        layers=tuple(layer.name for stage in stages for layer in plan.stages[stage].layers),
     )
 
 

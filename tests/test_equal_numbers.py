@@ -24,7 +24,7 @@ from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import Trainer, parallelize
-from meshwright.planner.plan import AXES, Axis, Plan
+from meshwright.planner.plan import AXES, Axis, Plan, Recompute
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model
@@ -56,23 +56,27 @@ class Case:
     tensor: int = 1
     stages: tuple[int, ...] = ()
     num_microbatches: int = 2
+    virtual: int = 1
     more: dict[str, Any] = field(default_factory=dict)
-    recompute: bool = False
+    recompute: Recompute = "none"
     reshard: bool = False
     fault: str = ""
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the plan."""
-        return self.replicate * self.shard * self.tensor * max(1, len(self.stages))
+        return self.replicate * self.shard * self.tensor * max(1, len(self.stages) // self.virtual)
 
+
+INTERLEAVED = {"schedule": "interleaved"}
+ZB_V = {"schedule": "zb-v"}
 
 CASES = {
     "one device": Case("gpt"),
-    "one device, recompute": Case("gpt", recompute=True, num_microbatches=4),
+    "one device, recompute": Case("gpt", recompute="full", num_microbatches=4),
     "ddp": Case("gpt", replicate=2),
     "ddp, reduced every micro-batch": Case("gpt", replicate=2, more={"gradient_sync": "every"}),
-    "ddp, recompute": Case("gpt", replicate=2, recompute=True),
+    "ddp, recompute": Case("gpt", replicate=2, recompute="full"),
     "fsdp, tied": Case("gpt", shard=2, reshard=True),
     "fsdp, Llama": Case("llama", shard=2, reshard=True),
     "ddp, unread parameter": Case("normed", replicate=2),
@@ -82,7 +86,7 @@ CASES = {
     "tensor 2 + sequence": Case("gpt", tensor=2, more={"sequence": True}),
     "tensor 2 + sequence, norms of heads": Case("normed", tensor=2, more={"sequence": True}),
     "tensor 2 + sequence, Conv1D": Case("gpt2", tensor=2, more={"sequence": True}),
-    "tensor 2 + sequence, Llama, recompute": Case("llama", tensor=2, more={"sequence": True}, recompute=True),
+    "tensor 2 + sequence, Llama, recompute": Case("llama", tensor=2, more={"sequence": True}, recompute="full"),
     "pipeline 2, tied across stages": Case("gpt", stages=(3, 3), num_microbatches=4),
     "pipeline 2, gpipe, uneven": Case("gpt", stages=(1, 5), more={"schedule": "gpipe"}),
     "ddp x4, no accumulation": Case("gpt", replicate=4, num_microbatches=1),
@@ -91,7 +95,7 @@ CASES = {
     "zero-1 x4": Case("gpt", shard=4),
     "hsdp 2x2": Case("gpt", 2, 2, reshard=True),
     "hsdp 2x2, recompute, permuted": Case(
-        "gpt", 2, 2, recompute=True, reshard=True, more={"mesh_axes": TENSOR_OUTSIDE}
+        "gpt", 2, 2, recompute="full", reshard=True, more={"mesh_axes": TENSOR_OUTSIDE}
     ),
     "tensor 4, fused qkv, tied, head": Case("gpt", tensor=4),
     "tensor 4 + sequence": Case("gpt", tensor=4, more={"sequence": True}),
@@ -100,7 +104,7 @@ CASES = {
     "fsdp x tensor + sequence, Llama, permuted": Case(
         "llama", shard=2, tensor=2, reshard=True, more={"sequence": True, "mesh_axes": TENSOR_OUTSIDE}
     ),
-    "pipeline 4, recompute": Case("gpt", stages=(1, 1, 2, 2), num_microbatches=4, recompute=True),
+    "pipeline 4, recompute": Case("gpt", stages=(1, 1, 2, 2), num_microbatches=4, recompute="full"),
     "pipeline x ddp": Case("gpt", replicate=2, stages=(2, 4)),
     "pipeline x fsdp": Case("gpt", shard=2, stages=(4, 2)),
     "pipeline x zero-3, reduced every micro-batch": Case(
@@ -112,12 +116,77 @@ CASES = {
     "pipeline x tensor, permuted": Case("gpt", tensor=2, stages=(2, 4), more={"mesh_axes": PIPELINE_INSIDE}),
     "pipeline x tensor + sequence, cut between slices": Case("gpt", tensor=2, stages=(3, 3), more={"sequence": True}),
     "hsdp x tensor + sequence, recompute, permuted": Case(
-        "gpt", 2, 2, 2, reshard=True, recompute=True, more={"sequence": True, "mesh_axes": TENSOR_OUTSIDE}
+        "gpt", 2, 2, 2, reshard=True, recompute="full", more={"sequence": True, "mesh_axes": TENSOR_OUTSIDE}
     ),
     "pipeline x fsdp x tensor + sequence, recompute": Case(
-        "gpt", shard=2, tensor=2, stages=(2, 4), recompute=True, more={"sequence": True, "mesh_axes": PIPELINE_INSIDE}
+        "gpt", shard=2, tensor=2, stages=(2, 4), recompute="full", more={"sequence": True, "mesh_axes": PIPELINE_INSIDE}
     ),
 }
+
+SCHEDULES = {
+    "interleaved 2x2": Case("gpt", stages=(1, 2, 1, 2), virtual=2, num_microbatches=4, more=INTERLEAVED),
+    "interleaved 2x3, recompute": Case(
+        "gpt", stages=(1,) * 6, virtual=3, num_microbatches=2, recompute="full", more=INTERLEAVED
+    ),
+    "zb-h1 2, tied across stages": Case("gpt", stages=(3, 3), num_microbatches=4, more={"schedule": "zb-h1"}),
+    "zb-h1 2x2 (interleaved zero bubble)": Case(
+        "gpt", stages=(1, 2, 1, 2), virtual=2, num_microbatches=4, more={"schedule": "zb-h1"}
+    ),
+    "zb-h2 2, uneven": Case("gpt", stages=(1, 5), num_microbatches=4, more={"schedule": "zb-h2"}),
+    "zb-v 2x2, tied on one rank": Case("gpt", stages=(1, 2, 1, 2), virtual=2, num_microbatches=4, more=ZB_V),
+    "zb-v 2x2, one micro-batch": Case("gpt", stages=(2, 1, 2, 1), virtual=2, num_microbatches=1, more=ZB_V),
+    "interleaved 2x2 x ddp, selective recompute": Case(
+        "gpt", 2, stages=(1, 2, 1, 2), virtual=2, recompute="selective", more=INTERLEAVED
+    ),
+    "interleaved 2x2 x zero-3, reduced every micro-batch": Case(
+        "gpt", shard=2, stages=(1, 2, 1, 2), virtual=2, reshard=True, more={**INTERLEAVED, "gradient_sync": "every"}
+    ),
+    "zb-h1 2 x zero-3": Case(
+        "gpt", shard=2, stages=(3, 3), num_microbatches=4, reshard=True, more={"schedule": "zb-h1"}
+    ),
+    "zb-h1 4, uneven": Case("gpt", stages=(1, 1, 2, 2), num_microbatches=8, more={"schedule": "zb-h1"}),
+    "zb-h2 2 x tensor + sequence": Case(
+        "gpt", tensor=2, stages=(3, 3), num_microbatches=4, more={"schedule": "zb-h2", "sequence": True}
+    ),
+    "zb-v 2x2 x fsdp, reduced every micro-batch": Case(
+        "gpt", shard=2, stages=(1, 2, 1, 2), virtual=2, num_microbatches=4, more={**ZB_V, "gradient_sync": "every"}
+    ),
+    "zb-v 2x2 x tensor, permuted": Case(
+        "gpt", tensor=2, stages=(1, 2, 1, 2), virtual=2, more={**ZB_V, "mesh_axes": PIPELINE_INSIDE}
+    ),
+    "interleaved 2x2 x fsdp x tensor + sequence, recompute": Case(
+        "gpt", shard=2, tensor=2, stages=(1, 2, 1, 2), virtual=2, recompute="full",
+        more={**INTERLEAVED, "sequence": True},
+    ),
+}  # fmt: skip
+
+SLOW = {
+    "interleaved 2x2 x tensor + sequence": Case(
+        "gpt", tensor=2, stages=(1, 2, 1, 2), virtual=2, num_microbatches=4, more={**INTERLEAVED, "sequence": True}
+    ),
+    "zb-h1 2 x ddp": Case("gpt", 2, stages=(3, 3), num_microbatches=4, more={"schedule": "zb-h1"}),
+    "zb-v 2x2 x fsdp": Case("gpt", shard=2, stages=(1, 2, 1, 2), virtual=2, num_microbatches=4, more=ZB_V),
+    "zb-v 2x2 x hsdp": Case("gpt", 2, 2, stages=(1, 2, 1, 2), virtual=2, num_microbatches=2, more=ZB_V),
+    "zb-h1 2 x fsdp x tensor": Case(
+        "gpt", shard=2, tensor=2, stages=(3, 3), num_microbatches=4, more={"schedule": "zb-h1"}
+    ),
+}
+
+RECOMPUTES = {
+    "one device, selective recompute": Case("gpt", recompute="selective", num_microbatches=4),
+    "one device, recompute of attention": Case("unfused", recompute="attention"),
+    "one device, selective recompute of unfused attention": Case("unfused", recompute="selective"),
+    "ddp, selective recompute": Case("gpt", replicate=2, recompute="selective"),
+    "fsdp, recompute of attention": Case("unfused", shard=2, reshard=True, recompute="attention"),
+    "fsdp, selective recompute": Case("gpt", shard=2, reshard=True, recompute="selective"),
+    "tensor 2 + sequence, selective recompute": Case("gpt", tensor=2, recompute="selective", more={"sequence": True}),
+    "tensor 2, recompute of attention": Case("unfused", tensor=2, recompute="attention"),
+    "interleaved 2x2, recompute of attention": Case(
+        "unfused", stages=(1, 1, 1, 1), virtual=2, num_microbatches=4, recompute="attention", more=INTERLEAVED
+    ),
+}
+
+CASES |= SCHEDULES | RECOMPUTES
 
 FAULTS = {
     "one gradient 1% too large": Case("gpt", shard=2, fault="gradient"),
@@ -127,7 +196,7 @@ FAULTS = {
     "ties across stages not summed": Case("gpt", stages=(3, 3), num_microbatches=4, fault="ties"),
 }
 
-EVERYTHING = CASES | FAULTS
+EVERYTHING = CASES | FAULTS | SLOW
 
 
 @dataclass(frozen=True)
@@ -169,21 +238,33 @@ class _Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+class _UnfusedAttention(_Attention):
+    """The same by products and a softmax, so that scores are kept for backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (part.view(batch, length, -1, 8).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x)))
+        scores = q @ k.transpose(-1, -2) * 8**-0.5
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        y = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
 class _Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, attention: type[_Attention] = _Attention) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.attention = _Attention(width, heads)
+        self.attention = attention(width, heads)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.attention(self.norm(x))
 
 
 class _Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, attention: type[_Attention] = _Attention) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, 32)
-        self.blocks = nn.ModuleList(_Block(32, 4) for _ in range(2))
+        self.blocks = nn.ModuleList(_Block(32, 4, attention) for _ in range(2))
         self.head = nn.Linear(32, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -199,6 +280,8 @@ def _constructor(name: str) -> nn.Module:
         return gpt.GPT(gpt.Config(num_layers=4, num_heads=4, width=32, vocabulary=VOCABULARY, context=SEQ_LEN))
     if name == "normed":
         return _Normed()
+    if name == "unfused":
+        return _Normed(_UnfusedAttention)
     import transformers
 
     if name == "gpt2":
@@ -279,7 +362,8 @@ def _plan(case: Case) -> Plan:
         data_replicate=case.replicate,
         data_shard=case.shard,
         tensor=case.tensor,
-        pipeline=max(1, len(case.stages)),
+        pipeline=max(1, len(case.stages) // case.virtual),
+        virtual_stages=case.virtual,
         micro_batch=GLOBAL_BATCH // num_data // case.num_microbatches,
         num_microbatches=case.num_microbatches,
         **{"schedule": "1f1b" if case.stages else "none", "mesh_axes": AXES, **case.more},
@@ -288,7 +372,7 @@ def _plan(case: Case) -> Plan:
     option = LayerOption(reshard=case.reshard)
     stages = [
         [
-            replace(option, recompute="full") if case.recompute and layer.modules == (layer.root,) else option
+            replace(option, recompute=case.recompute) if layer.modules == (layer.root,) else option
             for _, layer in zip(range(size), layers, strict=False)
         ]
         for size in case.stages or (len(profile.layers),)
@@ -364,9 +448,9 @@ def _run_cases(names: list[str]) -> dict[str, dict[str, float] | str]:
 
 
 @functools.cache
-def _outcomes(num_ranks: int) -> dict[str, dict[str, float] | str]:
-    """Errors of every case for that many ranks; they run in one fork."""
-    names = [name for name, case in EVERYTHING.items() if case.num_ranks == num_ranks]
+def _outcomes(num_ranks: int, slow: bool = False) -> dict[str, dict[str, float] | str]:
+    """Errors of every case for that many ranks, slow or not; they run in one fork."""
+    names = [n for n, case in EVERYTHING.items() if case.num_ranks == num_ranks and (n in SLOW) == slow]
     for name in names:  # before the fork, so that ranks inherit it
         _reference(EVERYTHING[name].model)
         _plan(EVERYTHING[name])
@@ -378,6 +462,14 @@ def _outcomes(num_ranks: int) -> dict[str, dict[str, float] | str]:
 @pytest.mark.parametrize("name", CASES)
 def test_plan_gives_the_numbers_of_one_process(name: str) -> None:
     errors = _outcomes(CASES[name].num_ranks)[name]
+
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_more_schedules_give_the_numbers_of_one_process(name: str) -> None:
+    errors = _outcomes(SLOW[name].num_ranks, slow=True)[name]
 
     assert max(errors.values()) < TOLERANCE, errors
 

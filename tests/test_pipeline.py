@@ -4,6 +4,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.executor import torch_compat
 from meshwright.executor.pipeline import (
     PipelineRunner,
     StageModule,
@@ -88,9 +90,11 @@ class InPlace(nn.Module):
 @cache
 def load(name: str) -> LoadedModel:
     """A tiny model of the zoo, of Hugging Face, or of this file."""
-    if name.startswith("in-place"):
+    if name.endswith(", frozen"):
+        return frozen(load(name.removesuffix(", frozen")))
+    if name.startswith("in-place") or name == "beside":
         return load_model(
-            InPlace(writes=name == "in-place"),
+            Beside() if name == "beside" else InPlace(writes=name == "in-place"),
             batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
             loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]),
         )
@@ -115,14 +119,16 @@ def plan_with(
     schedule: str = "1f1b",
     num_microbatches: int = 4,
     reshard: bool = False,
+    virtual: int = 1,
     **changes: Any,
 ) -> Plan:
-    """A plan of len(cut) + 1 stages; cut: layers of all but the last."""
+    """A plan of len(cut) + 1 stages, `virtual` of them on each rank; cut: layers of all but the last."""
     profile = profile_of(name)
     stages = [*cut, len(profile.layers) - sum(cut)]
     shape = Shape(
         **{"data_replicate": 1, "data_shard": 1, "tensor": 1, **changes},
-        pipeline=len(stages),
+        pipeline=len(stages) // virtual,
+        virtual_stages=virtual,
         micro_batch=MICRO_BATCH,
         num_microbatches=num_microbatches,
         schedule=schedule,  # type: ignore[arg-type]
@@ -149,18 +155,21 @@ def gradients_of_one_process(model: nn.Module, loaded: LoadedModel, batch: Any, 
 
 def run_stage(
     model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any, prepare: Callable[[StageModule], None]
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Two equal steps on this rank's stage; (losses, gradients of the second)."""
-    mesh = DeviceMesh("cpu", torch.arange(len(plan.stages)), mesh_dim_names=("pipeline",))
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Two equal steps on this rank's stages; (losses, gradients of the second by stage)."""
+    mesh = DeviceMesh("cpu", torch.arange(plan.degrees.pipeline), mesh_dim_names=("pipeline",))
     args, kwargs = split_inputs(model, batch, loaded.loss is not None)
-    stage = StageModule(model, plan, dist.get_rank(), loaded.loss)
-    prepare(stage)
-    runner = PipelineRunner(stage, plan, mesh, torch.device("cpu"))
+    own = plan.stages_of(dist.get_rank())
+    stages = [StageModule(copy.deepcopy(model), plan, stage, loaded.loss) for stage in own]
+    for stage in stages:
+        prepare(stage)
+    runner = PipelineRunner(stages, plan, mesh, torch.device("cpu"))
     for _ in range(2):
-        stage.zero_grad()
+        for stage in stages:
+            stage.zero_grad()
         losses = runner.step(args, kwargs, batch)
-    named = stage.model.named_parameters(remove_duplicate=False)
-    return [loss.item() for loss in losses], {n: p.grad for n, p in named if p.grad is not None}
+    named = [stage.model.named_parameters(remove_duplicate=False) for stage in stages]
+    return [loss.item() for loss in losses], [{n: p.grad for n, p in ps if p.grad is not None} for ps in named]
 
 
 def assert_equal_but_for_rounding(
@@ -180,13 +189,14 @@ def check_equal_to_one_process(
     model, batch = loaded.build().train(), loaded.batch(MICRO_BATCH * plan.num_microbatches)
     losses, gradients = gradients_of_one_process(model, loaded, batch, plan.num_microbatches)
 
-    stages = run_ranks(run_stage, len(plan.stages), model, loaded, plan, batch, prepare)
+    ranks = run_ranks(run_stage, plan.degrees.pipeline, model, loaded, plan, batch, prepare)
 
-    assert stages[-1][0] == pytest.approx(losses, abs=1e-6)
-    assert all(not stage[0] for stage in stages[:-1])
+    last = plan.position_of(len(plan.stages) - 1)
+    assert ranks[last][0] == pytest.approx(losses, abs=1e-6)
+    assert all(not found for rank, (found, _) in enumerate(ranks) if rank != last)
     tied = {name: group for group in plan.model.ties for name in group}
     for name, expected in gradients.items():
-        copies = [next((g[n] for n in tied.get(name, (name,)) if n in g), None) for _, g in stages]
+        copies = [next((g[n] for n in tied.get(name, (name,)) if n in g), None) for _, own in ranks for g in own]
         found = torch.stack([c for c in copies if c is not None]).sum(0)
         assert_equal_but_for_rounding(found, expected, gradients, name)
 
@@ -211,6 +221,85 @@ def test_uneven_stages_compute_what_one_process_computes(
     plan = plan_with(name, cut, schedule, num_microbatches)
 
     check_equal_to_one_process(load(name), plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "schedule", "virtual", "num_microbatches"),
+    [
+        ("unet", [2, 1, 3], "interleaved", 2, 4),
+        ("unet", [2, 1, 3], "zb-v", 2, 4),
+        ("unet", [2, 1, 3], "zb-h1", 1, 5),
+        ("t5", [2, 1, 2], "interleaved", 2, 4),
+        ("t5", [1, 1, 3], "zb-v", 2, 4),
+        ("t5", [3], "zb-h1", 1, 3),
+        ("t5", [1], "zb-h2", 1, 3),
+        ("llama", [1, 1, 1], "zb-v", 2, 4),
+        ("in-place not", [1], "zb-h1", 1, 3),
+    ],
+)
+def test_stages_of_any_schedule_compute_what_one_process_computes(
+    name: str, cut: list[int], schedule: str, virtual: int, num_microbatches: int
+) -> None:
+    """Skips, an encoder's output that is handed on beside the decoder's, and a position bias that layers share."""
+    plan = plan_with(name, cut, schedule, num_microbatches, virtual=virtual)
+
+    check_equal_to_one_process(load(name), plan)
+
+
+class Beside(nn.Module):
+    """Its second layer hands on what came, and beside it something that it makes of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), _HandsOn()
+        self.third = nn.Bilinear(8, 8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(*self.second(self.first(x)))
+
+
+class _HandsOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.linear = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x) * self.own, self.linear(self.own).expand(len(x), 8)
+
+
+def test_zero_bubbles_find_parameters_that_no_input_leads_to() -> None:
+    check_equal_to_one_process(load("beside"), plan_with("beside", [1, 1], "zb-h1", 3))
+
+
+@pytest.mark.parametrize(("name", "cut"), [("beside", [1, 1]), ("t5", [3])])
+def test_torchs_own_split_of_the_backward_gives_wrong_gradients(
+    name: str, cut: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that ours can go when torch's is mended: what LeanPipelineStage and _without_overlap are for."""
+    monkeypatch.setattr(torch_compat.LeanPipelineStage, "_backward_past_inputs", lambda *_: None)
+    monkeypatch.setattr(torch_compat, "_without_overlap", lambda groups: groups)
+
+    with pytest.raises(AssertionError):
+        check_equal_to_one_process(load(name), plan_with(name, cut, "zb-h1", 3))
+
+
+def frozen(loaded: LoadedModel) -> LoadedModel:
+    """The model with its first parameters, and all biases, frozen."""
+
+    def build() -> nn.Module:
+        model = loaded.build()
+        for i, (name, parameter) in enumerate(model.named_parameters()):
+            parameter.requires_grad_(i > 2 and not name.endswith("bias"))
+        return model
+
+    return replace(loaded, build=build)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("zb-v", 2), ("interleaved", 2), ("zb-h1", 1)])
+def test_frozen_parameters_get_no_gradient_under_any_schedule(schedule: str, virtual: int) -> None:
+    plan = plan_with("unet, frozen", [2, 1, 3], schedule, 4, virtual=virtual)
+
+    check_equal_to_one_process(load("unet, frozen"), plan)
 
 
 def test_layers_may_write_into_what_they_are_given() -> None:
@@ -265,7 +354,7 @@ def fsdp_step(
     fully_shard(stage, mesh=mesh["data_shard"], reshard_after_forward=False)
     share = split_micro_batches(batch, 2, plan.training.global_batch)[mesh.get_local_rank("data_shard")]
     args, kwargs = split_inputs(model, share, loaded.loss is not None)
-    runner = PipelineRunner(stage, plan, mesh, torch.device("cpu"))
+    runner = PipelineRunner([stage], plan, mesh, torch.device("cpu"))
     for _ in range(2):
         stage.zero_grad()
         with CollectiveCounts() as collectives:
@@ -278,9 +367,7 @@ def fsdp_step(
 @pytest.mark.parametrize("reshard", [True, False])
 def test_sharded_stages_reduce_as_often_as_the_plan_says(gradient_sync: str, reshard: bool) -> None:
     loaded = load("unet")
-    plan = plan_with(
-        "unet", [5], num_microbatches=3, reshard=reshard, data_shard=2, gradient_sync=gradient_sync
-    )
+    plan = plan_with("unet", [5], num_microbatches=3, reshard=reshard, data_shard=2, gradient_sync=gradient_sync)
     torch.manual_seed(1)
     model, batch = loaded.build().train(), loaded.batch(plan.training.global_batch)
     _, expected = gradients_of_one_process(model, loaded, batch, 6)
@@ -308,21 +395,21 @@ def count_buffers(model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any)
         infos = [i for table in (stage.args_recv_info, stage.grad_recv_info) for chunk in table.values() for i in chunk]
         return sum(i.buffer is not None and not i.buffer.is_meta for i in infos)
 
-    def watch(before: Callable[[bool], None]) -> Callable[[bool], None]:
-        def watched(last: bool) -> None:
+    def watch(before: Callable[[StageModule, bool], None]) -> Callable[[StageModule, bool], None]:
+        def watched(stage: StageModule, last: bool) -> None:
             nonlocal most
-            most = max(most, count(runner._schedule._stage))  # type: ignore[union-attr]
-            before(last)
+            most = max(most, count(runner._schedule._stage))
+            before(stage, last)
 
         return watched
 
     mesh = DeviceMesh("cpu", torch.arange(len(plan.stages)), mesh_dim_names=("pipeline",))
     args, kwargs = split_inputs(model, batch, loaded.loss is not None)
     stage = StageModule(model, plan, dist.get_rank(), loaded.loss)
-    runner = PipelineRunner(stage, plan, mesh, torch.device("cpu"))
+    runner = PipelineRunner([stage], plan, mesh, torch.device("cpu"))
     runner._before_backward = watch(runner._before_backward)  # type: ignore[method-assign]
     runner.step(args, kwargs, batch)
-    return most, count(runner._schedule._stage)  # type: ignore[union-attr]
+    return most, count(runner._schedule._stage)
 
 
 def test_only_micro_batches_in_flight_have_receive_buffers() -> None:

@@ -8,6 +8,7 @@ from cli_support import some_plan
 from pydantic import ValidationError
 
 from meshwright.executor.report import axis_rows, rank_runs
+from meshwright.planner.check import check
 from meshwright.planner.plan import AXES, Plan, load_plan, placement, placements
 
 PIPELINE_INSIDE = ("data_replicate", "data_shard", "pipeline", "context", "tensor")
@@ -28,7 +29,18 @@ def test_a_saved_plan_reads_back_equal(tmp_path: Path) -> None:
         ({"degrees": {"data_shard": 2}}, "ranks, the cluster has 8 devices"),
         ({"mesh_axes": ["pipeline", "tensor"]}, "mesh_axes must order"),
         ({"schedule": "none"}, "does not go with pipeline=2"),
-        ({"schedule": "1f1b", "num_microbatches": 1, "micro_batch": 4}, "at least as many micro-batches as stages"),
+        (
+            {"degrees": {"data_shard": 2, "tensor": 2, "pipeline": 2, "expert": 4}},
+            "expert=4 does not divide the 2 ranks",
+        ),
+        (
+            {
+                "degrees": {"context": 2, "tensor": 2, "pipeline": 2},
+                "num_microbatches": 8,
+                "mesh_axes": ["pipeline", "context", "data_replicate", "data_shard", "tensor"],
+            },
+            "context must follow data_shard",
+        ),
         ({"stages": []}, "at least 1 item"),
         ({"colour": "red"}, "Extra inputs"),
     ],
@@ -49,6 +61,55 @@ def test_every_rank_has_its_own_coordinates_and_all_layers_are_held(axes: tuple[
     names = {layer.name for stage in plan.stages for layer in stage.layers}
     assert {name for p in all_placements for name in p.layers} == names
     assert [(p.host, p.device) for p in all_placements] == [divmod(rank, 8) for rank in range(16)]
+
+
+def chunked(schedule: str, recompute: str = "none") -> Plan:
+    """A plan of four stages on two ranks."""
+    data = json.loads(some_plan(pipeline=2).model_dump_json())
+    layers = [{**layer, "recompute": recompute} for stage in data["stages"] for layer in stage["layers"]]
+    stages = [{"layers": layers[start : start + size]} for start, size in ((0, 1), (1, 2), (3, 3), (6, 4))]
+    degrees = {**data["degrees"], "virtual_stages": 2}
+    return Plan.model_validate({**data, "schedule": schedule, "degrees": degrees, "stages": stages})
+
+
+@pytest.mark.parametrize(("schedule", "held"), [("interleaved", [[0, 2], [1, 3]]), ("zb-v", [[0, 3], [1, 2]])])
+def test_a_rank_of_several_stages_holds_the_layers_of_all(schedule: str, held: list[list[int]]) -> None:
+    plan = chunked(schedule)
+
+    found = [placement(plan, rank) for rank in range(2)]
+
+    names = [[layer.name for layer in stage.layers] for stage in plan.stages]
+    assert [list(p.layers) for p in found] == [[name for stage in own for name in names[stage]] for own in held]
+    assert [plan.position_of(stage) for own in held for stage in own] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "told"),
+    [
+        ("interleaved", "selective", []),
+        ("zb-v", "none", []),
+        ("zb-v", "full", ["a backward in two parts"]),
+        ("zb-h1", "selective", ["a backward in two parts"]),
+    ],
+)
+def test_only_zero_bubbles_without_recompute_are_run(schedule: str, recompute: str, told: list[str]) -> None:
+    plan = chunked(schedule, recompute)
+
+    found = check(plan)
+
+    about_schedules = [sentence for sentence in found if "not one module" not in sentence]
+    assert len(about_schedules) == len(told)
+    assert all(words in sentence for words, sentence in zip(told, about_schedules, strict=True))
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 2), ("gpipe", 2), ("zb-v", 1), ("zb-v", 3)])
+def test_a_schedule_with_another_number_of_stages_on_each_rank_is_refused(schedule: str, virtual: int) -> None:
+    data = json.loads(chunked("interleaved").model_dump_json())
+    changes = {"schedule": schedule, "degrees": {**data["degrees"], "virtual_stages": virtual}}
+    stages = [data["stages"][i % 4] for i in range(2 * virtual)]
+
+    with pytest.raises(ValidationError, match=r"gives each rank \d stage"):
+        Plan.model_validate(data | changes | {"stages": stages})
 
 
 def test_tensor_parallel_neighbours_share_a_host() -> None:

@@ -28,7 +28,7 @@ from meshwright.executor.verify import (
     small_plan,
     small_stages,
 )
-from meshwright.planner.plan import Degrees, LayerPlan, Plan, Recompute
+from meshwright.planner.plan import Degrees, LayerPlan, Plan, Recompute, Schedule, Stage
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model
@@ -176,6 +176,37 @@ def test_cuts_scale_in_proportion_and_every_choice_of_a_stage_is_kept() -> None:
     assert [o.recompute for o in options[0]] == ["none", "full"]
     assert not any(o.reshard or o.recompute == "full" for o in options[1])
     assert options[2][0].reshard
+
+
+def test_every_kind_of_recompute_of_a_stage_is_kept() -> None:
+    stages = [[layer("full"), layer("selective"), *[layer()] * 20, layer("attention")]]
+
+    (options,) = small_stages(stages, [True] * 4, [])
+
+    assert {o.recompute for o in options} == {"none", "full", "selective", "attention"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "kept"), [("interleaved", 2, 2), ("interleaved", 9, 3), ("zb-h1", 3, 3), ("zb-v", 2, 2)]
+)
+def test_ranks_keep_several_stages_as_far_as_the_small_model_has_layers(
+    schedule: Schedule, virtual: int, kept: int
+) -> None:
+    plan = gpt_plan(2, 8, pipeline=2)
+    longer = tuple(plan.stages[0].layers) * 9
+    stages = tuple(Stage(layers=longer[:1]) for _ in range(2 * virtual))
+    chunked = plan.model_copy(
+        update={
+            "schedule": schedule,
+            "stages": stages,
+            "degrees": plan.degrees.model_copy(update={"virtual_stages": virtual}),
+        }
+    )
+
+    small, _ = small_plan(chunked, small_gpt()[1])
+
+    assert (small.degrees.pipeline, small.degrees.virtual_stages, len(small.stages)) == (2, kept, 2 * kept)
+    assert small.schedule == schedule
 
 
 def test_every_stage_keeps_a_layer() -> None:
