@@ -2,19 +2,23 @@
 
 Equal neighbours in the chain form runs, and intervals with equal counts of each run cost the same: such a class of
 intervals is a composition, priced once per number of micro-batches in flight. Within a composition each layer takes
-one option (recompute x reshard); the least time that fits is an exact knapsack (knapsack.py) for every bound on the
-largest transient.
+one option (recompute x reshard); the least time whose running maximum of memory (peak.py) fits is exact (knapsack.py).
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .knapsack import Group, Packing, least_weight
-from .layer_cost import P2P_EXPOSED, CostModel, LayerCost
-from .memory_cost import state_bytes
+from ..profiler.model_profile import CrossingTensor, ModelProfile
+from .kept import kept
+from .kinds import Kind, kinds_of, shared_groups
+from .knapsack import Group, Packing, Turns, least_weight, lightest_in_turns
+from .layer_cost import P2P_EXPOSED, CostModel, Cut, LayerCost
+from .memory_cost import StateBytes, state_bytes
+from .peak import Arrivals, Moment, moments_of, running
 from .plan import Recompute
 from .stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
 from .strategy import LayerOption, Shape, is_cut, legal_cuts
@@ -47,51 +51,63 @@ class Composition:
         return self.first_run + len(self.counts) - 1
 
 
+@kept
+def _runs(profile: ModelProfile) -> tuple[Run, ...]:
+    kinds, groups = kinds_of(profile), shared_groups(profile)
+    can_slice = [profile.classes[layer.layer_class].sequence is not None for layer in profile.layers]
+    crossing: list[list[tuple[object, ...]]] = [[] for _ in range(len(kinds) + 1)]
+    for t in profile.tensors:
+        for position in range(t.made_by + 1, t.last_used_by + 1):
+            sliced = can_slice[t.made_by] and position < len(kinds) and can_slice[position]
+            crossing[position].append((t.shape, t.dims, t.dtype, t.requires_grad, sliced))
+    crossings = [sorted(found) for found in crossing]  # type: ignore[type-var]
+    runs = [Run(0, 1)]
+    for i in range(1, len(kinds)):
+        start = runs[-1].start
+        alike = crossings[i] == crossings[start] and crossings[i + 1] == crossings[start + 1]
+        if kinds[i] == kinds[start] and alike and groups[i] == groups[start]:
+            runs[-1] = Run(start, runs[-1].length + 1)
+        else:
+            runs.append(Run(i, 1))
+    return tuple(runs)
+
+
 class Chain:
     """The model's chain as runs, with every interval's composition; the same for all shapes."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self.num_layers = len(model.profile.layers)
+        self._costs: dict[object, tuple[list[list[LayerOption]], list[list[LayerCost]]]] = {}
+
+    def priced(
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None
+    ) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
+        """([run] -> options of its layers, what a layer costs with each): the same for all schedules of a pipeline."""
+        alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
+        key = alike, recompute, reshard
+        if key not in self._costs:
+            by_kind: dict[Kind, tuple[list[LayerOption], list[LayerCost]]] = {}
+            for kind in {self.model.kinds[run.start] for run in self.runs}:
+                options = self.model.options(kind, shape, recompute, reshard)
+                by_kind[kind] = options, [self.model.cost(kind, shape, option) for option in options]
+            found = [by_kind[self.model.kinds[run.start]] for run in self.runs]
+            waiting = self.waiting_bytes(shape)
+            self._costs[key] = (
+                [options for options, _ in found],
+                [[cost.with_waiting(size) for cost in costs] for (_, costs), size in zip(found, waiting, strict=True)],
+            )
+        return self._costs[key]
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """Runs in order."""
-        kinds, runs = self.model.kinds, [Run(0, 1)]
-        for i in range(1, self.num_layers):
-            start = runs[-1].start
-            if kinds[i] == kinds[start] and self._signature(i) == self._signature(start):
-                runs[-1] = Run(start, runs[-1].length + 1)
-            else:
-                runs.append(Run(i, 1))
-        return tuple(runs)
-
-    def _signature(self, layer: int) -> tuple[object, ...]:
-        profile = self.model.profile
-        can_slice = [profile.classes[other.layer_class].sequence is not None for other in profile.layers]
-
-        def crossing(position: int) -> tuple[object, ...]:
-            alive = [t for t in profile.tensors if t.made_by < position <= t.last_used_by]
-            sliced = [can_slice[t.made_by] and can_slice[position] for t in alive]
-            return tuple(
-                sorted((t.shape, t.dims, t.dtype, t.requires_grad, s) for t, s in zip(alive, sliced, strict=True))
-            )
-
-        return crossing(layer), crossing(layer + 1), tuple(self.shared_groups[layer])
+        return _runs(self.model.profile)
 
     @cached_property
     def shared_groups(self) -> list[list[int]]:
         """[layer] -> tie groups it reads."""
-        profile = self.model.profile
-        group_of = {name: g for g, names in enumerate(profile.ties) for name in names}
-        readers: dict[str, list[int]] = {}
-        for i, layer in enumerate(profile.layers):
-            for name in layer.parameters:
-                readers.setdefault(name, []).append(i)
-        for name, layers in readers.items():
-            if len(layers) > 1 and name not in group_of:
-                group_of[name] = len(group_of) + len(profile.ties)
-        return [sorted({group_of[n] for n in layer.parameters if n in group_of}) for layer in profile.layers]
+        return shared_groups(self.model.profile)
 
     @cached_property
     def uncuttable(self) -> set[int]:
@@ -118,6 +134,17 @@ class Chain:
             elements = sum(p.num_elements / (divisor if p.name in sharded else 1) for p in held)
             result.append((layers, elements))
         return result
+
+    def waiting_bytes(self, shape: Shape) -> list[float]:
+        """[run] -> bytes of tensors that pass by a layer while it has its turn: gradients of what later layers have
+        read already and an earlier one has made, and what is kept of it, where that counts with its last reader. Of
+        stages of a pipeline none: what passes by them is sent."""
+        if shape.pipeline > 1:
+            return [0.0] * len(self.runs)
+        at = np.array([1.0, shape.samples, 1.0, shape.samples])
+        elements, other_bytes = _passing(self.model.profile)
+        there = (self.model.training.compute_bytes * elements + other_bytes) @ at
+        return [float(there[run.start : run.start + run.length].max()) for run in self.runs]
 
     @cached_property
     def run_of(self) -> Ints:
@@ -154,6 +181,13 @@ class Chain:
         return tuple(index), table
 
     @cached_property
+    def examples(self) -> tuple[Ints, Ints]:
+        """([composition] -> first layer of one of its intervals, the layer behind its last)."""
+        found, places = np.unique(self.composition_of, return_index=True)
+        places = places[found >= 0]
+        return places // (self.num_layers + 1), places % (self.num_layers + 1)
+
+    @cached_property
     def first_runs(self) -> Ints:
         """[composition] -> its first run."""
         return np.array([c.first_run for c in self.compositions])
@@ -187,6 +221,23 @@ class Chain:
         return table
 
 
+@kept
+def _passing(profile: ModelProfile) -> tuple[Floats, Floats]:
+    """[layer] -> coefficients of elements, and of bytes of other dtypes, that pass by it."""
+    groups: dict[int, list[CrossingTensor]] = {}
+    for i, tensor in enumerate(profile.tensors):
+        groups.setdefault(i if tensor.same_as is None else tensor.same_as, []).append(tensor)
+    elements, other_bytes = np.zeros((len(profile.layers), 4)), np.zeros((len(profile.layers), 4))
+    for group in groups.values():
+        savers = [reader for tensor in group for reader in tensor.saved_by]
+        size = group[0].size
+        for layer in range(group[0].made_by + 1, max(tensor.last_used_by for tensor in group)):
+            times = group[0].requires_grad + (min(savers, default=len(profile.layers)) <= layer)
+            elements[layer] += times * np.array(size.elements)
+            other_bytes[layer] += times * np.array(size.other_bytes)
+    return elements, other_bytes
+
+
 @dataclass(frozen=True)
 class Choice:
     """Options of a composition's layers: per run, how many layers take which option."""
@@ -204,24 +255,48 @@ class StagePrices:
         self.shape = shape
         model = chain.model
         self.model = model
-        crossings = model.crossings(shape)
-        self._receives = [crossings[run.start] for run in chain.runs]
-        self._sends = [crossings[run.start + run.length] for run in chain.runs]
-        self._state = state_bytes(shape, model.training)
-        self.budget = allocatable_bytes(shape, model.device, model.training)
-        self.options: list[list[LayerOption]] = []
-        self.costs: list[list[LayerCost]] = []
-        cache: dict[object, tuple[list[LayerOption], list[LayerCost]]] = {}
-        for run in chain.runs:
-            kind = model.kinds[run.start]
-            if kind not in cache:
-                options = model.options(kind, shape, recompute, reshard)
-                cache[kind] = options, [model.cost(kind, shape, option) for option in options]
-            self.options.append(cache[kind][0])
-            self.costs.append(cache[kind][1])
-        self._weights = [[self._weight(cost) for cost in costs] for costs in self.costs]
-        self._fastest = [int(np.argmin(weights)) for weights in self._weights]
+        self.options, self.costs = chain.priced(shape, recompute, reshard)
+        self._passes: dict[int, list[_Pass]] = {}
         self._priced: dict[tuple[int, int], tuple[float, float, Choice] | None] = {}
+
+    @cached_property
+    def budget(self) -> float:
+        """Bytes that the allocator may hand out on one rank."""
+        return allocatable_bytes(self.shape, self.model.device, self.model.training)
+
+    @cached_property
+    def _state(self) -> StateBytes:
+        return state_bytes(self.shape, self.model.training)
+
+    @cached_property
+    def _batch_bytes(self) -> float:
+        return self.model.batch_bytes(self.shape)
+
+    @cached_property
+    def _receives(self) -> list[Cut]:
+        crossings = self.model.crossings(self.shape)
+        return [crossings[run.start] for run in self.chain.runs]
+
+    @cached_property
+    def _sends(self) -> list[Cut]:
+        crossings = self.model.crossings(self.shape)
+        return [crossings[run.start + run.length] for run in self.chain.runs]
+
+    @cached_property
+    def _arrivals(self) -> Arrivals:
+        return self.model.arrivals(self.shape, *self.chain.examples)
+
+    @cached_property
+    def _arrived(self) -> list[Floats]:
+        return [np.array([cost.arrived_bytes for cost in costs]) for costs in self.costs]
+
+    @cached_property
+    def _weights(self) -> list[list[float]]:
+        return [[self._weight(cost) for cost in costs] for costs in self.costs]
+
+    @cached_property
+    def _fastest(self) -> list[int]:
+        return [int(np.argmin(weights)) for weights in self._weights]
 
     def _weight(self, cost: LayerCost) -> float:
         """What the choice of options minimises: with one stage the whole step, else one micro-batch (what is paid once
@@ -239,12 +314,14 @@ class StagePrices:
             in_flight,
             self._receives[item.first_run],
             self._sends[item.last_run],
+            self._arrivals.at(composition),
             self._shared(composition),
             self.model.tie_s(self._tied(composition), self.shape),
             self._state,
             self.model.training,
             self.model.device,
-            self.shape.data_shard,
+            self.shape,
+            self._batch_bytes,
         )
 
     @cached_property
@@ -280,15 +357,17 @@ class StagePrices:
         the price of the option that saves bytes most cheaply. 0 for a single stage, whose options trade otherwise."""
         if self.shape.pipeline == 1:
             return np.zeros(len(self.chain.compositions))
+        first = self._passes_of(in_flight)[0]
         prices = []
         for run, (costs, fast) in enumerate(zip(self.costs, self._fastest, strict=True)):
             for option, cost in enumerate(costs):
-                saved = self._kept(run, fast, in_flight) - self._kept(run, option, in_flight)
+                saved = float(first.before[run][fast] - first.before[run][option])
                 if saved > 0:
                     prices.append((cost.microbatch_s - costs[fast].microbatch_s) / saved)
-        kept = [self._kept(run, option, in_flight) for run, option in enumerate(self._fastest)]
-        transient = [min(cost.transient_bytes for cost in costs) for costs in self.costs]
-        over = np.maximum(0.0, self._total_bytes(kept, transient, in_flight) - self.budget)
+        before = np.array([row[fast] for row, fast in zip(first.before, self._fastest, strict=True)])
+        ending = np.array([row.min() for row in first.ending])
+        there = self.chain.counts @ before + ending[self.chain.last_runs]
+        over = np.maximum(0.0, there - self._room(first.moment, [row.max() for row in self._arrived]))
         saving: Floats = over * min(prices, default=0.0)
         return saving
 
@@ -327,43 +406,72 @@ class StagePrices:
         return priced[2]
 
     @cached_property
-    def _recomputable(self) -> NDArray[np.bool_] | None:
-        """[run] -> whether its layers may be recomputed, if they are all of one kind and nothing else is to be decided:
-        then the fewest recomputed layers that fit are a closed form. None: it takes the knapsack."""
-        if self.shape.pipeline == 1:
+    def _recomputable(self) -> int | None:
+        """The one run whose layers may be recomputed, if nothing else is to be decided: then the fewest recomputed
+        layers that fit are a closed form. None: it takes the knapsack."""
+        runs = [run for run, options in enumerate(self.options) if len(options) > 1]
+        if self.shape.pipeline == 1 or len(runs) != 1:
             return None
-        chain = self.chain
-        kinds = {self.model.kinds[run.start] for run, o in zip(chain.runs, self.options, strict=True) if len(o) > 1}
-        if len(kinds) != 1:
-            return None
-        return np.array([self.model.kinds[run.start] in kinds for run in chain.runs])
+        run = runs[0]
+        orders = [self._order(run, self.shape.in_flight(stage)) for stage in range(self.shape.pipeline)]
+        return run if all(order == [1 - self._fastest[run], self._fastest[run]] for order in orders) else None
 
     def _recompute_s(self, in_flight: int, fits: NDArray[np.bool_]) -> Floats:
-        """[composition] -> seconds per micro-batch that the fewest recomputed layers add; infinite if none suffice."""
-        mask = self._recomputable
-        assert mask is not None
-        run = int(np.argmax(mask))
+        """[composition] -> seconds per micro-batch that the fewest recomputed layers add; infinite if none suffice.
+
+        The recomputed ones come first, so while any layer is at work, what is there is linear in their number k.
+        """
+        run = self._recomputable
+        assert run is not None
         fast, slow = self._fastest[run], 1 - self._fastest[run]
-        saved = self._kept(run, fast, in_flight) - self._kept(run, slow, in_flight)
         added_s = self.costs[run][slow].microbatch_s - self.costs[run][fast].microbatch_s
-        if saved <= 0:
-            return np.where(fits, 0.0, np.inf)
-        kept = [self._kept(r, option, in_flight) for r, option in enumerate(self._fastest)]
-        rest = [0.0 if mask[r] else self.costs[r][self._fastest[r]].transient_bytes for r in range(len(kept))]
-        layers = self.chain.counts @ mask.astype(float)
-        fast_bytes, slow_bytes = (self.costs[run][option].transient_bytes for option in (fast, slow))
-        over_all_slow = self._total_bytes(kept, [max(b, slow_bytes) for b in rest], in_flight) - self.budget
-        over_mixed = self._total_bytes(kept, [max(b, slow_bytes, fast_bytes) for b in rest], in_flight) - self.budget
-        some = np.maximum(1.0, np.ceil(over_mixed / saved))
-        needed = np.where(some < layers, some, np.where(over_all_slow <= layers * saved, layers, np.inf))
-        needed = np.where(fits, 0.0, np.where(layers > 0, needed, np.inf))
-        seconds: Floats = needed * added_s
+        layers = self.chain.counts[:, run]
+        few, many = np.ones(len(layers)), layers - 1
+        arrived = [row[o] for row, o in zip(self._arrived, self._fastest, strict=True)]
+        arrived[run] = self._arrived[run][slow]
+        all_fit = layers > 0
+        for one in self._passes_of(in_flight):
+            room = self._room(one.moment, arrived)
+            before, behind, transient = (
+                np.array([row[o] for row, o in zip(rows, self._fastest, strict=True)])
+                for rows in (one.before, one.behind, one.transient)
+            )
+            first, last = running(before, behind, transient, self.chain.counts)
+            ending = np.array([row[o] for row, o in zip(one.ending, self._fastest, strict=True)])
+            last = self._with_ending(last, transient, ending)
+            highest = np.maximum(first, last)
+            rise = before[run] - behind[run]
+            is_last = self.chain.last_runs == run
+            end = np.where(is_last, ending[run], transient[run])
+            end_slow = np.where(is_last, one.ending[run][slow], one.transient[run][slow])
+            start = np.where(layers > 0, last[:, run] - layers * rise - end, 0.0)
+            earlier = (np.max(highest[:, :run], axis=1, initial=-np.inf), one.behind[run][slow] - behind[run])
+            later = (np.max(highest[:, run + 1 :], axis=1, initial=-np.inf), one.before[run][slow] - before[run])
+            to_slow = one.before[run][slow] - behind[run]
+            own = one.before[run][slow] - one.behind[run][slow] + one.transient[run][slow]
+            always = [earlier, later, (start + own, one.behind[run][slow] - behind[run])]
+            mixed = [
+                (start + one.transient[run][slow], to_slow),
+                (start + rise + transient[run], to_slow),
+                (start + layers * rise + end, one.before[run][slow] - before[run]),
+            ]
+            for there, slope in (*always, *mixed):
+                if slope < 0:
+                    few = np.maximum(few, np.ceil((there - room) / -slope))
+                elif slope > 0:
+                    many = np.minimum(many, np.floor((room - there) / slope))
+                else:
+                    many = np.where(there <= room, many, -np.inf)
+            for there, slope in (*always, (start + end_slow, to_slow)):
+                all_fit &= there + layers * slope <= room
+        needed = np.where(few <= many, few, np.where(all_fit, layers, np.inf))
+        seconds: Floats = np.where(fits, 0.0, needed) * added_s
         return seconds
 
     @cached_property
     def _once_s(self) -> Floats:
         """[composition] -> seconds once per step; the options do not change it where stages are several."""
-        counts, shard = self.chain.counts, self.shape.data_shard
+        counts, shard = self.chain.counts, self.shape.sharded_over
         data = counts @ np.array([costs[0].once_data_s for costs in self.costs])
         data += np.array([self.model.tie_s(self._tied(i), self.shape) for i in range(len(counts))])
         trainable = counts @ np.array([costs[0].trainable_elements for costs in self.costs])
@@ -379,56 +487,91 @@ class StagePrices:
             self._priced[key] = self._price_one(composition, in_flight, fits_fastest, cutoff_s)
         return self._priced[key]
 
-    def _kept(self, run: int, option: int, in_flight: int) -> float:
-        """Bytes that a layer adds to its stage whatever else is there."""
-        cost, state = self.costs[run][option], self._state
-        return (
-            cost.elements * state.sharded_parameters
-            + cost.trainable_elements * (state.sharded_gradients + state.optimizer)
-            + cost.held_bytes
-            + in_flight * cost.kept_bytes
+    def _passes_of(self, in_flight: int) -> "list[_Pass]":
+        """What every option of every run holds in the passes that may hold most."""
+        if in_flight not in self._passes:
+            self._passes[in_flight] = [
+                _Pass.of(moment, self.costs) for moment in moments_of(self.shape, self._state, in_flight)
+            ]
+        return self._passes[in_flight]
+
+    def _order(self, run: int, in_flight: int) -> list[int]:
+        """Options of a run in the order in which its layers take them, so that it holds least: those that pass through
+        most come first, when least is kept. What shrinks memory comes before all others, the lowest first."""
+        passes = self._passes_of(in_flight)
+        rise = passes[0].before[run] - passes[0].behind[run]
+        most = np.max([one.transient[run] for one in passes], axis=0)
+        return sorted(
+            range(len(rise)), key=lambda o: (0, float(rise[o] + most[o])) if rise[o] < 0 else (1, -float(most[o]))
         )
+
+    def _room(self, moment: Moment, arrived: Sequence[float]) -> Floats:
+        """[composition] -> bytes that layers may hold in a pass, beyond parameters and optimizer state. arrived: [run]
+        -> what a stage's first layer keeps of what arrives because it is recomputed."""
+        state = self._state
+        each = [
+            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
+            for costs in self.costs
+        ]
+        sent = np.array([sent_bytes(cut, moment.flights) for cut in self._sends])[self.chain.last_runs]
+        room: Floats = self.budget - self._batch_bytes - self.chain.counts @ np.array(each) - sent
+        room += self._shared_elements * moment.shared(state)
+        room -= self._arrivals.held(moment.flights, moment.sends, np.array(arrived)[self.chain.first_runs])
+        return room
+
+    def _with_ending(self, last: Floats, transient: Floats, ending: Floats) -> Floats:
+        """Bytes while each run's last layer is at work, where the stage's last one has none behind it."""
+        at = np.arange(len(last)), self.chain.last_runs
+        last[at] += (ending - transient)[self.chain.last_runs]
+        return last
+
+    def _holds(
+        self, in_flight: int, pick: Callable[[Floats, int], float], arrived: Sequence[float]
+    ) -> NDArray[np.bool_]:
+        """[composition] -> whether it fits with the amounts that `pick` takes of each run's options."""
+        fits = np.ones(len(self.chain.compositions), dtype=bool)
+        for one in self._passes_of(in_flight):
+            before, behind, transient, ending = (
+                np.array([pick(row, run) for run, row in enumerate(rows)])
+                for rows in (one.before, one.behind, one.transient, one.ending)
+            )
+            first, last = running(before, behind, transient, self.chain.counts)
+            last = self._with_ending(last, transient, ending)
+            single = self.chain.counts[np.arange(len(first)), self.chain.last_runs] == 1
+            at = np.flatnonzero(single)
+            first[at, self.chain.last_runs[at]] = last[at, self.chain.last_runs[at]]
+            fits &= np.maximum(first, last).max(axis=1) <= self._room(one.moment, arrived)
+        return fits
 
     def _fits(self, in_flight: int, options: list[int]) -> NDArray[np.bool_]:
         """[composition] -> whether it fits with the given option of each run."""
-        kept = [self._kept(run, option, in_flight) for run, option in enumerate(options)]
-        transient = [costs[option].transient_bytes for costs, option in zip(self.costs, options, strict=True)]
-        return self._total_bytes(kept, transient, in_flight) <= self.budget
+        arrived = [row[o] for row, o in zip(self._arrived, options, strict=True)]
+        return self._holds(in_flight, lambda row, run: row[options[run]], arrived)
 
     def _may_fit(self, in_flight: int) -> NDArray[np.bool_]:
         """[composition] -> False where not even the least of every item fits."""
-        kept = [min(self._kept(run, o, in_flight) for o in range(len(c))) for run, c in enumerate(self.costs)]
-        transient = [min(cost.transient_bytes for cost in costs) for costs in self.costs]
-        return self._total_bytes(kept, transient, in_flight) <= self.budget
+        return self._holds(in_flight, lambda row, run: row.min(), [row.max() for row in self._arrived])
 
     @cached_property
     def _update_fits(self) -> NDArray[np.bool_]:
         """[composition] -> whether the optimizer's step fits, when activations are gone; no option changes that."""
         counts, state = self.chain.counts, self._state
-        trainable_bytes = state.sharded_gradients + state.optimizer + state.optimizer_temporaries
+        trainable_bytes = state.sharded_gradients + state.optimizer
         each = [
             costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * trainable_bytes
             for costs in self.costs
         ]
-        shared = np.array([self._shared(i) for i in range(len(counts))])
-        total: Floats = counts @ np.array(each) - shared * (state.sharded_parameters + trainable_bytes)
+        root = counts @ np.array([costs[0].root_end_bytes for costs in self.costs])
+        root -= self._shared_elements * state.root_end
+        temporary = np.array([costs[0].trainable_elements for costs in self.costs]) * state.optimizer_temporaries
+        total: Floats = counts @ np.array(each) + self._batch_bytes
+        total -= self._shared_elements * (state.sharded_parameters + trainable_bytes)
+        total += np.maximum(root, counts @ temporary - self._shared_elements * state.optimizer_temporaries)
         return total <= self.budget
 
-    def _total_bytes(self, kept: list[float], transient: list[float], in_flight: int) -> Floats:
-        counts = self.chain.counts
-        largest = np.max(np.where(counts > 0, np.array(transient)[None, :], 0.0), axis=1)
-        total: Floats = counts @ np.array(kept) - self._saved_by_sharing + largest + self._sent_bytes(in_flight)
-        return total
-
-    def _sent_bytes(self, in_flight: int) -> Floats:
-        """[composition] -> bytes held of what its stage sends on."""
-        return np.array([sent_bytes(cut, in_flight) for cut in self._sends])[self.chain.last_runs]
-
     @cached_property
-    def _saved_by_sharing(self) -> Floats:
-        state = self._state
-        per_element = state.sharded_parameters + state.sharded_gradients + state.optimizer + state.held_twice
-        return np.array([per_element * self._shared(i) for i in range(len(self.chain.compositions))])
+    def _shared_elements(self) -> Floats:
+        return np.array([self._shared(i) for i in range(len(self.chain.compositions))])
 
     def _shared(self, composition: int) -> float:
         """Parameter elements that layers of a composition hold together and must not be counted twice."""
@@ -475,28 +618,100 @@ class StagePrices:
         return cost.microbatch_s, cost.once_s, choice
 
     def _knapsack(self, composition: int, in_flight: int, cutoff: float) -> Choice | None:
-        """Least total weight whose memory fits: the best packing over every bound on the largest transient."""
+        """Least total weight whose memory fits.
+
+        First without all turns but the last, which bounds it from below: if what that finds fits, it is the best. Then
+        as if every turn came when most is kept, which gives something that fits, and at last all that may lie between.
+        """
         item = self.chain.compositions[composition]
-        runs = range(item.first_run, item.last_run + 1)
-        room = self.budget + float(self._saved_by_sharing[composition])
-        room -= sent_bytes(self._sends[item.last_run], in_flight)
-        bounds = sorted({cost.transient_bytes for run in runs for cost in self.costs[run]})
+        runs = list(range(item.first_run, item.last_run + 1))
+        passes = self._passes_of(in_flight)
+        rooms = [float(self._room(one.moment, [row.max() for row in self._arrived])[composition]) for one in passes]
+        orders = [self._order(run, in_flight) for run in runs]
+        room = rooms[0] - float(passes[0].ending[runs[-1]].min())
+        every = [list(range(len(self.options[run]))) for run in runs]
+        groups = self._all_groups(runs, every, item.counts, [passes[0].before[run] for run in runs])
+        relaxed = least_weight(groups, room, cutoff)
+        if relaxed is None:
+            return None
+        choice = self._choice_of(runs, every, item.counts, relaxed, orders)
+        if self._holds_choice(composition, choice, in_flight):
+            return choice
+        best, limit = self._cautious(composition, in_flight, cutoff), cutoff
+        if best is not None:
+            limit = self._weight_of(best)
+            if limit <= relaxed.weight * (1 + ROUNDING):
+                return best
+        found = lightest_in_turns(
+            [
+                Turns(
+                    count,
+                    np.array([self._weights[run][o] for o in order]),
+                    np.array([one.before[run][order] for one in passes]),
+                    np.array([one.behind[run][order] for one in passes]),
+                    np.array([one.transient[run][order] for one in passes]),
+                    np.array([one.ending[run][order] for one in passes]),
+                )
+                for run, count, order in zip(runs, item.counts, orders, strict=True)
+            ],
+            np.array(rooms),
+            limit,
+            self._starting(composition, orders[0], passes),
+        )
+        if found is None:
+            return best
+        parts = [
+            (run, self.options[run][o], int(n))
+            for run, order, counts in zip(runs, orders, found.counts, strict=True)
+            for o, n in zip(order, counts, strict=True)
+            if n
+        ]
+        return Choice(tuple(parts))
+
+    def _starting(self, composition: int, order: list[int], passes: "list[_Pass]") -> Floats:
+        """[pass][option, in this order] -> bytes of what arrives that the stage holds more than it must if its first
+        layer takes the option."""
+        arrivals = self._arrivals.at(composition)
+        arrived = self._arrived[self.chain.compositions[composition].first_run][order]
+        held = np.array([arrivals.held(one.moment.flights, one.moment.sends, arrived) for one in passes])
+        starting: Floats = held - held.min(axis=1, keepdims=True)
+        return starting
+
+    def _cautious(self, composition: int, in_flight: int, cutoff: float) -> Choice | None:
+        """The least total weight that fits even if every turn came when most is kept: the best packing over every bound
+        on the largest transient."""
+        item = self.chain.compositions[composition]
+        runs = list(range(item.first_run, item.last_run + 1))
+        passes = self._passes_of(in_flight)
+        orders = [self._order(run, in_flight) for run in runs]
+        room = min(float(self._room(one.moment, [row.min() for row in self._arrived])[composition]) for one in passes)
+        most = {run: np.max([np.maximum(one.before[run], one.behind[run]) for one in passes], axis=0) for run in runs}
+        passing = {run: np.max([one.transient[run] for one in passes], axis=0) for run in runs}
         best: tuple[Packing, list[list[int]]] | None = None
-        for bound in bounds:
-            allowed = [[o for o, c in enumerate(self.costs[run]) if c.transient_bytes <= bound] for run in runs]
+        for bound in sorted({float(size) for run in runs for size in passing[run]}):
+            allowed = [[o for o, size in enumerate(passing[run]) if size <= bound] for run in runs]
             if bound > room or not all(allowed):
                 continue
-            groups = [
-                group
-                for run, options, count in zip(runs, allowed, item.counts, strict=True)
-                for group in self._groups(run, options, count, in_flight)
-            ]
+            groups = self._all_groups(runs, allowed, item.counts, [most[run] for run in runs])
             packing = least_weight(groups, room - bound, best[0].weight if best else cutoff)
             if packing is not None:
                 best = packing, allowed
-        if best is None:
-            return None
-        return self._choice_of(list(runs), best[1], item.counts, best[0])
+        return None if best is None else self._choice_of(runs, best[1], item.counts, best[0], orders)
+
+    def _holds_choice(self, composition: int, choice: Choice, in_flight: int) -> bool:
+        return self.stage_cost(composition, choice, in_flight).allocated_bytes <= self.budget
+
+    def _weight_of(self, choice: Choice) -> float:
+        return sum(self._weights[run][self.options[run].index(option)] * n for run, option, n in choice.parts)
+
+    def _all_groups(
+        self, runs: list[int], allowed: list[list[int]], counts: tuple[int, ...], memory: list[Floats]
+    ) -> list[Group]:
+        return [
+            group
+            for run, options, count, sizes in zip(runs, allowed, counts, memory, strict=True)
+            for group in self._groups(run, options, count, sizes)
+        ]
 
     def _weight_cutoff(self, cutoff_s: float) -> float:
         """Total weight above which one stage alone makes a step longer than `cutoff_s` (shared weights are updated
@@ -504,19 +719,19 @@ class StagePrices:
         if self.shape.pipeline > 1:
             return float("inf")
         return cutoff_s + sum(
-            (len(layers) - 1) * self.model.optimizer_s(elements / self.shape.data_shard)
+            (len(layers) - 1) * self.model.optimizer_s(elements / self.shape.sharded_over)
             for layers, elements in self.chain.shared_weights(self.shape)
         )
 
-    def _groups(self, run: int, allowed: list[int], count: int, in_flight: int) -> list[Group]:
+    def _groups(self, run: int, allowed: list[int], count: int, sizes: Floats) -> list[Group]:
         """Items of the knapsack for `count` layers of a run.
 
         Recompute and resharding add up, in time and in bytes. So where all four combinations are allowed, every layer
         is two items with two options each instead of one with four: the same sums, and far fewer of them.
         """
         weights = np.array([self._weights[run][o] for o in allowed])
-        memory = np.array([self._kept(run, o, in_flight) for o in allowed])
-        if not self._is_product(run, allowed):
+        memory = sizes[allowed]
+        if not self._is_product(run, allowed) or not self._adds_up(weights, memory, self._product_order(run, allowed)):
             return [Group(count, weights, memory)]
         order = self._product_order(run, allowed)
         keep, reshard, full_keep = (weights[order[0]], memory[order[0]]), order[1], order[2]
@@ -528,6 +743,13 @@ class StagePrices:
         )
         return [recompute, give_back]
 
+    def _adds_up(self, weights: Floats, memory: Floats, order: list[int]) -> bool:
+        """Whether giving back and recompute change weight and memory by as much together as one by one."""
+        return all(
+            abs(x[order[0]] + x[order[3]] - x[order[1]] - x[order[2]]) <= ROUNDING * float(np.abs(x).max())
+            for x in (weights, memory)
+        )
+
     def _is_product(self, run: int, allowed: list[int]) -> bool:
         return len({self.options[run][o] for o in allowed}) == 4
 
@@ -537,18 +759,46 @@ class StagePrices:
         return [places["none", False], places["none", True], places["full", False], places["full", True]]
 
     def _choice_of(
-        self, runs: list[int], allowed: list[list[int]], counts: tuple[int, ...], packing: Packing
+        self,
+        runs: list[int],
+        allowed: list[list[int]],
+        counts: tuple[int, ...],
+        packing: Packing,
+        orders: list[list[int]],
     ) -> Choice:
         """Options of every run's layers from the packing's items."""
         items = iter(packing.counts)
         parts: list[tuple[int, LayerOption, int]] = []
-        for run, options, count in zip(runs, allowed, counts, strict=True):
+        for run, options, count, order in zip(runs, allowed, counts, orders, strict=True):
             taken = [int(n) for n in next(items)]
-            order = list(range(len(options)))
-            if self._is_product(run, options):
+            places = list(range(len(options)))
+            if len(taken) != len(options):
                 full, given = taken[1], int(next(items)[1])
                 both = max(0, full + given - count)
-                order = self._product_order(run, options)
+                places = self._product_order(run, options)
                 taken = [count - full - given + both, given - both, full - both, both]
-            parts += [(run, self.options[run][options[o]], n) for o, n in zip(order, taken, strict=True) if n]
+            number = {options[place]: n for place, n in zip(places, taken, strict=True)}
+            parts += [(run, self.options[run][o], number[o]) for o in order if number.get(o)]
         return Choice(tuple(parts))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What the options of each run hold in one pass: [run] -> [option] -> bytes."""
+
+    moment: Moment
+    before: list[Floats]
+    behind: list[Floats]
+    transient: list[Floats]
+    ending: list[Floats]
+
+    @classmethod
+    def of(cls, moment: Moment, costs: list[list[LayerCost]]) -> "_Pass":
+        """Amounts of a pass."""
+        return cls(
+            moment,
+            [np.array([moment.before(cost) for cost in row]) for row in costs],
+            [np.array([moment.behind(cost) for cost in row]) for row in costs],
+            [np.array([moment.transient(cost) for cost in row]) for row in costs],
+            [np.array([moment.transient(cost, is_last=True) for cost in row]) for row in costs],
+        )

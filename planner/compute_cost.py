@@ -1,27 +1,43 @@
 """Seconds that one device computes: operators by roofline with shape-dependent efficiency, and the optimizer step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..profiler.cluster import Device, MatmulSample
-from ..profiler.model_profile import Costs, OpProfile, amount_at
+from ..profiler.model_profile import Amount, Costs, OpProfile
+from .kept import kept
 from .plan import Recompute
 
-WAVE_EXPONENT = 0.63
-"""How much of the ideal loss to partly filled waves of tiles is paid. Pilot fit on published runs, 10-90%: 0.5-0.7."""
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
-UNHIDDEN_TRAFFIC = 0.27
-"""Share of a matmul's operand traffic that its arithmetic does not hide. Same fit, 0.25-0.31."""
+WAVE_EXPONENT = 0.432
+"""How much of the ideal loss to partly filled waves of tiles is paid. This and the other constants here are fitted to
+published runs, see benchmarks/published/fitted/fit.md."""
 
-MISALIGNED = 0.12
+UNHIDDEN_TRAFFIC = 0.29
+"""Share of a matmul's operand traffic that its arithmetic does not hide."""
+
+MISALIGNED = 0.102
 """Speed of products inside attention whose sides are no multiples of 8 elements, over that of aligned ones: tensor
-cores load 16 bytes at a time. Pilot fit on published runs (heads of 150 features): 0.10-0.13."""
+cores load 16 bytes at a time. Seen in published runs with heads of 150 features."""
 
 OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
 """Bytes moved per fp32 parameter: read parameter, gradient and moments, write parameter and moments."""
 
+
+BATCHED = 0.324
+"""Speed of batched products (inside attention that is not fused) over that of large ones."""
+
+CAST_BYTES = 3.49
+"""Bytes moved to cast one element of the operands of a product to fp8 or fp4: 4 are read in bf16, written in low
+precision, and written once more transposed for the backward; fusion saves some."""
 
 LOW_PRECISIONS = ("fp8", "fp4")
 
@@ -48,60 +64,156 @@ class Seconds:
         return self.backward_input + self.backward_weight
 
 
-def layer_seconds(costs: Costs, device: Device, precision: str, element_bytes: int, batch: int, tensor: int) -> Seconds:
-    """Compute seconds of a layer on one device, forward and backward, each operator on its own roofline.
+@dataclass(frozen=True)
+class OperatorTable:
+    """Operators of a layer by columns: amounts as coefficients of (1, batch, 1 / tensor, batch / tensor), and what they
+    are. kernels: every (name, kind) that occurs; kernel: which of them each operator is."""
 
-    Operators of the backward that serve both gradients count as input part.
-    """
-    seconds = {"forward": 0.0, "backward_input": 0.0, "backward_weight": 0.0, "backward": 0.0}
-    repeated: dict[Recompute, float] = {"none": 0.0, "attention": 0.0, "selective": 0.0, "full": 0.0}
-    for op in costs.operators:
-        op_s = operator_s(op, device, precision, element_bytes, batch, tensor)
-        seconds[op.part] += op_s
-        if op.part == "forward":
-            repeated["attention"] += op_s if op.core else 0.0
-            repeated["full"] += op_s if op.repeated else 0.0
-            repeated["selective"] += op_s if op.repeated and op.kind not in SELECTIVELY_KEPT else 0.0
-    return Seconds(
-        seconds["forward"], repeated, seconds["backward_input"] + seconds["backward"], seconds["backward_weight"]
+    flops: Floats
+    elements: Floats
+    other_bytes: Floats
+    sides: Floats
+    kernels: tuple[tuple[str, str], ...]
+    kernel: Ints
+    is_product: Flags
+    is_attention: Flags
+    is_of_weights: Flags
+    is_batched: Flags
+    parts: Floats
+    """[forward, input part, weight part of the backward][operator], 1 or 0."""
+    repeats: Floats
+    """[attention, selective, full recompute][operator]: whether it repeats the operator."""
+    has_forward: Flags
+
+
+def table_of(operators: Sequence[OpProfile]) -> OperatorTable:
+    """The operators by columns."""
+    kernels = tuple(dict.fromkeys((op.name, op.kind) for op in operators))
+    forward = np.array([op.part == "forward" for op in operators], dtype=bool)
+    weights = np.array([op.part == "backward_weight" for op in operators], dtype=bool)
+    again = np.array([op.repeated for op in operators], dtype=bool) & forward
+    cheap = np.array([op.kind not in SELECTIVELY_KEPT for op in operators], dtype=bool)
+    core = np.array([op.core for op in operators], dtype=bool) & forward
+    product = np.array([op.kind == "matmul" and op.shape is not None for op in operators], dtype=bool)
+    of_weights = np.array([op.name in OF_WEIGHTS and op.shape is not None for op in operators], dtype=bool)
+    return OperatorTable(
+        flops=_amounts([op.flops for op in operators]),
+        elements=_amounts([op.moved.elements for op in operators]),
+        other_bytes=_amounts([op.moved.other_bytes for op in operators]),
+        sides=np.stack([_amounts([(op.shape or _NO_SHAPE)[side] for op in operators]) for side in range(3)]),
+        kernels=kernels,
+        kernel=np.array([kernels.index((op.name, op.kind)) for op in operators], dtype=np.int64),
+        is_product=product,
+        is_attention=np.array([op.kind == "attention" for op in operators], dtype=bool),
+        is_of_weights=of_weights,
+        is_batched=product & np.array([op.name in ("bmm", "baddbmm") for op in operators], dtype=bool),
+        parts=np.array([forward, ~forward & ~weights, weights], dtype=np.float64),
+        repeats=np.array([core, again & cheap, again], dtype=np.float64),
+        has_forward=forward,
     )
 
 
-def operator_s(op: OpProfile, device: Device, precision: str, element_bytes: int, batch: int, tensor: int) -> float:
-    """Seconds of one operator: max(FLOPs / speed at this shape, bytes / bandwidth), and no less than a launch."""
-    traffic_s = moving_s(op.moved.at(batch, element_bytes, tensor), device, op.name, op.kind)
-    flops = amount_at(op.flops, batch, tensor)
-    if flops == 0.0:
-        return max(traffic_s, device.launch)
+_NO_SHAPE = ((1.0, 0.0, 0.0, 0.0),) * 3
+
+
+def _amounts(amounts: Sequence[Amount]) -> Floats:
+    return np.array(amounts, dtype=np.float64).reshape(len(amounts), 4)
+
+
+@kept
+def _table_of_layer(costs: Costs) -> OperatorTable:
+    return table_of(costs.operators)
+
+
+def layer_seconds(
+    costs: Costs,
+    device: Device,
+    precision: str,
+    element_bytes: int,
+    batch: float,
+    tensor: int,
+    as_run: Callable[[OperatorTable], OperatorTable] | None = None,
+) -> Seconds:
+    """Compute seconds of a layer on one device, forward and backward, each operator on its own roofline.
+
+    Operators of the backward that serve both gradients count as input part. as_run: changes operators into what one
+    rank runs of them (experts).
+    """
+    table = _table_of_layer(costs)
+    if as_run is not None:
+        table = as_run(table)
+    seconds = operators_s(table, device, precision, element_bytes, batch, tensor)
+    forward, backward_input, backward_weight = (table.parts @ seconds).tolist()
+    attention, selective, full = (table.repeats @ seconds).tolist()
+    repeated: dict[Recompute, float] = {"none": 0.0, "attention": attention, "selective": selective, "full": full}
+    return Seconds(forward, repeated, backward_input, backward_weight)
+
+
+def operator_s(op: OpProfile, device: Device, precision: str, element_bytes: int, batch: float, tensor: int) -> float:
+    """Seconds of one operator."""
+    return float(operators_s(table_of((op,)), device, precision, element_bytes, batch, tensor)[0])
+
+
+def operators_s(
+    table: OperatorTable, device: Device, precision: str, element_bytes: int, batch: float, tensor: int
+) -> Floats:
+    """Seconds of each operator: max(FLOPs / speed at this shape, bytes / bandwidth), and no less than a launch."""
+    at = np.array([1.0, batch, 1.0 / tensor, batch / tensor])
+    flops = table.flops @ at
+    traffic_s = _moving_s(element_bytes * (table.elements @ at) + table.other_bytes @ at, device, table)
+    rows, inner, columns = table.sides @ at
     low = precision in LOW_PRECISIONS
     peak = device.flops["bf16" if low else precision]
-    if low and op.name in OF_WEIGHTS and op.shape is not None:
-        rows, _, columns = (amount_at(side, batch, tensor) for side in op.shape)
-        speed = device.flops[precision] * device.low_precision_efficiency * tile_efficiency(rows, columns, device)
-        return max(flops / speed + UNHIDDEN_TRAFFIC * traffic_s, traffic_s, device.launch)
-    if op.kind == "matmul" and op.shape is not None:
-        rows, inner, columns = (amount_at(side, batch, tensor) for side in op.shape)
-        if precision in device.matmul_samples:  # what moving its operands takes is in the measured share
-            share = measured_efficiency((rows, inner, columns), device.matmul_samples[precision])
-            return max(flops / (peak * share), device.launch)
-        speed = peak * device.matmul_efficiency * tile_efficiency(rows, columns, device)
-        if op.name in ("bmm", "baddbmm") and precision != "fp32" and (inner % 8 or columns % 8):
-            speed *= MISALIGNED
-        arithmetic_s = flops / speed + UNHIDDEN_TRAFFIC * traffic_s
-    elif op.kind == "attention":
-        backward = device.attention_backward_efficiency if op.part != "forward" else None
-        arithmetic_s = flops / (peak * (backward or device.attention_efficiency))
-    else:
-        arithmetic_s = flops / (peak * device.matmul_efficiency)
-    return max(arithmetic_s, traffic_s, device.launch)
+    speed = np.full(len(flops), peak * device.matmul_efficiency)
+    tiles = tile_efficiencies(rows, columns, device)
+    speed[table.is_product] *= tiles[table.is_product]
+    speed[table.is_batched] *= BATCHED
+    if precision != "fp32":
+        speed[table.is_batched & ((inner % 8 != 0) | (columns % 8 != 0))] *= MISALIGNED
+    backward = device.attention_backward_efficiency or device.attention_efficiency
+    attention = np.where(table.has_forward, device.attention_efficiency, backward)
+    speed[table.is_attention] = peak * attention[table.is_attention]
+    shows = table.is_product
+    if low:
+        lower = device.flops[precision] * device.low_precision_efficiency * tiles
+        speed[table.is_of_weights] = lower[table.is_of_weights]
+        shows = shows | table.is_of_weights
+    seconds = flops / speed + UNHIDDEN_TRAFFIC * traffic_s * (shows & (flops > 0.0))
+    seconds = np.maximum(seconds, traffic_s)
+    if low:
+        cast = CAST_BYTES * (rows * inner + inner * columns) * table.is_of_weights * (1.0 - table.parts[2])
+        seconds = seconds + cast / (device.bandwidth * device.bandwidth_efficiency)
+    if precision in device.matmul_samples:  # what moving its operands takes is in the measured share
+        for i in np.flatnonzero(table.is_product & (flops > 0.0)).tolist():
+            share = measured_efficiency((rows[i], inner[i], columns[i]), device.matmul_samples[precision])
+            seconds[i] = flops[i] / (peak * share)
+    slowest: Floats = np.maximum(seconds, device.launch)
+    return slowest
+
+
+def _moving_s(num_bytes: Floats, device: Device, table: OperatorTable) -> Floats:
+    """`moving_s` of each operator."""
+    if device.size_efficiency:
+        pairs = zip(num_bytes.tolist(), table.kernel.tolist(), strict=True)
+        return np.array([moving_s(size, device, *table.kernels[kernel]) for size, kernel in pairs])
+    speeds = np.array([device.bandwidth * _share(device, kernels) for kernels in table.kernels])
+    seconds: Floats = num_bytes / speeds[table.kernel]
+    return seconds
 
 
 def moving_s(num_bytes: float, device: Device, *kernels: str) -> float:
     """Seconds to move bytes in one kernel: at the measured speed of the first of `kernels` (operator, kind) that has
     one, and of kernels of this size, else at the device's usual share of its bandwidth."""
-    share = next((device.kernel_efficiency[k] for k in kernels if k in device.kernel_efficiency), None)
-    speed = device.bandwidth * (device.bandwidth_efficiency if share is None else share)
+    speed = device.bandwidth * _share(device, kernels)
     return num_bytes / (speed * _size_efficiency(num_bytes, device.size_efficiency))
+
+
+def _share(device: Device, kernels: Sequence[str]) -> float:
+    """Share of the bandwidth that kernels of one of these names reach, the first that is known."""
+    for kernel in kernels:
+        if kernel in device.kernel_efficiency:
+            return device.kernel_efficiency[kernel]
+    return device.bandwidth_efficiency
 
 
 def _size_efficiency(num_bytes: float, samples: Sequence[tuple[float, float]]) -> float:
@@ -137,11 +249,17 @@ _SAME_SHAPE = 0.01
 
 def tile_efficiency(rows: float, columns: float, device: Device) -> float:
     """Share of a large matmul's speed that one of this shape keeps: tiles at the edges and in the last wave idle."""
+    return float(tile_efficiencies(np.array([rows]), np.array([columns]), device)[0])
+
+
+def tile_efficiencies(rows: Floats, columns: Floats, device: Device) -> Floats:
+    """`tile_efficiency` of each shape."""
     tile_rows, tile_columns = device.tile
-    tiles = math.ceil(max(rows, 1.0) / tile_rows) * math.ceil(max(columns, 1.0) / tile_columns)
+    tiles = np.ceil(np.maximum(rows, 1.0) / tile_rows) * np.ceil(np.maximum(columns, 1.0) / tile_columns)
     waves = tiles / device.compute_units
-    filled = waves / math.ceil(waves)
-    return float(max(filled, 1.0 / device.compute_units) ** WAVE_EXPONENT)
+    filled = waves / np.ceil(waves)
+    kept_share: Floats = np.maximum(filled, 1.0 / device.compute_units) ** WAVE_EXPONENT
+    return kept_share
 
 
 def accumulate_s(num_elements: float, device: Device) -> float:
@@ -154,3 +272,10 @@ def optimizer_s(num_elements: float, optimizer: str, device: Device) -> float:
     optimizer works parameter by parameter)."""
     share = device.kernel_efficiency.get(optimizer, device.bandwidth_efficiency)
     return OPTIMIZER_BYTES[optimizer] * num_elements / (device.bandwidth * share)
+
+
+def host_optimizer_s(num_elements: float, optimizer: str, device: Device) -> float:
+    """The same where state and step are on the host: fp32 gradients go there, parameters come back, one after the
+    other (Ren et al., ZeRO-Offload, USENIX ATC 2021, without its delayed update)."""
+    passed_s = 2 * 4 * num_elements / device.host_bandwidth
+    return passed_s + OPTIMIZER_BYTES[optimizer] * num_elements / device.host_memory_bandwidth

@@ -1,18 +1,23 @@
 """The one evaluator: (Plan, ModelProfile) -> Estimate of step time, memory by stage and item, and traffic."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..profiler.model_profile import ModelProfile
 from .columns import Chain
 from .comm_cost import Collective
+from .kept import kept
 from .layer_cost import CostModel, LayerCost
 from .memory_cost import state_bytes
-from .plan import Axis, Plan
-from .simulate import simulated_step_s, stage_of
+from .plan import GroupAxis, Plan, Recompute, stage_of
+from .simulate import is_chunked, simulated_step_s
 from .stage_cost import StageCost, budget_bytes, closed_form_s, combine, on_one_rank, outside_bytes
 from .strategy import LayerOption, Shape, shape_of
+from .traffic import add_layers, rank_tallies
 
 MFU_CONVENTION = (
     "model FLOPs of forward and backward as traced, causal attention at half, recompute not counted, "
@@ -42,7 +47,7 @@ class StageMemory(_Document):
 class AxisTraffic(_Document):
     """What one rank passes to one kind of collective on one mesh axis during a step; full tensors, not shards."""
 
-    axis: Axis
+    axis: GroupAxis
     kind: Collective
     bytes: float
     calls: float
@@ -52,7 +57,9 @@ class Estimate(_Document):
     """What a plan is predicted to take and hold."""
 
     step_time_s: float = Field(description="event simulation of the schedule")
-    closed_form_s: float = Field(description="(m - 1) slowest + one pass + slowest end: what the ILP minimises")
+    closed_form_s: float = Field(
+        description="what the search minimises: (m - 1) slowest + one pass + slowest end; if chunked, the simulation"
+    )
     tokens_per_s: float
     samples_per_s: float
     mfu: float
@@ -69,12 +76,23 @@ class Estimate(_Document):
         """Whether every stage stays within its budget."""
         return all(stage.over_bytes <= 0 for stage in self.memory)
 
+    def __rich__(self) -> object:
+        """A table for rich's print."""
+        from .display import show_estimate
+
+        return show_estimate(self).rich()
+
+    def _repr_html_(self) -> str:
+        """A table for a notebook's cell."""
+        from .display import show_estimate
+
+        return show_estimate(self).html()
+
 
 @dataclass(frozen=True)
 class _Stage:
     cost: StageCost
     layers: tuple[LayerCost, ...]
-    tie_bytes: float
 
 
 def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
@@ -87,26 +105,19 @@ def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
     model = CostModel(profile, plan.cluster, plan.training)
     shape = shape_of(plan)
     stages = _stages(plan, model, shape)
-    costs = [stage.cost for stage in stages]
     ranks = _ranks(stages, shape)
     once = [rank.cost.once_s for rank in ranks]
-    step_s = simulated_step_s(
-        plan.schedule,
-        [c.forward_s for c in costs],
-        [c.backward_s for c in costs],
-        once,
-        plan.num_microbatches,
-        [c.weight_s for c in costs],
-    )
-    step_s += model.software.step_s
+    step_s = _step_s(plan, model, stages, ranks)
     peak = plan.cluster.device.flops[plan.training.precision] * plan.cluster.num_devices
     samples_per_s = plan.training.global_batch / step_s
     return Estimate(
         step_time_s=step_s,
-        closed_form_s=closed_form_s([rank.cost.microbatch_s for rank in ranks], once, plan.num_microbatches),
+        closed_form_s=step_s - model.software.step_s
+        if is_chunked(plan.schedule)
+        else closed_form_s([rank.cost.microbatch_s for rank in ranks], once, plan.num_microbatches),
         tokens_per_s=samples_per_s * profile.tokens_per_sample,
         samples_per_s=samples_per_s,
-        mfu=profile.flops_per_sample() * samples_per_s / peak,
+        mfu=_model_flops(profile) * samples_per_s / peak,
         breakdown=_breakdown(ranks, plan.num_microbatches, step_s),
         stage_forward_s=tuple(rank.cost.forward_s for rank in ranks),
         stage_backward_s=tuple(rank.cost.backward_s for rank in ranks),
@@ -114,6 +125,31 @@ def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
         memory=tuple(_memory(rank.cost, shape, model) for rank in ranks),
         collectives=_traffic(ranks, model, shape, plan),
     )
+
+
+def step_seconds(plan: Plan, profile: ModelProfile) -> float:
+    """Seconds of one step, as `estimate` gives them."""
+    model, shape = CostModel(profile, plan.cluster, plan.training), shape_of(plan)
+    stages = _stages(plan, model, shape)
+    return _step_s(plan, model, stages, _ranks(stages, shape))
+
+
+def _step_s(plan: Plan, model: CostModel, stages: list[_Stage], ranks: list[_Stage]) -> float:
+    costs = [stage.cost for stage in stages]
+    simulated_s = simulated_step_s(
+        plan.schedule,
+        [c.forward_s for c in costs],
+        [c.backward_s for c in costs],
+        [rank.cost.once_s for rank in ranks],
+        plan.num_microbatches,
+        [c.weight_s for c in costs],
+    )
+    return simulated_s + model.software.step_s
+
+
+@kept
+def _model_flops(profile: ModelProfile) -> float:
+    return profile.flops_per_sample()
 
 
 def _ranks(stages: list[_Stage], shape: Shape) -> list[_Stage]:
@@ -125,41 +161,63 @@ def _ranks(stages: list[_Stage], shape: Shape) -> list[_Stage]:
         chunks = range(shape.virtual_stages)
         held = [stages[stage_of(shape.schedule, rank, chunk, shape.pipeline)] for chunk in chunks]
         layers = tuple(layer for stage in held for layer in stage.layers)
-        ranks.append(_Stage(on_one_rank([stage.cost for stage in held]), layers, sum(s.tie_bytes for s in held)))
+        ranks.append(_Stage(on_one_rank([stage.cost for stage in held]), layers))
     return ranks
 
 
 def _stages(plan: Plan, model: CostModel, shape: Shape) -> list[_Stage]:
-    shared = Chain(model).shared_weights(shape)
+    chain = Chain(model)
+    shared, waiting = chain.shared_weights(shape), chain.waiting_bytes(shape)
     crossings = model.crossings(shape)
+    ends = np.cumsum([len(stage.layers) for stage in plan.stages])
+    arrivals = model.arrivals(shape, ends - [len(stage.layers) for stage in plan.stages], ends)
     state = state_bytes(shape, plan.training)
-    priced: dict[tuple[object, LayerOption], LayerCost] = {}
+    priced: dict[tuple[int, Recompute, bool, bool, float], LayerCost] = {}
     stages, first = [], 0
     for index, stage in enumerate(plan.stages):
         costs: list[LayerCost] = []
         for offset, layer in enumerate(stage.layers):
-            key = model.kinds[first + offset], LayerOption(layer.recompute, layer.reshard)
+            kind = model.kinds[first + offset]
+            passes = waiting[chain.run_of[first + offset]]
+            key = id(kind), layer.recompute, layer.reshard, layer.offload, passes
             if key not in priced:
-                priced[key] = model.cost(key[0], shape, key[1])
+                option = LayerOption(layer.recompute, layer.reshard, layer.offload)
+                priced[key] = model.cost(kind, shape, option).with_waiting(passes)
             costs.append(priced[key])
         last = first + len(costs)
         here = [(sum(first <= layer < last for layer in layers), layers, elements) for layers, elements in shared]
         tied = sum(elements for count, layers, elements in here if 0 < count < len(layers))
         total = combine(
-            [(cost, 1) for cost in costs],
+            _in_order(costs),
             shape.in_flight(index),
             crossings[first],
             crossings[last],
+            arrivals.at(index),
             sum(elements * max(0, count - 1) for count, _, elements in here),
             model.tie_s(tied, shape),
             state,
             plan.training,
             model.device,
-            shape.data_shard,
+            shape,
+            model.batch_bytes(shape),
         )
-        stages.append(_Stage(total, tuple(costs), model.tie_bytes(tied, shape)))
+        stages.append(_Stage(total, tuple(costs)))
         first = last
     return stages
+
+
+def _in_order(layers: Sequence[LayerCost]) -> list[tuple[LayerCost, int]]:
+    """Neighbours that share a cost, with their number."""
+    runs = [list(same) for _, same in itertools.groupby(layers, key=id)]
+    return [(same[0], len(same)) for same in runs]
+
+
+def _counted(layers: Sequence[LayerCost]) -> list[tuple[LayerCost, int]]:
+    """Each layer's cost once, with how many of `layers` share that object."""
+    counts: dict[int, int] = {}
+    for layer in layers:
+        counts[id(layer)] = counts.get(id(layer), 0) + 1
+    return [(layer, counts.pop(id(layer))) for layer in layers if id(layer) in counts]
 
 
 def _memory(cost: StageCost, shape: Shape, model: CostModel) -> StageMemory:
@@ -189,6 +247,15 @@ def _breakdown(stages: list[_Stage], num_microbatches: int, step_s: float) -> di
         "tensor": sum(c.tensor_forward_s + c.tensor_backward_s for c in layers),
         "data": sum(c.data_forward_s + c.data_backward_s for c in layers),
     }
+    per_microbatch |= {
+        name: seconds
+        for name, seconds in {
+            "context": sum(c.context_forward_s + c.context_backward_s for c in layers),
+            "expert": sum(c.expert_forward_s + c.expert_backward_s for c in layers),
+            "offload": sum(c.offload_forward_s + c.offload_backward_s for c in layers),
+        }.items()
+        if seconds
+    }
     parts = {name: num_microbatches * seconds for name, seconds in per_microbatch.items()}
     parts["data"] += slowest.cost.once_s - slowest.cost.optimizer_s
     parts["optimizer"] = slowest.cost.optimizer_s
@@ -196,28 +263,17 @@ def _breakdown(stages: list[_Stage], num_microbatches: int, step_s: float) -> di
     return parts
 
 
-def _traffic(stages: list[_Stage], model: CostModel, shape: Shape, plan: Plan) -> tuple[AxisTraffic, ...]:
+def _traffic(ranks: list[_Stage], model: CostModel, shape: Shape, plan: Plan) -> tuple[AxisTraffic, ...]:
     """Traffic of the rank that passes most, by axis and kind."""
-    most: dict[tuple[Axis, Collective], tuple[float, float]] = {}
-    for stage in stages:
-        total: dict[tuple[Axis, Collective], tuple[float, float]] = {}
-        for layer in stage.layers:
-            for item in layer.traffic:
-                times = item.calls * (1 if item.per_step else plan.num_microbatches)
-                num_bytes, calls = total.get((item.axis, item.kind), (0.0, 0.0))
-                total[item.axis, item.kind] = num_bytes + item.bytes * times, calls + times
-        if stage.tie_bytes:
-            total["pipeline", "all_reduce"] = stage.tie_bytes, 1.0
-        for key, value in total.items():
+    most: dict[tuple[GroupAxis, Collective], tuple[float, float]] = {}
+    for rank, total in zip(ranks, rank_tallies(plan, model, shape), strict=True):
+        add_layers(total, _counted(rank.layers), plan.num_microbatches)
+        for key, value in total.passed.items():
             most[key] = max(most.get(key, (0.0, 0.0)), value)
-    if shape.pipeline > 1:
-        cuts, first = model.crossings(shape), 0
-        heaviest = (0.0, 0.0)
-        for stage_plan in plan.stages:
-            last = first + len(stage_plan.layers)
-            ends = [cut.bytes for cut in (cuts[first], cuts[last]) if cut.bytes]
-            sent = 2 * plan.num_microbatches
-            heaviest = max(heaviest, (sent * sum(ends), float(sent * len(ends))))
-            first = last
-        most["pipeline", "p2p"] = heaviest
     return tuple(AxisTraffic(axis=a, kind=k, bytes=b, calls=c) for (a, k), (b, c) in sorted(most.items()) if b)
+
+
+def priced_stages(plan: Plan, profile: ModelProfile) -> list[tuple[StageCost, tuple[LayerCost, ...]]]:
+    """[stage] -> its cost, with that of each of its layers: what the plan's schedule is played with."""
+    model = CostModel(profile, plan.cluster, plan.training)
+    return [(stage.cost, stage.layers) for stage in _stages(plan, model, shape_of(plan))]

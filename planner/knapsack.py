@@ -38,6 +38,88 @@ class Packing:
     counts: tuple[Ints, ...]
 
 
+@dataclass(frozen=True)
+class Turns:
+    """`count` equal items in a row, whose options are taken in the order given, and what they hold in each of several
+    passes over all items, [pass][option]: before an item's turn, after it, and during it beyond what it held before
+    (ending: if it is the very last item)."""
+
+    count: int
+    weights: Floats
+    before: Floats
+    behind: Floats
+    transient: Floats
+    ending: Floats
+
+
+def lightest_in_turns(rows: list[Turns], rooms: Floats, limit: float, starting: Floats) -> Packing | None:
+    """The packing of least weight below `limit` that in no pass and at no turn holds more than that pass's room.
+
+    While an item has its turn, those up to it hold `before`, those behind it `behind`. starting: [pass][option] ->
+    what is held throughout, by the option that the very first item takes. The last turn of the first pass
+    alone is a knapsack, whose price of memory bounds how far from the cheapest option any item may be.
+    """
+    groups = [Group(row.count, row.weights, row.before[0]) for row in rows]
+    price, bound = _best_price(groups, float(rooms[0] - rows[-1].ending[0].min()))
+    heaviest = sum(row.count * float(row.weights.max()) for row in rows)
+    limit = min(limit, heaviest + SLACK * max(1.0, heaviest))
+    gap = limit - bound
+    tables = [_counts_within(group, price, gap) for group in groups]
+    least_behind = np.cumsum([(row.count * row.behind.min(axis=1)) for row in rows][::-1], axis=0)[::-1]
+    weight, excess = np.zeros(1), np.zeros(1)
+    before, most = np.zeros((1, len(rooms))), np.full((1, len(rooms)), -np.inf)
+    chosen: list[tuple[Ints, Ints]] = []
+    for i, (table, row, group) in enumerate(zip(tables, rows, groups, strict=True)):
+        weights = (weight[:, None] + (table @ row.weights)[None, :]).ravel()
+        excesses = (excess[:, None] + (table @ _reduced(group, price))[None, :]).ravel()
+        if i == 0:
+            before = starting[:, np.argmax(table > 0, axis=1)].T
+        inner = _most_inside(table, row, is_last=i + 1 == len(rows))
+        base = before[None, :, :] if i == 0 else before[:, None, :]
+        mosts = np.maximum(most[:, None, :] + (table @ row.behind.T)[None, :, :], base + inner[None, :, :])
+        mosts = mosts.reshape(-1, len(rooms))
+        befores = (base + (table @ row.before.T)[None, :, :]).reshape(-1, len(rooms))
+        after = least_behind[i + 1] if i + 1 < len(rows) else 0.0
+        inside = np.flatnonzero((mosts + after <= rooms).all(axis=1) & (excesses <= gap) & (weights < limit))
+        if not len(inside):
+            return None
+        points = np.column_stack([weights[inside], befores[inside], mosts[inside]])
+        keep = inside[_unbeaten(points)]
+        chosen.append((keep // len(table), keep % len(table)))
+        weight, excess, before, most = weights[keep], excesses[keep], befores[keep], mosts[keep]
+    return _traced(tables, chosen, weight)
+
+
+def _most_inside(table: Ints, row: Turns, is_last: bool) -> Floats:
+    """[combination][pass] -> the most that is held during the turns of a row's own items, without other rows."""
+    rest = table @ row.behind.T
+    most = np.full(rest.shape, -np.inf)
+    for option in range(len(row.weights)):
+        taken = table[:, option : option + 1]
+        rise = (row.before - row.behind)[:, option]
+        first = rest + rise + row.transient[:, option]
+        last = rest + taken * rise + row.transient[:, option]
+        if is_last:
+            end = rest + taken * rise + row.ending[:, option]
+            is_end = (table[:, option + 1 :].sum(axis=1) == 0)[:, None]
+            first = np.where(is_end & (taken == 1), end, first)
+            last = np.where(is_end, end, last)
+        most = np.where(taken > 0, np.maximum(most, np.maximum(first, last)), most)
+        rest = rest + taken * rise
+    return most
+
+
+def _unbeaten(points: Floats) -> Ints:
+    """Rows that no other is below in one column and nowhere above."""
+    left = np.lexsort(points.T[::-1])
+    kept = []
+    while len(left):
+        best = left[0]
+        kept.append(best)
+        left = left[~(points[left] >= points[best]).all(axis=1)]
+    return np.array(kept, dtype=np.int64)
+
+
 def least_weight(groups: list[Group], room: float, cutoff: float = float("inf")) -> Packing | None:
     """The packing of least weight within `room`, or None if nothing fits or nothing is lighter than `cutoff`."""
     kept = [_undominated(group) for group in groups]
@@ -143,6 +225,11 @@ def _enumerated(groups: list[Group], room: float, price: float, gap: float) -> P
         weight, memory, excess = weights[keep], memories[keep], excesses[keep]
         if not len(keep):
             return None
+    return _traced(tables, chosen, weight)
+
+
+def _traced(tables: list[Ints], chosen: list[tuple[Ints, Ints]], weight: Floats) -> Packing:
+    """The lightest label's choices. chosen: per group (label before it, row of its table) of every label."""
     label = int(np.argmin(weight))
     total = float(weight[label])
     counts: list[Ints] = []

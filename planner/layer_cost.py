@@ -1,34 +1,42 @@
 """What one layer costs under a shape and an option: the coefficients of the ILP, and of every estimate."""
 
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..profiler.cluster import ClusterSpec, Device
-from ..profiler.model_profile import Costs, LayerClass, ModelProfile
+from ..profiler.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
 from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
-from .compute_cost import Seconds, accumulate_s, layer_seconds, optimizer_s
-from .kinds import Kind, kinds_of
-from .memory_cost import StateBytes, state_bytes, uses_fully_shard
-from .plan import Axis, Recompute
+from .compute_cost import Seconds, accumulate_s, host_optimizer_s, layer_seconds, optimizer_s
+from .context_cost import NOTHING, ContextCost, context_cost
+from .expert_cost import Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
+from .kept import kept
+from .kinds import Kind, kept_with_last, kinds_of
+from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_fully_shard
+from .part_cost import part_cost
+from .peak import Arrivals
+from .plan import Axis, GroupAxis, Recompute
+from .sharding import padded_elements
 from .software import load_software
 from .strategy import LayerOption, Shape, is_cut, is_sequence_cut
 from .training import TrainingSpec
 
 Part = Literal["forward", "backward"]
 
-PREFETCHED_LAYERS = 2
-"""Layers whose gathered parameters are there at once where layers reshard: the one at work and the next."""
-
-P2P_EXPOSED = 0.8
-"""Share of a transfer between stages that its receiver waits for. Pilot fit on published runs."""
+P2P_EXPOSED = 0.269
+"""Share of a transfer between stages that its receiver waits for. Fit to published runs, see
+benchmarks/published/fitted/fit.md."""
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Bytes and calls of one collective on one axis by one rank."""
 
-    axis: Axis
+    axis: GroupAxis
     kind: Collective
     bytes: float
     calls: float
@@ -36,9 +44,29 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Held:
+    """A parameter of a layer class on one tensor rank. elements: padded to what data shards divide evenly; whole: not
+    cut by tensor parallelism."""
+
+    name: str
+    elements: int
+    trainable: bool
+    whole: bool
+
+
+@dataclass(frozen=True)
 class LayerCost:
-    """One layer under one shape and option. Seconds per micro-batch unless `once_`; bytes on one rank. weight_s: the
-    part of backward_s that is for gradients of weights."""
+    """One layer under one shape and option. Seconds per micro-batch unless `once_`; bytes on one rank.
+
+    weight_s: the part of backward_s that is for gradients of weights. kept_bytes: activations of one micro-batch, until
+    the layer's backward, of which arrived_bytes come from earlier layers and count only because it is recomputed.
+    held_bytes: compute copies of parameters, of which released_bytes are given back once
+    gradients are reduced. accumulated_bytes: gradients before they are reduced, beyond their shards. root_bytes:
+    gradients that wait for fully_shard's root from the layer's backward on, and root_end_bytes what that takes then.
+    transient_bytes: there only during the layer's turn, beyond what is kept and held; reducing_bytes: the same in a
+    pass that reduces gradients, while those of the layer behind it are on their way; ending_bytes: if none is behind
+    it.
+    """
 
     forward_s: float
     backward_s: float
@@ -54,18 +82,53 @@ class LayerCost:
     trainable_elements: float
     kept_bytes: float
     held_bytes: float
+    released_bytes: float
+    accumulated_bytes: float
+    root_bytes: float
+    root_end_bytes: float
     transient_bytes: float
+    reducing_bytes: float
+    ending_bytes: float
     traffic: tuple[Traffic, ...]
+    context_forward_s: float = 0.0
+    context_backward_s: float = 0.0
+    expert_forward_s: float = 0.0
+    expert_backward_s: float = 0.0
+    offload_forward_s: float = 0.0
+    offload_backward_s: float = 0.0
+    arrived_bytes: float = 0.0
+
+    def with_waiting(self, num_bytes: float) -> "LayerCost":
+        """The same in a place where so many bytes of others pass by."""
+        if not num_bytes:
+            return self
+        return replace(
+            self,
+            transient_bytes=self.transient_bytes + num_bytes,
+            reducing_bytes=self.reducing_bytes + num_bytes,
+            ending_bytes=self.ending_bytes + num_bytes,
+        )
+
+    @property
+    def exchange_forward_s(self) -> float:
+        """Exposed exchanges of the forward with context ranks, expert ranks and the host."""
+        return self.context_forward_s + self.expert_forward_s + self.offload_forward_s
+
+    @property
+    def exchange_backward_s(self) -> float:
+        """The same of the backward."""
+        return self.context_backward_s + self.expert_backward_s + self.offload_backward_s
 
     @property
     def forward_total_s(self) -> float:
         """Forward of one micro-batch, exposed communication included."""
-        return self.forward_s + self.tensor_forward_s + self.data_forward_s
+        return self.forward_s + self.tensor_forward_s + self.data_forward_s + self.exchange_forward_s
 
     @property
     def backward_total_s(self) -> float:
         """Backward of one micro-batch, recompute and exposed communication included."""
-        return self.backward_s + self.recompute_s + self.tensor_backward_s + self.data_backward_s
+        exposed_s = self.tensor_backward_s + self.data_backward_s + self.exchange_backward_s
+        return self.backward_s + self.recompute_s + exposed_s
 
     @property
     def microbatch_s(self) -> float:
@@ -98,9 +161,15 @@ class CostModel:
         if training.precision not in self.device.flops:
             known = ", ".join(self.device.flops)
             raise ValueError(f"{self.device.name} has no rate for {training.precision}; its device file has {known}")
-        self._seconds: dict[tuple[int, str, int, int], Seconds] = {}
+        self._neighbours: dict[tuple[Kind, bool, int], Kind | None] = {}
+        self._seconds: dict[tuple[int, str, float, int, int], Seconds] = {}
+        self._contexts: dict[tuple[object, ...], ContextCost] = {}
+        self._part_costs: dict[tuple[object, ...], tuple[float, float]] = {}
         self._links: dict[tuple[int, int], GroupLinks] = {}
-        self._crossings: dict[tuple[int, int], list[float]] = {}
+        self._held: dict[tuple[int, int, int], tuple[Held, ...]] = {}
+        self._crossings: dict[tuple[float, int, int, int], list[Cut]] = {}
+        self._crossing_sizes: dict[tuple[float, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        self._modes: dict[tuple[int, int, bool], tuple[str, Costs, int]] = {}
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -113,7 +182,7 @@ class CostModel:
             self._links[size, stride] = GroupLinks(
                 group=self.cluster.group(size, stride),
                 link=self.cluster.link,
-                network=self.cluster.network,
+                network=self.software.through(self.cluster.network),
                 devices_per_host=self.cluster.devices_per_host,
                 factors=tuple(sorted(self.device.collective_factors.items())),
             )
@@ -127,13 +196,22 @@ class CostModel:
         """Seconds of the optimizer step over `elements` parameters on one device."""
         return optimizer_s(elements, self.training.optimizer, self.device)
 
+    def host_optimizer_s(self, elements: float) -> float:
+        """The same with state and step on the host."""
+        return host_optimizer_s(elements, self.training.optimizer, self.device)
+
     def layer_class(self, kind: Kind) -> LayerClass:
         """The class of a kind."""
         return self.profile.classes[kind.layer_class]
 
     def mode(self, kind: Kind, shape: Shape) -> tuple[str, Costs, int]:
         """(name, observed costs, tensor degree) that a kind runs with under a shape."""
-        layer_class = self.layer_class(kind)
+        key = kind.layer_class, shape.tensor, shape.sequence
+        if key not in self._modes:
+            self._modes[key] = self._mode_of(self.layer_class(kind), shape)
+        return self._modes[key]
+
+    def _mode_of(self, layer_class: LayerClass, shape: Shape) -> tuple[str, Costs, int]:
         if is_sequence_cut(layer_class, shape) and layer_class.sequence is not None:
             return "sequence", layer_class.sequence, shape.tensor
         if is_cut(layer_class, shape) and layer_class.tensor is not None:
@@ -143,54 +221,174 @@ class CostModel:
     def compute(self, kind: Kind, shape: Shape) -> Seconds:
         """Compute seconds of a layer for one micro-batch."""
         mode, costs, tensor = self.mode(kind, shape)
-        key = (kind.layer_class, mode, shape.micro_batch, tensor)
+        key = (kind.layer_class, mode, shape.samples, tensor, shape.expert)
         if key not in self._seconds:
+            as_run = None
+            if self.layer_class(kind).experts:
+                as_run = partial(
+                    on_one_rank,
+                    products=expert_products(self.layer_class(kind))[mode],
+                    device=self.device,
+                    batch=shape.samples,
+                    tensor=tensor,
+                    expert=shape.expert,
+                    imbalance=self.imbalance(shape),
+                )
             self._seconds[key] = layer_seconds(
-                costs, self.device, self.training.precision, self.training.compute_bytes, shape.micro_batch, tensor
+                costs, self.device, self.training.precision, self.training.compute_bytes, shape.samples, tensor, as_run
             )
         return self._seconds[key]
 
+    def imbalance(self, shape: Shape) -> float:
+        """Tokens of the rank whose experts get most, over the mean."""
+        return self.training.expert_imbalance if shape.expert > 1 else 1.0
+
     def elements(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[float, float]:
-        """(all, trainable) parameter elements of a layer on one tensor rank, before data sharding."""
-        layer_class = self.layer_class(kind)
-        divisor = shape.tensor if is_cut(layer_class, shape) else 1
-        sharded = {name for cut in layer_class.cuts for name in cut.sharded}
+        """(all, trainable) parameter elements of a layer on one tensor rank, before data sharding, with its padding."""
         total = trainable = 0.0
-        for parameter in layer_class.parameters:
-            if parameter.name in without:
+        for item in self.held(kind, shape):
+            if item.name in without:
                 continue
-            count = parameter.num_elements / (divisor if parameter.name in sharded else 1)
-            total += count
-            trainable += count if parameter.trainable else 0.0
+            total += item.elements
+            trainable += item.elements if item.trainable else 0.0
         return total, trainable
 
-    def _passing_bytes(
-        self, kind: Kind, shape: Shape, state: StateBytes, total: float, trainable: float, resharded: bool
-    ) -> float:
-        """Bytes of gradients, and of gathered parameters that are given back, while the layer is at work."""
+    def held(self, kind: Kind, shape: Shape) -> tuple[Held, ...]:
+        """Parameters of a layer as one tensor rank has them."""
+        tensor = self.mode(kind, shape)[2]
+        key = kind.layer_class, tensor, shape.sharded_over
+        if key not in self._held:
+            layer_class = self.layer_class(kind)
+            cuts = layer_class.cuts if tensor > 1 else ()
+            cut_dims = {name: dim for cut in cuts for name, dim in cut.sharded.items()}
+            held = []
+            for parameter in layer_class.parameters:
+                local = list(parameter.shape)
+                if parameter.name in cut_dims:
+                    local[cut_dims[parameter.name]] //= tensor
+                elements = padded_elements(tuple(local), shape.sharded_over)
+                held.append(Held(parameter.name, elements, parameter.trainable, parameter.name not in cut_dims))
+            self._held[key] = tuple(held)
+        return self._held[key]
+
+    def _transients(
+        self, kind: Kind, shape: Shape, state: StateBytes, working: "_Working", kept: float, resharded: bool
+    ) -> tuple[float, float, float]:
+        """(transient_bytes, reducing_bytes, ending_bytes): the most of a layer's forward, of its backward, and of what
+        comes after that, when what it kept is gone: gradients in compute dtype, and in fp32 until they are reduced."""
+        total, trainable = self._spread(kind, shape)
         if not uses_fully_shard(shape, self.training):
             sizes = [p.num_elements for p in self.layer_class(kind).parameters if p.trainable]
-            return max(sizes, default=0) * state.new_gradient
-        gradients = state.passing_gradients - (state.root_gradients if kind.is_in_root(shape) else 0.0)
-        return trainable * gradients + (PREFETCHED_LAYERS * total * state.gathered if resharded else 0.0)
+            new = max(sizes, default=0) * state.new_gradient or trainable.gathered * MASTER_BYTES - kept
+            most = max(working.forward, working.backward, new)
+            return most, most, most
+        in_root, several = kind.is_in_root(shape), shape.sharded_over > 1
+        copy = total.gathered * state.gathered
+        own = copy if resharded else 0.0
+        ahead = self._neighbour(kind, shape, -1) if resharded and several else None
+        prefetched = self._spread(ahead, shape)[0].gathered * state.gathered if ahead else 0.0
+        behind = self._neighbour(kind, shape, 1)
+        reduced = self._spread(behind, shape)[1].reduced * MASTER_BYTES if behind else 0.0
+        arrived = copy if several and not in_root and (resharded or not state.copies_stay) else 0.0
+        new, whole = trainable.gathered * self.training.compute_bytes, trainable.reduced * MASTER_BYTES
+        if working.logits:
+            # The loss comes when the layer's parameters are given back, unless it is computed inside of the module.
+            around = arrived if self.profile.returns_loss else 0.0
+            most = max(working.forward, working.backward) + around
+            forward = working.logits - working.passed
+            backward = forward + new
+        else:
+            most, forward = 0.0, working.forward
+            backward = working.backward + max(0.0, new - working.passed)
+        between = max(most, forward + own + arrived, backward + own + prefetched)
+        ending, reducing = between, max(between, backward + own + prefetched + reduced)
+        if not in_root:
+            made = 0.0 if state.copies_stay else new
+            scattered = whole / shape.sharded_over if several else 0.0
+            after = made + whole + scattered + prefetched - kept - (0.0 if resharded else copy)
+            ending, reducing = max(ending, after), max(reducing, after)
+        return between, reducing, ending
+
+    def _neighbour(self, kind: Kind, shape: Shape, step: Literal[-1, 1]) -> Kind | None:
+        """What fully_shard handles before (-1) or after a layer of this kind: of its own kind if there are several in a
+        row, else the next layer in that direction that has parameters of its own."""
+        key = kind, shape.pipeline == 1, step
+        if key not in self._neighbours:
+            self._neighbours[key] = self._found_neighbour(kind, shape, step)
+        return self._neighbours[key]
+
+    def _found_neighbour(self, kind: Kind, shape: Shape, step: Literal[-1, 1]) -> Kind | None:
+        kinds = self.kinds
+        places = [i for i, other in enumerate(kinds) if other == kind]
+        if any(0 <= i + step < len(kinds) and kinds[i + step] == kind for i in places):
+            return kind
+        others = kinds[places[0] + 1 :] if step > 0 else kinds[: places[0]][::-1]
+        return next((k for k in others if self.layer_class(k).parameters and not k.is_in_root(shape)), None)
 
     def _exposed_tensor_s(self, comm_s: float, compute_s: float) -> float:
         """What is left of tensor-parallel communication where the stack hides a share of it behind the layer's work."""
         return comm_s - min(self.software.tensor_overlap * comm_s, compute_s)
+
+    def shard_links(self, shape: Shape) -> GroupLinks:
+        """Links of the groups that parameters are sharded over."""
+        return self.links(shape.sharded_over, shape.shard_stride)
+
+    def _context(self, kind: Kind, shape: Shape) -> ContextCost:
+        """Exchanges of a layer's attention between context ranks."""
+        if shape.context == 1:
+            return NOTHING
+        mode, costs, tensor = self.mode(kind, shape)
+        key = kind.layer_class, mode, tensor, shape.micro_batch, shape.context, shape.context_kind, shape.mesh_axes
+        if key not in self._contexts:
+            self._contexts[key] = context_cost(
+                self.layer_class(kind),
+                costs,
+                shape.micro_batch,
+                self.training.compute_bytes,
+                tensor,
+                shape.context,
+                shape.context_kind,
+                self.axis_links(shape, "context"),
+                self.device,
+                self.training.precision,
+            )
+        return self._contexts[key]
+
+    def _dispatch(self, kind: Kind, shape: Shape) -> tuple[float, float, float]:
+        """(seconds, bytes, calls) of sending a layer's tokens to their experts once for one micro-batch; bringing them
+        back takes the same, and so do their gradients."""
+        if shape.expert == 1:
+            return 0.0, 0.0, 0.0
+        slices = shape.tensor if self.mode(kind, shape)[0] == "sequence" else 1
+        links = self.links(shape.expert, shape.expert_stride)
+        whole, banks = self.layer_class(kind).whole, self.layer_class(kind).experts
+        seconds = total = 0.0
+        for bank in banks:
+            num_bytes = routed_bytes(bank, whole, shape.samples, slices, self.training.compute_bytes)
+            busiest = num_bytes * self.imbalance(shape)
+            num_copies = copies(bank, self.profile.tokens_per_sample)
+            seconds += exchange_of(busiest, num_copies, links, self.software.dispatches_once_per_host)
+            total += num_bytes
+        return seconds, total, float(len(banks))
+
+    def _routing_s(self, kind: Kind, shape: Shape) -> float:
+        """Seconds that the host adds to a pass for a layer's experts."""
+        banks, expert = self.layer_class(kind).experts, shape.expert
+        return sum(self.software.host_routing_s(bank.count / expert, expert) for bank in banks)
 
     def _accumulate_s(self, trainable: float, shape: Shape) -> float:
         """Seconds per micro-batch of adding new gradients to those of the micro-batches before: fp32, two reads and a
         write, of shards where they are reduced first."""
         if shape.num_microbatches == 1 or self.software.accumulates_in_matmul:
             return 0.0
-        elements = trainable / (shape.data_shard if shape.gradient_sync == "every" else 1)
+        elements = trainable / (shape.sharded_over if shape.gradient_sync == "every" else 1)
         added = accumulate_s(elements, self.device)
         return added * (1 - 1 / shape.num_microbatches)
 
     def tensor_traffic(self, kind: Kind, shape: Shape) -> tuple[tuple[Part, bool, Traffic], ...]:
         """(part, whether recompute repeats it, collective) of tensor parallelism in one layer for one micro-batch."""
         mode, costs, tensor = self.mode(kind, shape)
-        element_bytes, batch = self.training.compute_bytes, shape.micro_batch
+        element_bytes, batch = self.training.compute_bytes, shape.samples
         traffic: list[tuple[Part, bool, Traffic]] = [
             (
                 c.part,
@@ -202,14 +400,14 @@ class CostModel:
         ]
         if shape.sequence and mode != "sequence":
             edges: tuple[tuple[Part, int], ...] = (("forward", kind.leaves), ("backward", kind.enters))
-            neighbour = self._hidden_bytes(shape)
+            neighbour = self.hidden_bytes(shape)
             traffic += [(part, False, Traffic("tensor", "all_gather", neighbour, 1.0, False)) for part, n in edges if n]
         return tuple(traffic)
 
-    def _hidden_bytes(self, shape: Shape) -> float:
+    def hidden_bytes(self, shape: Shape) -> float:
         """Bytes of the hidden state that is sliced where sequence parallelism begins and gathered where it ends."""
         sizes = [
-            c.whole.inputs.at(shape.micro_batch, self.training.compute_bytes)
+            c.whole.inputs.at(shape.samples, self.training.compute_bytes)
             for c in self.profile.classes
             if c.sequence is not None
         ]
@@ -219,7 +417,7 @@ class CostModel:
         """What a layer of this kind costs under a shape and an option."""
         seconds = self.compute(kind, shape)
         state = state_bytes(shape, self.training)
-        total, trainable = self.elements(kind, shape)
+        total, trainable = self._spread(kind, shape)
         axis_links = self.axis_links(shape, "tensor")
         tensor_s: dict[Part, float] = {"forward": 0.0, "backward": 0.0}
         repeated_s = 0.0
@@ -229,69 +427,182 @@ class CostModel:
             repeated_s += item_s if repeated else 0.0
         in_root = kind.is_in_root(shape)
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
-        data = self._data(shape, resharded, *self.elements(kind, shape, kind.held_before(shape)), seconds)
+        own, own_trainable = self._spread(kind, shape, kind.held_before(shape))
+        data = self._data(shape, resharded, own.reduced, own_trainable.reduced, seconds)
         full = option.recompute == "full"
-        kept, transient = self._activation_bytes(kind, shape, option.recompute)
-        passing = self._passing_bytes(kind, shape, state, total, trainable, resharded)
-        held = 0.0 if resharded else total * state.gathered
-        held += trainable * (state.accumulated + (state.root_gradients if in_root else 0.0))
-        shard = shape.data_shard
+        kept, working = self._activation_bytes(kind, shape, option.recompute)
+        uncast = full and not uses_fully_shard(shape, self.training)
+        held = 0.0 if resharded or uncast else total.gathered * state.gathered
+        context, dispatch_s = self._context(kind, shape), self._dispatch(kind, shape)[0]
+        expert_s = dispatch_s - min(self.software.expert_overlap * dispatch_s, seconds.forward)
+        again_s, freed = self._parts(kind, shape, option.recompute)
+        if freed:
+            kept, working = kept - freed, replace(working, backward=working.backward + freed)
+        repeats_attention = option.recompute in ("attention", "full")
+        repeats_collectives = option.recompute in ("selective", "full")
+        away_s = self._away_s(kept) if option.offload else 0.0
+        buffers = context.buffer_bytes
+        if option.offload:  # one layer's on their way, the next one's arriving
+            kept, buffers = 0.0, buffers + 2 * kept
+        transient, reducing, ending = self._transients(kind, shape, state, working, kept, resharded)
+        host_s = self.software.host_layer_s + self._routing_s(kind, shape)
+        shard = shape.sharded_over
         return LayerCost(
-            forward_s=seconds.forward + self.software.layer_s,
-            backward_s=seconds.backward + self._accumulate_s(trainable, shape) + self.software.layer_s,
+            forward_s=seconds.forward + host_s,
+            backward_s=seconds.backward + self._accumulate_s(trainable.gathered, shape) + host_s,
             weight_s=seconds.backward_weight,
-            recompute_s=seconds.repeated[option.recompute],
+            recompute_s=seconds.repeated[option.recompute] + again_s,
             tensor_forward_s=self._exposed_tensor_s(tensor_s["forward"], seconds.forward),
             tensor_backward_s=self._exposed_tensor_s(tensor_s["backward"], seconds.backward)
-            + (self._exposed_tensor_s(repeated_s, seconds.forward) if full else 0.0),
+            + (self._exposed_tensor_s(repeated_s, seconds.forward) if repeats_collectives else 0.0),
             data_forward_s=data.forward_s,
             data_backward_s=data.backward_s,
             once_data_s=data.once_s,
-            optimizer_s=self.optimizer_s(trainable / shard),
-            elements=total,
-            trainable_elements=trainable,
+            optimizer_s=(self.host_optimizer_s if state.on_host else self.optimizer_s)(trainable.stored / shard),
+            elements=total.stored,
+            trainable_elements=trainable.stored,
             kept_bytes=kept,
             held_bytes=held,
-            transient_bytes=transient + passing,
-            traffic=data.traffic
-            + self._partial_traffic(kind, shape)
-            + tuple(
-                Traffic(t.axis, t.kind, t.bytes, 2.0 if full and repeated else 1.0, False)
+            released_bytes=0.0 if in_root and uses_fully_shard(shape, self.training) else held,
+            accumulated_bytes=trainable.reduced * state.accumulated,
+            root_bytes=trainable.gathered * state.root_gradients if in_root else 0.0,
+            root_end_bytes=trainable.gathered * state.root_end if in_root else 0.0,
+            transient_bytes=transient + buffers,
+            reducing_bytes=reducing + buffers,
+            ending_bytes=ending + buffers,
+            traffic=tuple(
+                Traffic(t.axis, t.kind, t.bytes, 2.0 if repeats_collectives and repeated else 1.0, False)
                 for _, repeated, t in self.tensor_traffic(kind, shape)
-            ),
+            )
+            + self._exchange_traffic(kind, shape, repeats_attention, full),
+            context_forward_s=context.forward_s,
+            context_backward_s=context.backward_s + (context.forward_s if repeats_attention else 0.0),
+            expert_forward_s=2 * expert_s,
+            expert_backward_s=(4 if full else 2) * expert_s,
+            offload_forward_s=exposed_s(away_s, seconds.forward, 1.0, self.device.contention),
+            offload_backward_s=exposed_s(away_s, seconds.backward, 1.0, self.device.contention),
+            arrived_bytes=self._arrived_bytes(kind, shape, option),
         )
+
+    def _exchange_traffic(
+        self, kind: Kind, shape: Shape, repeats_attention: bool, repeats_experts: bool
+    ) -> tuple[Traffic, ...]:
+        """Collectives of one layer with context ranks and expert ranks for one micro-batch."""
+        context, traffic = self._context(kind, shape), []
+        for exchanges, times in ((context.forward, 2.0 if repeats_attention else 1.0), (context.backward, 1.0)):
+            traffic += [Traffic("context", e.kind, e.num_bytes, times * e.calls, False) for e in exchanges]
+        _, num_bytes, calls = self._dispatch(kind, shape)
+        if calls:
+            passes = 6 if repeats_experts else 4
+            traffic.append(Traffic("expert", "all_to_all", num_bytes / calls, passes * calls, False))
+        return tuple(traffic)
+
+    def _parts(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float]:
+        """(seconds, bytes not kept) of the parts of a layer that are recomputed; nothing where all of it is."""
+        if not shape.recompute_parts or recompute == "full":
+            return 0.0, 0.0
+        mode, costs, tensor = self.mode(kind, shape)
+        element_bytes = self.training.compute_bytes
+        key = kind.layer_class, mode, tensor, shape.samples, shape.recompute_parts
+        if key not in self._part_costs:
+            self._part_costs[key] = part_cost(
+                costs,
+                shape.recompute_parts,
+                self.device,
+                self.training.precision,
+                element_bytes,
+                shape.samples,
+                tensor,
+            )
+        seconds, returned = self._part_costs[key]
+        under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective}[recompute]
+        kept, least = (part.at(shape.samples, element_bytes, tensor) for part in (under, costs.full))
+        return seconds, min(returned, max(0.0, kept - least))
+
+    def _away_s(self, num_bytes: float) -> float:
+        """Seconds to bring bytes to the host, or back."""
+        return num_bytes / self.device.host_bandwidth
+
+    def _spread(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[Spread, Spread]:
+        """(all, trainable) parameter elements of a layer on one tensor rank by what they cost there."""
+        total, trainable = self.elements(kind, shape, without)
+        if shape.expert == 1:
+            return Spread(total, total, total), Spread(trainable, trainable, trainable)
+        experts = frozenset(name for bank in self.layer_class(kind).experts for name in bank.parameters)
+        others, others_trainable = self.elements(kind, shape, without | experts)
+        return spread(total, total - others, shape), spread(trainable, trainable - others_trainable, shape)
+
+    def moved_elements(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[float, float]:
+        """(all, trainable) elements that data shards gather and reduce for a layer."""
+        total, trainable = self._spread(kind, shape, without)
+        return total.reduced, trainable.reduced
 
     def arriving_bytes(self, kind: Kind, shape: Shape, recomputed: bool) -> float:
         """Bytes of tensors from earlier layers that a layer keeps for one micro-batch."""
-        batch, element_bytes = shape.micro_batch, self.training.compute_bytes
+        batch, element_bytes = shape.samples, self.training.compute_bytes
         slices = self.mode(kind, shape)[0] == "sequence"
         return sum(
             item.size.at(batch, element_bytes) / (shape.tensor if slices and item.slices else 1)
             for item in (kind.keeps_for_recompute if recomputed else kind.keeps)
         )
 
-    def _activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float]:
-        """(kept, transient) bytes for one micro-batch; recomputed layers pass through everything that they would have
-        saved."""
-        batch, element_bytes = shape.micro_batch, self.training.compute_bytes
+    def _arrived_bytes(self, kind: Kind, shape: Shape, option: LayerOption) -> float:
+        """Bytes of those that it keeps only because it is recomputed."""
+        if option.recompute not in ("selective", "full") or option.offload:
+            return 0.0
+        return self.arriving_bytes(kind, shape, True) - self.arriving_bytes(kind, shape, False)
+
+    def batch_bytes(self, shape: Shape) -> float:
+        """Bytes of a rank's share of the global batch, which every stage holds."""
+        each = sum(math.prod(tensor.shape) * _dtype_bytes(tensor.dtype) for tensor in self.profile.batch)
+        return float(shape.samples * shape.num_microbatches * each)
+
+    def _activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "_Working"]:
+        """(kept bytes, bytes beyond them while at work) for one micro-batch; in the backward recomputed layers pass
+        through everything that they would have saved."""
+        batch, element_bytes = shape.samples, self.training.compute_bytes
         _, costs, tensor = self.mode(kind, shape)
+        logits = self._logits_bytes(kind, shape)
+        autocast = self.training.is_mixed and not uses_fully_shard(shape, self.training)
+        if autocast and logits:
+            element_bytes = MASTER_BYTES
         saved = costs.saved.at(batch, element_bytes, tensor)
         under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective, "full": costs.full}
         kept = under[recompute].at(batch, element_bytes, tensor)
         forward = costs.forward_transient.at(batch, element_bytes, tensor)
         backward = costs.backward_transient.at(batch, element_bytes, tensor)
-        transient = max(forward, backward) + max(0.0, saved - kept)
-        return kept + self.arriving_bytes(kind, shape, recompute in ("selective", "full")), transient
+        arriving = self.arriving_bytes(kind, shape, recompute in ("selective", "full"))
+        if autocast and not logits:
+            more = (MASTER_BYTES - self.training.compute_bytes) * autocast_elements(costs, batch)
+            saved += more
+            kept += more if recompute == "none" else arriving if more else 0.0
+        backward += max(0.0, saved - kept)
+        return kept + arriving, _Working(forward, backward, max(saved, kept), logits)
+
+    def _logits_bytes(self, kind: Kind, shape: Shape) -> float:
+        """Bytes of what a layer's last matmul makes for the loss in it, and of gathering that; 0 without a loss."""
+        _, costs, tensor = self.mode(kind, shape)
+        if not _has_loss(costs):
+            return 0.0
+        shapes = [op.shape for op in costs.operators if op.part == "forward" and op.shape is not None]
+        rows, _, columns = shapes[-1] if shapes else (ZERO, ZERO, ZERO)
+        made = amount_at(rows, shape.samples, tensor) * amount_at(columns, shape.samples, tensor)
+        gathered = sum(
+            c.tensor.at(shape.samples, self.training.compute_bytes, tensor)
+            for c in costs.collectives
+            if c.part == "forward" and c.kind == "all_gather"
+        )
+        return made * self.training.compute_bytes + 2 * gathered
 
     def _data(self, shape: Shape, resharded: bool, total: float, trainable: float, seconds: Seconds) -> "_DataCost":
-        """Gathers and gradient reductions of one layer: exposed seconds and traffic."""
-        shard, replicate = self.axis_links(shape, "data_shard"), self.axis_links(shape, "data_replicate")
+        """Exposed seconds of gathers and gradient reductions of one layer; traffic.py counts them."""
+        shard, replicate = self.shard_links(shape), self.axis_links(shape, "data_replicate")
         overlap, contention = self.device.overlap, self.device.contention
         gather_bytes = self.training.compute_bytes * total
-        reduce_bytes = 4 * trainable
+        reduce_bytes = self.software.gradient_bytes * trainable
         gather_s = collective_s("all_gather", gather_bytes, shard)
         reduce_s = collective_s("reduce_scatter", reduce_bytes, shard)
-        reduce_s += collective_s("all_reduce", reduce_bytes / shape.data_shard, replicate)
+        reduce_s += collective_s("all_reduce", reduce_bytes / shape.sharded_over, replicate)
         every = shape.gradient_sync == "every"
         keeps = not resharded
         forward = exposed_s(gather_s, seconds.forward, overlap, contention)
@@ -304,31 +615,12 @@ class CostModel:
         if not every:
             room = seconds.backward if keeps else max(0.0, seconds.backward - gather_s)
             once += exposed_s(once_comm, room, overlap, contention)
-        gathers = (2.0 if resharded else 1.0) if shape.data_shard > 1 else 0.0
-        traffic = []
-        if gathers:
-            traffic.append(Traffic("data_shard", "all_gather", gather_bytes, gathers, per_step=keeps and not every))
-            traffic.append(Traffic("data_shard", "reduce_scatter", reduce_bytes, 1.0, per_step=not every))
-        if shape.data_replicate > 1:
-            traffic.append(
-                Traffic("data_replicate", "all_reduce", reduce_bytes / shape.data_shard, 1.0, per_step=not every)
-            )
-        return _DataCost(forward, backward, once, tuple(traffic))
-
-    def _partial_traffic(self, kind: Kind, shape: Shape) -> tuple[Traffic, ...]:
-        """Gradients of which each tensor rank has the share of its slice of the sequence, summed once per step. They
-        are those of norms and biases, in one bucket for all layers: counted, but not worth seconds."""
-        if self.mode(kind, shape)[0] != "sequence":
-            return ()
-        layer_class = self.layer_class(kind)
-        sharded = frozenset(name for cut in layer_class.cuts for name in cut.sharded)
-        _, whole = self.elements(kind, shape, sharded | kind.held_before(shape))
-        return (Traffic("tensor", "all_reduce", 4 * whole / shape.data_shard, 1.0, per_step=True),) if whole else ()
+        return _DataCost(forward, backward, once)
 
     def tie_bytes(self, elements: float, shape: Shape) -> float:
         """Bytes of gradients that a stage sums with other stages once per step: fp32, of tied weights that have this
         many elements there."""
-        return 4 * elements / shape.data_shard
+        return 4 * elements / shape.sharded_over
 
     def tie_s(self, elements: float, shape: Shape) -> float:
         """Seconds of that: between the first stage and the last, which is where embedding and head are."""
@@ -340,22 +632,64 @@ class CostModel:
     def crossings(self, shape: Shape) -> list[Cut]:
         """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
         between layers, behind the last."""
-        links = self.axis_links(shape, "pipeline")
-        return [Cut(collective_s("p2p", size, links) if size else 0.0, size) for size in self._crossing_bytes(shape)]
+        sliced = shape.tensor if shape.sequence else 1
+        key = shape.samples, sliced, shape.pipeline, shape.stride("pipeline")
+        if key not in self._crossings:
+            links = self.axis_links(shape, "pipeline")
+            sizes = self._crossing_bytes(shape)
+            cuts = {size: Cut(collective_s("p2p", size, links) if size else 0.0, size) for size in set(sizes)}
+            self._crossings[key] = [cuts[size] for size in sizes]
+        return self._crossings[key]
 
     def _crossing_bytes(self, shape: Shape) -> list[float]:
-        key = shape.micro_batch, shape.tensor if shape.sequence else 1
-        if key not in self._crossings:
-            sizes = [0.0] * (len(self.profile.layers) + 1)
-            modes = [self.mode(kind, shape)[0] for kind in self.kinds]
-            for tensor in self.profile.tensors:
-                size = tensor.size.at(shape.micro_batch, self.training.compute_bytes)
-                may_slice = tensor.requires_grad and "sequence" in tensor.dims and modes[tensor.made_by] == "sequence"
-                for position in range(tensor.made_by + 1, tensor.last_used_by + 1):
-                    sliced = may_slice and modes[position] == "sequence"
-                    sizes[position] += size / shape.tensor if sliced else size
-            self._crossings[key] = sizes
-        return self._crossings[key]
+        spans = _spans(self.profile)
+        at = np.array([1.0, shape.samples, 1.0, shape.samples])
+        sizes = (self.training.compute_bytes * spans.elements + spans.other_bytes) @ at
+        cut = {kind.layer_class: self.mode(kind, shape)[0] == "sequence" for kind in self.kinds}
+        sequence = np.array([*(cut[kind.layer_class] for kind in self.kinds), False])
+        sliced = spans.may_slice & sequence[spans.made_by]
+        parts = sizes[spans.tensor]
+        parts = np.where(sliced[spans.tensor] & sequence[spans.position], parts / shape.tensor, parts)
+        summed: list[float] = np.bincount(spans.position, parts, len(self.kinds) + 1).tolist()
+        return summed
+
+    def arrivals(self, shape: Shape, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrivals:
+        """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one behind
+        its last."""
+        tensors = self.profile.tensors
+        if shape.pipeline == 1 or not tensors:
+            nothing = np.zeros(len(firsts))
+            return Arrivals(nothing, nothing, nothing)
+        made_by, last_used_by = _spans(self.profile).made_by, np.array([t.last_used_by for t in tensors])
+        readers = np.array([last for last, _ in kept_with_last(self.profile)])
+        whole, counted = self._sizes(shape)
+        crosses = (made_by < firsts[:, None]) & (firsts[:, None] <= last_used_by)
+        received = np.where(crosses, self._slices(shape)[firsts] * whole, 0.0)
+        stays = readers < ends[:, None]
+        inputs = np.maximum(0.0, received - counted) * stays
+        gradients = received * np.array([t.requires_grad for t in tensors])
+        return Arrivals(inputs.sum(axis=1), (gradients * ~stays).sum(axis=1), gradients.sum(axis=1))
+
+    def _slices(self, shape: Shape) -> NDArray[np.float64]:
+        """[place of the chain][crossing tensor] -> the share of it that crosses there."""
+        spans = _spans(self.profile)
+        sequence = np.array([*(self.mode(kind, shape)[0] == "sequence" for kind in self.kinds), False])
+        sliced = spans.may_slice & sequence[spans.made_by] & sequence[:, None]
+        return np.where(sliced, 1 / shape.tensor, 1.0)
+
+    def _sizes(self, shape: Shape) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[crossing tensor] -> (bytes of one micro-batch of it, those that count with its last reader)."""
+        key = shape.samples, shape.tensor if shape.sequence else 1
+        if key not in self._crossing_sizes:
+            batch, element_bytes = shape.samples, self.training.compute_bytes
+            whole = [tensor.size.at(batch, element_bytes) for tensor in self.profile.tensors]
+            counted = [
+                item.size.at(batch, element_bytes)
+                / (shape.tensor if item.slices and self.mode(self.kinds[last], shape)[0] == "sequence" else 1)
+                for last, item in kept_with_last(self.profile)
+            ]
+            self._crossing_sizes[key] = np.array(whole), np.array(counted)
+        return self._crossing_sizes[key]
 
     def options(
         self, kind: Kind, shape: Shape, recompute: Recompute | None = None, reshard: bool | None = None
@@ -365,15 +699,91 @@ class CostModel:
         recomputes: tuple[Recompute, ...] = ("none",)
         if kind.can_recompute:
             _, costs, tensor = self.mode(kind, shape)
-            batch, element_bytes = shape.micro_batch, self.training.compute_bytes
+            batch, element_bytes = shape.samples, self.training.compute_bytes
             kept, left = (costs_of.at(batch, element_bytes, tensor) for costs_of in (costs.saved, costs.full))
             saves = kept + self.arriving_bytes(kind, shape, False) > left + self.arriving_bytes(kind, shape, True)
             recomputes = (recompute,) if recompute is not None else ("none", "full") if saves else ("none",)
         reshards: tuple[bool, ...] = (shape.reshard,)
-        if shape.data_shard > 1 and shape.pipeline == 1:
+        if shape.sharded_over > 1 and shape.pipeline == 1:
             reshards = (False, True) if reshard is None else (reshard,)
             reshards = (False,) if kind.is_in_root(shape) or not self.layer_class(kind).parameters else reshards
         return [LayerOption(r, s) for r in recomputes for s in reshards]
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Crossing tensors by columns: amounts as coefficients, and one entry of (tensor, position) for each place of the
+    chain that one crosses."""
+
+    elements: NDArray[np.float64]
+    other_bytes: NDArray[np.float64]
+    may_slice: NDArray[np.bool_]
+    made_by: NDArray[np.int64]
+    tensor: NDArray[np.int64]
+    position: NDArray[np.int64]
+
+
+@kept
+def _spans(profile: ModelProfile) -> _Spans:
+    tensors = profile.tensors
+    places = [(i, at) for i, t in enumerate(tensors) for at in range(t.made_by + 1, t.last_used_by + 1)]
+    return _Spans(
+        elements=np.array([t.size.elements for t in tensors], dtype=np.float64).reshape(len(tensors), 4),
+        other_bytes=np.array([t.size.other_bytes for t in tensors], dtype=np.float64).reshape(len(tensors), 4),
+        may_slice=np.array([t.requires_grad and "sequence" in t.dims for t in tensors], dtype=bool),
+        made_by=np.array([t.made_by for t in tensors], dtype=np.int64),
+        tensor=np.array([i for i, _ in places], dtype=np.int64),
+        position=np.array([at for _, at in places], dtype=np.int64),
+    )
+
+
+def _has_loss(costs: Costs) -> bool:
+    return any(op.kind == "loss" for op in costs.operators)
+
+
+_NEARLY = 0.02
+"""A norm moves its parameters besides what it reads and writes."""
+
+
+def autocast_elements(costs: Costs, batch: float) -> float:
+    """Elements that autocast keeps in fp32 where the profile has them in the compute dtype: what layer norms read, for
+    it keeps the residual stream in fp32; and as many for each matmul that reads the same of it as one before, as each
+    makes a copy in the compute dtype."""
+    stream, readers, found = amount_at(costs.inputs.elements, batch), 0, 0.0
+    for op in costs.operators:
+        if op.part != "forward":
+            continue
+        if op.name == "native_layer_norm":
+            stream, readers = amount_at(op.moved.elements, batch) / 2, 0
+            found += stream
+        elif op.kind == "attention":
+            stream = 0.0
+        elif op.shape is not None and stream:
+            read = amount_at(op.shape[0], batch) * amount_at(op.shape[1], batch)
+            readers += math.isclose(read, stream, rel_tol=_NEARLY)
+            found += stream if readers > 1 and math.isclose(read, stream, rel_tol=_NEARLY) else 0.0
+    return found
+
+
+def _dtype_bytes(name: str) -> int:
+    """Bytes of one element of a torch dtype. Inputs in the compute dtype are given in fp32."""
+    if name == "bool":
+        return 1
+    if name == "compute":
+        return 4
+    bits = next(int(size) for size in ("128", "64", "32", "16", "8") if size in name)
+    return bits // 8
+
+
+@dataclass(frozen=True)
+class _Working:
+    """Bytes of activations while a layer is at work, beyond what it keeps. passed: what its backward has let go of when
+    it ends. logits: 0 without a loss."""
+
+    forward: float
+    backward: float
+    passed: float
+    logits: float
 
 
 @dataclass(frozen=True)
@@ -381,4 +791,3 @@ class _DataCost:
     forward_s: float
     backward_s: float
     once_s: float
-    traffic: tuple[Traffic, ...]

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..profiler.cluster import Device
-from .compute_cost import optimizer_s
+from .compute_cost import host_optimizer_s, optimizer_s
 from .layer_cost import P2P_EXPOSED, Cut, LayerCost
 from .memory_cost import StateBytes
+from .peak import Arrivals, Moment, highest, moments_of
 from .plan import Axis
 from .strategy import Shape
 from .training import TrainingSpec
@@ -39,42 +40,135 @@ def combine(
     in_flight: int,
     receives: Cut,
     sends: Cut,
+    arrives: Arrivals,
     shared_elements: float,
     tie_s: float,
     state: StateBytes,
     training: TrainingSpec,
     device: Device,
-    data_shard: int,
+    shape: Shape,
+    batch_bytes: float,
 ) -> StageCost:
-    """Cost of a stage that holds each layer of `layers` the given number of times.
+    """Cost of a stage that holds each layer of `layers`, in their order, the given number of times.
 
-    Memory is the sum of what is kept plus the largest transient, or the optimizer step if that is more: activations
-    are gone by then. receives, sends: the cuts before and behind the stage. shared_elements: parameter elements
-    counted more than once because layers of this stage share them (tied weights). tie_s: seconds of summing the
-    gradients of weights that are tied to weights of other stages.
+    Memory is the running maximum over the passes of a step and the layers' turns in them (peak.py), or what the end of
+    the step takes, if that is more: activations are gone by then. Items are those of that moment. receives, sends: the
+    cuts before and behind the stage; arrives: what it holds of the former. batch_bytes: of the rank's samples. shared_elements: parameter elements counted
+    more than once because layers of this stage share them (tied weights). tie_s: seconds of summing the gradients of
+    weights that are tied to weights of other stages.
     """
-    elements = sum(cost.elements * n for cost, n in layers) - shared_elements
-    trainable = sum(cost.trainable_elements * n for cost, n in layers) - shared_elements
-    update_s = optimizer_s(trainable / data_shard, training.optimizer, device)
+    elements = trainable = -shared_elements
+    root = -shared_elements * state.root_end
+    forward_s = backward_s = weight_s = 0.0
+    once_s = tie_s
+    for cost, n in layers:
+        elements += cost.elements * n
+        trainable += cost.trainable_elements * n
+        root += cost.root_end_bytes * n
+        forward_s += cost.forward_total_s * n
+        backward_s += cost.backward_total_s * n
+        weight_s += cost.weight_s * n
+        once_s += cost.once_data_s * n
+    update = host_optimizer_s if state.on_host else optimizer_s
+    update_s = update(trainable / shape.sharded_over, training.optimizer, device)
+    found = _Peak.of(layers, shape, state, in_flight, sends, arrives, shared_elements)
     items = {
         "parameters": elements * state.sharded_parameters,
-        "gradients": trainable * state.sharded_gradients,
+        "gradients": found.gradients,
         "optimizer": trainable * state.optimizer,
-        "gathered": sum(cost.held_bytes * n for cost, n in layers) - shared_elements * state.held_twice,
-        "activations": in_flight * sum(cost.kept_bytes * n for cost, n in layers) + sent_bytes(sends, in_flight),
-        "transient": max((cost.transient_bytes for cost, n in layers if n), default=0.0),
+        "gathered": found.copies,
+        "activations": found.activations + batch_bytes,
+        "transient": found.transient,
     }
-    step_bytes = trainable * state.optimizer_temporaries
-    passing = items["gathered"] + items["activations"] + items["transient"]
-    items["transient"] += max(0.0, step_bytes - passing)
+    end_bytes = trainable * state.sharded_gradients + max(root, trainable * state.optimizer_temporaries)
+    items["transient"] += max(0.0, end_bytes - found.total)
     return StageCost(
-        forward_s=sum(cost.forward_total_s * n for cost, n in layers) + P2P_EXPOSED * receives.seconds,
-        backward_s=sum(cost.backward_total_s * n for cost, n in layers) + P2P_EXPOSED * sends.seconds,
-        weight_s=sum(cost.weight_s * n for cost, n in layers),
-        once_s=sum(cost.once_data_s * n for cost, n in layers) + tie_s + update_s,
+        forward_s=forward_s + P2P_EXPOSED * receives.seconds,
+        backward_s=backward_s + P2P_EXPOSED * sends.seconds,
+        weight_s=weight_s,
+        once_s=once_s + update_s,
         optimizer_s=update_s,
         items=items,
     )
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """Bytes by what they are, at the moment when layers hold most; without parameters and optimizer state."""
+
+    gradients: float
+    copies: float
+    activations: float
+    transient: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.gradients + self.copies + self.activations + self.transient
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[tuple[LayerCost, int]],
+        shape: Shape,
+        state: StateBytes,
+        in_flight: int,
+        sends: Cut,
+        arrives: Arrivals,
+        shared_elements: float,
+    ) -> "_Peak":
+        """The highest over all passes and turns. Of ranks that hold several stages, whose turns do not come together:
+        all that a stage ever keeps, and its largest transient."""
+        if shape.virtual_stages > 1:
+            flights = min(in_flight, shape.num_microbatches)
+            return cls._of_all(layers, flights, state, sends, arrives, shared_elements)
+        moments = moments_of(shape, state, in_flight)
+        found = [cls._in(moment, layers, state, sends, arrives, shared_elements) for moment in moments]
+        return max(found, key=lambda peak: peak.total)
+
+    @classmethod
+    def _in(
+        cls,
+        moment: Moment,
+        layers: Sequence[tuple[LayerCost, int]],
+        state: StateBytes,
+        sends: Cut,
+        arrives: Arrivals,
+        shared_elements: float,
+    ) -> "_Peak":
+        index, turn = highest(moment, layers)
+        gradients = -shared_elements * moment.shared_gradients(state)
+        copies, activations = -shared_elements * state.copied_twice, sent_bytes(sends, moment.flights)
+        activations += float(arrives.held(moment.flights, moment.sends, layers[0][0].arrived_bytes)[0])
+        for place, (cost, n) in enumerate(layers):
+            early = n if place < index else 0 if place > index else turn
+            late = n - early
+            gradients += early * moment.gradients_before(cost) + late * moment.gradients_behind(cost)
+            copies += early * cost.held_bytes + late * moment.copies_behind(cost)
+            activations += (n * (moment.flights - 1) + early) * cost.kept_bytes
+        is_last = index == len(layers) - 1 and turn == layers[-1][1]
+        return cls(gradients, copies, activations, moment.transient(layers[index][0], is_last))
+
+    @classmethod
+    def _of_all(
+        cls,
+        layers: Sequence[tuple[LayerCost, int]],
+        flights: int,
+        state: StateBytes,
+        sends: Cut,
+        arrives: Arrivals,
+        shared_elements: float,
+    ) -> "_Peak":
+        gradients = -shared_elements * (state.sharded_gradients + state.accumulated)
+        copies, activations, transient = -shared_elements * state.copied_twice, sent_bytes(sends, flights), 0.0
+        activations += float(arrives.held(flights, False, layers[0][0].arrived_bytes)[0])
+        for cost, n in layers:
+            gradients += n * (cost.trainable_elements * state.sharded_gradients + cost.accumulated_bytes)
+            copies += n * (cost.held_bytes + cost.root_bytes)
+            activations += n * flights * cost.kept_bytes
+            if cost.reducing_bytes > transient and n:
+                transient = cost.reducing_bytes
+        return cls(gradients, copies, activations, transient)
 
 
 def on_one_rank(stages: Sequence[StageCost]) -> StageCost:
@@ -117,5 +211,5 @@ def budget_bytes(device: Device, training: TrainingSpec) -> float:
 
 def outside_bytes(shape: Shape, device: Device) -> float:
     """Bytes outside the allocator: context, and one communicator per mesh axis in use."""
-    axes: tuple[Axis, ...] = ("pipeline", "data_replicate", "data_shard", "tensor")
+    axes: tuple[Axis, ...] = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
     return device.context + device.communicator * sum(shape.degree(axis) > 1 for axis in axes)

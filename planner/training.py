@@ -29,6 +29,9 @@ class TrainingSpec(BaseModel):
     precision: Precision = "bf16"
     software: str = REFERENCE
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    expert_imbalance: float = Field(
+        default=1.1, ge=1, description="tokens of the busiest expert-parallel rank over the mean; 1: forced balance"
+    )
     memory_margin: float = Field(default=0.05, ge=0, lt=1, description="share of device memory left free")
 
     @property

@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.executor.mesh import mechanism
 from meshwright.planner.comm_cost import Collective
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.plan import Axis, Plan, Schedule
@@ -196,7 +195,7 @@ def rows_of(case: Case) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict
     predicted = estimate(plan, profile_of(model_of(case.model)))
     ranks = [play(model_of(case.model), plan, rank) for rank in ranks_to_play(plan)]
     head = {"model": case.model, "plan": label(case, plan)}
-    traffic = [head | row for row in traffic_rows(predicted, ranks, judge_calls=mechanism(plan) != "ddp")]
+    traffic = [head | row for row in traffic_rows(predicted, ranks)]
     memory = [head | row for row in memory_rows(predicted, ranks)]
     wrong = [row for row in traffic if row["calls off"]]
     worst = max(memory, key=lambda row: abs(row["off"]))
@@ -227,11 +226,8 @@ def label(case: Case, plan: Plan) -> str:
     return ", ".join(words)
 
 
-def traffic_rows(predicted: Estimate, ranks: Sequence[Played], judge_calls: bool = True) -> list[dict[str, Any]]:
-    """Bytes and calls by axis and collective, of the rank that passes most.
-
-    judge_calls: not under DDP, whose buckets follow the order in which gradients come.
-    """
+def traffic_rows(predicted: Estimate, ranks: Sequence[Played]) -> list[dict[str, Any]]:
+    """Bytes and calls by axis and collective, of the rank that passes most."""
     planned: dict[Key, tuple[float, float]] = {
         (item.axis, item.kind): (item.bytes, item.calls)
         for item in predicted.collectives
@@ -253,7 +249,7 @@ def traffic_rows(predicted: Estimate, ranks: Sequence[Played], judge_calls: bool
                 "off": off(said[0], found[0]),
                 "calls, planned": said[1],
                 "calls, counted": found[1],
-                "calls off": said[1] - found[1] if judge_calls else 0.0,
+                "calls off": said[1] - found[1],
             }
         )
     return rows
@@ -313,8 +309,8 @@ def checks(cases: Sequence[Case] = CASES) -> list[Check]:
             notes=(
                 "bytes off: of the collective that is furthest off; of the rank that passes most; full tensors, both "
                 "ends of a transfer between stages",
-                "calls of DDP are not judged: it rebuilds its buckets in the order in which gradients came, which fake "
-                "tensors cannot do",
+                "DDP is played with buckets in the reverse order of the parameters: those that torch makes after the "
+                "first step if gradients came in that order",
             ),
         ),
         Check(
@@ -328,8 +324,8 @@ def checks(cases: Sequence[Case] = CASES) -> list[Check]:
             f"(worst {min(under, default=0.0):+.1%})",
             passed=median <= MEDIAN_PEAK and not over and not under,
             notes=(
-                "planned: what the estimate says is allocated: by definition the sum of all that is kept and the "
-                "largest transient, so more than the truth where these do not meet",
+                "planned: what the estimate says is allocated: the running maximum over the passes of a step and the "
+                "layers' turns in them",
                 "counted: storages alive at once in the second step, parameters and optimizer state included; memory "
                 "inside of kernels is not seen",
             ),

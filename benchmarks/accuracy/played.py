@@ -120,11 +120,27 @@ def _values(fake: FakeTensorMode, model_fn: Callable[[], nn.Module], is_large: b
 
 def _replicas(*args: Any) -> DistributedDataParallel:
     """DDP whose reduction is done by a hook (its own takes the result from the process group, and the fake one has
-    none), and which leaves its buckets in the order of the parameters."""
-    replicas = data_parallel(*args)
+    none), and which has from the start the buckets that it would make after its first step."""
+    with mock.patch.object(dist, "_compute_bucket_assignment_by_size", _buckets_of_backward):
+        replicas = data_parallel(*args)
     replicas.register_comm_hook(replicas.process_group, _reduced)
     replicas.reducer = _Reducer(replicas.reducer)
     return replicas
+
+
+def _buckets_of_backward(
+    parameters: list[torch.Tensor], limits: list[int], sparse: list[bool]
+) -> tuple[list[list[int]], list[int]]:
+    """Torch's own buckets of gradients that come in the order of the parameters, last first; listed, as DDP expects
+    them, the last bucket first."""
+    last = len(parameters) - 1
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, _DDP_BUCKET_BYTES]
+    buckets, sizes = _compute_buckets(parameters[::-1], limits, sparse[::-1])
+    return [[last - place for place in reversed(bucket)] for bucket in reversed(buckets)], sizes[::-1]
+
+
+_compute_buckets = dist._compute_bucket_assignment_by_size
+_DDP_BUCKET_BYTES = 25 * 2**20
 
 
 class _Reducer:

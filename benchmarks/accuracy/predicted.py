@@ -4,23 +4,19 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from meshwright.planner.estimate import estimate
+from meshwright.planner.layer_cost import CostModel
 from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
 from meshwright.planner.training import Precision, TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import CrossingTensor, ModelProfile, OpProfile, amount_at
+from meshwright.profiler.model_profile import ModelProfile, OpProfile, amount_at
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Bytes of one device's activations: what is kept from forward to backward, and the peak of the step.
-
-    running: the peak if no layer is recomputed and every layer's transient lies on top of what is there when it runs,
-    and not of what all layers keep (see _running_peak).
-    """
+    """Bytes of one device's activations: what is kept from forward to backward, and the peak of the step."""
 
     kept: float
     peak: float
-    running: float
 
 
 def recomputable(profile: ModelProfile) -> list[int]:
@@ -35,37 +31,31 @@ def predicted(
     recomputed: Collection[int] = (),
     num_microbatches: int = 1,
 ) -> Predicted:
-    """Activation items of the planner's estimate for one device. recomputed: layers under full recompute."""
+    """Activations by the planner's account of one stage. recomputed: layers under full recompute.
+
+    Of a rank of two shards, as autocast, which one device has, keeps more in fp32; and of a model without parameters,
+    so that nothing of them is in it.
+    """
     training = TrainingSpec(
-        global_batch=size * num_microbatches, seq_len=profile.seq_len, precision=precision, optimizer="sgd"
+        global_batch=2 * size * num_microbatches, seq_len=profile.seq_len, precision=precision, optimizer="sgd"
     )
-    cluster = cluster_of(load_device("cpu"), 1)
-    shape = Shape(1, 1, 1, 1, micro_batch=size, num_microbatches=num_microbatches)
+    cluster = cluster_of(load_device("cpu"), 2)
+    shape = Shape(1, 2, 1, 1, micro_batch=size, num_microbatches=num_microbatches)
     options = [LayerOption("full" if i in recomputed else "none") for i in range(len(profile.layers))]
-    items = estimate(make_plan(profile, cluster, training, shape, [options]), profile).memory[0].items
-    kept = items["activations"]
-    return Predicted(kept, kept + items["transient"], _running_peak(profile, size, training.compute_bytes))
+    alone = _without_parameters(profile)
+    model = CostModel(alone, cluster, training)
+    kept = sum(
+        model.cost(kind, shape, option).kept_bytes for kind, option in zip(model.kinds, options, strict=True)
+    )
+    items = estimate(make_plan(alone, cluster, training, shape, [options]), alone).memory[0].items
+    return Predicted(kept, items["activations"] + items["transient"])
 
 
-def _running_peak(profile: ModelProfile, size: int, element_bytes: int) -> float:
-    """Largest sum, over layers in the backward, of what they and those before them keep, gradients of tensors that
-    later layers have read already and an earlier one has made, and the layer's own transient."""
-    groups: dict[int, list[CrossingTensor]] = {}
-    for i, tensor in enumerate(profile.tensors):
-        groups.setdefault(i if tensor.same_as is None else tensor.same_as, []).append(tensor)
-    saved = peak = 0.0
-    for i, layer in enumerate(profile.layers):
-        costs = profile.classes[layer.layer_class].whole
-        saved += costs.saved.at(size, element_bytes)
-        there = saved + max(t.at(size, element_bytes) for t in (costs.forward_transient, costs.backward_transient))
-        for group in groups.values():
-            passes = group[0].made_by < i
-            is_kept = any(reader <= i for tensor in group for reader in tensor.saved_by)
-            waits = group[0].requires_grad and any(reader > i for tensor in group for reader in tensor.used_by)
-            there += (passes and is_kept) * group[0].size.at(size, element_bytes)
-            there += (passes and waits) * group[0].size.at(size, element_bytes)
-        peak = max(peak, there)
-    return peak
+def _without_parameters(profile: ModelProfile) -> ModelProfile:
+    """The same activations, of layers without parameters and without a batch."""
+    classes = tuple(c.model_copy(update={"parameters": (), "cuts": ()}) for c in profile.classes)
+    layers = tuple(layer.model_copy(update={"parameters": ()}) for layer in profile.layers)
+    return profile.model_copy(update={"classes": classes, "layers": layers, "ties": (), "batch": ()})
 
 
 def flops(profile: ModelProfile, size: int) -> tuple[float, float]:
