@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..profiler.cluster import Device
+from ..profiler.cluster import Device, Link
 
 REFERENCE = "fsdp2-eager"
 """What our executor runs, and what device files are made for."""
@@ -33,10 +33,40 @@ class Software(BaseModel):
         default=None, ge=0, le=1, description="share of compute behind which gradients and gathers hide; None: device's"
     )
     tensor_overlap: float = Field(default=0.0, ge=0, le=1, description="share of tensor-parallel communication hidden")
+    network: float = Field(default=1.0, gt=0, description="share of the bandwidth between hosts that it reaches")
+    loss: float = Field(default=1.0, gt=0, description="share of the traffic of the loss over logits that is left")
+    gradient_bytes: int = Field(default=4, description="bytes of one element of gradients when they are reduced")
     layer_s: float = Field(default=0.0, ge=0, description="seconds that the host adds to each pass of a layer")
     step_s: float = Field(default=0.0, ge=0, description="seconds that the host adds to each step")
+    graphed: float = Field(default=0.0, ge=0, le=1, description="share of launches that are replayed from CUDA graphs")
+    routing_s: float = Field(
+        default=2e-3,
+        ge=0,
+        description="seconds that the host adds to each pass of a bank of experts for which it waits: how many tokens "
+        "go to which rank. 1.1-5.2 ms in published runs of mixtures with plain all-to-all",
+    )
+    expert_s: float = Field(
+        default=0.0, ge=0, description="seconds that the host adds for each expert held, per pass: stacks that loop"
+    )
+    expert_overlap: float = Field(
+        default=0.0, ge=0, le=1, description="share of the exchange of tokens with experts that is hidden"
+    )
+    dispatches_once_per_host: bool = Field(
+        default=False, description="a token crosses the network once for each host with experts of its, not for each"
+    )
     accumulates_in_matmul: bool = Field(default=False, description="new gradients are added by the matmul itself")
     source: str = Field(description="where the numbers come from")
+
+    @property
+    def host_layer_s(self) -> float:
+        """Seconds that the host adds to each pass of a layer, where launches are not replayed."""
+        return self.layer_s * (1 - self.graphed)
+
+    def host_routing_s(self, num_experts: float, expert: int) -> float:
+        """Seconds that the host adds to each pass of a bank of experts, of which a rank holds so many. It only issues
+        kernels where no rank has to be told what will come: without expert parallelism, or with DeepEP or HybridEP."""
+        waits = expert > 1 and not self.dispatches_once_per_host
+        return (self.routing_s * (1 if waits else ISSUING) + self.expert_s * num_experts) * (1 - self.graphed)
 
     def on(self, device: Device, num_devices: int = 1) -> Device:
         """The device as this stack uses it, in a job of so many."""
@@ -55,16 +85,32 @@ class Software(BaseModel):
             changes["attention_efficiency"] = device.attention_efficiency * self.attention
             if device.attention_backward_efficiency is not None:
                 changes["attention_backward_efficiency"] = device.attention_backward_efficiency * self.attention
-        if self.fusion != 1.0:
+        if self.fusion != 1.0 or self.loss != 1.0:
             shares = dict.fromkeys(_MEMORY_KINDS, device.bandwidth_efficiency) | device.kernel_efficiency
-            changes["kernel_efficiency"] = {kernel: share / self.fusion for kernel, share in shares.items()}
+            shares = {kernel: share / self.fusion for kernel, share in shares.items()}
+            changes["kernel_efficiency"] = shares | {"loss": shares["loss"] / self.loss}
         if self.overlap is not None:
             changes["overlap"] = self.overlap
+        if self.graphed:
+            replayed = min(device.launch, GRAPH_LAUNCH_S)
+            changes["launch"] = self.graphed * replayed + (1 - self.graphed) * device.launch
         return device.model_copy(update=changes) if changes else device
 
+    def through(self, network: Link) -> Link:
+        """The network between hosts as this stack uses it."""
+        return network.model_copy(update={"bandwidth": network.bandwidth * self.network})
 
-STRAGGLING = 0.009
-"""Share that a step loses for each doubling of the devices beyond one host. Pilot fit on published runs: 0.6-1.1%."""
+
+ISSUING = 0.1
+"""Of routing_s, what is left where the host does not wait. Assumption: 40 small kernels of 5 us."""
+
+GRAPH_LAUNCH_S = 2e-6
+"""Seconds that the smallest kernel of a CUDA graph takes. Assumption: about 2 us of work; NVIDIA's "Getting Started
+with CUDA Graphs" has 0.5 us between kernels of a graph."""
+
+STRAGGLING = 0.00626
+"""Share that a step loses for each doubling of the devices beyond one host. Fit to published runs, see
+benchmarks/published/fitted/fit.md."""
 
 
 def _waiting_for_stragglers(device: Device, num_devices: int) -> Device:
@@ -83,8 +129,38 @@ def all_software() -> dict[str, Software]:
     return {name: Software(name=name, **table) for name, table in tables.items()}
 
 
+VARIANTS: dict[str, dict[str, object]] = {
+    "overlapped-tensor": {"tensor_overlap": 0.6},
+    "half-gradients": {"gradient_bytes": 2},
+    "graphs": {"graphed": 1.0},
+    "part-graphs": {"graphed": 0.5},
+    "once-per-host": {"dispatches_once_per_host": True},
+    "overlapped-experts": {"expert_overlap": 0.8},
+    "looped-experts": {"expert_s": 30e-6},
+}
+"""What may be added to a stack's name: tensor-parallel communication hidden behind matmuls cut in pieces (torch's
+asynchronous tensor parallelism; 0.6 is an assumption, published runs show that not all hides); gradients reduced in
+the 16-bit dtype; CUDA graphs of whole
+steps, or of parts of layers (half of all launches, an assumption); DeepEP or HybridEP; exchanges of tokens behind
+another micro-batch's work (DualPipe, Megatron's 1F1B with overlapped all-to-all: 0.8 is an assumption); experts in a
+Python loop (6 kernels of 5 us for each)."""
+
+
 def load_software(name_or_path: str) -> Software:
-    """A stack of ours by name, or the one table of a TOML file. Raises ValueError that names those there are."""
+    """A stack of ours by name, or the one table of a TOML file. Raises ValueError that names those there are.
+
+    Variants are added to either with "+": megatron-core+graphs+once-per-host.
+    """
+    name_or_path, *added = [name_or_path] if Path(name_or_path).exists() else name_or_path.split("+")
+    unknown = [name for name in added if name not in VARIANTS]
+    if unknown:
+        raise ValueError(f"there is no variant {unknown[0]!r} of software; there are {', '.join(VARIANTS)}")
+    stack = _stack(name_or_path)
+    changes = {field: value for name in added for field, value in VARIANTS[name].items()}
+    return stack.model_copy(update=changes) if changes else stack
+
+
+def _stack(name_or_path: str) -> Software:
     if name_or_path in all_software():
         return all_software()[name_or_path]
     path = Path(name_or_path)

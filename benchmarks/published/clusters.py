@@ -11,11 +11,11 @@ from .rows import Row
 
 GIB = 2**30
 
-LINK_EFFICIENCY = 0.59
+LINK_EFFICIENCY = 0.7677
 """Of a link's one-direction peak inside a host: as in the presets (profiler/hardware)."""
 
-NETWORK_EFFICIENCY = {"omni-path": 0.16, "": 0.73}
-"""Of a host's nominal network bandwidth, by a word of the text: as in the presets; Omni-Path by the same pilot fit."""
+NETWORK_EFFICIENCY = {"omni-path": 0.1979, "": 1.0}
+"""Of a host's nominal network bandwidth, by a word of the text: as in the presets; Omni-Path by the same fit."""
 
 NVLINK_DOMAINS = (72, 64)
 """GPUs that one NVL72 domain gives a job: all, or a power of two of them."""
@@ -33,37 +33,21 @@ class Preset:
     differs: dict[str, Any] = field(default_factory=dict)
 
 
-_BLACKWELL: dict[str, Any] = {
-    "compute_units": 148,  # NVIDIA Blackwell: 148 SMs enabled
-    "matmul_efficiency": 0.48,  # pilot fit, essentially one source
-    "attention_efficiency": 0.39,  # pilot fit: 875 of 2250 TFLOP/s
-    "bandwidth": 8e12,  # datasheet
-    "flops": {"bf16": 2250e12, "fp16": 2250e12, "fp8": 4500e12, "fp4": 9000e12, "fp32": 75e12},  # datasheet, dense
-}
-_GRACE_BLACKWELL = _BLACKWELL | {  # datasheet, dense
-    "flops": {"bf16": 2500e12, "fp16": 2500e12, "fp8": 5000e12, "fp4": 10000e12, "fp32": 80e12}
-}
-
 PRESETS: dict[str, Preset] = {
     "V100-SXM2-16GB": Preset("v100-32gb", 100e9, {"memory": 15.77 * GIB}),
     "V100-SXM2-32GB": Preset("v100-32gb", 100e9),
     "A100-SXM4-40GB": Preset("a100-40gb", 200e9),
     "A100-SXM4-80GB": Preset("a100-80gb", 200e9),
     "A100-PCIe-80GB": Preset("a100-80gb", 50e9, {"bandwidth": 1935e9}),  # datasheet of the PCIe card
-    "A800-SXM4-80GB": Preset("a100-80gb", 200e9),
+    "A800-SXM4-80GB": Preset("a800-80gb", 200e9),
     "H100-SXM5-80GB": Preset("h100-80gb", 400e9),
-    "H100-SXM5-96GB-HBM2e-500W": Preset(
-        "h100-80gb",
-        400e9,
-        # 96 GB of HBM2e at 2.4 TB/s: Meta, Grand Teton; matmul: pilot fit, 521 TFLOP/s at 500 W
-        {"memory": 95.0 * GIB, "bandwidth": 2.4e12, "matmul_efficiency": 0.53},
-    ),
-    "H800-SXM-80GB": Preset("h100-80gb", 400e9),
+    "H100-SXM5-96GB-HBM2e-500W": Preset("h100-96gb", 400e9),
+    "H800-SXM-80GB": Preset("h800-80gb", 400e9),
     "H200-SXM-141GB": Preset("h200", 400e9),
-    "B200-SXM-180GB": Preset("h200", 400e9, _BLACKWELL | {"memory": 178.4 * GIB}),
-    "B300-SXM-288GB": Preset("h200", 800e9, _BLACKWELL | {"memory": 268.0 * GIB}),
-    "GB200-186GB": Preset("h200", 400e9, _GRACE_BLACKWELL | {"memory": 184.0 * GIB}),
-    "GB300-288GB": Preset("h200", 800e9, _GRACE_BLACKWELL | {"memory": 268.0 * GIB}),
+    "B200-SXM-180GB": Preset("b200", 400e9),
+    "B300-SXM-288GB": Preset("b300", 800e9),
+    "GB200-186GB": Preset("gb200", 400e9),
+    "GB300-288GB": Preset("gb300", 800e9),
 }
 
 _RATE = re.compile(r"(?:(\d+)\s*x\s*)?(?:[A-Za-z-]+\s+)?(\d+)\s*Gb/s(\s+per\s+(?:GPU|node))?", re.IGNORECASE)
@@ -93,12 +77,13 @@ def network_bits_per_node(text: str | None, gpus_per_node: int) -> float | None:
 
 
 def place(row: Row) -> Placed:
-    """The cluster of a row. Raises ValueError for a GPU without preset."""
-    name = row.cluster["gpu"]
-    if name not in PRESETS:
-        raise ValueError(f"no preset for GPU {name!r}; known are {', '.join(PRESETS)}")
-    preset, assumed = PRESETS[name], []
+    """The cluster of a row; a GPU without preset is the nearest of its family, with the memory that the row tells."""
+    name, assumed = nearest(str(row.cluster["gpu"])), []
+    preset = PRESETS[name]
     num_gpus, per_node = row.cluster["n_gpus"], row.cluster["gpus_per_node"]
+    if per_node is None:
+        assumed.append("gpus_per_node")
+        per_node = load_device(preset.device).devices_per_host
     text = row.cluster["inter_node_link"]
     per_host = _domain(num_gpus) if "NVL72" in str(row.cluster["intra_node_link"]) else per_node
     bits = network_bits_per_node(text, per_host)
@@ -108,12 +93,31 @@ def place(row: Row) -> Placed:
             assumed.append("inter_node_link")
     word = next(word for word in NETWORK_EFFICIENCY if word in str(text).lower())
     device = _device(name)
+    if name != row.cluster["gpu"]:
+        assumed.append("gpu")
+        told = row.cluster.get("gpu_mem_gb")
+        device = device.model_copy(update={"memory": 0.97 * told * 1e9}) if told else device
     intra = _intra_bandwidth(row.cluster["intra_node_link"])
     link = device.link if intra is None else Link(bandwidth=intra * LINK_EFFICIENCY, latency=device.link.latency)
-    cluster = cluster_of(device, num_gpus, min(per_host, num_gpus))
+    fitting = max(size for size in range(1, min(per_host, num_gpus) + 1) if num_gpus % size == 0)
+    cluster = cluster_of(device, num_gpus, fitting)
     hosts = tuple(group.model_copy(update={"link": link}) for group in cluster.hosts)
     network = Link(bandwidth=bits / 8 * NETWORK_EFFICIENCY[word], latency=device.network.latency)
     return Placed(cluster.model_copy(update={"hosts": hosts, "network": network}), tuple(assumed))
+
+
+def nearest(name: str) -> str:
+    """The preset of that name, or the one that shares most of its beginning; an A100 for a GPU of another kind."""
+    if name in PRESETS:
+        return name
+    shared = {preset: _same_beginning(preset.upper(), name.upper()) for preset in PRESETS}
+    most = max(shared.values())
+    return next(preset for preset, length in shared.items() if length == most) if most > 2 else "A100-SXM4-80GB"
+
+
+def _same_beginning(one: str, other: str) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _domain(num_gpus: int) -> int:

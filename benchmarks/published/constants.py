@@ -8,10 +8,11 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 from meshwright.planner import columns, compute_cost, layer_cost, software, stage_cost
+from meshwright.planner.compute_cost import LOW_PRECISIONS
 from meshwright.planner.plan import Plan
 from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
 
-Where = Literal["device", "software", "link", "network", "module"]
+Where = Literal["device", "software", "link", "network", "omni-path", "module"]
 
 
 @dataclass(frozen=True)
@@ -37,50 +38,81 @@ def _stack(name: str, *fields: str, spread: float = 0.4) -> Constant:
     return Constant(f"{name}: {fields[0]}", "software", (name,), fields, spread)
 
 
+def _module(name: str, spread: float) -> Constant:
+    return Constant(name, "module", (), (name,), spread)
+
+
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
 
 CONSTANTS: tuple[Constant, ...] = (
-    _device("V100", ("v100",), "matmul_efficiency"),
-    _device("A100", ("a100", "a800"), "matmul_efficiency"),
-    _device("H100", ("h100-sxm5-80gb", "h200", "h800"), "matmul_efficiency"),
-    _device("H100 500 W", ("h100-sxm5-96gb",), "matmul_efficiency"),
-    _device("B200, B300", ("b200", "b300"), "matmul_efficiency"),
-    _device("GB200, GB300", ("gb",), "matmul_efficiency"),
+    _device("V100", ("v100",), "matmul_efficiency", spread=0.1),
+    _device("A100", ("a100", "a800"), "matmul_efficiency", spread=0.1),
+    _device("H100", ("h100-sxm5-80gb", "h200", "h800"), "matmul_efficiency", spread=0.1),
+    _device("H100 500 W", ("h100-sxm5-96gb",), "matmul_efficiency", spread=0.1),
+    _device("Blackwell", _BLACKWELL, "matmul_efficiency", spread=0.1),
     _device("A100", ("v100", "a100", "a800"), "attention_efficiency", spread=0.4),
     _device("H100", ("h100", "h200", "h800"), "attention_efficiency", spread=0.4),
     _device("Blackwell", _BLACKWELL, "attention_efficiency", spread=0.4),
     _device("H100", ("h100", "h200", "h800"), "low_precision_efficiency", spread=0.4),
     _device("Blackwell", _BLACKWELL, "low_precision_efficiency", spread=0.4),
     _device("Blackwell", _BLACKWELL, "fp4", spread=0.3),
+    _device("Blackwell Ultra", ("b300", "gb300"), "attention_efficiency", spread=0.3),
+    _device("Blackwell Ultra", ("b300", "gb300"), "low_precision_efficiency", spread=0.2),
     Constant("link bandwidth", "link", (), ("bandwidth",), 0.2),
     Constant("link latency", "link", (), ("latency",), 0.7),
-    Constant("network bandwidth", "network", (), ("bandwidth",), 0.2),
+    Constant("network bandwidth", "network", (), ("bandwidth",), 0.07),
+    Constant("network latency", "network", (), ("latency",), 0.7),
+    Constant("Omni-Path bandwidth", "omni-path", (), ("bandwidth",), 0.4),
     _device("all", ("",), "contention", spread=0.4),
     _device("all", ("",), "launch", spread=0.4),
     _stack("fsdp1-flash1", "fusion"),
     _stack("fsdp1-flash1", "attention", spread=0.3),
-    _stack("fsdp1-flash1", "overlap", spread=0.1),
-    _stack("fsdp2-eager", "fusion"),
+    _stack("fsdp1-flash1", "loss"),
+    _device("all", ("",), "bandwidth_efficiency", spread=0.1),
     _stack("fsdp2-compile", "fusion"),
-    _stack("fsdp2-compile", "attention", spread=0.3),
     _stack("megatron-2021", "fusion"),
     _stack("megatron-2021", "overlap", spread=0.5),
     _stack("megatron-2021", "layer_s", spread=0.7),
-    _stack("megatron-core", "matmul", spread=0.2),
+    _stack("zero3-2021", "network", spread=0.5),
+    _stack("megatron-2023", "fusion"),
+    _stack("megatron-2023", "overlap", spread=0.5),
+    _stack("megatron-2023", "layer_s", spread=0.7),
     _stack("megatron-core", "fusion"),
-    _stack("megatron-core", "attention", spread=0.3),
     _stack("megatron-core", "overlap", spread=0.5),
-    _stack("megatron-core", "tensor_overlap", spread=0.3),
+    _stack("megatron-core", "tensor_overlap", spread=0.15),
     _stack("megatron-core", "layer_s", spread=0.7),
-    Constant("UNHIDDEN_TRAFFIC", "module", (), ("UNHIDDEN_TRAFFIC",), 0.3),
-    Constant("WAVE_EXPONENT", "module", (), ("WAVE_EXPONENT",), 0.3),
-    Constant("P2P_EXPOSED", "module", (), ("P2P_EXPOSED",), 0.5),
-    Constant("STRAGGLING", "module", (), ("STRAGGLING",), 0.5),
-    Constant("MISALIGNED", "module", (), ("MISALIGNED",), 0.3),
+    _stack("megatron-core", "routing_s", spread=0.5),
+    _stack("megatron-core", "expert_s", spread=0.7),
+    _module("UNHIDDEN_TRAFFIC", 0.3),
+    _module("WAVE_EXPONENT", 0.3),
+    _module("BATCHED", 0.3),
+    _module("P2P_EXPOSED", 0.5),
+    _module("STRAGGLING", 0.5),
+    _module("MISALIGNED", 0.3),
+    _module("CAST_BYTES", 0.5),
 )
 
-_AT_MOST_ONE = ("overlap", "tensor_overlap", "contention")
+OMNI_PATH_BELOW = 12e9
+"""Bytes per second of a host's network below which it is JeanZay's Omni-Path: 4 x 100 Gbit/s at the share seen."""
+
+_AT_MOST_ONE = ("overlap", "tensor_overlap", "contention", "bandwidth_efficiency")
+_OF_LOW_PRECISION = ("low_precision_efficiency", "CAST_BYTES")
 _MODULES = (columns, compute_cost, layer_cost, software, stage_cost)
+
+
+def applies(constant: Constant, plan: Plan) -> bool:
+    """Whether the price of a plan may depend on a constant."""
+    precision = plan.training.precision
+    if constant.fields[0] in _OF_LOW_PRECISION and precision not in LOW_PRECISIONS:
+        return False
+    if constant.where == "device":
+        fits = plan.cluster.device.name.startswith(constant.of)
+        return fits and (constant.fields[0] != "fp4" or precision == "fp4")
+    if constant.where == "software":
+        return plan.training.software.split("+")[0] in constant.of
+    if constant.where in ("network", "omni-path"):
+        return plan.cluster.num_hosts > 1 and constant.where == _network_of(plan.cluster)
+    return True
 
 
 @contextmanager
@@ -107,9 +139,13 @@ def on_cluster(plan: Plan, factors: Mapping[str, float]) -> Plan:
     """The plan on the same cluster with devices and links by these factors."""
     cluster = plan.cluster
     hosts = tuple(_host(group, factors) for group in cluster.hosts)
-    network = _link(cluster.network, "network", factors)
+    network = _link(cluster.network, _network_of(cluster), factors)
     changed: ClusterSpec = cluster.model_copy(update={"hosts": hosts, "network": network})
     return plan.model_copy(update={"cluster": changed})
+
+
+def _network_of(cluster: ClusterSpec) -> Where:
+    return "omni-path" if cluster.network.bandwidth < OMNI_PATH_BELOW else "network"
 
 
 def _host(group: HostGroup, factors: Mapping[str, float]) -> HostGroup:

@@ -17,6 +17,8 @@ _BLOCK = re.compile(r"^blocks\.(\d+)(?=\.|$)")
 
 def profile_of(name: str, sizes: Sizes) -> ModelProfile:
     """Profile of the model, as tracing all of its blocks gives it, but for its fingerprint (tests compare the two)."""
+    if sizes.pattern:
+        return trace(loaded(name, sizes))
     dense = sizes.mixture.dense_layers if sizes.mixture else 0
     fewer = min(sizes.num_layers, dense + TRACED_BLOCKS)
     shallow = trace(loaded(name, replace(sizes, num_layers=fewer)))
@@ -80,5 +82,5 @@ def _grown(profile: ModelProfile, block: int, extra: int) -> ModelProfile:
     )
 
 
-_LAYERS = ("made_by", "last_used_by", "used_by", "saved_by")
+_LAYERS = ("made_by", "last_used_by", "used_by", "given_to", "saved_by", "saved_in_fp32_by")
 """Fields of a crossing tensor that count layers."""

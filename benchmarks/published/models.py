@@ -22,21 +22,34 @@ class Latent:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Mixture of experts. held: experts whose weights the traced model has; fewer than `count` for the share of one
-    expert-parallel rank, which balanced routing sends as many tokens as it has itself."""
+    """Mixture of experts: how many, to how many each token goes, how wide each is, how many all tokens go through, and
+    how many layers before are dense."""
 
     count: int
     top_k: int
     width: int
     shared: int = 0
     dense_layers: int = 0
-    held: int | None = None
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """Mamba-2 mixers: heads, their width, what each remembers, and heads that share what they read and write."""
+
+    num_heads: int
+    head_width: int
+    state: int
+    groups: int = 1
+    convolution: int = 4
+    chunk: int = 128
 
 
 @dataclass(frozen=True)
 class Sizes:
     """All that decides the operators of a transformer. attention "eager" keeps the matrix of scores, as software
-    before FlashAttention does; dropout as that software's default."""
+    before FlashAttention does; dropout as that software's default. frozen: only norms are trained, as the stand-in of
+    adapters, which are as small. pattern: one letter for each layer of a hybrid, M a state-space mixer, E a mixture of
+    experts, * attention, - a feed-forward; "" for layers of attention and feed-forward."""
 
     num_layers: int
     width: int
@@ -55,6 +68,9 @@ class Sizes:
     dropout: float = 0.0
     latent: Latent | None = None
     mixture: Mixture | None = None
+    frozen: bool = False
+    pattern: str = ""
+    mamba: StateSpace | None = None
 
 
 def loaded(name: str, sizes: Sizes) -> LoadedModel:
@@ -80,11 +96,20 @@ class Transformer(nn.Module):
         self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
         self.positions = nn.Embedding(sizes.seq_len, sizes.width) if sizes.positions == "learned" else None
         dense = sizes.mixture.dense_layers if sizes.mixture else sizes.num_layers
-        self.blocks = nn.ModuleList(Block(sizes, index < dense) for index in range(sizes.num_layers))
+        if sizes.pattern:
+            self.blocks = nn.ModuleList(Single(sizes, kind) for kind in sizes.pattern[: sizes.num_layers])
+        else:
+            self.blocks = nn.ModuleList(Block(sizes, index < dense) for index in range(sizes.num_layers))
         self.norm = _norm(sizes, sizes.width)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         if sizes.tied:
             self.head.weight = self.tokens.weight
+        if sizes.frozen:
+            trained = {
+                id(p) for m in self.modules() if isinstance(m, nn.RMSNorm | nn.LayerNorm) for p in m.parameters()
+            }
+            for parameter in self.parameters():
+                parameter.requires_grad_(id(parameter) in trained)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits."""
@@ -118,6 +143,80 @@ class Block(nn.Module):
         return out
 
 
+class Single(nn.Module):
+    """A layer of a hybrid: one mixer behind a norm, added to the stream."""
+
+    def __init__(self, sizes: Sizes, kind: str) -> None:
+        super().__init__()
+        self.norm1 = _norm(sizes, sizes.width)
+        if kind == "M":
+            assert sizes.mamba is not None
+            self.mixer: nn.Module = Mamba(sizes, sizes.mamba)
+        elif kind == "E":
+            assert sizes.mixture is not None
+            self.feed_forward: nn.Module = MixtureOfExperts(sizes, sizes.mixture)
+        elif kind == "*":
+            self.attention: nn.Module = Attention(sizes)
+        else:
+            self.feed_forward = FeedForward(sizes, sizes.feed_forward)
+        self.inner = {"M": "mixer", "*": "attention"}.get(kind, "feed_forward")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The stream behind the layer."""
+        out: torch.Tensor = x + getattr(self, self.inner)(self.norm1(x))
+        return out
+
+
+class Mamba(nn.Module):
+    """A Mamba-2 mixer: a short convolution, a scan in chunks by products of matrices, and a gated norm (Dao and Gu,
+    "Transformers are SSMs", 2024, section 6)."""
+
+    def __init__(self, sizes: Sizes, space: StateSpace) -> None:
+        super().__init__()
+        self.space = space
+        self.width = space.num_heads * space.head_width
+        self.mixed = self.width + 2 * space.groups * space.state
+        self.into = nn.Linear(sizes.width, self.width + self.mixed + space.num_heads, bias=False)
+        self.convolution = nn.Conv1d(
+            self.mixed, self.mixed, space.convolution, groups=self.mixed, padding=space.convolution - 1
+        )
+        self.log_decay = nn.Parameter(torch.empty(space.num_heads))
+        self.norm = _norm(sizes, self.width)
+        self.out = nn.Linear(self.width, sizes.width, bias=False)
+
+    def forward(self, u: torch.Tensor) -> torch.Tensor:
+        """What the states return, projected back to the stream."""
+        space = self.space
+        gate, mixed, step = self.into(u).split([self.width, self.mixed, space.num_heads], dim=-1)
+        mixed = functional.silu(self.convolution(mixed.transpose(1, 2))[..., : u.shape[1]].transpose(1, 2))
+        sides = space.groups * space.state
+        x, write, read = mixed.split([self.width, sides, sides], dim=-1)
+        x = x.unflatten(-1, (space.num_heads, space.head_width))
+        each = space.num_heads // space.groups
+        write, read = (
+            side.unflatten(-1, (space.groups, space.state)).repeat_interleave(each, dim=2) for side in (write, read)
+        )
+        step = functional.softplus(step)
+        y = _scan(x * step.unsqueeze(-1), -step * self.log_decay.exp(), write, read, min(space.chunk, u.shape[1]))
+        out: torch.Tensor = self.out(self.norm(y.flatten(2) * functional.silu(gate)))
+        return out
+
+
+def _scan(x: torch.Tensor, decay: torch.Tensor, write: torch.Tensor, read: torch.Tensor, chunk: int) -> torch.Tensor:
+    """y[t] = h[t] read[t] where h[t] = exp(decay[t]) h[t-1] + x[t] write[t], [batch, length, heads, ...] all: inside
+    chunks by scores between their positions, between chunks by states."""
+    x, write, read = (part.unflatten(1, (-1, chunk)).transpose(2, 3) for part in (x, write, read))
+    total = decay.unflatten(1, (-1, chunk)).transpose(2, 3).cumsum(-1)  # [batch, chunks, heads, position]
+    apart = (total.unsqueeze(-1) - total.unsqueeze(-2)).exp().tril()
+    y = (read @ write.transpose(-1, -2) * apart) @ x
+    states = (x * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2) @ write
+    ends = total[..., -1].cumsum(1)
+    between = (ends.unsqueeze(2) - ends.unsqueeze(1)).exp().permute(0, 3, 1, 2).tril(-1)  # [batch, heads, to, from]
+    arriving = (between @ states.transpose(1, 2).flatten(3)).unflatten(3, states.shape[3:]).transpose(1, 2)
+    y = y + (read @ arriving.transpose(-1, -2)) * total.exp().unsqueeze(-1)
+    return y.transpose(2, 3).flatten(1, 2)
+
+
 class Attention(nn.Module):
     """Causal attention with grouped keys and values."""
 
@@ -145,7 +244,11 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention whose keys and values are unfolded from one narrow vector per token."""
+    """Attention whose keys and values are unfolded from one narrow vector per token.
+
+    The rotary part of keys, which heads share, is unfolded with the rest here, for each head: 1-2% more work, but heads
+    may then be cut between ranks as Megatron does, where each keeps the shared part.
+    """
 
     def __init__(self, sizes: Sizes, latent: Latent) -> None:
         super().__init__()
@@ -155,9 +258,10 @@ class LatentAttention(nn.Module):
             self.query_down = nn.Linear(sizes.width, latent.query_rank, bias=False)
             self.query_norm = _norm(sizes, latent.query_rank)
         self.query = nn.Linear(latent.query_rank or sizes.width, queries, bias=False)
-        self.down = nn.Linear(sizes.width, latent.key_value_rank + latent.rotary_width, bias=False)
+        self.down = nn.Linear(sizes.width, latent.key_value_rank, bias=False)
         self.norm = _norm(sizes, latent.key_value_rank)
-        self.up = nn.Linear(latent.key_value_rank, 2 * sizes.num_heads * sizes.head_width, bias=False)
+        unfolded = sizes.num_heads * (2 * sizes.head_width + latent.rotary_width)
+        self.up = nn.Linear(latent.key_value_rank, unfolded, bias=False)
         self.out = nn.Linear(sizes.num_heads * sizes.head_width, sizes.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -165,11 +269,10 @@ class LatentAttention(nn.Module):
         head, rotary = self.sizes.head_width, self.latent.rotary_width
         narrow = self.query_norm(self.query_down(x)) if self.latent.query_rank else x
         q = self.query(narrow).unflatten(-1, (-1, head + rotary)).transpose(1, 2)
-        folded, k_rotary = self.down(x).split((self.latent.key_value_rank, rotary), dim=-1)
-        k, v = self.up(self.norm(folded)).unflatten(-1, (-1, 2 * head)).transpose(1, 2).split(head, dim=-1)
+        unfolded = self.up(self.norm(self.down(x))).unflatten(-1, (-1, 2 * head + rotary)).transpose(1, 2)
+        k, k_rotary, v = unfolded.split((head, rotary, head), dim=-1)
         q_plain, q_rotary = q.split((head, rotary), dim=-1)
-        k_rotary = _rotated(k_rotary.unsqueeze(1)).expand(-1, k.shape[1], -1, -1)
-        q, k = torch.cat((q_plain, _rotated(q_rotary)), dim=-1), torch.cat((k, k_rotary), dim=-1)
+        q, k = torch.cat((q_plain, _rotated(q_rotary)), dim=-1), torch.cat((k, _rotated(k_rotary)), dim=-1)
         y = _attend(q, k, functional.pad(v, (0, rotary)), self.sizes)[..., :head]
         out: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
@@ -210,23 +313,41 @@ class MixtureOfExperts(nn.Module):
         return out
 
 
+@torch.library.custom_op("published::by_expert", mutates_args=())
+def by_expert(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(order that brings copies of one expert together, where those of each expert end). One operator, as the routing
+    kernels of training stacks are: any part of a sequence may be routed by itself, which a sort does not show."""
+    expert, order = chosen.sort()
+    return order, torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True).int()
+
+
+@by_expert.register_fake
+def _(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(chosen), chosen.new_empty(count, dtype=torch.int32)
+
+
 class Experts(nn.Module):
-    """Gated feed-forwards, stacked; tokens are sorted by expert, and grouped matmuls run them."""
+    """Feed-forwards, gated or with squared ReLU, stacked; tokens are sorted by expert, and grouped matmuls run them."""
 
     def __init__(self, sizes: Sizes, mixture: Mixture) -> None:
         super().__init__()
-        self.held = mixture.held or mixture.count
-        self.gate_up = nn.Parameter(torch.empty(self.held, sizes.width, 2 * mixture.width))
-        self.down = nn.Parameter(torch.empty(self.held, mixture.width, sizes.width))
+        inner = 2 * mixture.width if sizes.gated else mixture.width
+        self.count, self.gated = mixture.count, sizes.gated
+        self.up = nn.Parameter(torch.empty(mixture.count, sizes.width, inner))
+        self.down = nn.Parameter(torch.empty(mixture.count, mixture.width, sizes.width))
 
     def forward(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Weighted sum of what each token's experts return."""
-        expert, order = (chosen.flatten() % self.held).sort()
+        order, ends = by_expert(chosen.flatten(), self.count)
         source = order // chosen.shape[-1]
-        ends = torch.searchsorted(expert, torch.arange(self.held, device=expert.device), right=True).int()
-        gate, up = torch._grouped_mm(tokens[source], self.gate_up, ends).chunk(2, dim=-1)
-        y = torch._grouped_mm(functional.silu(gate) * up, self.down, ends)
-        y = y * weights.flatten()[order].unsqueeze(-1)
+        inner = torch._grouped_mm(tokens[source], self.up, ends)
+        if self.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = functional.silu(gate) * up
+        else:
+            inner = functional.relu(inner).square()
+        inner = inner * weights.flatten()[order].unsqueeze(-1)  # as fused kernels do: nothing of full width is saved
+        y = torch._grouped_mm(inner, self.down, ends)
         return torch.zeros_like(tokens).index_add(0, source, y)
 
 

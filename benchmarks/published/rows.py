@@ -170,12 +170,12 @@ def parse_row(line: str, file: str, number: int) -> Row:
 
 _MODEL_KEYS = (
     "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn_hidden", "vocab", "gated_mlp", "tied_embeddings", "pos_emb",
-    "n_experts", "topk", "moe_ffn_hidden", "n_shared_experts", "n_dense_layers", "attn_type",
+    "n_experts", "topk", "moe_ffn_hidden", "n_shared_experts", "n_dense_layers", "attn_type", "params_b",
 )  # fmt: skip
 
 _CONFIG_KEYS = (
     "vpp", "ep", "sp", "zero_stage", "fsdp", "shard_group", "recompute_detail", "compile", "async_tp", "cuda_graphs",
-    "task", "cpu_offload_layers", "pp_layout",
+    "task", "cpu_offload_layers", "pp_layout", "moe_dispatcher", "moe_a2a_overlap",
 )  # fmt: skip
 
 
