@@ -4,12 +4,14 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import ModelProfile
+from .chunked import Chunking, Cuts, best_chunking, chunkings
 from .columns import Chain, StagePrices
 from .comm_cost import collective_s
 from .ilp import solve_master
@@ -17,9 +19,10 @@ from .layer_cost import CostModel
 from .memory_cost import state_bytes
 from .plan import Plan
 from .scan import Assignment, scan
+from .simulate import ZERO_BUBBLE, is_chunked
 from .space import Family, Space
 from .stage_cost import allocatable_bytes
-from .strategy import LayerOption, Pins, Shape, make_plan
+from .strategy import Pins, Shape, make_plan
 from .training import TrainingSpec
 
 WINDOW = 0.03
@@ -51,6 +54,8 @@ CUTOFF_SLACK = 1e-5
 
 SOLVER_S = 1e-9
 """The solver's tolerance of 1e-6 ms, which every micro-batch may fall short of: as much as steps of microseconds."""
+
+Floats = NDArray[np.float64]
 
 Progress = Callable[[str, float], None]
 
@@ -87,6 +92,15 @@ class Outcome:
         return min(self.solved, key=lambda s: s.seconds, default=None)
 
 
+@dataclass(frozen=True)
+class _Least:
+    """[run] -> least seconds of a layer for one micro-batch, forward and in all; trainable elements of all layers."""
+
+    seconds: Floats
+    forward_s: Floats
+    elements: float
+
+
 class Explorer:
     """Searches spaces of one model, cluster and job; caches what all of them share."""
 
@@ -96,6 +110,8 @@ class Explorer:
         self.training = training
         self.model = CostModel(profile, cluster, training)
         self.chain = Chain(self.model)
+        self._leasts: dict[Shape, _Least | None] = {}
+        self._cuts: dict[tuple[Chunking, int, int, bool], list[Cuts]] = {}
 
     def explore(self, pins: Pins, deadline_s: float, near: int = MAX_NEAR, progress: Progress | None = None) -> Outcome:
         """Solve every shape that could be the best, up to `near` more within the window of it, and (unless near is 0)
@@ -132,14 +148,15 @@ class Explorer:
             _, _, item = heapq.heappop(heap)
             if isinstance(item, Family):
                 for shape in space.shapes(item):
-                    prices = StagePrices(self.chain, shape, pins.recompute, pins.reshard)
+                    recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
+                    prices = StagePrices(self.chain, shape, recompute, pins.reshard)
                     leaf_bound = max(bound, self._shape_bound(prices))
-                    if leaf_bound < cutoff:
+                    if leaf_bound < cutoff and self._may_hold(prices):
                         heapq.heappush(heap, (leaf_bound, next(order), prices))
                 continue
             extra += bound >= best
             outcome.num_solved += 1
-            found = scan(item, cutoff)
+            found = self._solved(item, cutoff)
             if found is not None:
                 outcome.solved.append(Solved(item.shape, item, found))
                 best = min(best, found.seconds)
@@ -150,6 +167,42 @@ class Explorer:
             outcome.bound = min(outcome.bound, heap[0][0])
         outcome.bound = min([outcome.bound, *(s.seconds for s in outcome.solved)])
         return outcome
+
+    def _solved(self, prices: StagePrices, cutoff_s: float) -> Assignment | None:
+        """The best stages of a shape."""
+        if is_chunked(prices.shape.schedule):
+            return best_chunking(prices, self._cuts[self._frame_of(prices.shape)], cutoff_s)
+        return scan(prices, cutoff_s)
+
+    def _may_hold(self, prices: StagePrices) -> bool:
+        """False where all ranks of the pipeline together cannot hold the least that every layer keeps."""
+        shape = prices.shape
+        state = state_bytes(shape, self.training)
+        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
+        per_element = state.sharded_parameters + gradients + state.optimizer
+        least = [
+            min(c.elements * state.sharded_parameters + c.kept_bytes + c.trainable_elements * (
+                gradients + state.optimizer) for c in costs)
+            for costs in prices.costs
+        ]  # fmt: skip
+        shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
+        need = sum(run.length * each for run, each in zip(self.chain.runs, least, strict=True)) - per_element * shared
+        return need <= prices.budget * shape.pipeline
+
+    def _frame_of(self, shape: Shape) -> tuple[Chunking, int, int, bool]:
+        """What the cuts of a chunked shape depend on."""
+        frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+        return frame, shape.micro_batch, shape.tensor, shape.sequence
+
+    def _least_chunked_s(self, shape: Shape, per_run_s: Floats, forward_s: Floats) -> float:
+        """Seconds that a chunked shape takes at least over all cuts that are tried; infinite if there are none. The
+        first call for a frame decides them."""
+        key = self._frame_of(shape)
+        if key not in self._cuts:
+            self._cuts[key] = chunkings(self.chain, key[0], per_run_s)
+        count = shape.num_microbatches
+        bounds = (cuts.least_s(shape.schedule, count, per_run_s, forward_s) for cuts in self._cuts[key])
+        return min(bounds, default=float("inf"))
 
     def _family_bound(self, family: Family) -> float:
         """Seconds that no shape of a family can beat: compute and tensor traffic inside a host, perfect balance, and
@@ -163,12 +216,33 @@ class Explorer:
             num_microbatches=family.num_microbatches,
             sequence=family.sequence,
             schedule=family.schedule,
+            virtual_stages=family.virtual_stages,
         )
+        counts = np.array([run.length for run in self.chain.runs], dtype=float)
+        least = self._least(replace(shape, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else shape)
+        if least is None:
+            return float("inf")
+        if is_chunked(shape.schedule):
+            return self._least_chunked_s(shape, least.seconds, least.forward_s)
+        pass_s = float(counts @ least.seconds)
+        slowest = max(pass_s / family.pipeline, float(least.seconds.max()))
+        update = least.elements / family.data / family.pipeline
+        return (family.num_microbatches - 1) * slowest + pass_s + self.model.optimizer_s(update)
+
+    def _least(self, shape: Shape) -> "_Least | None":
+        """What the layers of a family take at least, whatever the schedule; None if their memory does not do."""
+        if shape not in self._leasts:
+            self._leasts[shape] = self._least_of(shape)
+        return self._leasts[shape]
+
+    def _least_of(self, shape: Shape) -> "_Least | None":
         model, runs = self.model, self.chain.runs
-        links = model.links(family.tensor, 1)
+        links = model.links(shape.tensor, 1)
         counts = np.array([run.length for run in runs], dtype=float)
         state = state_bytes(shape, self.training)
-        seconds, elements, kept, passing = [], [], [], []
+        # With one micro-batch a gradient comes when its layer's activations go.
+        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
+        seconds, forward, elements, kept, passing = [], [], [], [], []
         for run in runs:
             kind = model.kinds[run.start]
             compute = model.compute(kind, shape)
@@ -183,22 +257,20 @@ class Explorer:
                 full = costs.full.at(shape.micro_batch, self.training.compute_bytes, tensor)
                 kept_bytes = min(kept_bytes, full + model.arriving_bytes(kind, shape, recomputed=True))
             seconds.append(compute.forward + compute.backward + tensor_s)
+            forward.append(compute.forward)
             elements.append(trainable)
             kept.append(
-                total * state.sharded_parameters + trainable * (state.sharded_gradients + state.optimizer) + kept_bytes
+                total * state.sharded_parameters + trainable * (gradients + state.optimizer) + kept_bytes
             )
             passing.append(saved)
         shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
-        per_element = state.sharded_parameters + state.sharded_gradients + state.optimizer
+        per_element = state.sharded_parameters + gradients + state.optimizer
         need = float(counts @ np.array(kept)) - per_element * shared
-        room = allocatable_bytes(shape, model.device, self.training) * family.pipeline
+        room = allocatable_bytes(shape, model.device, self.training) * shape.pipeline
         if need > room or max(passing) > room:
-            return float("inf")
-        each = np.array(seconds)
-        pass_s = float(counts @ each)
-        slowest = max(pass_s / family.pipeline, float(each.max()))
-        update = max(0.0, float(counts @ np.array(elements)) - shared) / family.data / family.pipeline
-        return (family.num_microbatches - 1) * slowest + pass_s + model.optimizer_s(update)
+            return None
+        trainable_elements = max(0.0, float(counts @ np.array(elements)) - shared)
+        return _Least(np.array(seconds), np.array(forward), trainable_elements)
 
     def _shape_bound(self, prices: StagePrices) -> float:
         """Seconds that no assignment of a shape can beat: fastest options, memory and integrality relaxed."""
@@ -211,20 +283,20 @@ class Explorer:
             twice_s = self.model.optimizer_s(shared / shape.data_shard)
             return float(counts @ np.array(weights)) - twice_s
         each = np.array([min(c.microbatch_s for c in costs) for costs in prices.costs])
+        if is_chunked(shape.schedule):
+            forward = np.array([min(c.forward_total_s for c in costs) for costs in prices.costs])
+            return self._least_chunked_s(shape, each, forward)
         pass_s = float(counts @ each)
         slowest = max(pass_s / shape.pipeline, float(each.max()))
         once = np.array([min(c.once_data_s for c in costs) for costs in prices.costs])
         return (more - 1) * slowest + pass_s + float(counts @ once) / shape.pipeline
 
     def plan_of(self, solved: Solved) -> Plan:
-        """The plan of an assignment: within a stage recomputed layers come first, then resharded ones."""
-        stages = []
-        for choice in solved.assignment.choices:
-            options: list[LayerOption] = []
-            for _, parts in itertools.groupby(choice.parts, key=lambda part: part[0]):
-                ordered = sorted(parts, key=lambda part: (part[1].recompute != "full", not part[1].reshard))
-                options += [option for _, option, count in ordered for _ in range(count)]
-            stages.append(options)
+        """The plan of an assignment: equal layers take their options in the order of the choice."""
+        stages = [
+            [option for _, option, count in choice.parts for _ in range(count)]
+            for choice in solved.assignment.choices
+        ]
         return make_plan(self.profile, self.cluster, self.training, solved.shape, stages)
 
     def prove(self, outcome: Outcome, time_limit_s: float) -> tuple[float, str, str]:
@@ -236,8 +308,8 @@ class Explorer:
         """
         ranked = sorted(outcome.solved, key=lambda s: s.seconds)
         best = ranked[0].seconds
-        ties = [s for s in ranked[:MAX_TIES] if s.seconds <= best * (1 + TIE)]
-        bound, optimal, name = outcome.bound, outcome.complete, ""
+        ties = [s for s in ranked[:MAX_TIES] if s.seconds <= best * (1 + TIE) and not is_chunked(s.shape.schedule)]
+        bound, optimal, name = outcome.bound, outcome.complete, "enumeration"
         deadline = time.monotonic() + time_limit_s
         for tie in ties:
             result = solve_master([tie.prices], tie.seconds * (1 + CUTOFF_SLACK), deadline - time.monotonic())

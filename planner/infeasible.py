@@ -8,7 +8,9 @@ from ..profiler.units import format_bytes
 from .estimate import Estimate, estimate
 from .explain import does_not_fit
 from .explore import Explorer
+from .pins import blamed
 from .plan import Plan
+from .simulate import is_chunked
 from .space import Space
 from .strategy import LayerOption, Pins, Shape, make_plan, shape_of
 
@@ -76,7 +78,9 @@ def _frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
     space = Space(explorer.profile, explorer.cluster, explorer.training, pins)
     smallest: dict[object, Shape] = {}
     for family in space.families():
-        key = family.tensor, family.pipeline, family.sequence, family.schedule
+        if is_chunked(family.schedule) and pins.schedule is None:
+            continue  # 1F1B holds no more
+        key = family.tensor, family.pipeline, family.sequence, family.schedule, family.virtual_stages
         if key not in smallest or family.micro_batch < smallest[key].micro_batch:
             smallest[key] = max(
                 space.shapes(family), key=lambda s: (s.data_shard, s.gradient_sync == "every", s.reshard)
@@ -92,8 +96,9 @@ def _even_stages(explorer: Explorer, shape: Shape, pins: Pins) -> list[list[Laye
         options = model.options(kind, shape, pins.recompute, pins.reshard)
         frugal[kind] = min(options, key=lambda o: _held(explorer, kind, shape, o))
     num_layers, stages, first = len(kinds), [], 0
-    for stage in range(shape.pipeline):
-        last = (stage + 1) * num_layers // shape.pipeline
+    num_stages = shape.pipeline * shape.virtual_stages
+    for stage in range(num_stages):
+        last = (stage + 1) * num_layers // num_stages
         stages.append([frugal[kind] for kind in kinds[first:last]])
         first = last
     return stages
@@ -111,20 +116,18 @@ def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) ->
         space = Space(explorer.profile, explorer.cluster, explorer.training, pins)
         for _ in space.families():
             pass
-        rules = rejected or dict(space.rejected)
+        rules = {rule: count for rule, count in (rejected or space.rejected).items() if count}
         degrees = f"no layout of {explorer.cluster.num_devices} GPUs has these degrees"
-        return f"not legal: {next(iter(rules), degrees)}"
+        return f"not legal: {max(rules, key=lambda rule: rules[rule], default=degrees)}"
     return does_not_fit(closest.estimate)
 
 
 def _nothing_legal(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> str:
     """Why not even one shape is legal, and the way out."""
     count, batch = explorer.cluster.num_devices, explorer.training.global_batch
-    if not rejected:
-        return (
-            f"no layout of {count} GPUs agrees with what is pinned; "
-            f"leave out a --pin, or pin degrees that divide {count}"
-        )
+    found = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
+    if found is not None:
+        return f"{found}; leave out one of the pins"
     whole = (batch // count + 1) * count
     return (
         f"no layout of {count} GPUs is legal: {'; '.join(rejected)}. "

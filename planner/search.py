@@ -136,6 +136,7 @@ def pins_of(setup: Setup) -> Pins:
         micro_batch=setup.micro_batch,
         sequence=setup.sequence if setup.tensor > 1 else None,
         schedule=setup.schedule if pipelined else None,
+        virtual_stages=setup.virtual_stages if pipelined else None,
         gradient_sync=setup.gradient_sync,
         recompute=setup.recompute,
         reshard=setup.reshard,
@@ -180,13 +181,9 @@ def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced |
 
 def _allowed(pins: Pins, plan: Plan) -> bool:
     """Whether a plan agrees with what is pinned."""
-    shape = shape_of(plan)
     layers = [layer for stage in plan.stages for layer in stage.layers]
-    names = ("data_replicate", "data_shard", "tensor", "pipeline", "micro_batch", "sequence", "schedule")
     recomputes = {layer.recompute for layer in layers if len(layer.modules) == 1 and layer.modules[0] == layer.root}
-    return all(pins.allows(name, getattr(shape, name)) for name in names) and all(
-        pins.allows("recompute", recompute) for recompute in recomputes
-    )
+    return pins.allows_shape(shape_of(plan)) and all(pins.allows("recompute", recompute) for recompute in recomputes)
 
 
 def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, chosen: _Priced, pins: Pins) -> Candidate:

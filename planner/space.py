@@ -11,7 +11,8 @@ from typing import Literal
 
 from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import ModelProfile
-from .plan import AXES, Axis, Schedule
+from .plan import AXES, EXECUTABLE_SCHEDULES, Axis, Schedule
+from .simulate import ZERO_BUBBLE, is_chunked
 from .strategy import Pins, Shape, divisors, legal_cuts, sequence_rule, sharding_rule, tensor_rule
 from .training import TrainingSpec
 
@@ -27,6 +28,11 @@ class Family:
     schedule: Schedule
     micro_batch: int
     num_microbatches: int
+    virtual_stages: int = 1
+
+
+MOST_CHUNKS = 8
+"""Stages of one rank that are tried; more only if pinned. Their bubbles differ little, their transfers add up."""
 
 
 class Space:
@@ -48,8 +54,10 @@ class Space:
     def families(self) -> Iterator[Family]:
         """Legal families; fills `rejected` on the way."""
         num_devices = self.cluster.num_devices
+        if not (self.pins.allows("context", 1) and self.pins.allows("expert", 1)):
+            return  # neither axis is part of the space yet
         for tensor in divisors(num_devices):
-            if not self.pins.allows("tensor", tensor):
+            if not (self.pins.allows("tensor", tensor) and self._sequence_modes(tensor)):
                 continue
             for pipeline in divisors(num_devices // tensor):
                 if not self.pins.allows("pipeline", pipeline):
@@ -77,54 +85,74 @@ class Space:
                 continue
             count = self.training.global_batch // data // micro_batch
             if micro_batch < self.profile.smallest_micro_batch:
-                rule = f"a batch norm of the model needs micro-batches of {self.profile.smallest_micro_batch} samples"
-                self.rejected[rule] += self._below(tensor, pipeline, data, count)
+                few = f"a batch norm of the model needs micro-batches of {self.profile.smallest_micro_batch} samples"
+                self.rejected[few] += self._below(tensor, pipeline, data, count)
                 continue
-            for schedule in self._schedules(pipeline, count, tensor, data):
+            for schedule, virtual in self._schedules(pipeline):
+                rule = self._schedule_rule(schedule, virtual, pipeline, count)
+                if rule is not None:
+                    modes = len(self._sequence_modes(tensor))
+                    self.rejected[rule] += modes * self._leaves(tensor, pipeline, data, count)
+                    continue
                 for sequence in self._sequences(tensor, pipeline, data, count):
-                    yield Family(tensor, pipeline, data, sequence, schedule, micro_batch, count)
+                    yield Family(tensor, pipeline, data, sequence, schedule, micro_batch, count, virtual)
 
-    def _schedules(self, pipeline: int, count: int, tensor: int, data: int) -> Iterator[Schedule]:
+    def _schedules(self, pipeline: int) -> list[tuple[Schedule, int]]:
+        """(schedule, stages of each rank) pairs that the pins allow, legal or not."""
         if pipeline == 1:
-            if self.pins.schedule in (None, "none"):
-                yield "none"
-            return
-        schedules: tuple[Schedule, ...] = ("1f1b", "gpipe")
-        for schedule in schedules:
-            if not self.pins.allows("schedule", schedule):
-                continue
-            if schedule == "1f1b" and count < pipeline:
-                self.rejected["1F1B needs at least as many micro-batches as stages"] += self._leaves(
-                    tensor, pipeline, data, count
-                )
-            elif schedule == "gpipe" and count >= pipeline and self.pins.schedule is None:
-                self.rejected["GPipe takes as long as 1F1B and holds more"] += self._leaves(
-                    tensor, pipeline, data, count
-                )
-            else:
-                yield schedule
+            return [("none", 1)] if self.pins.schedule in (None, "none") else []
+        most = max(1, self._most_stages // pipeline)
+        chunks = [v for v in range(2, most + 1) if v <= MOST_CHUNKS or v == self.pins.virtual_stages]
+        pairs: list[tuple[Schedule, int]] = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-h2", 1)]
+        pairs += [("interleaved", v) for v in chunks] + [("zb-v", 2)] * (most >= 2)
+        return [
+            (schedule, virtual)
+            for schedule, virtual in pairs
+            if self.pins.allows("schedule", schedule)
+            and self.pins.allows("virtual_stages", virtual)
+            and (schedule in EXECUTABLE_SCHEDULES or self.pins.everything or self.pins.schedule == schedule)
+        ]
+
+    def _schedule_rule(self, schedule: Schedule, virtual: int, pipeline: int, count: int) -> str | None:
+        """The rule that excludes a schedule for `count` micro-batches, or None if it is legal."""
+        if schedule == "1f1b" and count < pipeline:
+            return "1F1B needs at least as many micro-batches as stages"
+        if schedule == "gpipe" and count >= pipeline and self.pins.allows("schedule", "1f1b"):
+            return "GPipe takes as long as 1F1B and holds more"
+        if is_chunked(schedule) and count < pipeline:
+            return "interleaved and zero-bubble schedules need at least as many micro-batches as ranks"
+        if schedule == "interleaved" and count % max(1, count // pipeline):
+            return "interleaved 1F1B needs equal rounds of micro-batches"
+        if schedule in ZERO_BUBBLE and self.pins.recompute not in (None, "none"):
+            return "zero-bubble schedules run without recompute"
+        return None
 
     def _sequences(self, tensor: int, pipeline: int, data: int, count: int) -> Iterator[bool]:
-        for sequence in (False, True) if tensor > 1 else (False,):
-            if not self.pins.allows("sequence", sequence) and tensor > 1:
-                continue
+        for sequence in self._sequence_modes(tensor):
             rule = sequence_rule(self.profile, tensor) if sequence else None
             if rule is None:
                 yield sequence
             else:
                 self.rejected[rule] += self._leaves(tensor, pipeline, data, count)
 
+    def _sequence_modes(self, tensor: int) -> list[bool]:
+        """Without and with sequence parallelism, as far as the pins allow."""
+        modes = (False, True) if tensor > 1 else (False,)
+        return [sequence for sequence in modes if self.pins.splits_sequences(tensor, sequence)]
+
     def _reject(self, rule: str, tensor: int, pipeline: int, data: int) -> Iterator[Family]:
         """Count everything below a rejected choice of degrees; yields nothing."""
         share = max(1, self.training.global_batch // data)
-        self.rejected[rule] += sum(self._below(tensor, pipeline, data, share // b) for b in divisors(share))
+        micro_batches = [b for b in divisors(share) if self.pins.allows("micro_batch", b)]
+        count = sum(self._below(tensor, pipeline, data, share // b) for b in micro_batches)
+        if count:
+            self.rejected[rule] += count
         return iter(())
 
     def _below(self, tensor: int, pipeline: int, data: int, count: int) -> int:
         """Shapes of all schedules and modes for `count` micro-batches."""
-        modes = 2 if tensor > 1 else 1
-        schedules = 2 if pipeline > 1 else 1
-        return modes * schedules * self._leaves(tensor, pipeline, data, count)
+        modes = len(self._sequence_modes(tensor))
+        return modes * len(self._schedules(pipeline)) * self._leaves(tensor, pipeline, data, count)
 
     def _leaves(self, tensor: int, pipeline: int, data: int, count: int) -> int:
         """Shapes below one family."""
@@ -152,6 +180,7 @@ class Space:
                         num_microbatches=family.num_microbatches,
                         sequence=family.sequence,
                         schedule=family.schedule,
+                        virtual_stages=family.virtual_stages,
                         gradient_sync=sync,
                         reshard=reshard,
                         mesh_axes=order,

@@ -14,7 +14,8 @@ from synthetic import cluster
 from meshwright.planner.check import check
 from meshwright.planner.columns import Chain
 from meshwright.planner.layer_cost import CostModel
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, Recompute
+from meshwright.planner.simulate import ZERO_BUBBLE
 from meshwright.planner.space import Space
 from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
 from meshwright.planner.training import TrainingSpec
@@ -60,8 +61,8 @@ def sample_of(model: str, seed: int) -> Sample:
     training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision=precision)
     space = Space(profile, machines, training, Pins())
     families = list(space.families())
-    degrees = draw.choice(sorted({(f.tensor, f.pipeline) for f in families}))
-    family = draw.choice([f for f in families if (f.tensor, f.pipeline) == degrees])
+    degrees = draw.choice(sorted({(f.tensor, f.pipeline, f.schedule) for f in families}))
+    family = draw.choice([f for f in families if (f.tensor, f.pipeline, f.schedule) == degrees])
     shape = draw.choice(list(space.shapes(family)))
     costs = CostModel(profile, machines, training)
     stages = _stages(draw, costs, shape)
@@ -73,15 +74,17 @@ def sample_of(model: str, seed: int) -> Sample:
 def _stages(draw: random.Random, costs: CostModel, shape: Shape) -> list[list[LayerOption]] | None:
     chain = Chain(costs)
     places = [i for i in range(1, chain.num_layers) if i not in chain.uncuttable]
-    if len(places) < shape.pipeline - 1:
+    num_stages = shape.pipeline * shape.virtual_stages
+    if len(places) < num_stages - 1:
         return None
-    ends = [0, *sorted(draw.sample(places, shape.pipeline - 1)), chain.num_layers]
+    ends = [0, *sorted(draw.sample(places, num_stages - 1)), chain.num_layers]
+    recompute: Recompute | None = "none" if shape.schedule in ZERO_BUBBLE else None
     stages = []
     for first, last in pairwise(ends):
         stage: list[LayerOption] = []
         for run in chain.runs:
             layers = range(max(first, run.start), min(last, run.start + run.length))
-            options = [draw.choice(costs.options(costs.kinds[run.start], shape)) for _ in layers]
+            options = [draw.choice(costs.options(costs.kinds[run.start], shape, recompute)) for _ in layers]
             stage += sorted(options, key=lambda option: option.recompute != "full")
         stages.append(stage)
     return stages
