@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..planner.compute_cost import layer_seconds
-from ..planner.refit import refit
+from ..planner.refit import MeasuredStep, refit
 from ..profiler.calibrate import (
     DTYPES,
     EFFORTS,
@@ -79,11 +79,11 @@ class LayerCheck:
 
 @dataclass(frozen=True)
 class StepCheck:
-    """A reference step: measured, and predicted from kernels alone and from the device fitted to all such steps."""
+    """A measured step, and predicted over measured, minus 1, before and after the device was fitted to all of them."""
 
     label: str
     measured_s: float
-    kernels_error: float
+    before: float
     error: float
 
 
@@ -97,12 +97,13 @@ class Calibration:
     steps: tuple[StepCheck, ...]
     layers: tuple[LayerCheck, ...]
 
-    def save(self, path: Path) -> None:
-        """Write the device file; it appears whole or not at all. Raises ValueError where that is impossible."""
-        try:
-            save_device(self.device, path)
-        except OSError as error:
-            raise ValueError(f"-o {path} cannot be written: {error.strerror}; choose another") from None
+
+def save(device: Device, path: Path) -> None:
+    """Write the device file; it appears whole or not at all. Raises ValueError where that is impossible."""
+    try:
+        save_device(device, path)
+    except OSError as error:
+        raise ValueError(f"-o {path} cannot be written: {error.strerror}; choose another") from None
 
 
 def check_device_output(path: Path) -> None:
@@ -150,17 +151,16 @@ def calibrate(
     device = fit_device(_preset(device_type), merged([found for found, _ in answers], ranks=True), ranks, device_type)
     if device_type == "cuda":
         device = _with_properties(device, ranks)
-    device, steps = _fitted_to_steps(device, ranks, device_type, QUICK_REPETITIONS if quick else REPETITIONS)
+    runs = reference_steps(device, ranks, device_type, QUICK_REPETITIONS if quick else REPETITIONS)
+    device, steps = fitted_to(device, runs)
     precision = "fp32" if device_type == "cpu" else "bf16"
     checks = [] if profile is None else _checks(profile, device, precision, batch_size, [times for _, times in answers])
     return Calibration(device, ranks, batch_size, steps, tuple(checks))
 
 
-def _fitted_to_steps(
-    device: Device, ranks: int, device_type: str, repetitions: int
-) -> tuple[Device, tuple[StepCheck, ...]]:
-    """The device corrected by reference steps, and the steps beside it."""
-    found = refit(device, reference_steps(device, ranks, device_type, repetitions))
+def fitted_to(device: Device, runs: Sequence[MeasuredStep]) -> tuple[Device, tuple[StepCheck, ...]]:
+    """The device corrected by measured steps, and the steps beside what it and the one before predict."""
+    found = refit(device, runs)
     checks = (
         StepCheck(run.label, run.step_s, math.expm1(old), math.expm1(new))
         for run, old, new in zip(found.runs, found.before, found.after, strict=True)
@@ -291,12 +291,7 @@ def print_calibration(console: Console, found: Calibration) -> None:
         )
     for line in lines:
         console.print(line, markup=False, highlight=False)
-    table = Table(title="Reference steps, to which the device is fitted", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("model, set-up", "measured", "predicted by kernels alone", "by the device"):
-        table.add_column(heading, justify="left" if heading == "model, set-up" else "right")
-    for step in found.steps:
-        table.add_row(step.label, format_seconds(step.measured_s), f"{step.kernels_error:+.0%}", f"{step.error:+.0%}")
-    console.print(table)
+    print_steps(console, found.steps, "Reference steps, to which the device is fitted", "by kernels alone")
     if not found.layers:
         return
     table = Table(title=f"Layers at micro-batch {found.batch_size}", title_justify="left", box=box.SIMPLE_HEAD)
@@ -310,6 +305,16 @@ def print_calibration(console: Console, found: Calibration) -> None:
             row.measured_backward_s,
         )
         table.add_row(row.name, str(row.count), *map(format_seconds, times), f"{row.error:+.0%}")
+    console.print(table)
+
+
+def print_steps(console: Console, steps: Sequence[StepCheck], title: str, before: str) -> None:
+    """Measured steps, with the error of the prediction before the fit and after it."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("model, set-up", "measured", before, "after the fit"):
+        table.add_column(heading, justify="left" if heading == "model, set-up" else "right")
+    for step in steps:
+        table.add_row(step.label, format_seconds(step.measured_s), f"{step.before:+.0%}", f"{step.error:+.0%}")
     console.print(table)
 
 

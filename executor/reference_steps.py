@@ -61,7 +61,8 @@ class _Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(size, length, 3, self.heads, width // self.heads).transpose(1, 3)
-        mixed = functional.scaled_dot_product_attention(*qkv.unbind(2), is_causal=True)
+        q, k, v = qkv.unbind(2)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(size, length, width))
         y: torch.Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
         return y

@@ -127,7 +127,7 @@ def _loss(residuals: Floats, point: Floats, spreads: Floats) -> float:
 
 def _move(residuals: Floats, slopes: Floats, point: Floats, spreads: Floats) -> Floats:
     """The move of least loss under the linearised model, by reweighted least squares."""
-    move = np.zeros(len(point))
+    move: Floats = np.zeros(len(point))
     for _ in range(30):
         left = np.abs(residuals + slopes @ move) / NOISE
         pull = np.minimum(1.0, HUBER / np.maximum(left, 1e-9)) / NOISE**2
