@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -29,6 +30,9 @@ HANG_S = 600.0
 
 BEAT_S = 1.0
 """Seconds between signs of life of a rank, in jobs of up to 500."""
+
+PATIENCE = 6
+"""Signs of life that a rank may fail to give, beyond the first three, before it is taken for dead."""
 
 GRACE_S = 5.0
 """How long a rank may take to end by itself once another one has failed."""
@@ -170,11 +174,15 @@ class Watch:
             if self._store.check([_FAILURE]):
                 return str(self._store.get(_FAILURE).decode().partition(" ")[2])
             after = self._beats()
+            for _ in range(PATIENCE):  # on a machine that is overloaded signs of life come late
+                if not self._silent(before, after):
+                    break
+                self._wait_for_failure(self.beat_s)
+                after = self._beats()
         except dist.DistError:
             return f"rank 0 of {self.num_ranks}, which holds the store of the job, is gone: it was killed, or has ended"
         job = f"of {self.num_ranks}"
-        silent = [rank for rank, (a, b) in enumerate(zip(before, after, strict=True)) if a is None or a == b]
-        silent = [rank for rank in silent if rank != self.rank]
+        silent = self._silent(before, after)
         if silent:
             last = after[silent[0]]
             step = "" if last is None else f" {'in' if last.inside else 'after'} step {last.step}"
@@ -199,6 +207,11 @@ class Watch:
             f"all {self.num_ranks} ranks wait for each other for {max(b.since_s for b in beats):.0f} s in step "
             f"{behind[0]}, which a longer timeout_s would allow: {places}"
         )
+
+    def _silent(self, before: Sequence[Beat | None], after: Sequence[Beat | None]) -> list[int]:
+        """Other ranks without a sign of life between the two."""
+        pairs = enumerate(zip(before, after, strict=True))
+        return [rank for rank, (a, b) in pairs if (a is None or a == b) and rank != self.rank]
 
     def _wait_for_failure(self, seconds: float) -> None:
         end = time.monotonic() + seconds

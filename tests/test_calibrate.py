@@ -2,6 +2,7 @@
 
 import math
 import os
+import statistics
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 from cli_support import run_plan, save_profile
 from synthetic import device
 
+from meshwright.executor import reference_steps
 from meshwright.executor.calibrate import calibrate, check_device_output
+from meshwright.executor.reference_steps import references
 from meshwright.planner.compute_cost import measured_efficiency, moving_s, operator_s, optimizer_s
 from meshwright.profiler import calibrate as profiler
 from meshwright.profiler.calibrate import (
@@ -286,16 +289,22 @@ def test_the_file_gives_back_the_device(tmp_path: Path) -> None:
 @pytest.fixture
 def tiny_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EFFORTS, ("cpu", True), TINY)
+    wide = references("cpu")["wide"]
+    monkeypatch.setattr(reference_steps, "references", lambda _: {"wide": replace(wide, setups=("ddp", "fsdp"))})
+    monkeypatch.setattr("meshwright.executor.calibrate.QUICK_REPETITIONS", 1)
 
 
 @pytest.mark.usefixtures("tiny_effort")
-def test_two_ranks_measure_a_link() -> None:
+def test_two_ranks_measure_a_link_and_reference_steps() -> None:
     if (os.cpu_count() or 1) < 2:
         pytest.skip("needs two cores")
     found = calibrate("cpu", 2, quick=True, dtypes=["fp32"])
 
     assert set(found.device.collective_factors) == {"all_gather", "reduce_scatter", "all_reduce", "p2p"}
     assert "2 cpu ranks at the same time" in found.device.sources["link.latency"]
+    assert [step.label for step in found.steps] == ["wide, ddp", "wide, fsdp"]
+    assert all(step.measured_s > 0 for step in found.steps)
+    assert statistics.mean(abs(s.error) for s in found.steps) < statistics.mean(abs(s.before) for s in found.steps)
 
 
 MODEL = """
