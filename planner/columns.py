@@ -21,7 +21,7 @@ from .memory_cost import StateBytes, state_bytes
 from .peak import Arrivals, Moment, moments_of, running
 from .plan import Recompute
 from .stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
-from .strategy import LayerOption, Shape, is_cut, legal_cuts
+from .strategy import LayerOption, Shape, legal_cuts
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -60,7 +60,7 @@ def _runs(profile: ModelProfile) -> tuple[Run, ...]:
         for position in range(t.made_by + 1, t.last_used_by + 1):
             sliced = can_slice[t.made_by] and position < len(kinds) and can_slice[position]
             crossing[position].append((t.shape, t.dims, t.dtype, t.requires_grad, sliced))
-    crossings = [sorted(found) for found in crossing]  # type: ignore[type-var]
+    crossings = [sorted(found) for found in crossing]
     runs = [Run(0, 1)]
     for i in range(1, len(kinds)):
         start = runs[-1].start
@@ -115,24 +115,20 @@ class Chain:
         return set(range(1, self.num_layers)) - set(legal_cuts(self.model.profile))
 
     def shared_weights(self, shape: Shape) -> list[tuple[list[int], float]]:
-        """Per group of layers that read one weight: those layers, and its elements on one tensor rank."""
+        """Per group of layers that read one weight: those layers, and its padded elements on one tensor rank."""
         profile = self.model.profile
         result = []
         for group in sorted({g for groups in self.shared_groups for g in groups}):
             layers = [i for i, groups in enumerate(self.shared_groups) if group in groups]
             first = profile.layers[layers[0]]
-            layer_class = profile.classes[first.layer_class]
             names = (
                 set(profile.ties[group])
                 if group < len(profile.ties)
                 else set.intersection(*(set(profile.layers[i].parameters) for i in layers))
             )
-            divisor = shape.tensor if is_cut(layer_class, shape) else 1
-            sharded = {name for cut in layer_class.cuts for name in cut.sharded}
             prefix = f"{first.root}." if first.root else ""
-            held = [p for p in layer_class.parameters if prefix + p.name in names]
-            elements = sum(p.num_elements / (divisor if p.name in sharded else 1) for p in held)
-            result.append((layers, elements))
+            held = self.model.held(self.model.kinds[layers[0]], shape)
+            result.append((layers, float(sum(item.elements for item in held if prefix + item.name in names))))
         return result
 
     def waiting_bytes(self, shape: Shape) -> list[float]:
@@ -426,45 +422,46 @@ class StagePrices:
         fast, slow = self._fastest[run], 1 - self._fastest[run]
         added_s = self.costs[run][slow].microbatch_s - self.costs[run][fast].microbatch_s
         layers = self.chain.counts[:, run]
-        few, many = np.ones(len(layers)), layers - 1
+        few, many = np.ones(len(layers)), layers - 2
         arrived = [row[o] for row, o in zip(self._arrived, self._fastest, strict=True)]
         arrived[run] = self._arrived[run][slow]
-        all_fit = layers > 0
+        all_fit, but_one = layers > 0, layers > 1
         for one in self._passes_of(in_flight):
             room = self._room(one.moment, arrived)
-            before, behind, transient = (
+            before, behind, transient, joined, ending = (
                 np.array([row[o] for row, o in zip(rows, self._fastest, strict=True)])
-                for rows in (one.before, one.behind, one.transient)
+                for rows in (one.before, one.behind, one.transient, one.joined, one.ending)
             )
-            first, last = running(before, behind, transient, self.chain.counts)
-            ending = np.array([row[o] for row, o in zip(one.ending, self._fastest, strict=True)])
-            last = self._with_ending(last, transient, ending)
-            highest = np.maximum(first, last)
-            rise = before[run] - behind[run]
+            starts, highest = running(before, behind, transient, self._at_end(joined, ending), self.chain.counts)
+            start, rise = starts[:, run], before[run] - behind[run]
             is_last = self.chain.last_runs == run
-            end = np.where(is_last, ending[run], transient[run])
-            end_slow = np.where(is_last, one.ending[run][slow], one.transient[run][slow])
-            start = np.where(layers > 0, last[:, run] - layers * rise - end, 0.0)
+            end = np.where(is_last, ending[run], joined[run])
+            end_slow = np.where(is_last, one.ending[run][slow], one.joined[run][slow])
             earlier = (np.max(highest[:, :run], axis=1, initial=-np.inf), one.behind[run][slow] - behind[run])
             later = (np.max(highest[:, run + 1 :], axis=1, initial=-np.inf), one.before[run][slow] - before[run])
             to_slow = one.before[run][slow] - behind[run]
             own = one.before[run][slow] - one.behind[run][slow] + one.transient[run][slow]
-            always = [earlier, later, (start + own, one.behind[run][slow] - behind[run])]
+            first = start + own, one.behind[run][slow] - behind[run]
+            late = one.before[run][slow] - before[run]
             mixed = [
                 (start + one.transient[run][slow], to_slow),
-                (start + rise + transient[run], to_slow),
-                (start + layers * rise + end, one.before[run][slow] - before[run]),
+                (start + layers * rise + end, late),
             ]
-            for there, slope in (*always, *mixed):
+            several = [(start + rise + transient[run], to_slow), (start + (layers - 1) * rise + transient[run], late)]
+            for there, slope in (earlier, later, first, *mixed, *several):
                 if slope < 0:
                     few = np.maximum(few, np.ceil((there - room) / -slope))
                 elif slope > 0:
                     many = np.minimum(many, np.floor((room - there) / slope))
                 else:
                     many = np.where(there <= room, many, -np.inf)
-            for there, slope in (*always, (start + end_slow, to_slow)):
+            for there, slope in (earlier, later, first, *mixed):
+                but_one &= there + (layers - 1) * slope <= room
+            for there, slope in (earlier, later, (start + end_slow, to_slow)):
                 all_fit &= there + layers * slope <= room
-        needed = np.where(few <= many, few, np.where(all_fit, layers, np.inf))
+            inner = first[0] + layers * first[1], start + one.transient[run][slow] + (layers - 1) * to_slow
+            all_fit &= (layers == 1) | (np.maximum(*inner) <= room)
+        needed = np.select([few <= many, but_one, all_fit], [few, layers - 1, layers], np.inf)
         seconds: Floats = np.where(fits, 0.0, needed) * added_s
         return seconds
 
@@ -519,11 +516,10 @@ class StagePrices:
         room -= self._arrivals.held(moment.flights, moment.sends, np.array(arrived)[self.chain.first_runs])
         return room
 
-    def _with_ending(self, last: Floats, transient: Floats, ending: Floats) -> Floats:
-        """Bytes while each run's last layer is at work, where the stage's last one has none behind it."""
-        at = np.arange(len(last)), self.chain.last_runs
-        last[at] += (ending - transient)[self.chain.last_runs]
-        return last
+    def _at_end(self, joined: Floats, ending: Floats) -> Floats:
+        """[composition][run] -> transient of the run's last layer: the stage's last one has none behind it."""
+        is_last = np.arange(len(joined)) == self.chain.last_runs[:, None]
+        return np.where(is_last, ending, joined)
 
     def _holds(
         self, in_flight: int, pick: Callable[[Floats, int], float], arrived: Sequence[float]
@@ -531,16 +527,12 @@ class StagePrices:
         """[composition] -> whether it fits with the amounts that `pick` takes of each run's options."""
         fits = np.ones(len(self.chain.compositions), dtype=bool)
         for one in self._passes_of(in_flight):
-            before, behind, transient, ending = (
+            before, behind, transient, joined, ending = (
                 np.array([pick(row, run) for run, row in enumerate(rows)])
-                for rows in (one.before, one.behind, one.transient, one.ending)
+                for rows in (one.before, one.behind, one.transient, one.joined, one.ending)
             )
-            first, last = running(before, behind, transient, self.chain.counts)
-            last = self._with_ending(last, transient, ending)
-            single = self.chain.counts[np.arange(len(first)), self.chain.last_runs] == 1
-            at = np.flatnonzero(single)
-            first[at, self.chain.last_runs[at]] = last[at, self.chain.last_runs[at]]
-            fits &= np.maximum(first, last).max(axis=1) <= self._room(one.moment, arrived)
+            _, most = running(before, behind, transient, self._at_end(joined, ending), self.chain.counts)
+            fits &= most.max(axis=1) <= self._room(one.moment, arrived)
         return fits
 
     def _fits(self, in_flight: int, options: list[int]) -> NDArray[np.bool_]:
@@ -650,7 +642,7 @@ class StagePrices:
                     np.array([one.before[run][order] for one in passes]),
                     np.array([one.behind[run][order] for one in passes]),
                     np.array([one.transient[run][order] for one in passes]),
-                    np.array([one.ending[run][order] for one in passes]),
+                    np.array([(one.ending if run == runs[-1] else one.joined)[run][order] for one in passes]),
                 )
                 for run, count, order in zip(runs, item.counts, orders, strict=True)
             ],
@@ -686,7 +678,9 @@ class StagePrices:
         orders = [self._order(run, in_flight) for run in runs]
         room = min(float(self._room(one.moment, [row.min() for row in self._arrived])[composition]) for one in passes)
         most = {run: np.max([np.maximum(one.before[run], one.behind[run]) for one in passes], axis=0) for run in runs}
-        passing = {run: np.max([one.transient[run] for one in passes], axis=0) for run in runs}
+        passing = {
+            run: np.max([np.maximum(one.transient[run], one.joined[run]) for one in passes], axis=0) for run in runs
+        }
         best: tuple[Packing, list[list[int]]] | None = None
         for bound in sorted({float(size) for run in runs for size in passing[run]}):
             allowed = [[o for o, size in enumerate(passing[run]) if size <= bound] for run in runs]
@@ -784,12 +778,14 @@ class StagePrices:
 
 @dataclass(frozen=True)
 class _Pass:
-    """What the options of each run hold in one pass: [run] -> [option] -> bytes."""
+    """What the options of each run hold in one pass: [run] -> [option] -> bytes. transient: of layers with one of their
+    run behind them; joined: with the next run's first; ending: with none."""
 
     moment: Moment
     before: list[Floats]
     behind: list[Floats]
     transient: list[Floats]
+    joined: list[Floats]
     ending: list[Floats]
 
     @classmethod
@@ -799,6 +795,10 @@ class _Pass:
             moment,
             [np.array([moment.before(cost) for cost in row]) for row in costs],
             [np.array([moment.behind(cost) for cost in row]) for row in costs],
-            [np.array([moment.transient(cost) for cost in row]) for row in costs],
-            [np.array([moment.transient(cost, is_last=True) for cost in row]) for row in costs],
+            [np.array([moment.transient(cost, cost) for cost in row]) for row in costs],
+            [
+                np.array([moment.transient(cost, behind) for cost in row])
+                for row, behind in zip(costs, [*(row[0] for row in costs[1:]), None], strict=True)
+            ],
+            [np.array([moment.transient(cost, None) for cost in row]) for row in costs],
         )

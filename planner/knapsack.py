@@ -42,7 +42,7 @@ class Packing:
 class Turns:
     """`count` equal items in a row, whose options are taken in the order given, and what they hold in each of several
     passes over all items, [pass][option]: before an item's turn, after it, and during it beyond what it held before
-    (ending: if it is the very last item)."""
+    (ending: if it is the last of them)."""
 
     count: int
     weights: Floats
@@ -74,7 +74,7 @@ def lightest_in_turns(rows: list[Turns], rooms: Floats, limit: float, starting: 
         excesses = (excess[:, None] + (table @ _reduced(group, price))[None, :]).ravel()
         if i == 0:
             before = starting[:, np.argmax(table > 0, axis=1)].T
-        inner = _most_inside(table, row, is_last=i + 1 == len(rows))
+        inner = _most_inside(table, row)
         base = before[None, :, :] if i == 0 else before[:, None, :]
         mosts = np.maximum(most[:, None, :] + (table @ row.behind.T)[None, :, :], base + inner[None, :, :])
         mosts = mosts.reshape(-1, len(rooms))
@@ -90,21 +90,20 @@ def lightest_in_turns(rows: list[Turns], rooms: Floats, limit: float, starting: 
     return _traced(tables, chosen, weight)
 
 
-def _most_inside(table: Ints, row: Turns, is_last: bool) -> Floats:
+def _most_inside(table: Ints, row: Turns) -> Floats:
     """[combination][pass] -> the most that is held during the turns of a row's own items, without other rows."""
     rest = table @ row.behind.T
     most = np.full(rest.shape, -np.inf)
     for option in range(len(row.weights)):
         taken = table[:, option : option + 1]
         rise = (row.before - row.behind)[:, option]
-        first = rest + rise + row.transient[:, option]
-        last = rest + taken * rise + row.transient[:, option]
-        if is_last:
-            end = rest + taken * rise + row.ending[:, option]
-            is_end = (table[:, option + 1 :].sum(axis=1) == 0)[:, None]
-            first = np.where(is_end & (taken == 1), end, first)
-            last = np.where(is_end, end, last)
-        most = np.where(taken > 0, np.maximum(most, np.maximum(first, last)), most)
+        is_end = (table[:, option + 1 :].sum(axis=1) == 0)[:, None]
+        inner = taken - is_end
+        highest = rest + np.maximum(rise, inner * rise) + row.transient[:, option]
+        highest = np.where(inner > 0, highest, -np.inf)
+        end = rest + taken * rise + row.ending[:, option]
+        highest = np.where(is_end, np.maximum(highest, end), highest)
+        most = np.where(taken > 0, np.maximum(most, highest), most)
         rest = rest + taken * rise
     return most
 

@@ -16,7 +16,7 @@ from .context_cost import NOTHING, ContextCost, context_cost
 from .expert_cost import Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
 from .kept import kept
 from .kinds import Kind, kept_with_last, kinds_of
-from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_fully_shard
+from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_buffers, uses_fully_shard
 from .part_cost import part_cost
 from .peak import Arrivals
 from .plan import Axis, GroupAxis, Recompute
@@ -63,9 +63,9 @@ class LayerCost:
     held_bytes: compute copies of parameters, of which released_bytes are given back once
     gradients are reduced. accumulated_bytes: gradients before they are reduced, beyond their shards. root_bytes:
     gradients that wait for fully_shard's root from the layer's backward on, and root_end_bytes what that takes then.
-    transient_bytes: there only during the layer's turn, beyond what is kept and held; reducing_bytes: the same in a
-    pass that reduces gradients, while those of the layer behind it are on their way; ending_bytes: if none is behind
-    it.
+    transient_bytes: there only during the layer's turn, beyond what is kept and held; ending_bytes: the same in a pass
+    that reduces gradients; waiting_bytes: of that, what is there while those of the layer behind it, its reduced_bytes,
+    are on their way.
     """
 
     forward_s: float
@@ -87,8 +87,9 @@ class LayerCost:
     root_bytes: float
     root_end_bytes: float
     transient_bytes: float
-    reducing_bytes: float
     ending_bytes: float
+    waiting_bytes: float
+    reduced_bytes: float
     traffic: tuple[Traffic, ...]
     context_forward_s: float = 0.0
     context_backward_s: float = 0.0
@@ -98,6 +99,12 @@ class LayerCost:
     offload_backward_s: float = 0.0
     arrived_bytes: float = 0.0
 
+    def reducing_bytes(self, behind: "LayerCost | None") -> float:
+        """Bytes that are there only during the layer's turn in a pass that reduces gradients. behind: the next layer of
+        the stage, if there is one."""
+        waiting = 0.0 if behind is None else self.waiting_bytes + behind.reduced_bytes
+        return max(self.ending_bytes, waiting)
+
     def with_waiting(self, num_bytes: float) -> "LayerCost":
         """The same in a place where so many bytes of others pass by."""
         if not num_bytes:
@@ -105,8 +112,8 @@ class LayerCost:
         return replace(
             self,
             transient_bytes=self.transient_bytes + num_bytes,
-            reducing_bytes=self.reducing_bytes + num_bytes,
             ending_bytes=self.ending_bytes + num_bytes,
+            waiting_bytes=self.waiting_bytes + num_bytes,
         )
 
     @property
@@ -161,7 +168,7 @@ class CostModel:
         if training.precision not in self.device.flops:
             known = ", ".join(self.device.flops)
             raise ValueError(f"{self.device.name} has no rate for {training.precision}; its device file has {known}")
-        self._neighbours: dict[tuple[Kind, bool, int], Kind | None] = {}
+        self._neighbours: dict[tuple[Kind, bool], Kind | None] = {}
         self._seconds: dict[tuple[int, str, float, int, int], Seconds] = {}
         self._contexts: dict[tuple[object, ...], ContextCost] = {}
         self._part_costs: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -274,21 +281,21 @@ class CostModel:
     def _transients(
         self, kind: Kind, shape: Shape, state: StateBytes, working: "_Working", kept: float, resharded: bool
     ) -> tuple[float, float, float]:
-        """(transient_bytes, reducing_bytes, ending_bytes): the most of a layer's forward, of its backward, and of what
+        """(transient_bytes, ending_bytes, waiting_bytes): the most of a layer's forward, of its backward, and of what
         comes after that, when what it kept is gone: gradients in compute dtype, and in fp32 until they are reduced."""
+        if state.buffers:
+            return (max(working.forward, working.backward),) * 3
         total, trainable = self._spread(kind, shape)
         if not uses_fully_shard(shape, self.training):
             sizes = [p.num_elements for p in self.layer_class(kind).parameters if p.trainable]
             new = max(sizes, default=0) * state.new_gradient or trainable.gathered * MASTER_BYTES - kept
             most = max(working.forward, working.backward, new)
-            return most, most, most
+            return most, most, -math.inf
         in_root, several = kind.is_in_root(shape), shape.sharded_over > 1
         copy = total.gathered * state.gathered
         own = copy if resharded else 0.0
-        ahead = self._neighbour(kind, shape, -1) if resharded and several else None
+        ahead = self._before(kind, shape) if resharded and several else None
         prefetched = self._spread(ahead, shape)[0].gathered * state.gathered if ahead else 0.0
-        behind = self._neighbour(kind, shape, 1)
-        reduced = self._spread(behind, shape)[1].reduced * MASTER_BYTES if behind else 0.0
         arrived = copy if several and not in_root and (resharded or not state.copies_stay) else 0.0
         new, whole = trainable.gathered * self.training.compute_bytes, trainable.reduced * MASTER_BYTES
         if working.logits:
@@ -301,28 +308,28 @@ class CostModel:
             most, forward = 0.0, working.forward
             backward = working.backward + max(0.0, new - working.passed)
         between = max(most, forward + own + arrived, backward + own + prefetched)
-        ending, reducing = between, max(between, backward + own + prefetched + reduced)
+        ending = between
         if not in_root:
             made = 0.0 if state.copies_stay else new
             scattered = whole / shape.sharded_over if several else 0.0
             after = made + whole + scattered + prefetched - kept - (0.0 if resharded else copy)
-            ending, reducing = max(ending, after), max(reducing, after)
-        return between, reducing, ending
+            ending = max(ending, after)
+        return between, ending, backward + own + prefetched
 
-    def _neighbour(self, kind: Kind, shape: Shape, step: Literal[-1, 1]) -> Kind | None:
-        """What fully_shard handles before (-1) or after a layer of this kind: of its own kind if there are several in a
-        row, else the next layer in that direction that has parameters of its own."""
-        key = kind, shape.pipeline == 1, step
+    def _before(self, kind: Kind, shape: Shape) -> Kind | None:
+        """What fully_shard handles before a layer of this kind: of its own kind if there are several in a row, else the
+        next layer before it that has parameters of its own."""
+        key = kind, shape.pipeline == 1
         if key not in self._neighbours:
-            self._neighbours[key] = self._found_neighbour(kind, shape, step)
+            self._neighbours[key] = self._found_before(kind, shape)
         return self._neighbours[key]
 
-    def _found_neighbour(self, kind: Kind, shape: Shape, step: Literal[-1, 1]) -> Kind | None:
+    def _found_before(self, kind: Kind, shape: Shape) -> Kind | None:
         kinds = self.kinds
         places = [i for i, other in enumerate(kinds) if other == kind]
-        if any(0 <= i + step < len(kinds) and kinds[i + step] == kind for i in places):
+        if any(i and kinds[i - 1] == kind for i in places):
             return kind
-        others = kinds[places[0] + 1 :] if step > 0 else kinds[: places[0]][::-1]
+        others = kinds[: places[0]][::-1]
         return next((k for k in others if self.layer_class(k).parameters and not k.is_in_root(shape)), None)
 
     def _exposed_tensor_s(self, comm_s: float, compute_s: float) -> float:
@@ -431,11 +438,12 @@ class CostModel:
         data = self._data(shape, resharded, own.reduced, own_trainable.reduced, seconds)
         full = option.recompute == "full"
         kept, working = self._activation_bytes(kind, shape, option.recompute)
-        uncast = full and not uses_fully_shard(shape, self.training)
+        uncast = full and not state.buffers and not uses_fully_shard(shape, self.training)
         held = 0.0 if resharded or uncast else total.gathered * state.gathered
         context, dispatch_s = self._context(kind, shape), self._dispatch(kind, shape)[0]
         expert_s = dispatch_s - min(self.software.expert_overlap * dispatch_s, seconds.forward)
         again_s, freed = self._parts(kind, shape, option.recompute)
+        freed *= self.software.memory.kept(option.recompute, self.training.precision)
         if freed:
             kept, working = kept - freed, replace(working, backward=working.backward + freed)
         repeats_attention = option.recompute in ("attention", "full")
@@ -444,7 +452,7 @@ class CostModel:
         buffers = context.buffer_bytes
         if option.offload:  # one layer's on their way, the next one's arriving
             kept, buffers = 0.0, buffers + 2 * kept
-        transient, reducing, ending = self._transients(kind, shape, state, working, kept, resharded)
+        transient, ending, waiting = self._transients(kind, shape, state, working, kept, resharded)
         host_s = self.software.host_layer_s + self._routing_s(kind, shape)
         shard = shape.sharded_over
         return LayerCost(
@@ -464,12 +472,13 @@ class CostModel:
             kept_bytes=kept,
             held_bytes=held,
             released_bytes=0.0 if in_root and uses_fully_shard(shape, self.training) else held,
-            accumulated_bytes=trainable.reduced * state.accumulated,
+            accumulated_bytes=(trainable.gathered if state.buffers else trainable.reduced) * state.accumulated,
             root_bytes=trainable.gathered * state.root_gradients if in_root else 0.0,
             root_end_bytes=trainable.gathered * state.root_end if in_root else 0.0,
             transient_bytes=transient + buffers,
-            reducing_bytes=reducing + buffers,
             ending_bytes=ending + buffers,
+            waiting_bytes=waiting + buffers,
+            reduced_bytes=0.0 if in_root else trainable.reduced * MASTER_BYTES,
             traffic=tuple(
                 Traffic(t.axis, t.kind, t.bytes, 2.0 if repeats_collectives and repeated else 1.0, False)
                 for _, repeated, t in self.tensor_traffic(kind, shape)
@@ -563,7 +572,9 @@ class CostModel:
         batch, element_bytes = shape.samples, self.training.compute_bytes
         _, costs, tensor = self.mode(kind, shape)
         logits = self._logits_bytes(kind, shape)
-        autocast = self.training.is_mixed and not uses_fully_shard(shape, self.training)
+        buffers = uses_buffers(shape, self.training)
+        mixed = self.training.is_mixed and not buffers and not self.software.memory.pure
+        autocast = mixed and not uses_fully_shard(shape, self.training)
         if autocast and logits:
             element_bytes = MASTER_BYTES
         saved = costs.saved.at(batch, element_bytes, tensor)
@@ -576,6 +587,12 @@ class CostModel:
             more = (MASTER_BYTES - self.training.compute_bytes) * autocast_elements(costs, batch)
             saved += more
             kept += more if recompute == "none" else arriving if more else 0.0
+        memory, precision = self.software.memory, self.training.precision
+        if logits and memory.logit_bytes is not None:
+            made = memory.logit_bytes * self._num_logits(kind, shape)
+            return arriving, _Working(made, made, made, logits)
+        saved *= memory.kept("none", precision)
+        kept, arriving = (part * memory.kept(recompute, precision) for part in (kept, arriving))
         backward += max(0.0, saved - kept)
         return kept + arriving, _Working(forward, backward, max(saved, kept), logits)
 
@@ -584,15 +601,19 @@ class CostModel:
         _, costs, tensor = self.mode(kind, shape)
         if not _has_loss(costs):
             return 0.0
-        shapes = [op.shape for op in costs.operators if op.part == "forward" and op.shape is not None]
-        rows, _, columns = shapes[-1] if shapes else (ZERO, ZERO, ZERO)
-        made = amount_at(rows, shape.samples, tensor) * amount_at(columns, shape.samples, tensor)
         gathered = sum(
             c.tensor.at(shape.samples, self.training.compute_bytes, tensor)
             for c in costs.collectives
             if c.part == "forward" and c.kind == "all_gather"
         )
-        return made * self.training.compute_bytes + 2 * gathered
+        return self._num_logits(kind, shape) * self.training.compute_bytes + 2 * gathered
+
+    def _num_logits(self, kind: Kind, shape: Shape) -> float:
+        """Elements that a layer's last matmul makes on one rank."""
+        _, costs, tensor = self.mode(kind, shape)
+        shapes = [op.shape for op in costs.operators if op.part == "forward" and op.shape is not None]
+        rows, _, columns = shapes[-1] if shapes else (ZERO, ZERO, ZERO)
+        return amount_at(rows, shape.samples, tensor) * amount_at(columns, shape.samples, tensor)
 
     def _data(self, shape: Shape, resharded: bool, total: float, trainable: float, seconds: Seconds) -> "_DataCost":
         """Exposed seconds of gathers and gradient reductions of one layer; traffic.py counts them."""

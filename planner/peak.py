@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
+
 @dataclass(frozen=True)
 class Moment:
     """One pass backward over a stage, and what it finds there. While a layer has its turn, it and those before it hold
@@ -57,11 +58,9 @@ class Moment:
         whole = cost.accumulated_bytes if self.behind_whole else 0.0
         return cost.trainable_elements * self.behind_shards + whole + cost.root_bytes
 
-    def transient(self, cost: "LayerCost", is_last: bool = False) -> float:
-        """Bytes that are there only during a layer's turn. is_last: no layer of the stage is behind it."""
-        if not self.reduces:
-            return cost.transient_bytes
-        return cost.ending_bytes if is_last else cost.reducing_bytes
+    def transient(self, cost: "LayerCost", behind: "LayerCost | None") -> float:
+        """Bytes that are there only during a layer's turn. behind: the next layer of the stage, if there is one."""
+        return cost.reducing_bytes(behind) if self.reduces else cost.transient_bytes
 
     def shared_gradients(self, state: StateBytes) -> float:
         """Bytes of gradients per element that two layers of a stage count both."""
@@ -102,6 +101,8 @@ def moments_of(shape: Shape, state: StateBytes, in_flight: int) -> tuple[Moment,
     """The passes of a step that may hold most: one in the middle (all gradients are there), the last (they are reduced,
     one micro-batch is left), and, where it alone finds the pipeline full, the first."""
     count, shards = shape.num_microbatches, state.sharded_gradients
+    if state.buffers:
+        return (Moment(min(in_flight, count), shards, shards, True, True, True, reduces=False, sends=False),)
     stay = state.copies_stay
     early = shards if count > 1 or state.gradients_stay else 0.0
     sends = shape.schedule == "1f1b" and count > 1
@@ -119,25 +120,35 @@ def moments_of(shape: Shape, state: StateBytes, in_flight: int) -> tuple[Moment,
 
 def highest(moment: Moment, layers: Sequence[tuple["LayerCost", int]]) -> tuple[int, int]:
     """(index, turn): layers hold most in a pass when it is the turn of the `turn`-th of the equal layers at this index
-    of `layers`. Of neighbours that are equal it is always the first or the last."""
+    of `layers`. Of neighbours that are equal it is the first, the last, or the one before that, which has one of its
+    own kind behind it."""
     there, best = 0.0, (-math.inf, 0, 0)
     for index, (cost, n) in enumerate(layers):
         more = moment.before(cost) - moment.behind(cost)
-        for turn in {1, n}:
-            is_last = turn == n and index == len(layers) - 1
-            best = max(best, (there + turn * more + moment.transient(cost, is_last), index, turn))
+        for turn in {1, max(1, n - 1), n}:
+            transient = moment.transient(cost, behind_of(layers, index, turn))
+            best = max(best, (there + turn * more + transient, index, turn))
         there += n * more
     return best[1], best[2]
 
 
-def running(before: Floats, behind: Floats, transient: Floats, counts: Floats) -> tuple[Floats, Floats]:
-    """([composition][run] -> bytes while its first layer is at work, the same of its last; -inf where it has none).
+def behind_of(layers: Sequence[tuple["LayerCost", int]], index: int, turn: int) -> "LayerCost | None":
+    """The next layer of the stage behind the `turn`-th of the equal layers at this index."""
+    if turn < layers[index][1]:
+        return layers[index][0]
+    return layers[index + 1][0] if index + 1 < len(layers) else None
 
-    before, behind, transient: [run]. counts: [composition][run].
+
+def running(before: Floats, behind: Floats, transient: Floats, at_end: Floats, counts: Floats) -> tuple[Floats, Floats]:
+    """([composition][run] -> bytes before the run's first turn, the most while one of its layers is at work; that is
+    -inf where it has none).
+
+    before, behind, transient: [run]. at_end: [composition][run], transient of the run's last layer. counts:
+    [composition][run].
     """
     more = before - behind
     rise = counts * more
-    last = np.cumsum(rise, axis=1) + (counts @ behind)[:, None] + transient
-    first = last - rise + more
-    empty = counts == 0
-    return np.where(empty, -np.inf, first), np.where(empty, -np.inf, last)
+    start = np.cumsum(rise, axis=1) - rise + (counts @ behind)[:, None]
+    inner = start + np.maximum(more, (counts - 1) * more) + transient
+    most = np.maximum(start + rise + at_end, np.where(counts > 1, inner, -np.inf))
+    return start, np.where(counts == 0, -np.inf, most)

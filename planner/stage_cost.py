@@ -7,7 +7,7 @@ from ..profiler.cluster import Device
 from .compute_cost import host_optimizer_s, optimizer_s
 from .layer_cost import P2P_EXPOSED, Cut, LayerCost
 from .memory_cost import StateBytes
-from .peak import Arrivals, Moment, highest, moments_of
+from .peak import Arrivals, Moment, behind_of, highest, moments_of
 from .plan import Axis
 from .strategy import Shape
 from .training import TrainingSpec
@@ -53,9 +53,9 @@ def combine(
 
     Memory is the running maximum over the passes of a step and the layers' turns in them (peak.py), or what the end of
     the step takes, if that is more: activations are gone by then. Items are those of that moment. receives, sends: the
-    cuts before and behind the stage; arrives: what it holds of the former. batch_bytes: of the rank's samples. shared_elements: parameter elements counted
-    more than once because layers of this stage share them (tied weights). tie_s: seconds of summing the gradients of
-    weights that are tied to weights of other stages.
+    cuts before and behind the stage; arrives: what it holds of the former. batch_bytes: of the rank's samples.
+    shared_elements: parameter elements counted more than once because layers of this stage share them (tied weights).
+    tie_s: seconds of summing the gradients of weights that are tied to weights of other stages.
     """
     elements = trainable = -shared_elements
     root = -shared_elements * state.root_end
@@ -146,8 +146,8 @@ class _Peak:
             gradients += early * moment.gradients_before(cost) + late * moment.gradients_behind(cost)
             copies += early * cost.held_bytes + late * moment.copies_behind(cost)
             activations += (n * (moment.flights - 1) + early) * cost.kept_bytes
-        is_last = index == len(layers) - 1 and turn == layers[-1][1]
-        return cls(gradients, copies, activations, moment.transient(layers[index][0], is_last))
+        transient = moment.transient(layers[index][0], behind_of(layers, index, turn))
+        return cls(gradients, copies, activations, transient)
 
     @classmethod
     def _of_all(
@@ -162,12 +162,12 @@ class _Peak:
         gradients = -shared_elements * (state.sharded_gradients + state.accumulated)
         copies, activations, transient = -shared_elements * state.copied_twice, sent_bytes(sends, flights), 0.0
         activations += float(arrives.held(flights, False, layers[0][0].arrived_bytes)[0])
-        for cost, n in layers:
+        for index, (cost, n) in enumerate(layers):
             gradients += n * (cost.trainable_elements * state.sharded_gradients + cost.accumulated_bytes)
             copies += n * (cost.held_bytes + cost.root_bytes)
             activations += n * flights * cost.kept_bytes
-            if cost.reducing_bytes > transient and n:
-                transient = cost.reducing_bytes
+            for turn in {1, n}:
+                transient = max(transient, cost.reducing_bytes(behind_of(layers, index, turn)))
         return cls(gradients, copies, activations, transient)
 
 

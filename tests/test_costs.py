@@ -165,6 +165,28 @@ def test_gradients_peak_where_activations_are_few() -> None:
     assert memory.items["transient"] == pytest.approx(2e6 + (own - 1e6) + 2 * own + on_their_way)
 
 
+def test_gradients_on_their_way_are_those_of_the_layer_behind() -> None:
+    block = layer_class("block", 1e12, 10_000_000, saved=1e6, inputs=1e6, transient=40e6)
+    small, large = (layer_class("head", 1e12, n, saved=1e6, inputs=1e6) for n in (14_000_000, 17_000_000))
+    shape = Shape(1, 4, 1, 1, micro_batch=1, num_microbatches=1)
+    models = [profile([block, head], [0, 0, 0, 1]) for head in (small, large)]
+
+    plans = [(m, plan_of(m, shape, [[LayerOption(reshard=True)] * 4], 4, 4)) for m in models]
+    transients = [estimate(plan, m).memory[0].items["transient"] for m, plan in plans]
+
+    assert transients[1] - transients[0] == pytest.approx(4 * 3e6), "fp32"
+
+
+def test_of_equal_layers_the_last_but_one_may_hold_most() -> None:
+    # More is there in the last one's turn, but nothing is reduced then yet.
+    model = profile([layer_class("block", 1e12, 10_000_000, saved=20e6, inputs=1e6, transient=30e6)], [0] * 4)
+    shape = Shape(1, 4, 1, 1, micro_batch=1, num_microbatches=1)
+
+    memory = estimate(plan_of(model, shape, [[LayerOption()] * 4], 4, 4), model).memory[0]
+
+    assert memory.items["activations"] == pytest.approx(3 * 20e6 + 2 * ARRIVING)
+
+
 def test_recomputed_layer_keeps_its_input_and_passes_through_the_rest() -> None:
     model = model_of_one_class()
     shape = Shape(2, 1, 1, 1, micro_batch=1, num_microbatches=1)
@@ -182,8 +204,59 @@ def test_first_stage_of_1f1b_holds_a_micro_batch_per_stage_and_what_it_sent() ->
     memory = estimate(plan_of(model, shape, [[LayerOption()]] * 4, 4, 8), model).memory
 
     sent, each = ARRIVING, 300e6 + ARRIVING
-    expected = [4 * 300e6 + 5 * sent, 3 * each + 4 * sent, 2 * each + 3 * sent, each]
+    back = ARRIVING  # the gradient that the micro-batch before has sent
+    expected = [4 * 300e6 + 5 * sent, 3 * each + 4 * sent + back, 2 * each + 3 * sent + back, each + back]
     assert [stage.items["activations"] for stage in memory] == pytest.approx(expected)
+
+
+def with_tensor(model: ModelProfile, index: int, **changes: object) -> ModelProfile:
+    tensors = list(model.tensors)
+    tensors[index] = tensors[index].model_copy(update=changes)
+    return model.model_copy(update={"tensors": tuple(tensors)})
+
+
+@pytest.mark.parametrize("option", [LayerOption(), LayerOption("full")])
+def test_a_stage_holds_what_it_received_whether_or_not_a_layer_keeps_it(option: LayerOption) -> None:
+    saved = model_of_one_class(2)
+    unsaved = with_tensor(saved, 0, saved_by=())
+    shape = Shape(1, 1, 1, 2, micro_batch=1, num_microbatches=4, schedule="gpipe")
+
+    memory = [estimate(plan_of(m, shape, [[option]] * 2, 2, 4), m).memory[1] for m in (saved, unsaved)]
+
+    assert memory[1].items["activations"] == pytest.approx(memory[0].items["activations"])
+
+
+def test_what_arrives_whole_is_held_whole_beside_a_sliced_layer() -> None:
+    whole = layer_class("embedding", 1e12, 10_000_000, saved=1e6, inputs=1e6)
+    block = layer_class("block", 1e12, 10_000_000, saved=300e6, inputs=20e6, heads=8)
+    shape = Shape(1, 1, 4, 2, micro_batch=1, num_microbatches=4, schedule="gpipe", sequence=True)
+    models = [profile([whole, block], order, crossing=20e6) for order in ([0, 1], [1, 1])]
+
+    plans = [(m, plan_of(m, shape, [[LayerOption()]] * 2, 8, 4)) for m in models]
+    from_whole, from_slices = (estimate(plan, m).memory[1].items["activations"] for m, plan in plans)
+
+    assert from_whole - from_slices == pytest.approx(4 * 20e6 * 3 / 4), "4 micro-batches, 3/4 more of each"
+
+
+def test_gradients_of_what_passes_through_a_stage_are_there_throughout_its_backward() -> None:
+    model = model_of_one_class(3)
+    skipping = with_tensor(model, 0, last_used_by=2, used_by=(1, 2), saved_by=(1,))
+    shape = Shape(1, 1, 1, 3, micro_batch=1, num_microbatches=6, schedule="1f1b")
+
+    plans = [(m, plan_of(m, shape, [[LayerOption()]] * 3, 3, 6)) for m in (model, skipping)]
+    without, with_skip = (estimate(plan, m).memory[1].items["activations"] for m, plan in plans)
+
+    from_behind, own = 1, 1  # one set that it receives, and one that it makes of that
+    assert with_skip - without == pytest.approx((from_behind + own) * ARRIVING)
+
+
+def test_tied_weights_are_padded_once() -> None:
+    tied = profile([layer_class("block", 1e12, 10_000_001, saved=1e6, inputs=1e6)], [0, 0], ties=[(0, 1)])
+    shape = Shape(1, 8, 1, 1, micro_batch=1, num_microbatches=1)
+
+    memory = estimate(plan_of(tied, shape, [[LayerOption()] * 2], 8, 8), tied).memory[0]
+
+    assert memory.items["parameters"] == 4 * 10_000_008 / 8
 
 
 def test_tied_weights_on_one_stage_count_once() -> None:
