@@ -57,6 +57,7 @@ def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -
             return keeping, _both(_with_values(written), kept)
 
         output = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        torch.clear_autocast_cache()  # else it would hold the casts of all layers' weights until the forward ends
         for name, (buffer, version, value) in before.items():
             if buffer._version == version:
                 unwritten.add(name)
