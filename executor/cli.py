@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,15 +14,19 @@ import typer
 from rich.console import Console
 
 from ..planner.plan import Plan, load_plan
-from ..planner.setups import parse_pins, parse_setup
 from ..planner.software import REFERENCE, load_software
-from ..planner.training import SAMPLES_PER_GPU, TrainingSpec
+from ..planner.training import SAMPLES_PER_GPU, Objective, TrainingSpec
 from ..profiler.cache import ProfileCache
 from ..profiler.cluster import ClusterSpec, cluster_of, device_names, load_cluster, load_device
 from ..profiler.lengths import at_seq_len
 from ..profiler.local import local_gpus, preset_of
 from ..profiler.model_profile import ModelProfile, load_profile
+from . import cli_options as options
 from . import terminal
+from .commands_explain import explain_app, sweep_app
+from .commands_export import check_app, export_app
+from .commands_report import diff_app, report_app
+from .commands_run import replan_app
 from .report import candidate_document, json_document, launch_command, measured_document
 from .terminal_profile import print_operators, print_profile
 
@@ -38,63 +41,6 @@ _DOES_NOT_FIT = 3
 _DIFFERENT_NUMBERS = 1
 
 
-class _Precision(StrEnum):
-    BF16 = "bf16"
-    FP32 = "fp32"
-
-
-class _Optimizer(StrEnum):
-    ADAMW = "adamw"
-    SGD = "sgd"
-
-
-_Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="model.py, file.py:function, a Hugging Face config.json or its folder, or a saved profile.json",
-        show_default=False,
-    ),
-]
-_PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json", show_default=False)]
-_Gpus = Annotated[
-    str | None,
-    typer.Option("--gpus", "-g", metavar="N", help="number of GPUs (default: those that are here)", show_default=False),
-]
-_Device = Annotated[
-    str | None,
-    typer.Option("--device", metavar="NAME", help="a preset (`plan devices`) or a device TOML", show_default=False),
-]
-_PerNode = Annotated[
-    int | None, typer.Option("--gpus-per-node", metavar="N", min=1, help="GPUs of one host", show_default=False)
-]
-_ClusterFile = Annotated[
-    Path | None,
-    typer.Option("--cluster", metavar="FILE", help="TOML with hosts, links and devices", show_default=False),
-]
-_GlobalBatch = Annotated[
-    int | None,
-    typer.Option("--global-batch", "-b", metavar="N", min=1, help="samples per optimizer step, over all GPUs"),
-]
-_SeqLen = Annotated[
-    int | None, typer.Option("--seq-len", "-s", metavar="N", min=1, help="tokens per sample (default: the model's)")
-]
-_PrecisionFlag = Annotated[_Precision | None, typer.Option("--precision", help="default: bf16; fp32 on cpu")]
-_OptimizerFlag = Annotated[_Optimizer, typer.Option("--optimizer")]
-_SoftwareFlag = Annotated[
-    str, typer.Option("--software", metavar="NAME", help="training stack to predict: fsdp2-compile, megatron-core, ...")
-]
-_Margin = Annotated[
-    float, typer.Option("--memory-margin", metavar="SHARE", min=0.0, max=0.9, help="share of GPU memory left free")
-]
-_TimeLimit = Annotated[
-    float, typer.Option("--time-limit", metavar="SECONDS", min=0.1, help="seconds the search may take")
-]
-_Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
-_NoCache = Annotated[bool, typer.Option("--no-cache", help="profile anew, even if nothing has changed; keep nothing")]
-_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no tables, no progress bar")]
-
-
 def _command(name: str) -> typer.Typer:
     return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -104,16 +50,25 @@ _plan, _profile, _devices, _compare, _verify, _show, _calibrate = (
 )
 _SUBCOMMANDS = {
     "profile": _profile,
+    "export": export_app,
+    "check": check_app,
     "devices": _devices,
     "compare": _compare,
     "verify": _verify,
     "show": _show,
     "calibrate": _calibrate,
+    "report": report_app,
+    "diff": diff_app,
+    "replan": replan_app,
+    "explain": explain_app,
+    "sweep": sweep_app,
 }
 _EPILOG = (
     "Also: [bold]plan profile[/bold] MODEL -o profile.json · [bold]plan compare[/bold] MODEL --gpus 8 --setup ddp "
     "--setup 'tp=4 pp=2' · [bold]plan verify[/bold] plan.json · [bold]plan show[/bold] plan.json · "
-    "[bold]plan devices[/bold] · [bold]plan calibrate[/bold] -o device.toml. Each has --help."
+    "[bold]plan explain[/bold] plan.json --why-not tp=8 · [bold]plan sweep[/bold] MODEL --gpus 8,16,32 · "
+    "[bold]plan report[/bold] plan.json · [bold]plan diff[/bold] a.json b.json · [bold]plan devices[/bold] · "
+    "[bold]plan calibrate[/bold] -o device.toml. Each has --help."
 )
 
 
@@ -146,7 +101,7 @@ def route(words: Sequence[str]) -> tuple[str, list[str]]:
         return "", list(words)
     name = words[positions[0]]
     rest = [*words[: positions[0]], *words[positions[0] + 1 :]]
-    lacks_operand = {"devices": bool(rest), "calibrate": False}.get(name, len(positions) == 1)
+    lacks_operand = {"devices": bool(rest), "calibrate": False, "replan": False}.get(name, len(positions) == 1)
     if lacks_operand and "--help" not in rest and Path(name).exists():
         return "", list(words)
     return name, rest
@@ -178,55 +133,59 @@ def _positional(words: Sequence[str]) -> list[int]:
 
 @_plan.command(epilog=_EPILOG)
 def _plan_command(
-    model: _Model,
-    gpus: _Gpus = None,
-    device: _Device = None,
-    gpus_per_node: _PerNode = None,
-    cluster: _ClusterFile = None,
-    global_batch: _GlobalBatch = None,
-    seq_len: _SeqLen = None,
-    precision: _PrecisionFlag = None,
-    optimizer: _OptimizerFlag = _Optimizer.ADAMW,
-    software: _SoftwareFlag = REFERENCE,
-    memory_margin: _Margin = 0.05,
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--pin",
-            metavar="CHOICE",
-            help="keep a choice, as in --pin tensor=4 --pin recompute=full",
-            show_default=False,
-        ),
-    ] = None,
-    time_limit: _TimeLimit = 60.0,
+    model: options.Model,
+    gpus: options.Gpus = None,
+    device: options.Device = None,
+    gpus_per_node: options.PerNode = None,
+    cluster: options.ClusterFile = None,
+    global_batch: options.GlobalBatch = None,
+    seq_len: options.SeqLen = None,
+    precision: options.PrecisionFlag = None,
+    optimizer: options.OptimizerFlag = options.Optimizer.ADAMW,
+    software: options.SoftwareFlag = REFERENCE,
+    memory_margin: options.Margin = 0.05,
+    pin: options.Pin = None,
+    most: options.Most = None,
+    forbid: options.Forbid = None,
+    recompute: options.RecomputeFlag = None,
+    micro_batch: options.MicroBatch = None,
+    objective: options.ObjectiveFlag = Objective.THROUGHPUT,
+    time_limit: options.TimeLimit = 60.0,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output", "-o", metavar="FILE", help="where the plan goes (default: plan.json; none with --json)"
         ),
     ] = None,
-    as_json: _Json = False,
+    as_json: options.Json = False,
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="also draw what is printed", show_default=False)
     ] = None,
-    no_cache: _NoCache = False,
-    quiet: _Quiet = False,
+    no_cache: options.NoCache = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Plan how to train MODEL on GPUs: degrees, micro-batch, recompute, and which layer lives on which GPU.
 
     Needs no GPU: the model runs on fake tensors, the machine is a preset or a cluster file.
     """
-    from ..planner.strategy import Pins
+    from ..planner.pins import read_pins
 
     target = output or (None if as_json else Path("plan.json"))
     _check_output(target, "meshwright-plan")
     machine = read_cluster(gpus, device, gpus_per_node, cluster)
-    pins = Pins(**_pin_fields(pin or []))
+    pins = read_pins(pin or (), most or (), forbid or (), recompute, micro_batch)
     with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet or as_json) as waiting:
         profile, _ = read_model(model, seq_len, waiting, not no_cache)
         training, assumptions = read_training(
             profile, machine, global_batch, seq_len, precision, optimizer, software, memory_margin
         )
+        if objective is not Objective.THROUGHPUT:
+            from ..planner.sweep import cluster_for, objective_in_words
+
+            waiting(f"looking for the number of GPUs ({objective.value})")
+            part = cluster_for(objective, profile, machine, training, pins)
+            assumptions.append(objective_in_words(objective, machine, part))
+            machine = part
         result = _search(profile, machine, training, pins, time_limit, waiting)
     _check_result(result, profile)
     if target is not None:
@@ -242,17 +201,17 @@ def _plan_command(
 
 @_profile.command()
 def _profile_command(
-    model: _Model,
+    model: options.Model,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the profile goes")] = Path(
         "profile.json"
     ),
-    seq_len: _SeqLen = None,
+    seq_len: options.SeqLen = None,
     lengths: Annotated[
         bool, typer.Option("--lengths", help="run it at two shorter lengths, too: then `plan -s N` works for any N")
     ] = False,
     operators: Annotated[bool, typer.Option("--operators", help="list the operators of every class")] = False,
-    no_cache: _NoCache = False,
-    quiet: _Quiet = False,
+    no_cache: options.NoCache = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Profile MODEL on fake tensors and save it: planning from the saved profile needs no torch and no model code."""
     _check_output(output, "meshwright-profile")
@@ -278,39 +237,51 @@ def _devices_command() -> None:
 
 @_compare.command()
 def _compare_command(
-    model: _Model,
-    gpus: _Gpus = None,
+    model: options.Model,
+    gpus: options.Gpus = None,
     setup: Annotated[
         list[str] | None,
         typer.Option(
             "--setup",
             metavar="LAYOUT",
-            help='a manual layout: ddp, fsdp, hsdp:4, "tp=4 pp=2 zero=1 mb=2 recompute=full"; repeatable',
+            help='a manual layout: ddp, fsdp, hsdp:4, "tp=4 pp=2 zero=1 mb=2 recompute=full", megatron, torchtitan, '
+            "deepspeed-zero3, or a plan.json; repeatable",
         ),
     ] = None,
-    device: _Device = None,
-    gpus_per_node: _PerNode = None,
-    cluster: _ClusterFile = None,
-    global_batch: _GlobalBatch = None,
-    seq_len: _SeqLen = None,
-    precision: _PrecisionFlag = None,
-    optimizer: _OptimizerFlag = _Optimizer.ADAMW,
-    software: _SoftwareFlag = REFERENCE,
-    memory_margin: _Margin = 0.05,
-    time_limit: _TimeLimit = 60.0,
+    all_baselines: Annotated[
+        bool, typer.Option("--all-baselines", help="also every rule of thumb and framework's usual set-up")
+    ] = False,
+    device: options.Device = None,
+    gpus_per_node: options.PerNode = None,
+    cluster: options.ClusterFile = None,
+    global_batch: options.GlobalBatch = None,
+    seq_len: options.SeqLen = None,
+    precision: options.PrecisionFlag = None,
+    optimizer: options.OptimizerFlag = options.Optimizer.ADAMW,
+    software: options.SoftwareFlag = REFERENCE,
+    memory_margin: options.Margin = 0.05,
+    time_limit: options.TimeLimit = 60.0,
     measure: Annotated[
         bool, typer.Option("--measure", help="also run each for a few steps on the devices here")
     ] = False,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="steps of each measured run")] = 5,
-    as_json: _Json = False,
-    no_cache: _NoCache = False,
-    quiet: _Quiet = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="a picture of it: .html or .png", show_default=False
+        ),
+    ] = None,
+    as_json: options.Json = False,
+    no_cache: options.NoCache = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Set the plan beside manual set-ups: predicted time, memory and verdict; with --measure, measured times too."""
-    from .compare import compare, measured
+    from .compare import check_picture, compare, measured, read_setups, save_picture
 
+    if output is not None:
+        check_picture(output)
     machine = read_cluster(gpus, device, gpus_per_node, cluster)
-    setups = [parse_setup(text, machine.num_devices, machine.devices_per_host) for text in setup or []]
+    setups = read_setups(setup or [], machine)
     with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet or as_json) as waiting:
         profile, loaded = read_model(model, seq_len, waiting, not no_cache, measure)
         if measure and loaded is None:
@@ -319,11 +290,21 @@ def _compare_command(
             profile, machine, global_batch, seq_len, precision, optimizer, software, memory_margin
         )
         with _named_outcomes():
-            comparison = compare(profile, machine, training, setups, time_limit_s=time_limit, progress=waiting)
+            comparison = compare(
+                profile,
+                machine,
+                training,
+                setups,
+                all_baselines=all_baselines,
+                time_limit_s=time_limit,
+                progress=waiting,
+            )
         times = None
         if measure and loaded is not None:
             waiting("running each set-up on the local devices")
             times = measured(comparison, loaded, steps=steps)
+    if output is not None and comparison.plans:
+        save_picture(output, comparison)
     if as_json:
         rows = [{**candidate_document(c), "measured": measured_document(times, c.label)} for c in comparison.candidates]
         terminal.write_json(json.dumps({"setups": rows}))
@@ -336,6 +317,9 @@ def _compare_command(
         terminal.print_choice(console, planned.plan, planned.estimate.step_time_s, comparison.candidates[1:])
     reference = planned.estimate.step_time_s if planned is not None else None
     terminal.print_comparison(console, comparison.candidates, times, reference)
+    terminal.print_losses(console, comparison.candidates, machine.device.price_per_hour)
+    if output is not None and comparison.plans:
+        terminal.print_next(console, [str(output)], [])
     if not comparison.plans:
         raise SystemExit(_DOES_NOT_FIT)
 
@@ -359,24 +343,36 @@ def _calibrate_command(
         typer.Option("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32; repeatable, activations have the first"),
     ] = None,
     micro_batch: Annotated[int, typer.Option("--micro-batch", metavar="N", min=1, help="samples for MODEL")] = 4,
-    seq_len: _SeqLen = None,
-    quick: Annotated[bool, typer.Option("--quick", help="under 15 seconds instead of a minute; coarser")] = False,
-    quiet: _Quiet = False,
+    seq_len: options.SeqLen = None,
+    quick: Annotated[bool, typer.Option("--quick", help="half a minute instead of two; coarser")] = False,
+    steps: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help='fit the device of plans to measured steps: lines like {"plan": "plan.json", "step_time_s": 1.23}',
+            show_default=False,
+        ),
+    ] = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Measure the devices here and write them as a device file for --device: matmuls, memory, attention, collectives.
 
     Every number says how it was measured. What a GPU run cannot tell stays as in the nearest preset, and says so.
     """
-    from .calibrate import calibrate, check_device_output, print_calibration
+    from .calibrate import calibrate, check_device_output, print_calibration, save
 
     check_device_output(output)
+    if steps is not None:
+        _fit_to_steps(steps, output, quiet)
+        return
     with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet) as waiting:
         profile, loaded = (None, None) if model is None else read_model(model, seq_len, waiting, needs_model=True)
         if model is not None and loaded is None:
             raise ValueError(f"calibrate runs the model, and {model} is only its profile: give the model itself")
         waiting("measuring")
         found = calibrate(device_kind, ranks, quick, dtype or (), loaded, profile, micro_batch)
-    found.save(output)
+    save(found.device, output)
     if not quiet:
         console = terminal.make_console()
         print_calibration(console, found)
@@ -387,9 +383,26 @@ def _calibrate_command(
         )
 
 
+def _fit_to_steps(steps: Path, output: Path, quiet: bool) -> None:
+    """Write the device of the plans in `steps`, fitted to their measured step times."""
+    from .calibrate import fitted_to, print_steps, save
+    from .measured_steps import load_measured_steps
+
+    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet) as waiting:
+        runs = load_measured_steps(steps, lambda plan, source: read_model(source, plan.training.seq_len, waiting)[0])
+        cluster = runs[0].plan.cluster
+        links = {"link": cluster.link, "network": cluster.network}
+        device, checks = fitted_to(cluster.device.model_copy(update=links), runs)
+    save(device, output)
+    if not quiet:
+        console = terminal.make_console()
+        print_steps(console, checks, f"{device.name}, fitted to {len(checks)} measured steps", "predicted before")
+        terminal.print_next(console, [str(output)], [(f"plan MODEL --device {output}", "plans with what was learned")])
+
+
 @_verify.command()
 def _verify_command(
-    plan: _PlanFile,
+    plan: options.PlanFile,
     model: Annotated[
         str | None,
         typer.Option(
@@ -397,7 +410,7 @@ def _verify_command(
         ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="optimizer steps to compare")] = 3,
-    quiet: _Quiet = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Run PLAN on processes of this machine beside one process: same loss, gradients and parameters, or the first
     tensor that differs. A small version of the model is used where there is one."""
@@ -421,15 +434,15 @@ def _verify_command(
 
 @_show.command()
 def _show_command(
-    plan: _PlanFile,
+    plan: options.PlanFile,
     model: Annotated[
         str | None,
         typer.Option(
             "--model", metavar="MODEL", help="model or profile.json: adds itemised memory and the time's parts"
         ),
     ] = None,
-    as_json: _Json = False,
-    no_cache: _NoCache = False,
+    as_json: options.Json = False,
+    no_cache: options.NoCache = False,
 ) -> None:
     """Print the tables of a saved PLAN again."""
     document = _read_plan(plan)
@@ -569,8 +582,8 @@ def read_training(
     cluster: ClusterSpec,
     global_batch: int | None,
     seq_len: int | None,
-    precision: _Precision | None,
-    optimizer: _Optimizer,
+    precision: options.Precision | None,
+    optimizer: options.Optimizer,
     software: str,
     memory_margin: float,
 ) -> tuple[TrainingSpec, list[str]]:
@@ -583,7 +596,7 @@ def read_training(
     elif global_batch is None:
         assumptions.append(f"global batch {batch:,}: the model file's own; --global-batch changes it")
     if precision is None:
-        precision = _Precision.BF16 if cluster.device.computes_bf16 else _Precision.FP32
+        precision = options.Precision.BF16 if cluster.device.computes_bf16 else options.Precision.FP32
     training = TrainingSpec(
         global_batch=batch,
         seq_len=profile.seq_len,
@@ -623,10 +636,6 @@ def _search(
     waiting("searching")
     with _named_outcomes():
         return search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, progress=waiting)
-
-
-def _pin_fields(texts: list[str]) -> dict[str, Any]:
-    return dict(parse_pins(texts))
 
 
 def _check_result(result: "SearchResult", profile: ModelProfile) -> None:
@@ -732,11 +741,13 @@ def _print_plan(
 
 
 def _print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas: str | None = None) -> None:
+    from ..planner.bands import memory_band, time_band
     from ..planner.explain import reason
 
+    rate, band = _rate_name(plan), time_band(plan)
     terminal.print_speed(
-        console, estimate.step_time_s, estimate.tokens_per_s, estimate.mfu, _rate_name(plan), estimate.mfu_convention
+        console, estimate.step_time_s, estimate.tokens_per_s, estimate.mfu, rate, estimate.mfu_convention, band
     )
     terminal.print_breakdown(console, estimate)
     terminal.print_why(console, reason(plan, estimate, replicas))
-    terminal.print_memory(console, estimate.memory, plan.training.memory_margin)
+    terminal.print_memory(console, estimate.memory, plan.training.memory_margin, memory_band(plan))

@@ -2,12 +2,15 @@
 
 from ..profiler.units import format_bytes, format_seconds
 from .estimate import Estimate
-from .plan import Plan
+from .plan import Plan, Recompute
 
 CAUSES = {
     "compute": "compute",
     "recompute": "recompute",
     "tensor": "tensor-parallel communication",
+    "context": "context-parallel communication",
+    "expert": "exchange of tokens with experts",
+    "offload": "waiting for the host's memory",
     "data": "exposed gradient and parameter communication",
     "pipeline": "pipeline bubble and waiting",
     "optimizer": "optimizer step",
@@ -26,17 +29,23 @@ def does_not_fit(found: Estimate) -> str:
     )
 
 
+def causes_apart(other: Estimate, best: Estimate) -> dict[str, float]:
+    """Item of a breakdown -> seconds that `other` spends more on it than `best`, largest first; less is negative."""
+    names = (name for name in CAUSES if name in other.breakdown or name in best.breakdown)
+    extra = {name: other.breakdown.get(name, 0.0) - best.breakdown.get(name, 0.0) for name in names}
+    return dict(sorted(extra.items(), key=lambda item: -item[1]))
+
+
 def compared(other: Estimate, best: Estimate, why_not: str = "less simple or with less memory to spare") -> str:
     """How much slower `other` is, and the cause that costs it most; if it is faster, why it is not the plan."""
     ratio = other.step_time_s / best.step_time_s - 1.0
     if abs(ratio) < 0.0005:
         return "as fast as the plan"
-    extra = {name: other.breakdown[name] - best.breakdown[name] for name in CAUSES}
-    cause = max(extra, key=lambda name: extra[name])
+    cause, extra_s = next(iter(causes_apart(other, best).items()))
     pace = f"{1 + ratio:.1f} times as long" if ratio >= 1 else f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}"
     if ratio < 0:
         return f"{pace}, but {why_not}"
-    return f"{pace}: {format_seconds(extra[cause])} more {CAUSES[cause]}"
+    return f"{pace}: {format_seconds(extra_s)} more {CAUSES[cause]}"
 
 
 def reason(plan: Plan, found: Estimate, replicas: str | None = None) -> str:
@@ -54,11 +63,19 @@ def reason(plan: Plan, found: Estimate, replicas: str | None = None) -> str:
         reasons.append(
             f"stages send only activations; the bubble costs {found.breakdown['pipeline'] / found.step_time_s:.0%}"
         )
-    recomputed = sum(layer.recompute == "full" for stage in plan.stages for layer in stage.layers)
-    total = sum(len(stage.layers) for stage in plan.stages)
-    if recomputed:
-        reasons.append(f"{recomputed} of {total} layers are recomputed to fit")
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    for kind, words in _RECOMPUTED.items():
+        recomputed = sum(layer.recompute == kind for layer in layers)
+        if recomputed:
+            reasons.append(f"{recomputed} of {len(layers)} layers {words} to fit")
     return "; ".join(reasons) or "everything fits without sharding, and replicas communicate least"
+
+
+_RECOMPUTED: dict[Recompute, str] = {
+    "full": "are recomputed",
+    "selective": "recompute all but matmuls and attention",
+    "attention": "recompute their attention",
+}
 
 
 def _why_sharded(replicas: str | None) -> str:

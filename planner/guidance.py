@@ -1,11 +1,16 @@
-"""The rules of thumb people use, as data: each with its reason, and the set-up it leads to."""
+"""The rules of thumb people use, as data: questions, each with its reason, and the set-ups that they lead to."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from ..profiler.cluster import ClusterSpec
+from ..profiler.units import format_bytes
 from .strategy import Pins, divisors
 from .training import TrainingSpec
+
+_MOST_STAGES = 64
+"""Pipelines that people set up by hand are no deeper."""
 
 
 @dataclass(frozen=True)
@@ -60,3 +65,127 @@ def rules_of_thumb(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Rul
                 for p in divisors(count // t)
             ),
         )
+
+
+NAMED_RULES = ("megatron", "torchtitan", "deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
+"""What people call the set-ups of the frameworks they know."""
+
+
+def named_rules(cluster: ClusterSpec) -> tuple[RuleOfThumb, ...]:
+    """The set-ups of well-known frameworks on a cluster, in the order of NAMED_RULES.
+
+    Megatron-LM: the least model parallelism that fits, tensor parallel inside the node first, then 1F1B stages, the
+    optimizer sharded over data ranks (Narayanan et al., SC21, takeaways 1 and 2; --use-distributed-optimizer).
+    torchtitan: FSDP over all ranks, tensor parallel inside the node where that does not fit, then stages (its
+    train_configs of Llama 3 at 8B, 70B and 405B). DeepSpeed: ZeRO over all ranks (Rajbhandari et al., SC20).
+    """
+    count, per_host = cluster.num_devices, cluster.devices_per_host
+    inside = [t for t in reversed(divisors(per_host)) if t > 1]
+    stages = [p for p in divisors(count) if 1 < p <= _MOST_STAGES]
+    fewest = [(t, 1) for t in divisors(per_host) if count % t == 0]
+    deeper = [(t, p) for p in stages for t in inside or [1] if count % (t * p) == 0]
+
+    def megatron(tensor: int, pipeline: int) -> Pins:
+        return Pins(
+            tensor=tensor,
+            pipeline=pipeline,
+            data_shard=count // tensor // pipeline,
+            schedule="1f1b" if pipeline > 1 else "none",
+            gradient_sync="last",
+            reshard=False,
+        )
+
+    def zero(stage: int) -> Pins:
+        sync: Literal["every", "last"] = "last" if stage == 1 else "every"
+        return Pins(tensor=1, pipeline=1, data_shard=count, gradient_sync=sync, reshard=stage == 3)
+
+    sharded = [(1, 1), *((t, 1) for t in inside if count % t == 0), *deeper]
+    return (
+        RuleOfThumb(
+            "megatron",
+            "the least model parallelism that fits, tensor parallel in the node first; optimizer sharded",
+            tuple(megatron(t, p) for t, p in (*fewest, *deeper)),
+        ),
+        RuleOfThumb(
+            "torchtitan",
+            "FSDP over all GPUs, then tensor parallel in the node, then stages",
+            tuple(Pins(tensor=t, pipeline=p, data_shard=count // t // p) for t, p in sharded),
+        ),
+        *(RuleOfThumb(f"deepspeed-zero{stage}", f"ZeRO-{stage} over all GPUs", (zero(stage),)) for stage in (1, 2, 3)),
+    )
+
+
+LONG_SEQUENCE = 8192
+"""Tokens from which people split the sequence between GPUs (Megatron-LM's guide to context parallelism: 8K and up)."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of the path that people are told to walk. advice: what a yes leads to, and why."""
+
+    asks: str
+    advice: str
+
+
+ONE_GPU = Question(
+    "Does it fit on one GPU?",
+    "replicate it, data parallel (DDP): replicas talk once a step, and nothing else is as simple",
+)
+RECOMPUTED = Question(
+    "Does it fit on one GPU if activations are recomputed?",
+    "activation checkpointing before any splitting: it costs a third of the compute, and no communication",
+)
+SHARDED = Question(
+    "Does it fit with its state sharded over all GPUs?",
+    "FSDP: data parallel still, and each GPU holds its share of parameters, gradients and optimizer",
+)
+IN_THE_NODE = Question(
+    "Does it fit with tensor parallelism inside the node?",
+    "tensor parallel before a pipeline: it has fewer sequential dependencies, as all GPUs work on every micro-batch, "
+    "but it talks in every layer and so belongs inside the node; data parallel across",
+)
+COMBINED = Question(
+    "Is it too large for all of these?",
+    "combine: tensor parallel inside the node, as few pipeline stages across as fit, data parallel for the rest",
+)
+LONG = Question(
+    "Are its sequences long?",
+    "split the sequence: sequence parallel beside tensor parallel, then context parallel",
+)
+FEWER_SPLITS = Question(
+    "Would the model be split less if activations were recomputed?",
+    "activation checkpointing before more splitting",
+)
+
+
+@dataclass(frozen=True)
+class NoCandidate:
+    """A way to use several GPUs that is not searched, and why."""
+
+    name: str
+    reason: str
+
+
+def no_candidates(parameter_bytes: float, num_devices: int) -> tuple[NoCandidate, ...]:
+    """What tutorials also name, with the reason why none of it can be the plan, in this model's numbers."""
+    size, workers = format_bytes(parameter_bytes), max(2, num_devices)
+    return (
+        NoCandidate(
+            "nn.DataParallel",
+            f"one process and one Python lock drive all GPUs of one host, and copy {size} of parameters from the first "
+            "to each of the others before every forward; DDP computes the same with one process per GPU and one "
+            "all-reduce (torch's own documentation advises it instead)",
+        ),
+        NoCandidate(
+            "parameter server",
+            f"{workers} workers would push {size} of gradients and pull as much through the server's link in every "
+            f"step, {format_bytes(2 * workers * parameter_bytes)} in all, where a ring passes under "
+            f"{format_bytes(2 * parameter_bytes)} through each GPU however many there are; without waiting for each "
+            "other workers train on stale parameters",
+        ),
+        NoCandidate(
+            "asynchronous pipeline",
+            "PipeDream and its kin fill the bubble by updating with stale weights and keep a copy of them for every "
+            "micro-batch in flight; the numbers are then not those of one device, which every plan here keeps",
+        ),
+    )

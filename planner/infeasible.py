@@ -8,9 +8,9 @@ from ..profiler.units import format_bytes
 from .estimate import Estimate, estimate
 from .explain import does_not_fit
 from .explore import Explorer
-from .pins import blamed
+from .pins import blamed, in_words
 from .plan import Plan
-from .simulate import is_chunked
+from .simulate import ZERO_BUBBLE, is_chunked
 from .space import Space
 from .strategy import LayerOption, Pins, Shape, make_plan, shape_of
 
@@ -92,8 +92,9 @@ def _even_stages(explorer: Explorer, shape: Shape, pins: Pins) -> list[list[Laye
     """As many layers on each stage as on any other, at the options that hold least."""
     model, kinds = explorer.model, explorer.model.kinds
     frugal = {}
+    recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
     for kind in dict.fromkeys(kinds):
-        options = model.options(kind, shape, pins.recompute, pins.reshard)
+        options = model.options(kind, shape, recompute, pins.reshard)
         frugal[kind] = min(options, key=lambda o: _held(explorer, kind, shape, o))
     num_layers, stages, first = len(kinds), [], 0
     num_stages = shape.pipeline * shape.virtual_stages
@@ -127,7 +128,7 @@ def _nothing_legal(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> 
     count, batch = explorer.cluster.num_devices, explorer.training.global_batch
     found = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
     if found is not None:
-        return f"{found}; leave out one of the pins"
+        return f"{found}; leave out {'one of the pins' if len(in_words(pins)) > 1 else 'the pin'}"
     whole = (batch // count + 1) * count
     return (
         f"no layout of {count} GPUs is legal: {'; '.join(rejected)}. "
@@ -182,7 +183,7 @@ def _smallest_cluster(explorer: Explorer, pins: Pins) -> int | None:
     free = replace(pins, data_replicate=None, data_shard=None, pipeline=None, tensor=None)
 
     def would_do(count: int) -> bool:
-        return _fits(Explorer(explorer.profile, _grown(cluster, count), explorer.training), free)
+        return _fits(Explorer(explorer.profile, grown(cluster, count), explorer.training), free)
 
     few = cluster.num_devices
     many = next(
@@ -206,7 +207,7 @@ def _powers(most: int) -> Iterator[int]:
         factor *= 2
 
 
-def _grown(cluster: ClusterSpec, count: int) -> ClusterSpec:
+def grown(cluster: ClusterSpec, count: int) -> ClusterSpec:
     """A cluster of `count` of the same devices on the same kind of host."""
     per_host = cluster.hosts[0].devices_per_host
     grown = cluster_of(cluster.device, count, per_host if count % per_host == 0 and per_host > 1 else None)

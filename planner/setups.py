@@ -71,14 +71,14 @@ class Setup:
         return self.data_replicate * self.data_shard * self.tensor * self.pipeline
 
 
-def parse_setup(text: str, num_devices: int, devices_per_host: int) -> Setup:
+def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = "--setup") -> Setup:
     """The set-up that `text` names, over all of `num_devices`.
 
     GPUs that tensor and pipeline degrees leave over go to data parallelism: replicas (DDP) by default, shards with
     "fsdp" or zero=1..3, shards of a given size ("hsdp:4") or of a host ("hsdp") that are replicated.
     Raises ValueError that says which word is wrong, or which degrees do not multiply to num_devices.
     """
-    where = f"--setup {text!r}"
+    where = f"{flag} {text!r}"
     words = _read_words(text, where)
     tensor, pipeline = _degree(words, "tensor", where), _degree(words, "pipeline", where)
     data, rest = divmod(num_devices, tensor * pipeline)

@@ -11,6 +11,7 @@ from .plan import (
     AXES,
     Axis,
     ClassPlan,
+    ContextKind,
     Degrees,
     LayerPlan,
     ModelReference,
@@ -18,8 +19,9 @@ from .plan import (
     Recompute,
     Schedule,
     Stage,
+    rank_and_chunk,
 )
-from .simulate import rank_and_chunk, rank_in_flight
+from .simulate import rank_in_flight
 from .training import Precision, TrainingSpec
 
 SCHEDULE_NAMES: dict[Schedule, str] = {
@@ -31,6 +33,9 @@ SCHEDULE_NAMES: dict[Schedule, str] = {
     "zb-h2": "ZB-H2",
     "zb-v": "ZB-V",
 }
+
+
+CONTEXT_NAMES: dict[ContextKind, str] = {"ring": "ring", "all_to_all": "all-to-all", "all_gather": "all-gather"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,40 @@ class Shape:
     reshard: bool = False
     """Pipelines only: all layers give gathered parameters back after forward. Without a pipeline each layer chooses."""
     mesh_axes: tuple[Axis, ...] = AXES
+    context: int = 1
+    context_kind: ContextKind = "ring"
+    expert: int = 1
+    offload_optimizer: bool = False
+    recompute_parts: tuple[str, ...] = ()
+    """Parts of layers that are run again in backward beside what their recompute says; see part_cost.py."""
+
+    @property
+    def samples(self) -> float:
+        """Samples' worth of work that a rank has of one micro-batch: context ranks share each sample's tokens and, of
+        its s^2 scores, s^2 / context."""
+        return self.micro_batch / self.context
+
+    @property
+    def sharded_over(self) -> int:
+        """Ranks that parameters are sharded over."""
+        return self.data_shard * self.context
+
+    @property
+    def shard_stride(self) -> int:
+        """Distance in ranks between neighbours of that group."""
+        return self.stride("data_shard" if self.context == 1 else "context")
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks of a stage that hold different tokens, and share the experts between them."""
+        return self.sharded_over * (self.tensor if self.sequence else 1)
+
+    @property
+    def expert_stride(self) -> int:
+        """Distance in ranks between neighbours over which experts are spread: the nearest that hold other tokens."""
+        axes: tuple[Axis, ...] = ("data_shard", "context", "tensor")
+        spread = axes if self.sequence else axes[:2]
+        return min((self.stride(axis) for axis in spread if self.degree(axis) > 1), default=1)
 
     @property
     def data(self) -> int:
@@ -63,13 +102,15 @@ class Shape:
             data_replicate=self.data_replicate,
             data_shard=self.data_shard,
             tensor=self.tensor,
+            context=self.context,
+            expert=self.expert,
             pipeline=self.pipeline,
             virtual_stages=self.virtual_stages,
         )
 
     def degree(self, axis: Axis) -> int:
         """Degree of a mesh axis."""
-        return 1 if axis == "context" else int(getattr(self, axis))
+        return int(getattr(self, axis))
 
     def stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours on a mesh axis."""
@@ -88,7 +129,7 @@ class Shape:
     @property
     def layout(self) -> tuple[object, ...]:
         """What makes two shapes the same to a reader."""
-        return self.degrees, self.schedule, self.micro_batch, self.sequence
+        return self.degrees, self.schedule, self.micro_batch, self.sequence, self.context_kind
 
     @property
     def label(self) -> str:
@@ -101,6 +142,10 @@ class Shape:
             names.append(f"DDP {self.data_replicate}")
         if self.tensor > 1:
             names.append(f"TP {self.tensor}" + (" with sequence parallel" if self.sequence else ""))
+        if self.context > 1:
+            names.append(f"CP {self.context} ({CONTEXT_NAMES[self.context_kind]})")
+        if self.expert > 1:
+            names.append(f"EP {self.expert}")
         if self.pipeline > 1:
             chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
             names.append(f"PP {self.pipeline}{chunks} ({SCHEDULE_NAMES[self.schedule]})")
@@ -113,6 +158,8 @@ class LayerOption:
 
     recompute: Recompute = "none"
     reshard: bool = False
+    offload: bool = False
+    """What the layer keeps for its backward waits in the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +173,43 @@ class Pins:
     micro_batch: int | None = None
     sequence: bool | None = None
     schedule: Schedule | None = None
+    virtual_stages: int | None = None
     gradient_sync: Literal["every", "last"] | None = None
     recompute: Recompute | None = None
     reshard: bool | None = None
+    everything: bool = False
+    """Also what is priced but not run yet."""
+    context: int | None = None
+    expert: int | None = None
+    most: tuple[tuple[str, int], ...] = ()
+    """(name, largest value) of numbers that are bounded, not fixed."""
+    without: tuple[Schedule, ...] = ()
+    """Schedules that are forbidden."""
+    sequence_ways: int | None = None
+    """Ranks between which the tokens of a sample are split, by sequence parallelism, context parallelism or both."""
 
     def allows(self, name: str, value: object) -> bool:
         """Whether a choice agrees with what is pinned."""
         pinned = getattr(self, name)
-        return pinned is None or pinned == value
+        if pinned is not None and pinned != value:
+            return False
+        if name == "schedule" and value in self.without:
+            return False
+        return all(limited != name or (isinstance(value, int) and value <= limit) for limited, limit in self.most)
+
+    def splits_sequences(self, tensor: int, sequence: bool, context: int = 1) -> bool:
+        """Whether that sequence parallelism, on or off beside a tensor degree, agrees with what is pinned."""
+        ways = (tensor if sequence else 1) * context
+        return (tensor == 1 or self.allows("sequence", sequence)) and self.sequence_ways in (None, ways)
+
+    def allows_shape(self, shape: Shape) -> bool:
+        """Whether all of a shape agrees with what is pinned."""
+        names = ("data_replicate", "data_shard", "tensor", "pipeline", "context", "expert", "micro_batch")
+        return (
+            all(self.allows(name, getattr(shape, name)) for name in (*names, "schedule"))
+            and (shape.pipeline == 1 or self.allows("virtual_stages", shape.virtual_stages))
+            and self.splits_sequences(shape.tensor, shape.sequence, shape.context)
+        )
 
 
 def divides(layer_class: LayerClass, tensor: int) -> bool:
@@ -181,6 +257,34 @@ def sequence_rule(profile: ModelProfile, tensor: int) -> str | None:
     if both:
         return f"sequence: {min(both)} is read on slices of the sequence and on the whole of it"
     return None
+
+
+def context_rule(profile: ModelProfile, context: int, tensor: int, kind: ContextKind) -> str | None:
+    """The rule that excludes a context degree beside a tensor degree, or None if it is legal."""
+    if context == 1:
+        return None
+    if profile.seq_len is None or not profile.attention_modules:
+        return "context: the model has no attention over a sequence"
+    if profile.seq_len % (2 * context):
+        return (
+            f"context={context} does not divide the sequence of {profile.seq_len} into two chunks for each rank, "
+            "an early one and a late one, which balance causal attention"
+        )
+    units = {unit for c in profile.classes for cut in c.cuts if cut.kind == "attention" for unit in cut.units}
+    if kind == "all_to_all" and any(unit % (tensor * context) for unit in units):
+        return f"context={context} x tensor={tensor} does not divide {min(units)} heads, which all-to-all spreads"
+    return None
+
+
+def expert_rule(profile: ModelProfile, expert: int) -> str | None:
+    """The rule that excludes an expert degree, or None if it is legal."""
+    counts = {bank.count for c in profile.classes for bank in c.experts}
+    if expert == 1:
+        return None
+    if not counts:
+        return "expert: the model has no banks of experts"
+    undivided = [count for count in sorted(counts) if count % expert]
+    return f"expert={expert} does not divide {undivided[0]} experts" if undivided else None
 
 
 def _names_read(profile: ModelProfile, sliced: bool) -> set[str]:
@@ -269,6 +373,9 @@ def make_plan(
         micro_batch=shape.micro_batch,
         num_microbatches=shape.num_microbatches,
         gradient_sync=shape.gradient_sync,
+        context_kind=shape.context_kind,
+        recompute_parts=shape.recompute_parts,
+        offload_optimizer=shape.offload_optimizer,
         classes=tuple(
             ClassPlan(name=c.name, cuts=c.cuts, sequence=is_sequence_cut(c, shape))
             for c in profile.classes
@@ -285,6 +392,7 @@ def make_plan(
                         parameters=layer.parameters,
                         recompute=option.recompute,
                         reshard=option.reshard,
+                        offload=option.offload,
                     )
                     for option, layer in zip(stage, layers, strict=False)
                 )
@@ -325,4 +433,9 @@ def shape_of(plan: Plan) -> Shape:
         gradient_sync=plan.gradient_sync,
         reshard=plan.degrees.pipeline > 1 and any(layer.reshard for stage in plan.stages for layer in stage.layers),
         mesh_axes=plan.mesh_axes,
+        context=plan.degrees.context,
+        context_kind=plan.context_kind,
+        expert=plan.degrees.expert,
+        offload_optimizer=plan.offload_optimizer,
+        recompute_parts=plan.recompute_parts,
     )

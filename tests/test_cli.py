@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 import meshwright.executor.cli as cli
 from meshwright.executor.cli import route
+from meshwright.executor.cli_options import Optimizer
 from meshwright.executor.report import collapse, comparison_rows, gpus_of
 from meshwright.planner import search as search_module
 from meshwright.planner.estimate import estimate
@@ -297,7 +298,7 @@ def test_gpus_that_are_here_are_used(
 def test_the_cpu_preset_trains_in_fp32(saved: str) -> None:
     assert run_plan(saved, "--gpus", "2", "--device", "cpu", "--quiet", "--global-batch", "2") in (0, 3)
     machine = cli.read_cluster("2", "cpu", None, None)
-    training, _ = cli.read_training(small_profile(), machine, 2, None, None, cli._Optimizer.ADAMW, "fsdp2-eager", 0.05)
+    training, _ = cli.read_training(small_profile(), machine, 2, None, None, Optimizer.ADAMW, "fsdp2-eager", 0.05)
     assert training.precision == "fp32"
 
 

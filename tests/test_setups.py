@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.planner.guidance import NAMED_RULES, named_rules
-from meshwright.planner.setups import Setup, parse_pins, parse_setup
+from meshwright.planner.setups import Setup, parse_limits, parse_pins, parse_setup
 from meshwright.profiler.cluster import cluster_of, load_device
 
 
@@ -112,6 +112,28 @@ def test_every_schedule_and_kind_of_recompute_can_be_said() -> None:
 
             assert (said.schedule, said.virtual_stages, said.recompute) == (schedule, 2, recompute)
             assert pinned == {"pipeline": 4, "virtual_stages": 2, "schedule": schedule, "recompute": recompute}
+
+
+def test_a_sequence_takes_on_and_off_or_ranks_that_share_its_tokens() -> None:
+    assert parse_pins(["sequence=on"]) == {"sequence": True}
+    assert parse_pins(["sequence=8"]) == {"sequence_ways": 8}
+
+
+def test_limits_take_the_same_words_but_only_numbers() -> None:
+    assert parse_limits("tp=8 mb=2") == {"tensor": 8, "micro_batch": 2}
+    with pytest.raises(ValueError, match="recompute has no largest value"):
+        parse_limits("recompute=full")
+
+
+@pytest.mark.parametrize("text", ["cp=2", "ep=4 tp=2"])
+def test_what_is_not_searched_yet_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ValueError, match="not searched for yet"):
+        parse_setup(text, 8, 8)
+
+
+def test_a_wrong_word_is_told_with_the_flag_it_came_by() -> None:
+    with pytest.raises(ValueError, match="--why-not 'tp=3'"):
+        parse_setup("tp=3", 8, 8, "--why-not")
 
 
 def test_pins_take_the_same_words() -> None:

@@ -1,0 +1,544 @@
+"""Pins are read and blamed by name; questions, objections and what-ifs are answered with numbers that add up."""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_support import run_plan, save_profile, small_profile, some_plan
+from synthetic import cluster, device, layer_class, profile
+
+from meshwright.planner.asked import best_of, why_not
+from meshwright.planner.estimate import Estimate, estimate
+from meshwright.planner.explain import CAUSES, causes_apart, compared, reason
+from meshwright.planner.explore import Explorer
+from meshwright.planner.guidance import IN_THE_NODE, LONG, LONG_SEQUENCE, ONE_GPU, SHARDED, no_candidates
+from meshwright.planner.infeasible import closest_plan, grown
+from meshwright.planner.pins import blamed, is_legal, read_pins
+from meshwright.planner.plan import Plan
+from meshwright.planner.search import pins_of, search
+from meshwright.planner.setups import parse_setup
+from meshwright.planner.space import Space
+from meshwright.planner.strategy import Pins, shape_of
+from meshwright.planner.sweep import (
+    Point,
+    changes_of_kind,
+    cluster_for,
+    kind_in_words,
+    marginal_prices,
+    robustness,
+    sweep,
+)
+from meshwright.planner.training import Objective, TrainingSpec
+from meshwright.planner.walk import Step, walk
+from meshwright.profiler.cluster import ClusterSpec
+from meshwright.profiler.model_profile import ModelProfile
+
+BATCH = 24
+
+
+def chain(parameters: int = 10_000_000, heads: int = 4, layers: int = 4) -> ModelProfile:
+    block = layer_class("block", 1e11, parameters, saved=2e8, inputs=1e7, transient=1e7, heads=heads)
+    return profile([block], [0] * layers)
+
+
+def job(batch: int = BATCH) -> TrainingSpec:
+    return TrainingSpec(global_batch=batch, seq_len=64, memory_margin=0.0)
+
+
+def num_shapes(pins: Pins, on: ClusterSpec | None = None) -> tuple[int, int]:
+    """Shapes of a space (legal, rejected)."""
+    space = Space(chain(), on or cluster(2, 4), job(), pins)
+    legal = sum(space.num_shapes(family) for family in list(space.families()))
+    return legal, sum(space.rejected.values())
+
+
+# Pins
+
+
+@pytest.mark.parametrize(
+    ("flags", "first", "second"),
+    [
+        ({"pin": ["tensor=4", "tensor=8"]}, "--pin tensor=4", "--pin tensor=8"),
+        ({"pin": ["tensor=8"], "most": ["tensor=4"]}, "--pin tensor=8", "--max tensor=4"),
+        ({"pin": ["tp=2"], "forbid": ["tensor"]}, "--pin tp=2", "--forbid tensor"),
+        ({"pin": ["schedule=zb-v"], "recompute": "full"}, "--recompute full", "--pin schedule=zb-v"),
+        ({"pin": ["mb=4"], "micro_batch": 2}, "--pin mb=4", "--micro-batch 2"),
+        ({"pin": ["schedule=1f1b"], "forbid": ["1f1b"]}, "--pin schedule=1f1b", "--forbid 1f1b"),
+        ({"pin": ["schedule=zb-h1"], "forbid": ["zero-bubble"]}, "--pin schedule=zb-h1", "--forbid zero-bubble"),
+        ({"pin": ["schedule=1f1b"], "forbid": ["pipeline"]}, "--forbid pipeline", "--pin schedule=1f1b"),
+        ({"pin": ["pp=4", "schedule=none"]}, "--pin pp=4", "--pin schedule=none"),
+        ({"pin": ["pp=1", "v=2"]}, "--pin pp=1", "--pin v=2"),
+        ({"pin": ["v=2", "schedule=gpipe"]}, "--pin schedule=gpipe", "--pin v=2"),
+        ({"pin": ["v=3", "schedule=zb-v"]}, "--pin schedule=zb-v", "--pin v=3"),
+        ({"pin": ["sp=on", "tensor=1"]}, "--pin sp=on", "--pin tensor=1"),
+        ({"pin": ["sp=on"], "forbid": ["sequence"]}, "--pin sp=on", "--forbid sequence"),
+        ({"pin": ["sequence=8", "tensor=4"], "forbid": ["context"]}, "--pin tensor=4", "--pin sequence=8"),
+        ({"pin": ["fsdp=2"], "forbid": ["data"]}, "--pin fsdp=2", "--forbid data"),
+    ],
+)
+def test_two_pins_that_contradict_each_other_are_named(flags: dict[str, list[str]], first: str, second: str) -> None:
+    with pytest.raises(ValueError, match="contradicts") as error:
+        read_pins(**flags)  # type: ignore[arg-type]
+
+    assert first in str(error.value)
+    assert second in str(error.value)
+
+
+def test_short_flags_say_what_long_pins_say() -> None:
+    short = read_pins(forbid=["pipeline", "sequence"], recompute="full", micro_batch=2)
+
+    assert short == replace(read_pins(["pp=1", "recompute=full", "mb=2"]), sequence_ways=1)
+
+
+def test_a_sequence_over_four_ranks_is_tensor_four_with_sequence_parallelism() -> None:
+    space = Space(chain(), cluster(1, 4), job(), read_pins(["sequence=4"]))
+
+    assert {(family.tensor, family.sequence) for family in space.families()} == {(4, True)}
+
+
+def test_a_largest_value_leaves_out_what_lies_above() -> None:
+    space = Space(chain(), cluster(1, 8), job(), read_pins(most=["tensor=2", "micro-batch=2"]))
+
+    families = list(space.families())
+
+    assert {family.tensor for family in families} == {1, 2}
+    assert {family.micro_batch for family in families} == {1, 2}
+
+
+def test_gpipe_is_worth_a_try_where_1f1b_is_forbidden() -> None:
+    def schedules(forbidden: list[str]) -> set[str]:
+        space = Space(chain(), cluster(1, 2), job(), read_pins(forbid=forbidden))
+        return {family.schedule for family in space.families() if family.num_microbatches >= family.pipeline > 1}
+
+    assert schedules([]) == {"1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"}
+    assert schedules(["1f1b"]) == {"gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v"}
+
+
+PARTS: dict[str, Iterable[Pins]] = {
+    "tensor": [Pins(tensor=n) for n in (1, 2, 4, 8)],
+    "pipeline": [Pins(pipeline=n) for n in (1, 2, 4, 8)],
+    "micro-batch": [Pins(micro_batch=n) for n in range(1, BATCH + 1)],
+    "data_shard": [Pins(data_shard=n) for n in (1, 2, 4, 8)],
+    "sequence beside tensor": [Pins(tensor=n, sequence=s) for n in (2, 4, 8) for s in (False, True)] + [Pins(tensor=1)],
+    "ways of the sequence": [Pins(sequence_ways=n) for n in (1, 2, 4, 8)],
+    "below and above": [
+        Pins(most=(("tensor", 2),)),
+        Pins(tensor=4),
+        Pins(tensor=8),
+    ],
+    "schedules": [
+        Pins(without=("interleaved", "zb-h1", "zb-h2", "zb-v")),
+        *(Pins(schedule=s) for s in ("interleaved", "zb-h1", "zb-h2", "zb-v")),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_pins_cut_the_space_into_parts_that_add_up(name: str) -> None:
+    whole = sum(num_shapes(Pins()))
+
+    parts = [sum(num_shapes(pins)) for pins in PARTS[name]]
+
+    assert sum(parts) == whole
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "micro-batch", "sequence beside tensor"])
+def test_what_a_rule_rejects_is_rejected_in_a_part_too(name: str) -> None:
+    whole = num_shapes(Pins())[1]
+
+    parts = [num_shapes(pins)[1] for pins in PARTS[name]]
+
+    assert sum(parts) == whole
+
+
+@pytest.mark.parametrize(
+    ("pins", "named", "not_named"),
+    [
+        (Pins(tensor=8, micro_batch=1), ["tensor=8", "does not divide 4"], ["micro_batch"]),
+        (Pins(tensor=4, data_shard=4, recompute="full"), ["tensor=4", "data_shard=4"], ["recompute"]),
+        (Pins(micro_batch=5, pipeline=2), ["micro_batch=5", "global batch of 24"], ["pipeline=2"]),
+        (Pins(sequence_ways=3), ["sequence=3"], []),
+        (Pins(context=2), ["context=2", "not searched"], []),
+        (Pins(tensor=4, most=(("tensor", 2),)), ["tensor=4", "tensor at most 2"], []),
+    ],
+)
+def test_pins_without_a_legal_shape_are_named_and_no_others(pins: Pins, named: list[str], not_named: list[str]) -> None:
+    sentence = blamed(chain(), cluster(1, 8), job(), pins) or ""
+
+    assert all(words in sentence for words in named)
+    assert not any(words in sentence for words in not_named)
+
+
+def test_pins_are_not_blamed_for_what_is_illegal_without_them() -> None:
+    no_split = TrainingSpec(global_batch=1, seq_len=64)
+    model = profile([layer_class("block", 1e11, 1000, 1e6, 1e6)], [0])
+
+    assert not is_legal(model, cluster(1, 8), no_split, Pins())
+    assert blamed(model, cluster(1, 8), no_split, Pins(micro_batch=1)) is None
+
+
+def test_a_search_under_hopeless_pins_says_which() -> None:
+    with pytest.raises(ValueError, match="data_shard=4 and tensor=4"):
+        search(chain(), cluster(1, 8), job(), pins=Pins(tensor=4, data_shard=4))
+
+
+# Why, and why not
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Plan, Estimate]:
+    result = search(chain(), cluster(1, 8), job())
+    return result.plan, result.estimate
+
+
+def test_every_item_of_a_breakdown_has_a_name() -> None:
+    plan = some_plan(shard=2, tensor=2, pipeline=2)
+    found = estimate(plan, small_profile())
+
+    assert set(found.breakdown) | {"context", "expert", "offload"} <= set(CAUSES)
+
+
+@pytest.mark.parametrize("cause", ["context", "expert", "offload"])
+def test_a_cause_that_only_one_of_two_has_is_named(planned: tuple[Plan, Estimate], cause: str) -> None:
+    _, best = planned
+    other = best.model_copy(
+        update={"step_time_s": 1.5 * best.step_time_s, "breakdown": best.breakdown | {cause: 0.5 * best.step_time_s}}
+    )
+
+    assert CAUSES[cause] in compared(other, best)
+
+
+@pytest.mark.parametrize("kind", ["selective", "attention", "full"])
+def test_every_kind_of_recompute_is_a_reason(kind: str) -> None:
+    plan = some_plan(shard=2)
+    layers = tuple(layer.model_copy(update={"recompute": kind}) for layer in plan.stages[0].layers[:3])
+    stage = plan.stages[0].model_copy(update={"layers": layers + plan.stages[0].layers[3:]})
+    partly = plan.model_copy(update={"stages": (stage,)})
+
+    words = reason(partly, estimate(plan, small_profile()))
+
+    assert f"3 of {len(stage.layers)} layers" in words
+
+
+def answer(text: str, model: ModelProfile, on: ClusterSpec, plan: Plan, found: Estimate):  # type: ignore[no-untyped-def]
+    pins = pins_of(parse_setup(text, on.num_devices, on.devices_per_host))
+    return why_not(Explorer(model, on, job()), text, (pins,), plan, found)
+
+
+def test_an_illegal_set_up_is_answered_by_its_rule(planned: tuple[Plan, Estimate]) -> None:
+    found = answer("tp=8", chain(), cluster(1, 8), *planned)
+
+    assert found.kind == "illegal"
+    assert "tensor=8 does not divide 4" in found.sentence
+
+
+def test_a_slower_set_up_is_answered_by_where_the_time_goes(planned: tuple[Plan, Estimate]) -> None:
+    plan, best = planned
+    found = answer("tp=4 pp=2", chain(), cluster(1, 8), plan, best)
+
+    assert found.kind == "slower"
+    assert found.estimate is not None
+    apart = causes_apart(found.estimate, best)
+    assert sum(apart.values()) == pytest.approx(found.estimate.step_time_s - best.step_time_s, rel=1e-6)
+    assert CAUSES[next(iter(apart))] in found.sentence
+
+
+def test_the_plan_itself_is_recognised(planned: tuple[Plan, Estimate]) -> None:
+    plan, best = planned
+    shape = shape_of(plan)
+    text = f"tp={shape.tensor} pp={shape.pipeline} fsdp={shape.data_shard} mb={shape.micro_batch}"
+    own = Pins(tensor=shape.tensor, pipeline=shape.pipeline, data_shard=shape.data_shard, micro_batch=shape.micro_batch)
+
+    found = why_not(Explorer(chain(), plan.cluster, job()), text, (own,), plan, best)
+
+    assert found.kind == "the plan"
+
+
+def test_a_set_up_over_memory_is_answered_by_how_much_and_where() -> None:
+    model, on = chain(parameters=100_000_000), cluster(1, 8, device(memory=2.5e9))
+    result = search(model, on, job())
+
+    found = answer("ddp", model, on, result.plan, result.estimate)
+
+    closest = closest_plan(Explorer(model, on, job()), pins_of(parse_setup("ddp", 8, 8)))
+    assert closest is not None
+    assert closest.over_bytes > 0
+    assert found.kind == "does not fit"
+    assert f"{closest.over_bytes / 2**30:.2f} GiB" in found.sentence
+    assert "every GPU" in found.sentence
+
+
+def test_the_stage_that_is_over_memory_is_named_with_what_it_holds() -> None:
+    model, on = chain(parameters=100_000_000, layers=8), cluster(1, 8, device(memory=3e9))
+    result = search(model, on, job())
+
+    found = answer("pp=2", model, on, result.plan, result.estimate)
+
+    assert "stage 0 of 2 is over by" in found.sentence
+    assert "optimizer" in found.sentence
+
+
+def test_the_leanest_zero_bubble_plan_recomputes_nothing_as_it_must() -> None:
+    explorer = Explorer(chain(), cluster(1, 2), job())
+
+    closest = closest_plan(explorer, Pins(pipeline=2, schedule="zb-h1"))
+
+    assert closest is not None
+    assert {layer.recompute for stage in closest.plan.stages for layer in stage.layers} == {"none"}
+
+
+def test_of_a_framework_s_attempts_the_first_that_fits_is_meant() -> None:
+    model, on = chain(), cluster(1, 8)
+    result = search(model, on, job())
+    attempts = (Pins(tensor=8), Pins(tensor=2, pipeline=1))
+
+    found = why_not(Explorer(model, on, job()), "ours", attempts, result.plan, result.estimate)
+
+    assert found.plan is not None
+    assert found.plan.degrees.tensor == 2
+
+
+# The questions
+
+
+def walked(model: ModelProfile, on: ClusterSpec) -> tuple[Plan, dict[str, Step]]:
+    result = search(model, on, job())
+    return result.plan, {step.question.asks: step for step in walk(result.plan, result.estimate, model)}
+
+
+def test_a_small_model_is_told_to_replicate_and_the_walk_ends_there() -> None:
+    plan, steps = walked(chain(), cluster(1, 8))
+
+    first = steps[ONE_GPU.asks]
+    assert first.yes
+    assert first.agrees == (plan.degrees.data_replicate == 8)
+    assert SHARDED.asks not in steps
+
+
+def test_a_large_model_is_asked_for_shards_and_tensor_parallelism() -> None:
+    _, steps = walked(chain(parameters=100_000_000, heads=8), cluster(1, 8, device(memory=2.5e9)))
+
+    assert not steps[ONE_GPU.asks].yes
+    assert "of 2.33 GiB" in steps[ONE_GPU.asks].numbers
+    assert steps[SHARDED.asks].yes
+    assert steps[IN_THE_NODE.asks].yes
+
+
+def test_advice_that_the_plan_does_not_follow_is_priced() -> None:
+    _, steps = walked(chain(parameters=100_000_000, heads=8), cluster(1, 8, device(memory=2.5e9)))
+
+    verdicts = [step for step in steps.values() if step.agrees is False]
+    assert verdicts
+    assert all("following it" in step.verdict and "against" in step.verdict for step in verdicts)
+
+
+def test_sequences_are_long_from_what_people_call_long() -> None:
+    def asked(seq_len: int) -> Step:
+        model = chain().model_copy(update={"seq_len": seq_len})
+        on, training = cluster(1, 4), TrainingSpec(global_batch=8, seq_len=seq_len)
+        result = search(model, on, training)
+        return next(s for s in walk(result.plan, result.estimate, model) if s.question == LONG)
+
+    assert not asked(LONG_SEQUENCE - 64).yes
+    assert asked(LONG_SEQUENCE).yes
+
+
+def test_what_is_no_candidate_is_said_in_the_model_s_numbers() -> None:
+    names = [each.name for each in no_candidates(4 * 2**30, 8)]
+    server = no_candidates(4 * 2**30, 8)[1]
+
+    assert names == ["nn.DataParallel", "parameter server", "asynchronous pipeline"]
+    assert "64.0 GiB in all" in server.reason
+
+
+# What if
+
+
+def points_of(counts: tuple[int, ...], memory: float = 80e9) -> tuple[Point, ...]:
+    model = chain(parameters=100_000_000, heads=8)
+    return sweep([(model, cluster(1, count, device(memory=memory)), job()) for count in counts], Pins())
+
+
+def test_a_point_costs_its_gpus_hours_by_its_tokens() -> None:
+    (point,) = points_of((4,))
+
+    assert point.result is not None
+    hours = point.result.estimate.step_time_s / 3600
+    tokens = BATCH * 64
+    assert point.cost_per_million(2.5) == pytest.approx(4 * 2.5 * hours / tokens * 1e6)
+
+
+def test_where_nothing_fits_the_point_says_why_and_the_kind_changes() -> None:
+    points = points_of((1, 8), memory=2.5e9)
+
+    assert points[0].result is None
+    assert "is over by" in points[0].why
+    (sentence,) = changes_of_kind(points)
+    assert "changes once: nothing fits at 1" in sentence
+
+
+def test_a_kind_of_plan_has_no_degrees() -> None:
+    plan = some_plan(replicate=2, shard=2, tensor=2, pipeline=2)
+
+    assert kind_in_words(plan) == "HSDP + TP + PP"
+
+
+def test_more_of_a_resource_never_makes_the_step_longer_and_twice_the_compute_less_than_halves_it() -> None:
+    (point,) = points_of((4,), memory=4e9)
+
+    prices = {price.name: price.share for price in marginal_prices(point, Pins())}
+
+    assert all(share <= 1e-9 for share in prices.values())
+    assert -0.5 <= prices["2x compute"] < -0.05
+    assert "2x network bandwidth" not in prices
+
+
+def test_a_choice_is_robust_or_says_what_overtakes_it() -> None:
+    (point,) = points_of((4,))
+
+    assert "overtakes it" in robustness(point) or "faster by over 1%" in robustness(point)
+
+
+@pytest.mark.parametrize("memory", [0.9e9, 1.7e9, 2.5e9, 3.2e9, 80e9])
+def test_the_fewest_gpus_are_those_of_trying_all(memory: float) -> None:
+    model, on = chain(parameters=100_000_000, heads=8), cluster(1, 8, device(memory=memory))
+    training = job()
+
+    chosen = cluster_for(Objective.MIN_GPUS, model, on, training, Pins()).num_devices
+
+    fitting = [
+        count
+        for count in range(1, 9)
+        if best_of(Explorer(model, grown(on, count), training), Pins(), time.monotonic() + 30) is not None
+    ]
+    assert chosen == min(fitting, default=8)
+
+
+def test_a_token_costs_least_where_gpus_times_step_is_least() -> None:
+    model, on, training = chain(parameters=100_000_000, heads=8), cluster(1, 8), job()
+
+    chosen = cluster_for(Objective.COST, model, on, training, Pins()).num_devices
+
+    cost = {}
+    for count in (1, 2, 4, 8):
+        found = best_of(Explorer(model, grown(on, count), training), Pins(), time.monotonic() + 30)
+        assert found is not None
+        cost[count] = count * found[1].step_time_s
+    assert cost[chosen] == min(cost.values())
+
+
+# The commands
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_profile(tmp_path_factory.mktemp("explain"))
+
+
+def test_explain_answers_for_a_saved_plan_and_for_a_model_alike(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    run_plan(str(model), "--gpus", "8", "-b", "64", "-o", str(plan), "-q")
+    capsys.readouterr()
+    said = []
+    for source in ([str(plan), "--model", str(model)], [str(model), "--gpus", "8", "-b", "64"]):
+        assert run_plan("explain", *source, "--why-not", "tp=8", "--why-not", "megatron", "--json") == 0
+        said.append(json.loads(capsys.readouterr().out))
+
+    assert said[0]["why_not"] == said[1]["why_not"]
+    assert [each["asked"] for each in said[0]["why_not"]] == ["tp=8", "megatron"]
+    assert said[0]["questions"] == []
+
+
+def test_explain_prints_the_questions_and_what_is_no_candidate(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan("explain", str(model), "--gpus", "8", "-b", "64") == 0
+
+    shown = capsys.readouterr().out
+    assert "Does it fit on one GPU?" in shown
+    assert "nn.DataParallel" in shown
+    assert "Excluded by rule" in shown
+
+
+def test_explain_names_the_flag_of_a_wrong_word(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan("explain", str(model), "--gpus", "8", "--why-not", "tp=3") == 2
+
+    assert "--why-not 'tp=3'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["html", "png", "json"])
+def test_a_sweep_writes_what_its_file_is_called(model: Path, tmp_path: Path, suffix: str) -> None:
+    if suffix == "png":
+        pytest.importorskip("matplotlib")
+    target = tmp_path / f"sweep.{suffix}"
+
+    assert run_plan("sweep", str(model), "--gpus", "2,8", "-b", "16", "-o", str(target), "--price-per-hour", "2") == 0
+
+    content = target.read_bytes()
+    if suffix == "json":
+        points = json.loads(content)["points"]
+        assert [point["gpus"] for point in points] == [2, 8]
+        assert all(point["dollars_per_million"] > 0 for point in points)
+    else:
+        assert content.startswith(b"\x89PNG" if suffix == "png" else b"<!doctype html>")
+
+
+def test_a_batch_that_grows_with_the_gpus_is_said_to_change_convergence(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_plan("sweep", str(model), "--gpus", "2,4", "-b", "16,32")
+    scaled = " ".join(capsys.readouterr().out.split())
+    run_plan("sweep", str(model), "--gpus", "2,4", "-b", "16")
+    fixed = " ".join(capsys.readouterr().out.split())
+
+    assert "changes convergence" in scaled
+    assert "changes convergence" not in fixed
+
+
+def test_prices_are_printed_where_they_are_asked_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_plan("sweep", str(model), "--gpus", "2", "-b", "16", "--prices", "--json")
+
+    (worth,) = json.loads(capsys.readouterr().out)["worth"]
+    assert {"2x compute", "1 GiB more per GPU"} <= {price["name"] for price in worth["prices"]}
+    assert worth["robustness"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--gpus", "2,x"), "--gpus x"),
+        (("--gpus", "2,4", "-b", "1,2,3"), "3 numbers"),
+        (("--gpus", "2", "-o", "sweep.txt"), "ends in .png, .html or .json"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_in_a_sentence(
+    model: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
+) -> None:
+    assert run_plan("sweep", str(model), *arguments) == 2
+
+    assert sentence in capsys.readouterr().err
+
+
+def test_an_objective_may_leave_gpus_unused_and_says_so(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "plan.json"
+    assert run_plan(str(model), "--gpus", "8", "-b", "16", "--objective", "min-gpus", "-o", str(target)) == 0
+
+    assert "1 of 8 GPUs" in capsys.readouterr().out
+    assert json.loads(target.read_text())["cluster"]["hosts"][0]["devices_per_host"] == 1
+
+
+def test_the_short_flags_of_plan_reach_the_plan(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    flags = ("--max", "tensor=2", "--forbid", "pipeline", "--micro-batch", "2", "--recompute", "full")
+
+    assert run_plan(str(model), "--gpus", "8", "-b", "16", *flags, "-o", str(target), "-q") == 0
+
+    plan = json.loads(target.read_text())
+    assert plan["degrees"]["tensor"] <= 2
+    assert (plan["degrees"]["pipeline"], plan["micro_batch"]) == (1, 2)
+    assert {layer["recompute"] for layer in plan["stages"][0]["layers"]} == {"full"}
