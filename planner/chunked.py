@@ -9,12 +9,14 @@ memory by the schedule's table, time by event simulation.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .columns import Chain, Choice, StagePrices
+from .memory_cost import state_bytes
 from .plan import Recompute, Schedule, stage_of
 from .scan import Assignment
 from .simulate import ZERO_BUBBLE, simulated_step_s
@@ -47,19 +49,69 @@ class Chunking:
 
 @dataclass(frozen=True)
 class Cuts:
-    """First layer of every stage and the number of layers at the end; work, ahead: [rank][run] -> layers that a rank
-    holds, and layers in the first chunks of the ranks before it."""
+    """First layer of every stage and the number of layers at the end. stages: [stage][run] -> layers; work, ahead:
+    [rank][run] -> layers that a rank holds, and layers in the first chunks of the ranks before it."""
 
     places: tuple[int, ...]
+    stages: Floats
     work: Floats
     ahead: Floats
 
-    def least_s(self, schedule: Schedule, num_microbatches: int, per_run_s: Floats, forward_s: Floats) -> float:
+    def least_s(
+        self,
+        schedule: Schedule,
+        num_microbatches: int,
+        per_run_s: Floats,
+        forward_s: Floats,
+        added_s: Floats | float = 0.0,
+    ) -> float:
         """Seconds that no order of passes beats: a rank begins when the first micro-batch has passed all ranks before
         it, then has all micro-batches of all its stages to do, and unless gradients of weights come last, the last
-        one's backward has those ranks still before it. per_run_s, forward_s: [run] -> seconds of a layer."""
+        one's backward has those ranks still before it. per_run_s, forward_s: [run] -> seconds of a layer. added_s:
+        [rank] -> seconds that a micro-batch takes beyond that."""
         beside = forward_s if schedule in ZERO_BUBBLE else per_run_s
-        return float((num_microbatches * (self.work @ per_run_s) + self.ahead @ beside).max())
+        return float((num_microbatches * (self.work @ per_run_s + added_s) + self.ahead @ beside).max())
+
+
+@lru_cache(maxsize=256)
+def _flights(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[float, ...]:
+    """[stage] -> micro-batches whose activations it holds when its rank holds most."""
+    shape = Shape(1, 1, 1, num_ranks, 1, num_microbatches, schedule=schedule, virtual_stages=virtual)
+    return tuple(float(shape.in_flight(stage)) for stage in range(num_ranks * virtual))
+
+
+def least_recompute_s(prices: StagePrices, cuts: Cuts) -> Floats:
+    """[rank] -> seconds per micro-batch that bringing its memory into the budget adds at least: the bytes over, at the
+    price of the layers that give bytes back most cheaply; infinite where all of them do not do."""
+    shape, state = prices.shape, state_bytes(prices.shape, prices.model.training)
+    frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+    flights = np.array(_flights(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages))
+    if shape.virtual_stages == 1:  # the peak is a running maximum: one micro-batch may be there in part
+        flights -= 1
+    held = flights[:, None] * cuts.stages
+    gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
+    fast = [min(costs, key=lambda cost: cost.microbatch_s) for costs in prices.costs]
+    static = np.array([c.elements * state.sharded_parameters + c.trainable_elements * (gradients + state.optimizer)
+                       for c in fast])  # fmt: skip
+    shared = sum(n * (len(layers) - 1) for layers, n in prices.chain.shared_weights(shape))
+    budget = prices.budget + shared * (state.sharded_parameters + gradients + state.optimizer)
+    kept = np.array([cost.kept_bytes for cost in fast])
+    saved = kept - np.array([min(cost.kept_bytes for cost in costs) for costs in prices.costs])
+    rates = [
+        (cost.microbatch_s - best.microbatch_s) / (best.kept_bytes - cost.kept_bytes)
+        for costs, best in zip(prices.costs, fast, strict=True)
+        for cost in costs
+        if cost.kept_bytes < best.kept_bytes
+    ]
+    added = np.zeros(frame.num_ranks)
+    for rank in range(frame.num_ranks):
+        mine = held[frame.stages(rank)].sum(axis=0)
+        over = float(cuts.work[rank] @ static + mine @ kept) - budget
+        if over > float(mine @ saved):
+            added[rank] = np.inf
+        elif over > 0:
+            added[rank] = over * min(rates) / float(flights[frame.stages(rank)].max())
+    return added
 
 
 def chunkings(chain: Chain, frame: Chunking, per_run_s: Floats) -> list[Cuts]:
@@ -92,7 +144,7 @@ def _counted(chain: Chain, frame: Chunking, places: tuple[int, ...]) -> Cuts:
     stages = np.add.reduceat(of_run, places[:-1], axis=0)
     work = np.stack([stages[frame.stages(rank)].sum(axis=0) for rank in range(frame.num_ranks)])
     ahead = np.stack([stages[:rank].sum(axis=0) for rank in range(frame.num_ranks)])
-    return Cuts(places, work, ahead)
+    return Cuts(places, stages, work, ahead)
 
 
 def _balanced(weights: Floats, places: Sequence[int], num_stages: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import ModelProfile
-from .chunked import Chunking, Cuts, best_chunking, chunkings
+from .chunked import Chunking, Cuts, best_chunking, chunkings, least_recompute_s
 from .columns import Chain, StagePrices
 from .comm_cost import collective_s
 from .ilp import solve_master
@@ -147,12 +147,16 @@ class Explorer:
                 break
             _, _, item = heapq.heappop(heap)
             if isinstance(item, Family):
+                if is_chunked(item.schedule) and self._least_of_chunked_s(item, pins) >= cutoff:
+                    continue
                 for shape in space.shapes(item):
                     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
                     prices = StagePrices(self.chain, shape, recompute, pins.reshard)
                     leaf_bound = max(bound, self._shape_bound(prices))
                     if leaf_bound < cutoff and self._may_hold(prices):
                         heapq.heappush(heap, (leaf_bound, next(order), prices))
+                continue
+            if is_chunked(item.shape.schedule) and self._least_with_memory_s(item) >= cutoff:
                 continue
             extra += bound >= best
             outcome.num_solved += 1
@@ -195,8 +199,8 @@ class Explorer:
         return frame, shape.micro_batch, shape.tensor, shape.sequence
 
     def _least_chunked_s(self, shape: Shape, per_run_s: Floats, forward_s: Floats) -> float:
-        """Seconds that a chunked shape takes at least over all cuts that are tried; infinite if there are none. The
-        first call for a frame decides them."""
+        """Seconds that a chunked shape takes at least over all cuts that are tried, memory aside; infinite if there are
+        none. The first call for a frame decides them."""
         key = self._frame_of(shape)
         if key not in self._cuts:
             self._cuts[key] = chunkings(self.chain, key[0], per_run_s)
@@ -204,20 +208,49 @@ class Explorer:
         bounds = (cuts.least_s(shape.schedule, count, per_run_s, forward_s) for cuts in self._cuts[key])
         return min(bounds, default=float("inf"))
 
+    def _least_with_memory_s(self, prices: StagePrices) -> float:
+        """The same with the recompute that memory asks for."""
+        shape = prices.shape
+        each, forward = self._fastest_s(prices)
+        return min(
+            cuts.least_s(shape.schedule, shape.num_microbatches, each, forward, least_recompute_s(prices, cuts))
+            for cuts in self._cuts[self._frame_of(shape)]
+        )
+
+    def _least_of_chunked_s(self, family: Family, pins: Pins) -> float:
+        """Seconds that no shape of a chunked family can beat: those of its bound, with the recompute that memory asks
+        for where everything is sharded over all data ranks."""
+        sharded = family.data > 1
+        shape = replace(
+            _frugal_shape(family),
+            gradient_sync="every" if sharded and family.num_microbatches > 1 else "last",
+            reshard=sharded,
+        )
+        least = self._least(replace(_frugal_shape(family), schedule="1f1b", virtual_stages=1))
+        if least is None:
+            return float("inf")
+        recompute = "none" if family.schedule in ZERO_BUBBLE else pins.recompute
+        prices = StagePrices(self.chain, shape, recompute, pins.reshard)
+        return min(
+            cuts.least_s(
+                family.schedule,
+                family.num_microbatches,
+                least.seconds,
+                least.forward_s,
+                least_recompute_s(prices, cuts),
+            )
+            for cuts in self._cuts[self._frame_of(shape)]
+        )
+
+    def _fastest_s(self, prices: StagePrices) -> tuple[Floats, Floats]:
+        """[run] -> least seconds of a layer for one micro-batch, and of its forward."""
+        each = np.array([min(c.microbatch_s for c in costs) for costs in prices.costs])
+        return each, np.array([min(c.forward_total_s for c in costs) for costs in prices.costs])
+
     def _family_bound(self, family: Family) -> float:
         """Seconds that no shape of a family can beat: compute and tensor traffic inside a host, perfect balance, and
         an optimizer sharded over all data ranks. Infinite if even so the memory of all devices does not do."""
-        shape = Shape(
-            data_replicate=1,
-            data_shard=family.data,
-            tensor=family.tensor,
-            pipeline=family.pipeline,
-            micro_batch=family.micro_batch,
-            num_microbatches=family.num_microbatches,
-            sequence=family.sequence,
-            schedule=family.schedule,
-            virtual_stages=family.virtual_stages,
-        )
+        shape = _frugal_shape(family)
         counts = np.array([run.length for run in self.chain.runs], dtype=float)
         least = self._least(replace(shape, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else shape)
         if least is None:
@@ -256,12 +289,12 @@ class Explorer:
             if kind.can_recompute:
                 full = costs.full.at(shape.micro_batch, self.training.compute_bytes, tensor)
                 kept_bytes = min(kept_bytes, full + model.arriving_bytes(kind, shape, recomputed=True))
+            if not model.keeps_as_traced:
+                kept_bytes = saved = 0.0
             seconds.append(compute.forward + compute.backward + tensor_s)
             forward.append(compute.forward)
             elements.append(trainable)
-            kept.append(
-                total * state.sharded_parameters + trainable * (gradients + state.optimizer) + kept_bytes
-            )
+            kept.append(total * state.sharded_parameters + trainable * (gradients + state.optimizer) + kept_bytes)
             passing.append(saved)
         shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
         per_element = state.sharded_parameters + gradients + state.optimizer
@@ -282,9 +315,8 @@ class Explorer:
             shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
             twice_s = self.model.optimizer_s(shared / shape.data_shard)
             return float(counts @ np.array(weights)) - twice_s
-        each = np.array([min(c.microbatch_s for c in costs) for costs in prices.costs])
+        each, forward = self._fastest_s(prices)
         if is_chunked(shape.schedule):
-            forward = np.array([min(c.forward_total_s for c in costs) for costs in prices.costs])
             return self._least_chunked_s(shape, each, forward)
         pass_s = float(counts @ each)
         slowest = max(pass_s / shape.pipeline, float(each.max()))
@@ -294,8 +326,7 @@ class Explorer:
     def plan_of(self, solved: Solved) -> Plan:
         """The plan of an assignment: equal layers take their options in the order of the choice."""
         stages = [
-            [option for _, option, count in choice.parts for _ in range(count)]
-            for choice in solved.assignment.choices
+            [option for _, option, count in choice.parts for _ in range(count)] for choice in solved.assignment.choices
         ]
         return make_plan(self.profile, self.cluster, self.training, solved.shape, stages)
 
@@ -324,3 +355,18 @@ class Explorer:
                 optimal = False
                 bound = min(bound, solution.bound)
         return bound, "optimal" if optimal else "feasible", name
+
+
+def _frugal_shape(family: Family) -> Shape:
+    """The family's shape with everything sharded over all data ranks."""
+    return Shape(
+        data_replicate=1,
+        data_shard=family.data,
+        tensor=family.tensor,
+        pipeline=family.pipeline,
+        micro_batch=family.micro_batch,
+        num_microbatches=family.num_microbatches,
+        sequence=family.sequence,
+        schedule=family.schedule,
+        virtual_stages=family.virtual_stages,
+    )
