@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
+from ..planner.bands import Band, memory_band, time_band
 from ..planner.explain import CAUSES
 from ..planner.plan import Plan
 from ..profiler.cluster import Device
@@ -135,11 +136,20 @@ def print_choice(
 
 
 def print_speed(
-    console: Console, step_time_s: float, tokens_per_s: float, mfu: float, rate: str, convention: str
+    console: Console,
+    step_time_s: float,
+    tokens_per_s: float,
+    mfu: float,
+    rate: str,
+    convention: str,
+    band: Band | None = None,
 ) -> None:
-    """Step time, throughput and MFU with its convention."""
+    """Step time with its band, throughput, and MFU with its convention."""
     line = Text("  step time ")
     line.append(format_seconds(step_time_s), style="bold")
+    if band is not None:
+        low, high = band.around(step_time_s)
+        line.append(f" ({format_seconds(low)} to {format_seconds(high)})", style="dim")
     line.append(f"   {rate} ")
     line.append(format_count(tokens_per_s), style="bold")
     line.append("   MFU ")
@@ -162,8 +172,10 @@ def print_breakdown(console: Console, estimate: "Estimate") -> None:
         console.print(hanging("  of which", Text(" · ".join(parts)), "default"))
 
 
-def print_memory(console: Console, stages: Sequence["StageMemory"], margin: float) -> None:
-    """Peak memory of one GPU of each stage against the budget, itemised."""
+def print_memory(
+    console: Console, stages: Sequence["StageMemory"], margin: float, band: Band | None = None
+) -> None:
+    """Peak memory of one GPU of each stage against the budget, itemised, and the band of the fullest."""
     budget = stages[0].budget_bytes
     table = make_table()
     table.add_column("stage", no_wrap=True)
@@ -185,6 +197,11 @@ def print_memory(console: Console, stages: Sequence["StageMemory"], margin: floa
     console.print(
         Text("  other: allocator reserve, CUDA context, communication buffers", style="dim"),
     )
+    if band is not None:
+        fullest = max(stage.device_bytes for stage in stages)
+        low, high = band.around(fullest)
+        line = f"  fullest GPU {_gib(fullest)} ({_gib(low)} to {_gib(high)}: where 8 of 10 published runs fell)"
+        console.print(Text(line, style="dim"))
 
 
 def print_memory_totals(console: Console, plan: Plan) -> None:
@@ -330,9 +347,9 @@ def print_essentials(console: Console, facts: "Facts") -> None:
     print_job(console, plan)
     print_choice(console, plan, found.step_time_s, facts.alternatives)
     rate = "samples/s" if plan.training.seq_len is None else "tokens/s"
-    print_speed(console, found.step_time_s, found.tokens_per_s, found.mfu, rate, "")
+    print_speed(console, found.step_time_s, found.tokens_per_s, found.mfu, rate, "", time_band(plan))
     print_breakdown(console, found)
-    print_memory(console, found.memory, plan.training.memory_margin)
+    print_memory(console, found.memory, plan.training.memory_margin, memory_band(plan))
     fitting = sorted((c for c in facts.alternatives if c.estimate is not None), key=lambda c: c.seconds)
     print_candidates(console, "Fastest of the alternatives", fitting[:5])
     table = make_table()

@@ -21,7 +21,7 @@ from .part_cost import part_cost
 from .peak import Arrivals
 from .plan import Axis, GroupAxis, Recompute
 from .sharding import padded_elements
-from .software import load_software
+from .software import StackMemory, load_software
 from .strategy import LayerOption, Shape, is_cut, is_sequence_cut
 from .training import TrainingSpec
 
@@ -183,6 +183,11 @@ class CostModel:
         """Kind of every layer of the chain."""
         return kinds_of(self.profile)
 
+    @cached_property
+    def keeps_as_traced(self) -> bool:
+        """Whether the training stack keeps the activations that the profile says, and no fewer."""
+        return self.software.memory == StackMemory()
+
     def links(self, size: int, stride: int) -> GroupLinks:
         """Links of the groups of `size` ranks that lie `stride` apart."""
         if (size, stride) not in self._links:
@@ -279,17 +284,25 @@ class CostModel:
         return self._held[key]
 
     def _transients(
-        self, kind: Kind, shape: Shape, state: StateBytes, working: "_Working", kept: float, resharded: bool
+        self,
+        kind: Kind,
+        shape: Shape,
+        state: StateBytes,
+        working: "_Working",
+        kept: float,
+        resharded: bool,
+        again: bool,
     ) -> tuple[float, float, float]:
         """(transient_bytes, ending_bytes, waiting_bytes): the most of a layer's forward, of its backward, and of what
-        comes after that, when what it kept is gone: gradients in compute dtype, and in fp32 until they are reduced."""
+        comes after that, when what it kept is gone: gradients in compute dtype, and in fp32 until they are reduced.
+        again: the layer is recomputed, so that the first new gradient meets all that the forward has made again."""
         if state.buffers:
             return (max(working.forward, working.backward),) * 3
         total, trainable = self._spread(kind, shape)
         if not uses_fully_shard(shape, self.training):
             sizes = [p.num_elements for p in self.layer_class(kind).parameters if p.trainable]
             new = max(sizes, default=0) * state.new_gradient or trainable.gathered * MASTER_BYTES - kept
-            most = max(working.forward, working.backward, new)
+            most = max(working.forward, working.backward + (max(0.0, new) if again else 0.0), new)
             return most, most, -math.inf
         in_root, several = kind.is_in_root(shape), shape.sharded_over > 1
         copy = total.gathered * state.gathered
@@ -452,7 +465,8 @@ class CostModel:
         buffers = context.buffer_bytes
         if option.offload:  # one layer's on their way, the next one's arriving
             kept, buffers = 0.0, buffers + 2 * kept
-        transient, ending, waiting = self._transients(kind, shape, state, working, kept, resharded)
+        again = option.recompute in ("selective", "full")
+        transient, ending, waiting = self._transients(kind, shape, state, working, kept, resharded, again)
         host_s = self.software.host_layer_s + self._routing_s(kind, shape)
         shard = shape.sharded_over
         return LayerCost(
@@ -590,11 +604,23 @@ class CostModel:
         memory, precision = self.software.memory, self.training.precision
         if logits and memory.logit_bytes is not None:
             made = memory.logit_bytes * self._num_logits(kind, shape)
-            return arriving, _Working(made, made, made, logits)
+            return arriving, _Working(made, made, made, made)
+        again = self._gathered_again(kind, shape)
+        saved -= again
+        kept -= 0.0 if recompute == "full" else min(again, kept)
         saved *= memory.kept("none", precision)
         kept, arriving = (part * memory.kept(recompute, precision) for part in (kept, arriving))
         backward += max(0.0, saved - kept)
         return kept + arriving, _Working(forward, backward, max(saved, kept), logits)
+
+    def _gathered_again(self, kind: Kind, shape: Shape) -> float:
+        """Bytes of gathered inputs of matmuls beyond a rank's slice, where the stack does not keep them."""
+        mode, costs, tensor = self.mode(kind, shape)
+        if mode != "sequence" or not self.software.memory.gathers_again:
+            return 0.0
+        gathers = (c for c in costs.collectives if c.part == "forward" and c.kind == "all_gather")
+        whole = sum(c.tensor.at(shape.samples, self.training.compute_bytes, tensor) for c in gathers)
+        return whole * (1 - 1 / tensor)
 
     def _logits_bytes(self, kind: Kind, shape: Shape) -> float:
         """Bytes of what a layer's last matmul makes for the loss in it, and of gathering that; 0 without a loss."""

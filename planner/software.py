@@ -18,6 +18,43 @@ _MEMORY_KINDS = ("norm", "elementwise", "copy", "loss", "embedding", "other")
 """Kinds of operators that fusion speeds up: all that are neither matmul nor attention."""
 
 
+class StackMemory(BaseModel):
+    """What a training stack holds, where that differs from FSDP2 and eager kernels: bytes per element, and shares."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    buffers: bool = Field(
+        default=False,
+        description="weights and gradients lie whole in buffers all step long, beside a sharded optimizer with fp32 "
+        "weights, as Megatron's distributed optimizer has them; where weights are not gathered layer by layer",
+    )
+    gradient_copies: float = Field(default=0.0, ge=0, description="bytes of a parameter's gradient beside the buffer's")
+    pure: bool = Field(default=False, description="weights, gradients and moments are in the compute dtype alone")
+    optimizer_copies: float = Field(
+        default=0.0, ge=0, description="bytes beside an optimizer's state for each element that it has: its own copies"
+    )
+    gathers_again: bool = Field(
+        default=False, description="sequence parallelism keeps slices of what matmuls read, and gathers them once more"
+    )
+    moments: float = Field(default=1.0, gt=0, description="size of an optimizer's moments relative to fp32")
+    activations: float = Field(default=1.0, gt=0, description="share of the saved activations that fused kernels keep")
+    low_precision: float = Field(default=1.0, gt=0, description="share of those that fp8 and fp4 matmuls leave")
+    selective: float = Field(default=1.0, gt=0, description="share of what selective recompute keeps that is kept")
+    logit_bytes: float | None = Field(
+        default=None, ge=0, description="bytes for each logit of this rank while the loss is computed; None: as traced"
+    )
+    fragmentation: float | None = Field(default=None, ge=0, description="reserved over allocated - 1; None: device's")
+    context: float | None = Field(default=None, ge=0, description="bytes outside of the allocator; None: the device's")
+    communicator: float | None = Field(default=None, ge=0, description="those of a process group; None: the device's")
+
+    def kept(self, recompute: str, precision: str) -> float:
+        """Share of what the profile says is kept under a recompute that this stack keeps."""
+        if recompute == "full":
+            return 1.0
+        share = self.activations * (self.low_precision if precision in ("fp8", "fp4") else 1.0)
+        return share * (self.selective if recompute == "selective" else 1.0)
+
+
 class Software(BaseModel):
     """A training stack. Shares and factors are relative to the device file's numbers; seconds are the host's."""
 
@@ -54,6 +91,7 @@ class Software(BaseModel):
     dispatches_once_per_host: bool = Field(
         default=False, description="a token crosses the network once for each host with experts of its, not for each"
     )
+    memory: StackMemory = StackMemory()
     accumulates_in_matmul: bool = Field(default=False, description="new gradients are added by the matmul itself")
     source: str = Field(description="where the numbers come from")
 
@@ -91,6 +129,9 @@ class Software(BaseModel):
             changes["kernel_efficiency"] = shares | {"loss": shares["loss"] / self.loss}
         if self.overlap is not None:
             changes["overlap"] = self.overlap
+        for field in ("fragmentation", "context", "communicator"):
+            if getattr(self.memory, field) is not None:
+                changes[field] = getattr(self.memory, field)
         if self.graphed:
             replayed = min(device.launch, GRAPH_LAUNCH_S)
             changes["launch"] = self.graphed * replayed + (1 - self.graphed) * device.launch
@@ -129,6 +170,27 @@ def all_software() -> dict[str, Software]:
     return {name: Software(name=name, **table) for name, table in tables.items()}
 
 
+MEMORY_VARIANTS: dict[str, dict[str, float]] = {
+    "deepspeed": {"optimizer_copies": 4.0, "context": 5.1 * 2**30},
+    "deepspeed-2021": {"optimizer_copies": 4.0, "gradient_copies": 4.0},
+    "deepspeed-bf16": {"gradient_copies": 2.0},
+    "flat-optimizer": {"optimizer_copies": 8.0, "context": 4.8 * 2**30},
+    "half-moments": {"moments": 0.5},
+    "torchtitan": {"selective": 0.68, "logit_bytes": 14.0, "gathers_again": True},
+    "compiled-loss": {"logit_bytes": 6.0},
+    "pure-16-bit": {"pure": True},
+}
+"""What variants change of a stack's memory. DeepSpeed's ZeRO-1 steps on an fp32 copy of its shard of the gradients, and
+reduces and gathers through buckets, which are counted with the context; that of 2021 copied all gradients of a rank;
+its BF16_Optimizer keeps them in bf16 and adds them up in fp32 (deepspeed/runtime/zero/stage_1_and_2.py, zero/stage1.py,
+bf16_optimizer.py). A flat optimizer, as InternEvo's, copies gradients to fp32 and steps with torch's foreach kernels,
+which make one more copy (internlm/solver/optimizer/hybrid_zero_optim.py). Half moments are Adam's in bf16 (Transformer
+Engine's precision-aware optimizer, which Megatron-Bridge's recipes of DeepSeek's architecture switch on). torchtitan's
+selective checkpointing keeps every other matmul's result and no gathered input, and its loss is computed on logits that
+stay cut: in bf16 and fp32, with the gradients of both, or, compiled (since 2025), in one pass over them. Pure 16-bit is
+Lightning's "bf16-true": weights, gradients and moments in the compute dtype. Context, selective and what is not whole:
+fits, benchmarks/published/fitted/memory.md."""
+
 VARIANTS: dict[str, dict[str, object]] = {
     "overlapped-tensor": {"tensor_overlap": 0.6},
     "half-gradients": {"gradient_bytes": 2},
@@ -137,6 +199,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "once-per-host": {"dispatches_once_per_host": True},
     "overlapped-experts": {"expert_overlap": 0.8},
     "looped-experts": {"expert_s": 30e-6},
+    **{name: {} for name in MEMORY_VARIANTS},
 }
 """What may be added to a stack's name: tensor-parallel communication hidden behind matmuls cut in pieces (torch's
 asynchronous tensor parallelism; 0.6 is an assumption, published runs show that not all hides); gradients reduced in
@@ -151,12 +214,17 @@ def load_software(name_or_path: str) -> Software:
 
     Variants are added to either with "+": megatron-core+graphs+once-per-host.
     """
+    if name_or_path in all_software():
+        return all_software()[name_or_path]
     name_or_path, *added = [name_or_path] if Path(name_or_path).exists() else name_or_path.split("+")
     unknown = [name for name in added if name not in VARIANTS]
     if unknown:
         raise ValueError(f"there is no variant {unknown[0]!r} of software; there are {', '.join(VARIANTS)}")
     stack = _stack(name_or_path)
     changes = {field: value for name in added for field, value in VARIANTS[name].items()}
+    memory = {field: value for name in added for field, value in MEMORY_VARIANTS.get(name, {}).items()}
+    if memory:
+        changes["memory"] = stack.memory.model_copy(update=memory)
     return stack.model_copy(update=changes) if changes else stack
 
 

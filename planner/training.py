@@ -1,5 +1,6 @@
 """TrainingSpec: what the user fixes about the job, the same for every candidate plan."""
 
+from enum import StrEnum
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
@@ -13,6 +14,14 @@ EXECUTABLE_PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 
 SAMPLES_PER_GPU = 8
 """Global batch per GPU that is assumed, and said aloud, when the user gives none."""
+
+
+class Objective(StrEnum):
+    """What a plan is to be best at: its throughput, the cost of a token, or the number of GPUs."""
+
+    THROUGHPUT = "throughput"
+    COST = "cost"
+    MIN_GPUS = "min-gpus"
 
 
 class TrainingSpec(BaseModel):

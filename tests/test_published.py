@@ -322,7 +322,7 @@ def test_a_mixture_is_spread_as_its_row_says(
     found = setting_of(row(**MIXED, **({"notes": "balanced routing"} | changes)))
 
     assert found.shape.expert == expert
-    assert found.software == "fsdp2-eager" + variant
+    assert found.software == "fsdp2-eager" + variant + "+torchtitan"
     assert found.assumed == assumed
 
 
@@ -345,7 +345,7 @@ def test_routing_that_is_not_forced_even_has_a_busiest_rank() -> None:
     ],
 )
 def test_cuda_graphs_are_those_that_are_switched_on(told: str | None, variant: str) -> None:
-    assert setting_of(row(config__cuda_graphs=told)).software == "fsdp2-eager" + variant
+    assert setting_of(row(config__cuda_graphs=told)).software == f"fsdp2-eager{variant}+torchtitan"
 
 
 @pytest.mark.parametrize(
@@ -439,18 +439,23 @@ def test_the_hybrid_that_is_known_by_name_has_its_parameters() -> None:
     assert profile_of("hybrid", sizes).num_parameters == pytest.approx(31.6e9, rel=0.01)
 
 
+BEFORE_ZERO_2 = {"config__framework": "Megatron-DeepSpeed", "cluster__gpu": "V100-SXM2-32GB", "software": "2021"}
+
+
 @pytest.mark.parametrize(
     ("changes", "software", "precision"),
     [
         ({"config__framework": "Megatron-LM", "cluster__gpu": "A100-SXM4-80GB"}, "megatron-2021", "bf16"),
         ({"config__framework": "NeMo/Megatron-Core", "cluster__gpu": "H100-SXM5-80GB"}, "megatron-core", "bf16"),
-        ({"config__framework": "torchtitan (FSDP2)", "config__precision": "mxfp8"}, "fsdp2-eager", "fp8"),
-        ({"config__framework": "torchtitan (FSDP2)", "config__compile": True}, "fsdp2-compile", "bf16"),
+        ({"config__framework": "torchtitan (FSDP2)", "config__precision": "mxfp8"}, "fsdp2-eager+torchtitan", "fp8"),
+        ({"config__framework": "torchtitan (FSDP2)", "config__compile": True}, "fsdp2-compile+torchtitan", "bf16"),
         ({"config__framework": "Composer + PyTorch FSDP1", "config__precision": "nvfp4"}, "fsdp1-flash1", "fp4"),
         ({"config__framework": "DeepSpeed ZeRO-3", "notes": "pre-FlashAttention"}, "zero3-2021", "bf16"),
         ({"config__framework": "Megatron-LM", "notes": "FlashAttention; overlap paths off"}, "megatron-2023", "bf16"),
         ({"config__framework": "Megatron-LM", "cluster__gpu": "H100-SXM5-80GB"}, "megatron-2023", "bf16"),
-        ({"config__framework": "InternEvo"}, "megatron-2023+half-gradients", "bf16"),
+        ({"config__framework": "InternEvo"}, "megatron-2023+half-gradients+flat-optimizer", "bf16"),
+        (BEFORE_ZERO_2, "megatron-2021+deepspeed-2021+deepspeed-bf16", "bf16"),
+        ({"config__framework": "litgpt + eager"}, "fsdp2-eager+pure-16-bit", "bf16"),
         ({"config__framework": "Megatron-LM", "config__precision": "fp16"}, "megatron-2021+half-gradients", "bf16"),
     ],
 )

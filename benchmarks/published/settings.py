@@ -22,6 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "vocab": 51200,  # Megatron's GPT-2 vocabulary, padded
     "micro_batch": 1,
     "micro_batch of litgpt": 4,  # its own default for pretraining
+    "num_microbatches of torchtitan": "as many as ranks of the pipeline, its own default in 2024",
     "num_microbatches": 1,  # where the global batch is unknown: one micro-batch on each rank
     "zero_stage": 1,  # the distributed optimizer
     "sp": True,  # sequence parallelism beside tensor parallelism in Megatron since 2022, on where it is not said
@@ -299,6 +300,7 @@ def _shape(row: Row, sizes: Sizes, assumed: list[str]) -> tuple[Shape, int]:
     shard = 1 if zero == 0 else math.gcd(data, config["shard_group"] or data)
     expert = _expert(row, sizes, shard * context * (tensor if sequence else 1), assumed)
     schedule, virtual = _schedule(row, sizes.num_layers - _extra_blocks(row), pipeline, microbatches, assumed)
+    layerwise = zero == 3 and not (pipeline > 1 and "torchtitan" in str(config["framework"]))
     shape = Shape(
         data_replicate=data // shard,
         data_shard=shard,
@@ -309,9 +311,10 @@ def _shape(row: Row, sizes: Sizes, assumed: list[str]) -> tuple[Shape, int]:
         sequence=sequence,
         schedule=schedule,
         virtual_stages=virtual,
-        # a pipeline of Megatron's reduces once per step whatever the ZeRO stage; FSDP after every micro-batch
-        gradient_sync="every" if shard > 1 and (zero == 3 or (zero == 2 and pipeline == 1)) else "last",
-        reshard=zero == 3 and shard * context > 1,
+        # a pipeline of Megatron's reduces once per step whatever the ZeRO stage; FSDP after every micro-batch, but not
+        # in torch's pipelines, where layers stay gathered as well (torchtitan's reshard_after_forward = "default")
+        gradient_sync="every" if shard > 1 and (layerwise or (zero == 2 and pipeline == 1)) else "last",
+        reshard=layerwise and shard * context > 1,
         context=context,
         context_kind=_context_kind(row),
         expert=expert,
@@ -326,6 +329,9 @@ def _batches(row: Row, data: int, assumed: list[str]) -> tuple[int, int, int]:
     global_batch, micro_batch = config["global_batch"], config["micro_batch"]
     assumed += [key for key in ("global_batch", "micro_batch") if config[key] is None]
     litgpt = " of litgpt" if "litgpt" in str(config["framework"]) else ""
+    pipeline = config["pp"] or 1
+    if micro_batch is None and global_batch is not None and pipeline > 1 and "torchtitan" in str(config["framework"]):
+        micro_batch = max(1, global_batch // data // pipeline)
     micro_batch = micro_batch or DEFAULTS["micro_batch" + litgpt]
     samples, rest = divmod(global_batch or DEFAULTS["num_microbatches"] * micro_batch * data, data)
     if rest:
@@ -465,8 +471,21 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
         _graphs(config["cuda_graphs"]): True,
         "once-per-host": _dispatches_once(row, expert, assumed),
         "overlapped-experts": config["moe_a2a_overlap"] is True,
+        "deepspeed": framework.startswith("Megatron-DeepSpeed") and "2021" not in row.software,
+        "deepspeed-2021": framework.startswith("Megatron-DeepSpeed") and "2021" in row.software,
+        "pure-16-bit": framework.startswith("litgpt +"),
+        "deepspeed-bf16": framework.startswith("Megatron-DeepSpeed") and "bf16" in str(config["precision"]),
+        "flat-optimizer": framework.startswith("InternEvo"),
+        "half-moments": framework.startswith("Megatron-Bridge") and str(row.model["attn_type"]).startswith("MLA"),
+        "torchtitan": framework.startswith("torchtitan"),
+        "compiled-loss": framework.startswith("torchtitan") and config["compile"] is True and _is_since_2025(row),
     }
     return "+".join([stack, *(name for name, on in variants.items() if on and name)])
+
+
+def _is_since_2025(row: Row) -> bool:
+    """Whether a row tells a torch of 2025 or later, when torchtitan compiled the loss as well."""
+    return re.search(r"torch (2025|2026|2\.[6-9]|2\.1\d)", row.software) is not None
 
 
 def _reduces_half(stack: str, precision: str, framework: str) -> bool:

@@ -1,0 +1,105 @@
+"""Bands of predictions: what they are made of, where they apply, and that people see them."""
+
+import io
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from test_published import row
+from test_software import _plan
+
+from benchmarks.published.clusters import place
+from benchmarks.published.fit_bands import OF_FIT, band, time_bands
+from benchmarks.published.pricing import Priced
+from benchmarks.published.settings import setting_of
+from meshwright.executor.terminal import print_memory, print_speed
+from meshwright.planner.bands import Band, memory_band, time_band, time_kind
+from meshwright.planner.estimate import StageMemory
+
+GIB = 2**30
+
+
+def test_a_band_holds_eight_of_ten_measurements() -> None:
+    errors = [(math.log(predicted / 100), 1.0) for predicted in range(90, 111)]
+
+    found = band(errors, wider=1.0)
+    inside = [found.low <= math.exp(-error) <= found.high for error, _ in errors]
+
+    assert sum(inside) / len(inside) == pytest.approx(0.8, abs=0.05)
+
+
+def test_a_prediction_that_is_too_low_has_a_band_above_it() -> None:
+    found = band([(math.log(0.5), 1.0), (math.log(0.6), 1.0)], wider=1.0)
+
+    assert 1.0 < found.low < found.high
+
+
+def test_twice_as_wide_is_the_square_of_the_factors() -> None:
+    errors = [(0.1, 1.0), (-0.1, 1.0)]
+
+    assert band(errors, 2.0).high == pytest.approx(band(errors, 1.0).high ** 2, abs=1e-3)
+
+
+def test_kinds_with_few_runs_take_the_band_of_all_hosts() -> None:
+    given = row(measured__step_time_s=1.0)
+    setting, one_host = setting_of(given), place(given).cluster.num_hosts == 1
+    kind = time_kind(1, setting.precision, 1 if one_host else 2)
+    other = time_kind(1, setting.precision, 2 if one_host else 1)
+
+    found = time_bands([Priced(given, step_s=1.1, setting=setting)] * 20, dict.fromkeys(OF_FIT, 1.0))
+
+    assert found[kind] == found[other]
+    assert found[kind].low == pytest.approx(1 / 1.1, abs=1e-3)
+    assert found[kind].runs == 20
+
+
+@pytest.mark.parametrize("expert", [1, 8])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp4"])
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_every_kind_of_job_has_a_band(expert: int, precision: str, num_hosts: int) -> None:
+    kind = time_kind(expert, precision, num_hosts)
+
+    assert kind.rsplit(", ", 1)[0] in OF_FIT
+
+
+def test_plans_on_gpus_have_bands_around_one() -> None:
+    plan = _plan("fsdp2-eager")
+    time, memory = time_band(plan), memory_band(plan)
+
+    assert time is not None
+    assert memory is not None
+    assert 0.5 < time.low < 1.0 < time.high < 2.0
+    assert 0.8 < memory.low < 1.0 < memory.high < 1.25
+
+
+def test_plans_on_cpus_have_none() -> None:
+    plan = _plan("fsdp2-eager")
+    host = plan.cluster.hosts[0]
+    cpu = host.model_copy(update={"device": host.device.model_copy(update={"name": "cpu"})})
+    plan = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"hosts": (cpu,)})})
+
+    assert time_band(plan) is None
+    assert memory_band(plan) is None
+
+
+def test_step_time_is_shown_with_its_band() -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_speed(console, 1.31, 100.0, 0.4, "tokens/s", "", Band(0.9, 1.11, 20))
+
+    assert "1.31 s (1.18 s to 1.45 s)" in console.export_text()
+
+
+def test_memory_of_the_fullest_gpu_is_shown_with_its_band() -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    stages = [
+        StageMemory(items={}, allocated_bytes=0, reserved_bytes=0, device_bytes=gib * GIB, budget_bytes=80 * GIB)
+        for gib in (40, 20)
+    ]
+    print_memory(console, stages, 0.05, Band(0.95, 1.1, 20))
+
+    assert "fullest GPU 40.0 (38.0 to 44.0" in console.export_text()

@@ -1,0 +1,125 @@
+"""Memory of training stacks: buffers, shares, and variants, on models whose bytes are known."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from synthetic import cluster, layer_class, profile
+
+from benchmarks.published.fit_memory import SHARES, tried
+from meshwright.planner import software
+from meshwright.planner.estimate import Estimate, estimate
+from meshwright.planner.memory_cost import state_bytes
+from meshwright.planner.search import search
+from meshwright.planner.software import REFERENCE, load_software
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+
+ELEMENTS, SAVED, LAYERS = 10_000_000, 1e6, 4
+
+MODEL = profile([layer_class("block", 1e12, ELEMENTS, saved=SAVED, inputs=1e6, heads=8)], [0] * LAYERS)
+
+
+def _estimate(stack: str, shape: Shape) -> Estimate:
+    training = TrainingSpec(global_batch=shape.num_microbatches * shape.data, seq_len=64, software=stack)
+    options = [[LayerOption(reshard=shape.reshard)] * LAYERS]
+    plan = make_plan(MODEL, cluster(per_host=shape.data), training, shape, options)
+    return estimate(plan, MODEL)
+
+
+def _shape(data: int, num_microbatches: int = 2) -> Shape:
+    return Shape(1, data, 1, 1, micro_batch=1, num_microbatches=num_microbatches)
+
+
+def _states(found: Estimate) -> float:
+    items = found.memory[0].items
+    return sum(items[name] for name in ("parameters", "gradients", "optimizer", "gathered"))
+
+
+@pytest.mark.parametrize("data", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("stack", "whole", "shared"),
+    [
+        ("megatron-2023", 2 + 4, 12),  # bf16 weights, fp32 gradients; master weights and two moments
+        ("megatron-2021+half-gradients", 2 + 2, 12),
+        ("megatron-2021+half-gradients+deepspeed", 2 + 2, 12 + 4),
+        ("megatron-2021+deepspeed+deepspeed-bf16", 2 + 4 + 2, 12 + 4),
+        ("megatron-core+half-moments", 2 + 2, 4 + 4),
+    ],
+)
+def test_buffers_hold_weights_and_gradients_whole_and_the_optimizer_in_shards(
+    stack: str, whole: int, shared: int, data: int
+) -> None:
+    found = _estimate(stack, _shape(data))
+
+    assert _states(found) == pytest.approx(LAYERS * ELEMENTS * (whole + shared / data), rel=1e-3)
+
+
+def test_buffers_are_as_full_with_one_micro_batch_as_with_many() -> None:
+    one, many = (_states(_estimate("megatron-2023", _shape(4, count))) for count in (1, 8))
+
+    assert one == pytest.approx(many)
+
+
+def test_layers_that_are_gathered_one_by_one_need_no_buffers() -> None:
+    shape = replace(_shape(8), reshard=True, gradient_sync="every")
+
+    assert not state_bytes(shape, TrainingSpec(global_batch=8, software="megatron-core")).buffers
+
+
+def test_fused_kernels_keep_their_share_of_activations() -> None:
+    kept = [_estimate(stack, _shape(2, 1)).memory[0].items["activations"] for stack in (REFERENCE, "fsdp2-compile")]
+    eager, fused = kept
+    share = load_software("fsdp2-compile").memory.activations
+
+    assert fused < eager
+    assert fused == pytest.approx(share * eager, rel=0.05)
+
+
+def test_low_precision_keeps_less_still() -> None:
+    memory = load_software("megatron-core").memory
+
+    assert memory.kept("none", "fp8") == pytest.approx(memory.activations * memory.low_precision)
+    assert memory.kept("none", "bf16") == memory.activations
+    assert memory.kept("full", "fp8") == 1.0
+
+
+def test_weights_in_16_bit_alone_need_eight_bytes_each() -> None:
+    found = state_bytes(_shape(1), TrainingSpec(global_batch=2, software="fsdp2-eager+pure-16-bit"))
+
+    assert found.sharded_parameters + found.sharded_gradients + found.optimizer + found.gathered == 8
+
+
+def test_a_stack_says_what_lies_outside_of_the_allocator() -> None:
+    device = cluster(per_host=2).device
+
+    assert load_software("megatron-2021+deepspeed").on(device).context > device.context
+    assert load_software("megatron-2021").on(device).fragmentation == 0.018
+
+
+def test_the_reference_holds_what_the_profile_says() -> None:
+    assert load_software(REFERENCE).memory == software.StackMemory()
+
+
+@pytest.mark.parametrize("stack", ["megatron-core", "fsdp2-compile"])
+def test_the_search_finds_what_fits_by_a_stacks_own_memory(stack: str) -> None:
+    training = TrainingSpec(global_batch=8, seq_len=64, software=stack)
+
+    found = search(MODEL, cluster(per_host=4), training)
+
+    assert estimate(found.plan, MODEL).fits
+
+
+def test_a_tried_value_is_gone_afterwards() -> None:
+    before = load_software("megatron-core").memory
+    values = {share.name: 2 * share.before for share in SHARES}
+
+    with tried(values):
+        inside = load_software("megatron-core").memory.activations
+
+    assert inside == pytest.approx(2 * 0.83)
+    assert load_software("megatron-core").memory == before
