@@ -132,7 +132,8 @@ def _move(residuals: Floats, slopes: Floats, point: Floats, spreads: Floats) -> 
         left = np.abs(residuals + slopes @ move) / NOISE
         pull = np.minimum(1.0, HUBER / np.maximum(left, 1e-9)) / NOISE**2
         matrix = slopes.T @ (pull[:, None] * slopes) + np.diag(1 / spreads**2)
-        move = -np.linalg.solve(matrix, slopes.T @ (pull * residuals) + point / spreads**2)
+        best = np.linalg.solve(matrix, slopes.T @ (pull * residuals) + point / spreads**2)
+        move = -np.asarray(best, dtype=np.float64)
     clipped: Floats = np.clip(move, -0.7, 0.7)
     return clipped
 
