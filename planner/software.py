@@ -180,16 +180,15 @@ MEMORY_VARIANTS: dict[str, dict[str, float]] = {
     "compiled-loss": {"logit_bytes": 6.0},
     "pure-16-bit": {"pure": True},
 }
-"""What variants change of a stack's memory. DeepSpeed's ZeRO-1 steps on an fp32 copy of its shard of the gradients, and
-reduces and gathers through buckets, which are counted with the context; that of 2021 copied all gradients of a rank;
-its BF16_Optimizer keeps them in bf16 and adds them up in fp32 (deepspeed/runtime/zero/stage_1_and_2.py, zero/stage1.py,
-bf16_optimizer.py). A flat optimizer, as InternEvo's, copies gradients to fp32 and steps with torch's foreach kernels,
-which make one more copy (internlm/solver/optimizer/hybrid_zero_optim.py). Half moments are Adam's in bf16 (Transformer
-Engine's precision-aware optimizer, which Megatron-Bridge's recipes of DeepSeek's architecture switch on). torchtitan's
-selective checkpointing keeps every other matmul's result and no gathered input, and its loss is computed on logits that
-stay cut: in bf16 and fp32, with the gradients of both, or, compiled (since 2025), in one pass over them. Pure 16-bit is
-Lightning's "bf16-true": weights, gradients and moments in the compute dtype. Context, selective and what is not whole:
-fits, benchmarks/published/fitted/memory.md."""
+"""What variants change of a stack's memory. Which copies a program holds is inferred from what its published runs
+hold beyond the textbook's sum, and from how its authors describe it; it was not read in its source. DeepSpeed's
+ZeRO-1: gradients of its shard copied to fp32, and buckets, which are counted with the context; that of 2021 copied
+all gradients of a rank; its bf16 optimizer keeps gradients in bf16 and adds them up in fp32. A flat optimizer, as
+InternEvo's, copies gradients to fp32 and makes one more copy in the step. Half moments are Adam's in bf16, as recipes
+of DeepSeek's architecture have them. torchtitan's selective checkpointing keeps every other matmul's result and no
+gathered input, and its loss is computed on logits that stay cut: in bf16 and fp32, with the gradients of both, or,
+compiled (since 2025), in one pass over them. Pure 16-bit is Lightning's "bf16-true": weights, gradients and moments
+in the compute dtype. Context, selective and what is not whole: fits, benchmarks/published/fitted/memory.md."""
 
 VARIANTS: dict[str, dict[str, object]] = {
     "overlapped-tensor": {"tensor_overlap": 0.6},
@@ -203,10 +202,9 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 """What may be added to a stack's name: tensor-parallel communication hidden behind matmuls cut in pieces (torch's
 asynchronous tensor parallelism; 0.6 is an assumption, published runs show that not all hides); gradients reduced in
-the 16-bit dtype; CUDA graphs of whole
-steps, or of parts of layers (half of all launches, an assumption); DeepEP or HybridEP; exchanges of tokens behind
-another micro-batch's work (DualPipe, Megatron's 1F1B with overlapped all-to-all: 0.8 is an assumption); experts in a
-Python loop (6 kernels of 5 us for each)."""
+the 16-bit dtype; CUDA graphs of whole steps, or of parts of layers (half of all launches, an assumption); DeepEP or
+HybridEP; exchanges of tokens behind another micro-batch's work (DualPipe, Megatron's 1F1B with overlapped all-to-all:
+0.8 is an assumption); experts in a Python loop (6 kernels of 5 us for each)."""
 
 
 def load_software(name_or_path: str) -> Software:
