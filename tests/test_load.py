@@ -211,6 +211,7 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: py
 
 
 def test_scipy_waits_until_a_loss_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("scipy")
     for name in [name for name in sys.modules if name.startswith("scipy.optimize")]:
         monkeypatch.delitem(sys.modules, name)
 
