@@ -12,6 +12,7 @@ import typer
 
 from ..planner.plan import Plan
 from . import terminal
+from .output_files import check_replaceable, check_writable
 
 if TYPE_CHECKING:
     from ..profiler.model_profile import ModelProfile
@@ -58,9 +59,10 @@ def _report_command(
     from .report_facts import gather
     from .run_report import run_table
 
-    _check_target(output, "-o", ".html")
+    check_writable(output, "-o", ".html")
     if trace is not None:
-        _check_target(trace, "--trace", ".json")
+        check_writable(trace, "--trace", ".json")
+        check_replaceable(trace, "--trace", "trace", '"traceEvents"')
     document = _read_plan(plan)
     found_run = None if run is None else run_table(document, run)
     with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet) as waiting:
@@ -131,17 +133,6 @@ def _profile_of(
             f"{document.model.fingerprint[:12]}; found {profile.fingerprint[:12]}): plan again, or give --model"
         )
     return profile
-
-
-def _check_target(path: Path, flag: str, suffix: str) -> None:
-    """Raises ValueError if a file of this kind cannot be written there."""
-    if path.suffix != suffix:
-        raise ValueError(f"{flag} {path}: give a name that ends in {suffix}")
-    if path.is_dir() or not path.parent.is_dir():
-        found = "is a folder" if path.is_dir() else f"lies in no folder: {path.parent} does not exist"
-        raise ValueError(f"{flag} {path} {found}; give a file name in a folder that exists")
-    if suffix == ".json" and path.exists() and '"traceEvents"' not in path.read_text()[:200]:
-        raise ValueError(f"{flag} {path} exists and is no trace, so it is not replaced: choose another name")
 
 
 def _run_markup(found: "RunTable") -> str:

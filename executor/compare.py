@@ -173,21 +173,6 @@ def measured(comparison: Comparison, loaded: "LoadedModel", *, steps: int = 5) -
     return measure(comparison.plans, loaded, steps=steps)
 
 
-def check_picture(path: Path) -> None:
-    """Raises ValueError if a picture of a comparison cannot be written there."""
-    if path.suffix not in (".html", ".png"):
-        raise ValueError(f"-o {path}: give a name that ends in .html or .png")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"-o {path}: give a file name in a folder that exists")
-    if path.suffix == ".png":
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ValueError(
-                f"-o {path}: a .png needs matplotlib (pip install matplotlib); .html needs nothing"
-            ) from None
-
-
 def save_picture(path: Path, comparison: Comparison) -> None:
     """Draw where each set-up's step goes, as stacked bars; the HTML page holds all tables, too."""
     if path.suffix == ".html":

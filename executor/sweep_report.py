@@ -16,6 +16,7 @@ from ..planner.sweep import Point, Price, changes_of_kind
 from ..profiler.units import GIB, format_count, format_seconds
 from . import terminal
 from .drawing import figure, legend, line, table, tag, text, ticks
+from .output_files import check_replaceable, check_writable
 
 _KIND = "meshwright-sweep"
 _COLOURS = ("blue", "rose", "green", "gold", "violet", "orange", "cyan", "slate")
@@ -32,19 +33,9 @@ class Worth:
 
 def check_target(path: Path) -> None:
     """Raises ValueError if a sweep cannot be written there."""
-    if path.suffix not in (".png", ".html", ".json"):
-        raise ValueError(f"-o {path}: give a name that ends in .png, .html or .json")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"-o {path}: give a file name in a folder that exists")
-    if path.suffix == ".json" and path.exists() and f'"{_KIND}"' not in path.read_text()[:200]:
-        raise ValueError(f"-o {path} exists and is no sweep, so it is not replaced: choose another name")
-    if path.suffix == ".png":
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ValueError(
-                f"-o {path}: a .png needs matplotlib (pip install matplotlib); .html needs nothing"
-            ) from None
+    check_writable(path, "-o", ".png", ".html", ".json")
+    if path.suffix == ".json":
+        check_replaceable(path, "-o", "sweep", f'"{_KIND}"')
 
 
 def sweep_rows(points: Sequence[Point], price_per_hour: float | None) -> tuple[list[str], list[tuple[str, ...]]]:

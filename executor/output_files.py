@@ -1,0 +1,26 @@
+"""Whether a file that a command is to write can be written, asked before the work begins."""
+
+from pathlib import Path
+
+
+def check_writable(path: Path, flag: str, *suffixes: str) -> None:
+    """Raises ValueError if no file of one of these kinds can be written there, or a .png not be drawn."""
+    if path.suffix not in suffixes:
+        choices = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+        raise ValueError(f"{flag} {path}: give a name that ends in {choices}")
+    if path.is_dir() or not path.parent.is_dir():
+        found = "is a folder" if path.is_dir() else f"lies in no folder: {path.parent} does not exist"
+        raise ValueError(f"{flag} {path} {found}; give a file name in a folder that exists")
+    if path.suffix == ".png":
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise ValueError(
+                f"{flag} {path}: a .png needs matplotlib (pip install matplotlib); .html needs nothing"
+            ) from None
+
+
+def check_replaceable(path: Path, flag: str, kind: str, mark: str) -> None:
+    """Raises ValueError if a file is there that does not say `mark` near its beginning, so is no `kind`."""
+    if path.exists() and mark not in path.read_text(errors="replace")[:200]:
+        raise ValueError(f"{flag} {path} exists and is no {kind}, so it is not replaced: choose another name")
