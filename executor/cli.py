@@ -27,6 +27,7 @@ from .commands_explain import explain_app, sweep_app
 from .commands_export import check_app, export_app
 from .commands_report import diff_app, report_app
 from .commands_run import replan_app
+from .output_files import check_writable
 from .report import candidate_document, json_document, launch_command, measured_document
 from .terminal_profile import print_operators, print_profile
 
@@ -267,19 +268,17 @@ def _compare_command(
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="steps of each measured run")] = 5,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="a picture of it: .html or .png", show_default=False
-        ),
+        typer.Option("--output", "-o", metavar="FILE", help="a picture of it: .html or .png", show_default=False),
     ] = None,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Set the plan beside manual set-ups: predicted time, memory and verdict; with --measure, measured times too."""
-    from .compare import check_picture, compare, measured, read_setups, save_picture
+    from .compare import compare, measured, read_setups, save_picture
 
     if output is not None:
-        check_picture(output)
+        check_writable(output, "-o", ".html", ".png")
     machine = read_cluster(gpus, device, gpus_per_node, cluster)
     setups = read_setups(setup or [], machine)
     with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet or as_json) as waiting:
@@ -344,7 +343,7 @@ def _calibrate_command(
     ] = None,
     micro_batch: Annotated[int, typer.Option("--micro-batch", metavar="N", min=1, help="samples for MODEL")] = 4,
     seq_len: options.SeqLen = None,
-    quick: Annotated[bool, typer.Option("--quick", help="half a minute instead of two; coarser")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="under a minute instead of two; coarser")] = False,
     steps: Annotated[
         Path | None,
         typer.Option(
@@ -716,6 +715,8 @@ def _print_plan(
     target: Path | None,
     quiet: bool,
 ) -> None:
+    from ..planner.explain import batch_advice
+
     plan, estimate = result.plan, result.estimate
     terminal.print_assumptions(console, assumptions)
     terminal.print_job(console, plan)
@@ -727,7 +728,7 @@ def _print_plan(
         terminal.print_placement(console, plan)
         terminal.print_candidates(console, "Best alternatives", result.runners_up[:5])
         terminal.print_candidates(console, "What people usually try", result.baselines)
-        terminal.print_notes(console, profile.notes)
+        terminal.print_notes(console, [*profile.notes, *batch_advice(plan)])
         terminal.print_certificate(console, plan)
     if target is not None:
         terminal.print_next(

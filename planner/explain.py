@@ -88,3 +88,15 @@ def _why_sharded(replicas: str | None) -> str:
     if " as long" in replicas:
         return f"replicas (DDP) would take {replicas}"
     return "sharding the model state costs no time here and leaves more memory free than replicas (DDP)"
+
+
+def batch_advice(plan: Plan) -> list[str]:
+    """A sentence where the global batch keeps data parallelism off some of the GPUs, with batches that would not."""
+    gpus, batch = plan.degrees.num_devices, plan.training.global_batch
+    if batch % gpus == 0 or plan.degrees.data == gpus:
+        return []
+    near = [size for size in (batch // gpus * gpus, (batch // gpus + 1) * gpus) if size]
+    return [
+        f"{batch} samples do not split over {gpus} data ranks, so that plans of data parallelism alone are left out; "
+        f"--global-batch {' or '.join(map(str, near))} would"
+    ]

@@ -311,6 +311,10 @@ def load_plan(path: Path) -> Plan:
     try:
         data = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        if path.suffix != ".json":
+            raise ValueError(
+                f"{path} is not a plan; if it is a model, make its plan first: plan {path} -o plan.json"
+            ) from None
         raise ValueError(f"{path} is not JSON ({error}); make the plan again with: plan MODEL -o {path}") from None
     if not isinstance(data, dict) or data.get("kind") != "meshwright-plan":
         raise ValueError(f'{path} is not a Meshwright plan; a plan says "kind": "meshwright-plan"')

@@ -1,5 +1,6 @@
 """Set-ups as people write them ("fsdp", "hsdp:4", "tp=4 pp=2 zero=1 mb=2"), read into degrees and choices."""
 
+import difflib
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -197,7 +198,9 @@ def _degree(words: dict[str, str], name: str, where: str) -> int:
 def _choice(words: dict[str, str], name: str, choices: tuple[str, ...], where: str) -> str | None:
     value = words.get(name)
     if value is not None and value not in choices:
-        raise ValueError(f"{where}: {name}={value}: choose {' or '.join(choices)}")
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"{where}: there is no {name} {value!r}; {hint}choose {' or '.join(choices)}")
     return value
 
 

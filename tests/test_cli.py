@@ -486,3 +486,30 @@ def test_operators_are_listed_with_the_dims_they_run_over(tmp_path: Path, capsys
     assert "One layer of each class" in printed
     assert "Operators of Linear" in printed
     assert "backward_weight" in " ".join(printed.split()) or "backward_wei" in printed
+
+
+@pytest.mark.parametrize(("batch", "told"), [(64, True), (66, False)])
+def test_a_batch_that_does_not_split_over_the_gpus_is_told_with_one_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], batch: int, told: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_profile(tmp_path, scale=0.01)
+
+    assert run_plan("profile.json", "--gpus", "3", "--global-batch", str(batch)) == 0
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("64 samples do not split over 3 data ranks" in said) == told
+    assert ("--global-batch 63 or 66 would" in said) == told
+
+
+def test_a_model_taken_for_a_plan_is_not_to_be_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text("def model(): ...\n")
+
+    assert run_plan("show", "model.py") == 2
+
+    said = " ".join(capsys.readouterr().err.split())
+    assert "plan model.py -o plan.json" in said
+    assert "-o model.py" not in said

@@ -95,6 +95,7 @@ def test_what_is_said_is_kept_and_the_rest_is_left_open() -> None:
         ("tp=8 v=2", "v=2 needs a pipeline"),
         ("recompute=some", "choose none or attention or selective or full"),
         ("pp=8 schedule=chimera", "choose gpipe or 1f1b"),
+        ("pp=8 schedule=zbv", "did you mean zb-v"),
         ("fsdp sp=on", "goes beside tensor parallelism"),
         ("mb=1.5", "whole number"),
     ],
