@@ -115,6 +115,18 @@ def test_search_finds_the_optimum_of_brute_force(seed: int) -> None:
         assert outcome.best.seconds == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(0, NUM_RANDOM, 10))
+def test_no_chunked_pipeline_is_faster_than_its_bound(seed: int) -> None:
+    model, on, training = random_instance(1000 + seed)
+    explorer = Explorer(model, on, training)
+
+    solved = explorer.explore(Pins(), time.monotonic() + 60).solved
+
+    for found in solved:
+        if is_chunked(found.shape.schedule):
+            assert explorer._least_with_memory_s(found.prices) <= found.seconds * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("seed", range(NUM_RANDOM))
 def test_master_ilp_scan_and_search_agree(seed: int) -> None:
     """One ILP over all shapes at once, the scan shape by shape, and the pruned search: one optimum."""
