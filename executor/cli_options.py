@@ -10,11 +10,15 @@ from ..planner.training import Objective
 
 
 class Precision(StrEnum):
+    """What our executor computes in."""
+
     BF16 = "bf16"
     FP32 = "fp32"
 
 
 class Optimizer(StrEnum):
+    """Optimizers whose state is priced."""
+
     ADAMW = "adamw"
     SGD = "sgd"
 

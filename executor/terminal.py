@@ -172,9 +172,7 @@ def print_breakdown(console: Console, estimate: "Estimate") -> None:
         console.print(hanging("  of which", Text(" · ".join(parts)), "default"))
 
 
-def print_memory(
-    console: Console, stages: Sequence["StageMemory"], margin: float, band: Band | None = None
-) -> None:
+def print_memory(console: Console, stages: Sequence["StageMemory"], margin: float, band: Band | None = None) -> None:
     """Peak memory of one GPU of each stage against the budget, itemised, and the band of the fullest."""
     budget = stages[0].budget_bytes
     table = make_table()

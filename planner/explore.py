@@ -1,4 +1,4 @@
-"""Best-first branch and bound over the space of shapes: bound, solve by scan, prove by ILP."""
+"""Best-first branch and bound over the space of shapes: bound, solve by scan or by chunkings, prove by ILP."""
 
 import heapq
 import itertools

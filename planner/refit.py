@@ -16,7 +16,8 @@ from .plan import Plan
 Floats = NDArray[np.float64]
 
 NOISE = 0.05
-"""Standard deviation of the logarithm of a measured step time around a right model."""
+"""Standard deviation of the logarithm of a measured step time around a right model. Repeats of published runs differ by
+1 to 6% (benchmarks/published/data/README.md)."""
 
 HUBER = 2.0
 """Residual, in NOISE, from which a run pulls no harder: one slow run must not bend the rest."""
@@ -233,5 +234,5 @@ KNOBS: tuple[Knob, ...] = (
     Knob("network latency", ("network.latency",), 1.0, _link("network", "latency")),
     *(Knob(kind, ("collective_factors",), 0.4, _collective(kind)) for kind in COLLECTIVES),
 )
-"""What may be off. Spreads: what presets and vendors' figures were off by in published runs (benchmarks/published),
-widened where a software stack decides."""
+"""What may be off. Spreads: assumptions, about as wide as the priors of the fit to published runs
+(benchmarks/published/constants.py), and wider for latencies, which a backend decides."""

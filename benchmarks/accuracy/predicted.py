@@ -44,9 +44,7 @@ def predicted(
     options = [LayerOption("full" if i in recomputed else "none") for i in range(len(profile.layers))]
     alone = _without_parameters(profile)
     model = CostModel(alone, cluster, training)
-    kept = sum(
-        model.cost(kind, shape, option).kept_bytes for kind, option in zip(model.kinds, options, strict=True)
-    )
+    kept = sum(model.cost(kind, shape, option).kept_bytes for kind, option in zip(model.kinds, options, strict=True))
     items = estimate(make_plan(alone, cluster, training, shape, [options]), alone).memory[0].items
     return Predicted(kept, items["activations"] + items["transient"])
 

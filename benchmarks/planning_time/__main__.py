@@ -1,6 +1,6 @@
 """Wall time, CPU time and memory of `plan` from the shell on three models, beside their targets; prints Markdown.
 
-    python -m benchmarks.planning_time
+python -m benchmarks.planning_time
 """
 
 import os
