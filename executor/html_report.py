@@ -1,9 +1,10 @@
 """A report as one HTML file that needs no network: the sections of a plan's report, and of a comparison."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from ..planner.bands import Band, memory_band, time_band
 from ..planner.estimate import MFU_CONVENTION
 from ..planner.explain import CAUSES, reason
 from ..planner.plan import Plan
@@ -181,6 +182,11 @@ def _decision(facts: Facts) -> str:
     return tag("p", " ".join(sentences[:3]), class_="lead") + tag("p", " ".join(sentences[3:]))
 
 
+def _between(band: Band | None, predicted: float, words: Callable[[float], str]) -> str:
+    """The band around a prediction: where 8 of 10 published runs of the kind fell."""
+    return "" if band is None else "{} to {} in 8 of 10 runs; ".format(*map(words, band.around(predicted)))
+
+
 def _tiles(facts: Facts) -> str:
     plan, found = facts.plan, facts.estimate
     unit = "tokens/s" if plan.training.seq_len is not None else "samples/s"
@@ -190,7 +196,8 @@ def _tiles(facts: Facts) -> str:
         (
             "step time",
             format_seconds(found.step_time_s),
-            f"{plan.num_microbatches} × micro-batch {plan.micro_batch} per data rank",
+            _between(time_band(plan), found.step_time_s, format_seconds)
+            + f"{plan.num_microbatches} × micro-batch {plan.micro_batch} per data rank",
         ),
         (
             unit,
@@ -198,7 +205,11 @@ def _tiles(facts: Facts) -> str:
             f"{format_count(found.tokens_per_s / plan.degrees.num_devices)} per GPU",
         ),
         ("MFU", f"{found.mfu:.1%}", "of dense peak FLOP/s"),
-        ("memory", f"{peak / GIB:.1f} GiB", f"{peak / budget:.0%} of the budget on the fullest GPU"),
+        (
+            "memory",
+            f"{peak / GIB:.1f} GiB",
+            _between(memory_band(plan), peak, format_bytes) + f"{peak / budget:.0%} of the budget on the fullest GPU",
+        ),
     ]
     price = plan.cluster.device.price_per_hour
     if plan.training.seq_len is not None:

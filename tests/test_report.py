@@ -428,6 +428,14 @@ def test_the_command_prints_the_essentials(folder: Path, capsys: pytest.CaptureF
     assert max(len(line) for line in out.splitlines()) <= 80
 
 
+def test_the_page_shows_step_time_and_memory_with_their_bands(folder: Path) -> None:
+    run_plan("report", "plan.json", "--model", "profile.json")
+
+    page = (folder / "report.html").read_text()
+    assert len(re.findall(r"[\d.]+ m?s to [\d.]+ m?s in 8 of 10 runs", page)) == 1
+    assert len(re.findall(r"[\d.]+ [GM]iB to [\d.]+ [GM]iB in 8 of 10 runs", page)) == 1
+
+
 def test_a_run_stands_beside_its_prediction(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, model = some_plan(shard=2, pipeline=2), small_profile()
     shape = shape_of(plan).label
