@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from synthetic import SEQ_LEN, cluster, device, layer_class, profile
 from zoo import zoo_profile
 
-from meshwright.planner.comm_cost import Collective, GroupLinks, collective_s, exposed_s
-from meshwright.planner.compute_cost import accumulate_s, layer_seconds, moving_s, optimizer_s
+from meshwright.planner.bands import memory_band, time_band
+from meshwright.planner.comm_cost import Collective, GroupLinks, collective_s, exchange_s, exposed_s
+from meshwright.planner.compute_cost import accumulate_s, host_optimizer_s, layer_seconds, moving_s, optimizer_s
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.explore import Explorer
 from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.memory_cost import state_bytes
 from meshwright.planner.plan import Recompute, Schedule
 from meshwright.planner.space import Space
-from meshwright.planner.stage_cost import allocatable_bytes, budget_bytes
+from meshwright.planner.stage_cost import allocatable_bytes, budget_bytes, closed_form_s, outside_bytes
 from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Device, Group, Link, cluster_of, load_device
@@ -469,3 +471,30 @@ def test_magnitudes_of_llama_3_8b_on_8_h100_are_those_of_milliseconds_seconds_an
     by_kind = {t.kind: t for t in found.collectives}
     assert by_kind["all_gather"].bytes == pytest.approx(2 * 2 * 2 * 8.03e9, rel=0.02), "twice, of 2 micro-batches, bf16"
     assert by_kind["reduce_scatter"].bytes == pytest.approx(2 * 4 * 8.03e9, rel=0.02), "of 2 micro-batches, fp32"
+
+
+def test_magnitudes_of_mixtral_with_experts_and_context_spread_over_a_host() -> None:
+    """One sequence of 8,192 tokens, two experts each, on 64 H100: 134 MB go to experts and come back, over NVLink."""
+    model, on = zoo_profile("mixtral_8x7b"), cluster_of(load_device("h100-80gb"), 64)
+    training, keep = TrainingSpec(global_batch=64, seq_len=8192), LayerOption("none", True)
+    prices = CostModel(model, on, training)
+    spread = Shape(1, 64, 1, 1, micro_batch=1, num_microbatches=1, expert=8, reshard=True)
+    sliced = Shape(1, 8, 1, 1, micro_batch=8, num_microbatches=1, context=8)
+    state = state_bytes(spread, training)
+
+    with_experts = prices.cost(prices.kinds[1], spread, keep)
+    with_context = prices.cost(prices.kinds[1], sliced, keep)
+
+    assert 0.5e-3 < with_experts.expert_forward_s < 2e-3
+    assert 10e-3 < with_experts.forward_s < 40e-3
+    assert 0.05e-3 < with_context.context_forward_s < 1e-3, "keys and values of 8 heads, mostly behind attention"
+    assert 10e-3 < exchange_s(1e9, 1e9, prices.links(64, 1)) < 50e-3, "1 GB of a GPU over its share of 8 network cards"
+    assert 0.2 < host_optimizer_s(1e9, "adamw", on.device) < 2.0
+    assert (64 * state.sharded_parameters, 64 * state.optimizer, state.gathered) == (4, 8, 2)
+    assert 0.5 * GIB < outside_bytes(spread, on.device) < 4 * GIB
+    assert closed_form_s([0.1, 0.1], [0.02, 0.01], 4) == pytest.approx(0.52)
+    plan = make_plan(model, on, training, spread, [[keep] * len(model.layers)])
+    for band in (time_band(plan), memory_band(plan)):
+        assert band is not None
+        assert 0.5 < band.low < 1.1
+        assert 0.9 < band.high < 2.0
