@@ -70,6 +70,7 @@ class Watch:
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
         self._telling, self._told = threading.Lock(), False
+        self._count = 0
         run = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         store = dist.TCPStore(  # type: ignore[attr-defined]
             os.environ["MASTER_ADDR"],
@@ -79,7 +80,7 @@ class Watch:
         )
         self._store = PrefixStore(f"meshwright/{'/'.join(run)}", store)
         self._holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._put(0)
+        self._put()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_exception
         self._thread = threading.Thread(target=self._run, name="meshwright-watch", daemon=True)
@@ -100,11 +101,9 @@ class Watch:
             sys.excepthook = self._previous_hook
 
     def _run(self) -> None:
-        count = 0
         while not self._ended.wait(self.beat_s):
-            count += 1
             try:
-                self._put(count)
+                self._put()
                 failed = self._store.check([_FAILURE])
             except dist.DistError:  # the rank that holds the store is gone; the main thread will meet it, or hangs
                 failed = False
@@ -118,10 +117,11 @@ class Watch:
                     time.sleep(GRACE_S)
                 os._exit(1)
 
-    def _put(self, count: int) -> None:
+    def _put(self) -> None:
+        self._count += 1
         frame = sys._current_frames().get(self._main or 0)
         where, waits = _place(frame)
-        beat = Beat(count, self._step, self._inside, time.monotonic() - self._since, where, waits)
+        beat = Beat(self._count, self._step, self._inside, time.monotonic() - self._since, where, waits)
         self._store.set(f"{_BEAT}{self.rank}", json.dumps(asdict(beat)))
 
     def _beats(self) -> list[Beat | None]:
@@ -216,6 +216,7 @@ class Watch:
     def _wait_for_failure(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self._store.check([_FAILURE]):
+            self._put()  # another rank may be asking itself the same about this one
             time.sleep(self.beat_s / 5)
 
 
