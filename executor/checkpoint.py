@@ -185,7 +185,7 @@ class State(ModelState):
             for kind, tensor in tensors[p.own_name].items()
             for box in self._boxes(f"optimizer.{p.name}.{kind}", p.own_name, tensor)
         ]
-        writes_buffers = self._mesh.data_rank == 0 and self._mesh.coordinates["tensor"] == 0
+        writes_buffers = self._mesh.data_rank == 0 and self._mesh.is_first_of_share
         buffers = {f"model.{name}" for name in self._buffers()}
         return found + [box for box in self.model_boxes() if writes_buffers or box.key not in buffers]
 
@@ -193,7 +193,7 @@ class State(ModelState):
         """What is no tensor, of the ranks that write it."""
         stage = self._mesh.coordinates["pipeline"]
         found: dict[str, Any] = {}
-        if self._mesh.coordinates["tensor"] == 0:
+        if self._mesh.is_first_of_share:
             found[f"rng.{self._mesh.data_rank}.{stage}"] = random_state(self._mesh.device)
             if self._mesh.data_rank == 0:
                 _, scalars = self._optimizer_state()

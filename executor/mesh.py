@@ -21,7 +21,7 @@ Seat = tuple[str, int]
 
 
 def mechanism(plan: Plan) -> Mechanism:
-    """What averages gradients over data ranks.
+    """What averages gradients over data ranks, and over context ranks, which see other tokens of the same samples.
 
     fsdp: `fully_shard`, whenever parameters are sharded or tensor-parallel (over a one-wide axis if data_shard is 1),
     and in bf16 pipelines, so that what crosses the cuts is bf16 (autocast keeps much of it in fp32).
@@ -30,7 +30,7 @@ def mechanism(plan: Plan) -> Mechanism:
     of a model that decides by values (DDP would wait for gradients that a replica does not have).
     """
     degrees = plan.degrees
-    if degrees.data_shard > 1 or degrees.tensor > 1 or (degrees.pipeline > 1 and plan.training.precision == "bf16"):
+    if degrees.sharded_over > 1 or degrees.tensor > 1 or (degrees.pipeline > 1 and plan.training.precision == "bf16"):
         return "fsdp"
     replicas = degrees.data_replicate > 1 and degrees.pipeline == 1 and not plan.model.decides_by_values
     return "ddp" if replicas else "plain"
@@ -73,25 +73,35 @@ class RankMesh:
         """Number of shares of the global batch."""
         return self.plan.degrees.data
 
+    @property
+    def is_first_of_share(self) -> bool:
+        """Whether no other rank of this stage with the same samples comes before this one."""
+        return self.coordinates["tensor"] == 0 == self.coordinates["context"]
+
     @cached_property
     def data_mesh(self) -> DeviceMesh:
-        """What fully_shard runs over: (data_shard,), or (data_replicate, data_shard) for HSDP."""
+        """What fully_shard runs over: the axis of shard_mesh, and data_replicate before it for HSDP."""
         assert self.device_mesh is not None
         if self.plan.degrees.data_replicate > 1:
-            return self.device_mesh["data_replicate", "data_shard"]
-        return self.device_mesh["data_shard"]
+            return self.device_mesh["data_replicate", shard_axis(self.plan)]
+        return self.shard_mesh
 
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
-        """The one axis that parameters are sharded over."""
+        """The one axis that parameters are sharded over: data_shard, with the context ranks of its samples."""
         assert self.device_mesh is not None
-        return self.device_mesh["data_shard"]
+        return self.device_mesh[shard_axis(self.plan)]
 
     @cached_property
     def tensor_mesh(self) -> DeviceMesh:
         """The tensor-parallel axis."""
         assert self.device_mesh is not None
         return self.device_mesh["tensor"]
+
+
+def shard_axis(plan: Plan) -> str:
+    """Name of the axis of a rank's mesh that parameters are sharded over."""
+    return "data_shard_x_context" if plan.degrees.context > 1 else "data_shard"
 
 
 def world_size() -> int:
@@ -164,4 +174,7 @@ def _device_mesh(plan: Plan, device_type: str, processes: tuple[int, ...]) -> De
     ranks = ranks.permute([plan.mesh_axes.index(axis) for axis in AXES])
     sharded = mechanism(plan) == "fsdp"
     used = [axis for axis in AXES if degrees.of(axis) > 1 or (axis == "data_shard" and sharded)]
-    return DeviceMesh(device_type, ranks.reshape([degrees.of(axis) for axis in used]), mesh_dim_names=tuple(used))
+    mesh = DeviceMesh(device_type, ranks.reshape([degrees.of(axis) for axis in used]), mesh_dim_names=tuple(used))
+    if degrees.context > 1:
+        mesh["data_shard", "context"]._flatten(shard_axis(plan))
+    return mesh

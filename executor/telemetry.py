@@ -139,6 +139,8 @@ class CommunicationClock:
         self.axes: dict[str, str] = {}
         if mesh.device_mesh is not None:
             self.axes[dist.group.WORLD.group_name] = "all"  # type: ignore[union-attr]
+            if mesh.plan.degrees.context > 1:
+                self.axes[mesh.shard_mesh.get_group().group_name] = "data_shard"
             for axis in AXES:
                 group = mesh.group(axis)
                 if group is not None:

@@ -152,7 +152,7 @@ class Trainer:
     def step(self, batch: Any) -> Metrics:
         """One optimizer step on this rank's share of the global batch: samples_per_step samples.
 
-        Ranks that differ only in their tensor or pipeline coordinate must give the same share (`loader` does).
+        Ranks that differ only in their tensor, context or pipeline coordinate must give the same share (`loader` does).
         Afterwards the gradients, clipped, stay until the next step. Raises NonFiniteError, on every rank, when the loss
         or a gradient is no number any more.
         """
@@ -293,7 +293,7 @@ class Trainer:
         if self.mesh.device_mesh is not None:
             dist.all_reduce(total)
         degrees = self.plan.degrees
-        total /= degrees.tensor * degrees.pipeline  # each share was counted by every rank that has it
+        total /= degrees.tensor * degrees.pipeline * degrees.context  # each share was counted by every rank that has it
         return (weights * degrees.data / total).tolist()
 
     def _forward_backward(self, batch: Any, scales: list[float]) -> list[torch.Tensor]:
@@ -356,14 +356,14 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.coordinates["tensor"] == 0:  # on earlier stages there are no losses
             for found, scale in zip(losses, scales, strict=False):
-                loss += found.double() * scale / self.data_size
+                loss += found.double() * scale / (self.data_size * self.plan.degrees.context)
         totals = torch.stack([loss, self._gradients.squared_norm()])
         if self.mesh.device_mesh is not None:
             dist.all_reduce(totals)
         return totals[0], totals[1]
 
     def _gathered(self, tensors: dict[str, torch.Tensor], buffers: bool) -> dict[str, torch.Tensor]:
-        keep = all(self.mesh.coordinates[axis] == 0 for axis in ("data_replicate", "data_shard", "tensor"))
+        keep = all(at == 0 for axis, at in self.mesh.coordinates.items() if axis != "pipeline")
         state: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             whole = self._whole(name, tensor)
