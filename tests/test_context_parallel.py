@@ -1,5 +1,7 @@
 """Ranks that hold parts of the same sequences train as one process does."""
 
+from itertools import pairwise
+
 import pytest
 from small_models import GLOBAL_BATCH, small_profile, verified
 from synthetic import cluster
@@ -17,7 +19,7 @@ def planned(name: str, shape: Shape, recompute: Recompute = "none", precision: P
         LayerOption(recompute if can_recompute(profile, layer) else "none", shape.reshard) for layer in profile.layers
     ]
     ends = [round(i * count / num_stages) for i in range(num_stages + 1)]
-    stages = [layers[first:last] for first, last in zip(ends, ends[1:], strict=False)]
+    stages = [layers[first:last] for first, last in pairwise(ends)]
     training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision=precision, optimizer="adamw")
     return make_plan(profile, cluster(1, shape.degrees.num_devices), training, shape, stages)
 
