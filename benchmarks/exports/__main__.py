@@ -1,0 +1,175 @@
+"""`python -m benchmarks.exports`: every exporter on plans of every zoo model; parsed by the target, or refused."""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.accuracy import cases
+from benchmarks.exports import targets
+from meshwright.planner.export import Export, export
+from meshwright.planner.export_options import TARGETS
+from meshwright.planner.from_flags import read_accelerate, read_deepspeed, read_megatron, read_torchtitan
+from meshwright.planner.imports import plan_of
+from meshwright.planner.plan import Plan
+from meshwright.planner.search import InfeasibleError, price_setup, search
+from meshwright.planner.setups import parse_setup
+from meshwright.planner.strategy import shape_of
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import cluster_of, load_device
+from meshwright.profiler.model_profile import ModelProfile
+
+RESULTS = Path(__file__).with_name("results")
+DEVICE = "h100-80gb"
+GPUS = (8, 64, 512, 2048)
+"""Each model is planned for the first of these on which it fits."""
+
+SETUPS = (
+    "ddp",
+    "fsdp",
+    "hsdp:2",
+    "zero=1",
+    "zero=2",
+    "tp=2",
+    "tp=2 fsdp",
+    "pp=2 schedule=1f1b",
+    "pp=2 schedule=gpipe",
+    "pp=2 schedule=interleaved v=2",
+    "tp=2 pp=2 schedule=1f1b fsdp",
+    "fsdp recompute=full",
+    "fsdp recompute=selective",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan and one target. outcome: same (read back, it is the plan again), said (what differs is said in notes),
+    refused (with a reason), or a defect: silent, or not parsed. parsed: by the target's own parser."""
+
+    model: str
+    plan: str
+    target: str
+    outcome: str
+    parsed: bool
+    note: str
+
+
+def plans_of(name: str, profile: ModelProfile) -> Iterator[tuple[str, Plan]]:
+    """The search's plan, and what people set up by hand, as far as it fits."""
+    device = load_device(DEVICE)
+    for count in GPUS:
+        cluster = cluster_of(device, count)
+        training = TrainingSpec(global_batch=4 * count, seq_len=profile.seq_len)
+        try:
+            found = search(profile, cluster, training)
+        except InfeasibleError:
+            continue
+        yield f"planned, {count} GPUs: {shape_of(found.plan).label}", found.plan
+        for words in SETUPS:
+            setup = parse_setup(words, count, cluster.devices_per_host)
+            candidate = price_setup(setup, profile, cluster, training)
+            if candidate.plan is not None:
+                yield f"{words}, {count} GPUs: {shape_of(candidate.plan).label}", candidate.plan
+        return
+
+
+def row_of(name: str, label: str, plan: Plan, profile: ModelProfile, target: str) -> Row:
+    """What becomes of a plan at a target."""
+    try:
+        found = export(plan, target)
+    except ValueError as error:
+        return Row(name, label, target, "refused", False, str(error))
+    unknown = targets.undocumented(found)
+    if unknown:
+        return Row(name, label, target, "not parsed", False, f"not documented: {', '.join(unknown)}")
+    parsed = targets.version(target) is not None
+    if parsed:
+        try:
+            targets.parse(found)
+        except Exception as error:
+            return Row(name, label, target, "not parsed", False, f"{type(error).__name__}: {error}")
+    same = _read_back(found, plan, profile) == plan.model_copy(update={"prediction": None, "certificate": None})
+    outcome = "same" if same else "said" if found.notes else "silent"
+    return Row(name, label, target, outcome, parsed, "; ".join(found.notes))
+
+
+def _read_back(found: Export, plan: Plan, profile: ModelProfile) -> Plan:
+    count = plan.degrees.num_devices
+    if found.target == "megatron":
+        layout = read_megatron(found.words, count, profile)
+    elif found.target == "torchtitan":
+        layout = read_torchtitan(found.words, count, profile)
+    else:
+        layout = (read_accelerate if found.target == "accelerate" else read_deepspeed)(found.document, count)
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    usual = next((layer.recompute for layer in layers if layer.recompute != "none"), "none")
+    size = layout.micro_batch or plan.micro_batch
+    return plan_of(layout, profile, plan.cluster, plan.training, size, layout.recompute or usual)
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table: outcomes by model and target, then every reason to refuse."""
+    versions = ", ".join(
+        f"{name} {targets.version(target) or 'not installed'}" for target, name in targets.PACKAGES.items()
+    )
+    lines = [
+        "# Every exporter on plans of every model of the zoo",
+        "",
+        f"By `python -m benchmarks.exports`. Parsers of the targets: {versions}. Every option is held against the "
+        "documented ones of the version that the export names; what is installed parses what it is given, too "
+        "(Megatron's core: the layout of stages; its arguments are no package).",
+        "same: read back, it is the plan again; said: what the target cannot say is in the export's notes.",
+        "",
+        "| model | plans | " + " | ".join(TARGETS) + " |",
+        "|---|---:|" + "---|" * len(TARGETS),
+    ]
+    for model in dict.fromkeys(row.model for row in rows):
+        own = [row for row in rows if row.model == model]
+        cells = []
+        for target in TARGETS:
+            count = Counter(row.outcome for row in own if row.target == target)
+            cells.append(", ".join(f"{number} {outcome}" for outcome, number in sorted(count.items())))
+        lines.append(f"| {model} | {len({row.plan for row in own})} | " + " | ".join(cells) + " |")
+    lines += ["", "## Why plans are refused", "", "| target | number | reason, of the first |", "|---|---:|---|"]
+    reasons: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.outcome not in ("same", "said"):
+            reasons.setdefault((row.target, _kind(row.note)), []).append(row)
+    for (target, _), found in sorted(reasons.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        lines.append(f"| {target} | {len(found)} | {found[0].note.replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(note: str) -> str:
+    return " ".join(word for word in note.split()[:6] if not any(c.isdigit() for c in word))
+
+
+def main() -> int:
+    """Write the table; 1 if something is lost silently or not parsed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.exports", description=__doc__)
+    parser.add_argument("--models", nargs="*", help="names; default: all of the zoo")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    rows = []
+    for source in cases.sources():
+        name = cases.name_of(source)
+        if arguments.models and name not in arguments.models:
+            continue
+        profile = cases.profile_of(cases.whole(source))
+        plans = list(plans_of(name, profile))
+        rows += [row_of(name, label, plan, profile, target) for label, plan in plans for target in TARGETS]
+        print(f"{name}: {len(plans)} plans", flush=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "exports.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    (arguments.output / "exports.md").write_text(markdown(rows))
+    defects = [row for row in rows if row.outcome in ("silent", "not parsed")]
+    for row in defects:
+        print(row)
+    print(f"{len(rows)} exports: {dict(Counter(row.outcome for row in rows))}")
+    return 1 if defects else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
