@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ..planner.plan import LayerPlan, Plan
 from ..planner.sharding import shard_dim
+from .expert import HeldExperts, shard_experts, spread_experts
 from .initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
 from .mesh import Mechanism, RankMesh, mechanism
 from .recompute import check_recompute, recompute
@@ -28,7 +29,8 @@ class AppliedModel:
     """This rank's part of a model.
 
     module: what to call, and what holds the parameters; `prefix` stands before their original names. model: the
-    user's module in it. layout: what tensor parallelism did. units: (fully_shard unit, gives parameters back).
+    user's module in it. layout: what tensor parallelism did. units: (fully_shard unit, gives parameters back). experts:
+    parameters of which this rank has only some experts.
     Replicas (mechanism "ddp") are not wrapped yet: what DDP must leave out is seen in the first forward.
     """
 
@@ -38,6 +40,7 @@ class AppliedModel:
     mechanism: Mechanism
     layout: TensorLayout
     units: list[tuple[FSDPModule, bool]]
+    experts: dict[str, HeldExperts]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of this rank by original name, tied ones under their first."""
@@ -99,10 +102,13 @@ def apply_plan(
 
     chunks = Chunks([stage for part in parts for stage in stages_in(part.module)])
     layout = TensorLayout()
+    experts: dict[str, HeldExperts] = {}
     for part in parts:
         layout.cuts |= part.layout.cuts
         layout.partial |= part.layout.partial
-    return AppliedModel(chunks, chunks, "", parts[0].mechanism, layout, [unit for part in parts for unit in part.units])
+        experts |= part.experts
+    units = [unit for part in parts for unit in part.units]
+    return AppliedModel(chunks, chunks, "", parts[0].mechanism, layout, units, experts)
 
 
 def _part(
@@ -129,13 +135,16 @@ def _part(
         following = plan.stages[stage_index + 1].layers[0] if stage_index + 1 < len(plan.stages) else None
         layout = apply_tensor_parallel(model, plan, layers, mesh.tensor_mesh, following)
 
+    experts = spread_experts(model, plan, layers, mesh)
+    layout.partial -= experts.keys()
+
     if mechanism(plan) == "fsdp" and plan.training.precision == "bf16":
         _keep_norms_in_fp32(model)
 
     for name, mode in {layer.modules[0]: layer.recompute for layer in layers if layer.recompute != "none"}.items():
         recompute(model.get_submodule(name), mode)
 
-    materialise = Materialiser(model, values, layout.cuts, mesh.coordinates["tensor"], mesh.device)
+    materialise = Materialiser(model, values, layout.cuts, mesh.coordinates["tensor"], mesh.device, experts)
     kind = mechanism(plan)
     units: list[tuple[FSDPModule, bool]] = []
     if kind == "fsdp":
@@ -143,7 +152,7 @@ def _part(
     else:
         materialise([module])
     module.train()
-    return AppliedModel(module, model, prefix, kind, layout, units)
+    return AppliedModel(module, model, prefix, kind, layout, units, experts)
 
 
 def _keep_norms_in_fp32(model: nn.Module) -> None:
@@ -188,6 +197,9 @@ def _shard(
     )
     units: list[tuple[FSDPModule, bool]] = []
     for layer in layers:
+        for bank in shard_experts(model, plan, layer, mesh, policy, materialise):
+            bank.register_forward_hook(_without_views)
+            units.append((bank, layer.reshard))
         owned = [model.get_submodule(name) for name in layer.modules]
         owned = [m for m in owned if next(m.parameters(), None) is not None and not isinstance(m, FSDPModule)]
         outside = _outside(model, layer, layers)
@@ -209,7 +221,8 @@ def _shard(
 
 
 def _prefetch_in_backward(units: list[FSDPModule]) -> None:
-    """Let every unit gather the one before it while its backward runs. units: in the order of forward, then the root.
+    """Let every unit gather the one before it while its backward runs. units: in the order of forward (what is inside
+    of another one before it), then the root.
 
     Left alone, fully_shard goes by the order of all forwards since gradients were last reduced: behind the backward of
     the first unit it would gather the last one once more in every micro-batch but the first, for nothing. What

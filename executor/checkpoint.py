@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -159,6 +159,11 @@ class ModelState:
         ]
 
     def _boxes(self, key: str, own_name: str, tensor: torch.Tensor) -> list[Box]:
+        part = self._model.experts.get(own_name)
+        if part is not None:
+            held = boxes(key, tensor, None, 0, part.place.shard, part.num_shards)
+            whole = torch.Size((part.count, *tensor.shape[1:]))
+            return [replace(b, whole=whole, offsets=(b.offsets[0] + part.first, *b.offsets[1:])) for b in held]
         at, degrees = self._mesh.coordinates, self._plan.degrees
         shard_rank = at["data_shard"] * degrees.context + at["context"]
         return boxes(key, tensor, self._model.cut(own_name), at["tensor"], shard_rank, degrees.sharded_over)

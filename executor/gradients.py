@@ -31,13 +31,14 @@ class Gradients:
         self._may_differ = plan.model.decides_by_values
         self._ties = _ties_across_stages(plan, mesh, self._parameters)
         elsewhere = _counted_elsewhere(plan, self._parameters)
+        on_slices = "tensor" in plan.token_axes  # so that tensor ranks share the experts, too
         is_first_tensor_rank = mesh.coordinates["tensor"] == 0
         self._counted = [
             p
             for name, p in self._parameters.items()
             if id(p) not in elsewhere
             and mesh.coordinates["data_replicate"] == 0
-            and (model.cut(name) is not None or is_first_tensor_rank)
+            and (model.cut(name) is not None or is_first_tensor_rank or (name in model.experts and on_slices))
         ]
 
     def reduce(self) -> None:
@@ -55,8 +56,8 @@ class Gradients:
     def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared norm of the whole gradient: a float64 scalar to be summed over all ranks.
 
-        Every element counts once: on the first replica, on the first tensor rank unless it is cut, and on the first
-        of the stages that share it.
+        Every element counts once: on the first replica, on the first tensor rank unless tensor ranks have different
+        parts of it, and on the first of the stages that share it.
         """
         grads = [g for p in self._counted if (g := local_gradient(p)) is not None and g.numel()]
         if not grads:

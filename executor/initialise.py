@@ -2,9 +2,10 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .expert import HeldExperts
 from .tensor import ParameterCut
 from .torch_compat import replaced_truncated_normal
 
@@ -209,7 +211,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 class Materialiser:
-    """Gives the modules of a stage their numbers, each parameter as this rank's tensor-parallel shard of it."""
+    """Gives the modules of a stage their numbers, each parameter as what this rank holds before sharding."""
 
     def __init__(
         self,
@@ -218,7 +220,9 @@ class Materialiser:
         cuts: dict[str, ParameterCut],
         tensor_rank: int,
         device: torch.device,
+        experts: Mapping[str, HeldExperts] = MappingProxyType({}),
     ) -> None:
+        self._experts = experts
         self._names = {id(p): n for n, p in stage.named_parameters()}
         self._buffer_names = {id(b): n for n, b in stage.named_buffers()}
         self._values = values
@@ -248,6 +252,8 @@ class Materialiser:
         value = self._values.parameter(name)
         if name in self._cuts:
             value = self._cuts[name].local(value, self._tensor_rank)
+        if name in self._experts:
+            value = self._experts[name].local(value)
         made = value.to(device=self._device, copy=True, memory_format=torch.contiguous_format)
         if isinstance(parameter, DTensor):
             made = DTensor.from_local(

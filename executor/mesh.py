@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..planner.plan import AXES, Axis, Plan
+from .expert_mesh import ExpertPlace, expert_mesh, expert_place
 from .torch_compat import accelerator
 
 Mechanism = Literal["plain", "ddp", "fsdp"]
@@ -44,6 +45,7 @@ class RankMesh:
     gives for every rank of the plan.
     device_mesh: axes in the order of AXES whatever plan.mesh_axes says (that order is in the rank numbers), without
     axes of one rank, but with data_shard wherever fully_shard needs it. None if the job is one rank.
+    spread: see expert_mesh.py; None without expert parallelism.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class RankMesh:
     device: torch.device
     device_mesh: DeviceMesh | None
     processes: tuple[int, ...] = (0,)
+    spread: DeviceMesh | None = None
 
     @cached_property
     def coordinates(self) -> dict[Axis, int]:
@@ -91,6 +94,17 @@ class RankMesh:
         """The one axis that parameters are sharded over: data_shard, with the context ranks of its samples."""
         assert self.device_mesh is not None
         return self.device_mesh[shard_axis(self.plan)]
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """Ranks that share experts, and those that hold the same ones."""
+        assert self.spread is not None
+        return self.spread
+
+    @cached_property
+    def expert_place(self) -> ExpertPlace:
+        """Which experts this rank holds."""
+        return expert_place(self.plan, self.coordinates)
 
     @cached_property
     def tensor_mesh(self) -> DeviceMesh:
@@ -139,7 +153,8 @@ def connect(plan: Plan, device: torch.device | str | None = None) -> RankMesh:
     dist.all_gather_object(seats, (socket.gethostname(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))))
     ranks = plan_ranks(plan, seats)
     processes = tuple(ranks.index(rank) for rank in range(len(ranks)))
-    return RankMesh(plan, ranks[dist.get_rank()], device, _device_mesh(plan, device.type, processes), processes)
+    axes, spread = _device_mesh(plan, device.type, processes), expert_mesh(plan, device.type, processes)
+    return RankMesh(plan, ranks[dist.get_rank()], device, axes, processes, spread)
 
 
 def plan_ranks(plan: Plan, seats: list[Seat]) -> list[int]:

@@ -142,11 +142,13 @@ class StageModule(nn.Module):
         return loss * micro_batch.scale
 
     def fsdp_units(self) -> list[tuple[FSDPModule, bool]]:
-        """FSDP modules in the order of their forward, each with whether it gives parameters back (not the root)."""
+        """FSDP modules in the order of their forward (what is inside of another one before it), each with whether it
+        gives parameters back (not the root)."""
         modules: list[tuple[nn.Module, bool]] = [
-            (self.model.get_submodule(name), layer.reshard)
+            (module, layer.reshard)
             for layer in self._plan.stages[self.stage].layers
             for name in layer.modules
+            for module in reversed(list(self.model.get_submodule(name).modules()))
         ]
         inner = {module for module, _ in modules}
         modules += [(module, False) for module in self.modules() if module not in inner]

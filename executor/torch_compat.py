@@ -215,6 +215,17 @@ def reduce_gradients(root: FSDPModule) -> None:
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
+def set_gradient_divisor(unit: FSDPModule, divisor: int, num_shards: int) -> None:
+    """Let a unit of fully_shard over `num_shards` ranks divide its gradients by `divisor`, not by its ranks.
+
+    Summed first, because gloo has no reduction that multiplies before. A single shard is not reduced at all, and would
+    be divided twice then (seen in 2.13).
+    """
+    unit.set_gradient_divide_factor(float(divisor))
+    if num_shards > 1:
+        unit.set_force_sum_reduction_for_comms(True)
+
+
 def _without_overlap(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Groups of a backward for weights, those joined that have a parameter in common."""
     joined: list[tuple[set[Any], dict[Any, Any]]] = []

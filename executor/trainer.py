@@ -390,6 +390,9 @@ class Trainer:
 
     def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter or gradient of which ranks hold shards."""
+        if name in self._applied.experts:
+            assert isinstance(tensor, DTensor)
+            return self._applied.experts[name].whole(tensor.full_tensor(), self.mesh.expert_mesh.get_group("expert"))
         cut = self._applied.cut(name)
         if isinstance(tensor, DTensor):
             shape = list(tensor.shape)

@@ -117,9 +117,11 @@ def _divides(plan: Plan, profile: ModelProfile) -> list[str]:
     classes = {c.name: c for c in profile.classes}
     for planned in plan.classes:
         layer_class = classes.get(planned.name)
-        if layer_class is None or planned.cuts != layer_class.cuts:
+        if layer_class is None or planned.cuts not in ((), layer_class.cuts):
             found.append(f"class {planned.name} is cut in a way that was not observed in the model")
-        elif not divides(layer_class, tensor):
+        elif planned.experts != (layer_class.experts if plan.degrees.expert > 1 else ()):
+            found.append(f"class {planned.name} spreads other experts than were observed in the model")
+        elif planned.cuts and not divides(layer_class, tensor):
             units = sorted({unit for cut in layer_class.cuts for unit in cut.units if unit % tensor})
             found.append(f"tensor={tensor} does not divide {', '.join(map(str, units))} of class {planned.name}")
         elif planned.sequence and layer_class.sequence is None:

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from ..profiler.cluster import ClusterSpec
-from ..profiler.model_profile import CrossingTensor, TensorCut
+from ..profiler.model_profile import CrossingTensor, Experts, TensorCut
 from .training import TrainingSpec
 
 PLAN_SCHEMA_VERSION = 1
@@ -104,11 +104,12 @@ class Stage(_Document):
 
 
 class ClassPlan(_Document):
-    """How tensor parallelism cuts the layers of one class; empty cuts: the class stays whole."""
+    """How tensor parallelism cuts the layers of a class (empty cuts: not at all), and which experts are spread."""
 
     name: str
     cuts: tuple[TensorCut, ...] = ()
     sequence: bool = Field(default=False, description="between the cuts each rank holds a slice of the sequence")
+    experts: tuple[Experts, ...] = Field(default=(), description="banks that are spread over the expert ranks")
 
 
 class ModelReference(_Document):
@@ -205,10 +206,9 @@ class Plan(_Document):
                 "parameters are sharded over data_shard and context together, so context must follow data_shard in "
                 f"mesh_axes; found {', '.join(self.mesh_axes)}"
             )
-        spread = degrees.sharded_over * (degrees.tensor if self.sequence_parallel else 1)
-        if spread % degrees.expert:
+        if self.experts_over % degrees.expert:
             raise ValueError(
-                f"expert={degrees.expert} does not divide the {spread} ranks that hold tokens of their own: "
+                f"expert={degrees.expert} does not divide the {self.experts_over} ranks that hold tokens of their own: "
                 "data_shard x context, and x tensor under sequence parallelism"
             )
         chunks = degrees.virtual_stages
@@ -230,6 +230,18 @@ class Plan(_Document):
     def sequence_parallel(self) -> bool:
         """Whether any class runs sequence-parallel between its tensor cuts."""
         return any(c.sequence for c in self.classes)
+
+    @property
+    def token_axes(self) -> tuple[Axis, ...]:
+        """Axes along which ranks of a stage hold different tokens and share experts, outermost first. (Replicas of the
+        data hold different tokens, too, but all experts each.)"""
+        spread = ("data_shard", "context", "tensor") if self.sequence_parallel else ("data_shard", "context")
+        return tuple(axis for axis in self.mesh_axes if axis in spread)
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks of a stage that hold different tokens, and share the experts between them."""
+        return math.prod(self.degrees.of(axis) for axis in self.token_axes)
 
     def class_plan(self, name: str) -> ClassPlan:
         """How a layer class is cut; an empty ClassPlan if it stays whole."""

@@ -377,9 +377,14 @@ def make_plan(
         recompute_parts=shape.recompute_parts,
         offload_optimizer=shape.offload_optimizer,
         classes=tuple(
-            ClassPlan(name=c.name, cuts=c.cuts, sequence=is_sequence_cut(c, shape))
+            ClassPlan(
+                name=c.name,
+                cuts=c.cuts if is_cut(c, shape) else (),
+                sequence=is_sequence_cut(c, shape),
+                experts=c.experts if shape.expert > 1 else (),
+            )
             for c in profile.classes
-            if is_cut(c, shape)
+            if is_cut(c, shape) or (shape.expert > 1 and c.experts)
         ),
         stages=tuple(
             Stage(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .chain import Chain, Crossing, Cursor, Layer, Shapes, TensorSpec, stubbed
+from .expert_banks import counts_of, is_linear_in, routing_of
 from .fake import FakeModel
 from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import Producer
@@ -37,6 +38,8 @@ class ExpertBank:
     count: int
     rows: float
     parameters: list[str]
+    routed: bool = False
+    attributes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -113,6 +116,7 @@ class LayerRun:
         self._leaves: dict[Producer, torch.Tensor] = {}
         self._slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._of_node: dict[int, str] = {}
+        self._routed: dict[str, list[tuple[int, int]]] = {}
 
     def run(self, arrive: Arrive = lambda crossing, tensor: tensor, backward: bool = True) -> Observation:
         """Observe the layer. arrive: may cut an arriving tensor (to a slice of the sequence)."""
@@ -261,6 +265,11 @@ class LayerRun:
                 name, count = weight
                 bank = self.observation.experts.setdefault(op.module, ExpertBank(count, op.shape[0], []))
                 bank.parameters.append(name)
+        for module, bank in self.observation.experts.items():
+            inside = [op for op in forward if f"{op.module}.".startswith(f"{module}.")]
+            calls = self._routed.get(module, [])
+            bank.routed = len(calls) == 1 and is_linear_in(*calls[0], inside)
+            bank.attributes = counts_of(self.fake.module.get_submodule((prefix + module).removesuffix(".")), bank.count)
 
     def _start(self, kind: str, name: str, call: int) -> None:
         self._cursor.start(kind, name, call)
@@ -348,6 +357,8 @@ class LayerRun:
                 relative = name.removeprefix(prefix) if name != self.layer.root else ""
                 handles.append(module.register_forward_pre_hook(self._push(relative), prepend=True))
                 handles.append(module.register_forward_hook(self._pop))
+                if any(p.dim() == 3 for p in module.parameters(recurse=False)):
+                    handles.append(module.register_forward_hook(self._called(relative), with_kwargs=True))
             root = self.fake.module.get_submodule(unit)
             handles.append(root.register_forward_pre_hook(self._slice_inputs, with_kwargs=True))
         try:
@@ -361,6 +372,19 @@ class LayerRun:
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         self._modules.pop()
+
+    def _called(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
+        """Notes calls with tokens, the experts of each and their weights: (storage of the weights, of the output)."""
+
+        def called(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self.recorder.active:
+                return
+            found, numbers = routing_of(args, kwargs), (-1, -1)
+            if found and isinstance(output, torch.Tensor) and output.shape[:-1] == found[0].shape[:-1]:
+                numbers = self.storages.number(found[2]), self.storages.number(output)
+            self._routed.setdefault(name, []).append(numbers)
+
+        return called
 
 
 class _Stop(BaseException):

@@ -162,6 +162,12 @@ class Experts(_Document):
     count: int
     parameters: tuple[str, ...] = Field(description="relative names; dim 0 counts the experts")
     routed: Amount = Field(description="tokens through all experts of a micro-batch: its tokens times the top-k")
+    called: Literal["", "routed"] = Field(
+        default="",
+        description="routed: with tokens, the experts of each and their weights, in which what it returns is linear; "
+        "'': otherwise",
+    )
+    attributes: tuple[str, ...] = Field(default=(), description="the module's own numbers of experts")
 
 
 class LayerClass(_Document):

@@ -452,7 +452,14 @@ def _experts(whole: Sequence[Observation]) -> tuple[Experts, ...]:
         routed = [run.experts[module].rows for run in whole]
         names = tuple(dict.fromkeys(seen.parameters))
         experts.append(
-            Experts(module=module, count=seen.count, parameters=names, routed=_fit(routed, 1, whole[0].size))
+            Experts(
+                module=module,
+                count=seen.count,
+                parameters=names,
+                routed=_fit(routed, 1, whole[0].size),
+                called="routed" if all(run.experts[module].routed for run in whole) else "",
+                attributes=seen.attributes,
+            )
         )
     return tuple(experts)
 

@@ -1,0 +1,250 @@
+"""Experts spread over ranks give the numbers of one process: loss, gradient norm and, after five steps, parameters.
+
+Each case against plain PyTorch on the whole global batch; errors are max|a - b| / max|a| per tensor. eps of AdamW is
+1e-4, so that noise in gradients that are zero by mathematics makes no full-sized steps (see test_equal_numbers.py).
+"""
+
+import functools
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from synthetic import cluster
+from torch import nn
+
+from meshwright.executor import parallelize
+from meshwright.planner.plan import AXES, Axis, Plan, Recompute
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.load import LoadedModel, load_model
+from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.trace import trace
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+transformers = pytest.importorskip("transformers")
+
+GLOBAL_BATCH = 8
+SEQ_LEN = 16
+VOCABULARY = 256
+NUM_STEPS = 5
+MAX_NORM = 0.5
+TOLERANCE = 1e-5
+SEED = 3
+
+SHARDS_INSIDE: tuple[Axis, ...] = ("data_replicate", "tensor", "pipeline", "data_shard", "context")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan for one of the models; stages: layers per stage."""
+
+    model: str
+    expert: int
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    stages: tuple[int, ...] = ()
+    num_microbatches: int = 2
+    virtual: int = 1
+    more: dict[str, Any] = field(default_factory=dict)
+    recompute: Recompute = "none"
+    reshard: bool = True
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the plan."""
+        return self.replicate * self.shard * self.tensor * max(1, len(self.stages) // self.virtual)
+
+
+CASES = {
+    "mixtral, experts over all shards": Case("mixtral", 2, shard=2),
+    "qwen3, experts over all shards": Case("qwen3", 2, shard=2, num_microbatches=1),
+    "deepseek, experts over all shards": Case("deepseek", 2, shard=2, reshard=False),
+    "mixtral, full recompute": Case("mixtral", 2, shard=2, recompute="full"),
+    "mixtral, selective recompute, reduced every micro-batch": Case(
+        "mixtral", 2, shard=2, recompute="selective", more={"gradient_sync": "every"}
+    ),
+    "qwen3, experts over half of the shards": Case("qwen3", 2, shard=4),
+    "deepseek, experts over all of four shards": Case("deepseek", 4, shard=4),
+    "mixtral, hsdp": Case("mixtral", 2, replicate=2, shard=2),
+    "mixtral, tensor, permuted": Case("mixtral", 2, shard=2, tensor=2, more={"mesh_axes": SHARDS_INSIDE}),
+    "qwen3, pipeline": Case("qwen3", 2, shard=2, stages=(2, 3)),
+    "mixtral, zero bubble": Case("mixtral", 2, shard=2, stages=(2, 3), more={"schedule": "zb-h1"}, reshard=False),
+    "deepseek, interleaved, recompute": Case(
+        "deepseek", 2, shard=2, stages=(1, 1, 1, 2), virtual=2, more={"schedule": "interleaved"}, recompute="full"
+    ),
+}
+
+_CONFIG = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": SEQ_LEN,
+    "use_cache": False,
+}  # fmt: skip
+_DEEPSEEK = {
+    "num_key_value_heads": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+
+
+def _config(name: str) -> Any:
+    if name == "mixtral":
+        return transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **_CONFIG)
+    if name == "qwen3":
+        more = {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        return transformers.Qwen3MoeConfig(norm_topk_prob=True, **more, **_CONFIG)
+    return transformers.DeepseekV3Config(**{**_CONFIG, **_DEEPSEEK})
+
+
+def _build(name: str) -> nn.Module:
+    model = transformers.AutoModelForCausalLM.from_config(_config(name))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+def _batch(size: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(VOCABULARY, (size, seq_len + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _loss(output: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten())
+
+
+def _samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (NUM_STEPS * GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
+    return [(row[:-1], row[1:]) for row in tokens]
+
+
+def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+
+
+@functools.cache
+def _loaded(name: str) -> LoadedModel:
+    return load_model(functools.partial(_build, name), batch=_batch, loss=_loss)
+
+
+@functools.cache
+def _profile(name: str) -> ModelProfile:
+    return trace(_loaded(name))
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What training gave: per step, then the last step's clipped gradients and the final parameters."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+
+
+@functools.cache
+def _reference(name: str) -> Numbers:
+    """Plain PyTorch, one process, the whole global batch at once."""
+    torch.manual_seed(SEED)
+    model = _build(name)
+    optimizer = _optimizer(model.parameters())
+    losses, norms = [], []
+    samples = _samples()
+    for step in range(NUM_STEPS):
+        batch = torch.utils.data.default_collate(samples[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
+        optimizer.zero_grad()
+        loss = _loss(model(batch[0]), batch)
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        losses.append(loss.item())
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return Numbers(losses, norms, gradients, model.state_dict())
+
+
+def _plan(case: Case) -> Plan:
+    profile = _profile(case.model)
+    shape = Shape(
+        data_replicate=case.replicate,
+        data_shard=case.shard,
+        tensor=case.tensor,
+        expert=case.expert,
+        pipeline=max(1, len(case.stages) // case.virtual),
+        virtual_stages=case.virtual,
+        micro_batch=GLOBAL_BATCH // (case.replicate * case.shard) // case.num_microbatches,
+        num_microbatches=case.num_microbatches,
+        **{"schedule": "1f1b" if case.stages else "none", "mesh_axes": AXES, **case.more},
+    )
+    layers = iter(profile.layers)
+    option = LayerOption(reshard=case.reshard)
+    stages = [
+        [
+            replace(option, recompute=case.recompute) if layer.modules == (layer.root,) else option
+            for _, layer in zip(range(size), layers, strict=False)
+        ]
+        for size in case.stages or (len(profile.layers),)
+    ]
+    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, precision="fp32")
+    return make_plan(profile, cluster(1, case.num_ranks), training, shape, stages)
+
+
+def _train(case: Case) -> Numbers:
+    trainer = parallelize(
+        _loaded(case.model).build, _plan(case), _optimizer, loss=_loss, seed=SEED, max_grad_norm=MAX_NORM
+    )
+    metrics = [trainer.step(batch) for batch in trainer.loader(_samples())]
+    losses, norms = [m.loss for m in metrics], [m.grad_norm for m in metrics]
+    return Numbers(losses, norms, trainer.named_gradients(), trainer.full_state_dict())
+
+
+def _errors(found: Numbers, expected: Numbers) -> dict[str, float]:
+    """Relative errors: loss, norm, worst gradient and worst parameter (named)."""
+    floor = 2e-3 * max(g.abs().max().item() for g in expected.gradients.values())
+    errors = {
+        "loss": max(abs(a - b) / abs(a) for a, b in zip(expected.losses, found.losses, strict=True)),
+        "norm": max(abs(a - b) / abs(a) for a, b in zip(expected.norms, found.norms, strict=True)),
+    }
+    assert found.state.keys() == expected.state.keys()
+    assert found.gradients.keys() == expected.gradients.keys()
+    for kind, ours, theirs, least in (
+        ("gradient", found.gradients, expected.gradients, floor),
+        ("parameter", found.state, expected.state, 1e-9),
+    ):
+        worst = max(
+            ((a - ours[name]).abs().max().item() / max(a.abs().max().item(), least), name) for name, a in theirs.items()
+        )
+        errors[f"{kind} {worst[1]}"] = worst[0]
+    return errors
+
+
+def _run_cases(names: list[str]) -> dict[str, dict[str, float]]:
+    outcomes: dict[str, dict[str, float]] = {}
+    for name in names:
+        try:
+            found = _train(CASES[name])
+        except Exception as error:
+            raise RuntimeError(f'case "{name}" failed') from error
+        if dist.get_rank() == 0:
+            outcomes[name] = _errors(found, _reference(CASES[name].model))
+    return outcomes
+
+
+@functools.cache
+def _outcomes(num_ranks: int) -> dict[str, dict[str, float]]:
+    """Errors of every case for that many ranks; they run in one fork."""
+    names = [n for n, case in CASES.items() if case.num_ranks == num_ranks]
+    for name in names:  # before the fork, so that ranks inherit it
+        _reference(CASES[name].model)
+        _plan(CASES[name])
+    return run_ranks(_run_cases, num_ranks, names, timeout=200)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_spread_experts_give_the_numbers_of_one_process(name: str) -> None:
+    errors = _outcomes(CASES[name].num_ranks)[name]
+
+    assert max(errors.values()) < TOLERANCE, errors
