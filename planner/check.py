@@ -4,9 +4,18 @@ from ..profiler.model_profile import ModelProfile
 from .estimate import estimate
 from .explain import does_not_fit
 from .memory_cost import uses_fully_shard
-from .plan import EXECUTABLE_RECOMPUTES, EXECUTABLE_SCHEDULES, Plan
+from .plan import EXECUTABLE_CONTEXTS, EXECUTABLE_RECOMPUTES, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Plan
 from .simulate import ZERO_BUBBLE
-from .strategy import can_recompute, context_rule, divides, expert_rule, sequence_rule, shape_of, sharding_rule
+from .strategy import (
+    CONTEXT_NAMES,
+    can_recompute,
+    context_rule,
+    divides,
+    expert_rule,
+    sequence_rule,
+    shape_of,
+    sharding_rule,
+)
 from .training import EXECUTABLE_PRECISIONS
 
 
@@ -68,8 +77,8 @@ def _executable(plan: Plan) -> list[str]:
     found += _priced_only(plan)
     if plan.degrees.pipeline > 1 and len({layer.reshard for layer in layers}) > 1:
         found.append("in a pipeline either all layers give gathered parameters back or none; the costs know no mix")
-    if plan.degrees.data_shard == 1 and any(layer.reshard for layer in layers):
-        found.append("reshard=true needs data_shard above 1")
+    if plan.degrees.sharded_over == 1 and any(layer.reshard for layer in layers):
+        found.append("reshard=true needs data_shard or context above 1")
     for layer in layers:
         if layer.recompute != "none" and (len(layer.modules) != 1 or layer.modules[0] != layer.root):
             found.append(f"layer {layer.name} is not one module, so it cannot be recomputed")
@@ -79,11 +88,13 @@ def _executable(plan: Plan) -> list[str]:
 def _priced_only(plan: Plan) -> list[str]:
     """What is priced and not run at all."""
     degrees, layers = plan.degrees, [layer for stage in plan.stages for layer in stage.layers]
-    found = [
-        f"{name}={degree} is priced, not run; the executor runs {name}=1"
-        for name, degree in (("context", degrees.context), ("expert", degrees.expert))
-        if degree > 1
-    ]
+    found = []
+    if degrees.context > 1 and plan.context_kind not in EXECUTABLE_CONTEXTS:
+        runs = " or ".join(CONTEXT_NAMES[kind] for kind in EXECUTABLE_CONTEXTS) or "context=1"
+        kind = CONTEXT_NAMES[plan.context_kind]
+        found.append(f"priced, not run yet: context={degrees.context} ({kind}); the executor runs {runs}")
+    if degrees.expert > 1 and not EXECUTES_EXPERTS:
+        found.append(f"priced, not run yet: expert={degrees.expert}; the executor runs expert=1")
     if plan.offload_optimizer or any(layer.offload for layer in layers):
         found.append("offload to the host is priced, not run; the executor keeps everything on the device")
     if plan.recompute_parts:
@@ -137,7 +148,7 @@ def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
     if uses_fully_shard(shape_of(plan), plan.training):
         rules.append(sharding_rule(profile, plan.training.precision))
     if plan.sequence_parallel:
-        rules.append(sequence_rule(profile, plan.degrees.tensor))
+        rules.append(sequence_rule(profile, plan.degrees.tensor, plan.degrees.context))
     degrees = plan.degrees
     rules.append(context_rule(profile, degrees.context, degrees.tensor, plan.context_kind))
     rules.append(expert_rule(profile, degrees.expert))

@@ -17,10 +17,10 @@ from .comm_cost import collective_s
 from .ilp import solve_master
 from .layer_cost import CostModel
 from .memory_cost import state_bytes
-from .plan import Plan
+from .plan import AXES, Axis, ContextKind, Plan
 from .scan import Assignment, scan
 from .simulate import ZERO_BUBBLE, is_chunked
-from .space import Family, Space
+from .space import Family, Space, Split
 from .stage_cost import allocatable_bytes
 from .strategy import Pins, Shape, make_plan
 from .training import TrainingSpec
@@ -101,6 +101,10 @@ class _Least:
     elements: float
 
 
+_Frame = tuple[Chunking, int, int, bool, int, ContextKind, int]
+"""What the cuts of a chunked shape depend on."""
+
+
 class Explorer:
     """Searches spaces of one model, cluster and job; caches what all of them share."""
 
@@ -111,7 +115,8 @@ class Explorer:
         self.model = CostModel(profile, cluster, training)
         self.chain = Chain(self.model)
         self._leasts: dict[Shape, _Least | None] = {}
-        self._cuts: dict[tuple[Chunking, int, int, bool], list[Cuts]] = {}
+        self._cuts: dict[_Frame, list[Cuts]] = {}
+        self._works: dict[tuple[int, bool, int, float], float] = {}
 
     def explore(self, pins: Pins, deadline_s: float, near: int = MAX_NEAR, progress: Progress | None = None) -> Outcome:
         """Solve every shape that could be the best, up to `near` more within the window of it, and (unless near is 0)
@@ -122,14 +127,10 @@ class Explorer:
         space = Space(self.profile, self.cluster, self.training, pins)
         outcome = Outcome()
         order = itertools.count()
-        heap: list[tuple[float, int, Family | StagePrices]] = []
-        waiting: dict[Family, int] = {}
-        for family in space.families():
-            waiting[family] = space.num_shapes(family)
-            outcome.total += waiting[family]
-            bound = self._family_bound(family)
-            if np.isfinite(bound):
-                heapq.heappush(heap, (bound, next(order), family))
+        heap: list[tuple[float, int, Split | Family | StagePrices]] = []
+        for split in space.splits():
+            outcome.total += space.num_shapes_of(split)
+            heapq.heappush(heap, (self._split_bound(split, space), next(order), split))
         outcome.rejected = dict(space.rejected)
         outcome.total += sum(space.rejected.values())
         best = float("inf")
@@ -146,6 +147,12 @@ class Explorer:
                 outcome.bound = min(outcome.bound, bound)
                 break
             _, _, item = heapq.heappop(heap)
+            if isinstance(item, Split):
+                for family in space.families_of(item):
+                    family_bound = max(bound, self._family_bound(family))
+                    if np.isfinite(family_bound) and family_bound < cutoff:
+                        heapq.heappush(heap, (family_bound, next(order), family))
+                continue
             if isinstance(item, Family):
                 if is_chunked(item.schedule) and self._least_of_chunked_s(item, pins) >= cutoff:
                     continue
@@ -193,10 +200,10 @@ class Explorer:
         need = sum(run.length * each for run, each in zip(self.chain.runs, least, strict=True)) - per_element * shared
         return need <= prices.budget * shape.pipeline
 
-    def _frame_of(self, shape: Shape) -> tuple[Chunking, int, int, bool]:
-        """What the cuts of a chunked shape depend on."""
+    def _frame_of(self, shape: Shape) -> _Frame:
         frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
-        return frame, shape.micro_batch, shape.tensor, shape.sequence
+        split = shape.context, shape.context_kind, shape.expert
+        return frame, shape.micro_batch, shape.tensor, shape.sequence, *split
 
     def _least_chunked_s(self, shape: Shape, per_run_s: Floats, forward_s: Floats) -> float:
         """Seconds that a chunked shape takes at least over all cuts that are tried, memory aside; infinite if there are
@@ -220,25 +227,29 @@ class Explorer:
     def _least_of_chunked_s(self, family: Family, pins: Pins) -> float:
         """Seconds that no shape of a chunked family can beat: those of its bound, with the recompute that memory asks
         for where everything is sharded over all data ranks."""
-        sharded = family.data > 1
+        frugal = _frugal_shape(family)
+        sharded = frugal.sharded_over > 1
         shape = replace(
-            _frugal_shape(family),
+            frugal,
             gradient_sync="every" if sharded and family.num_microbatches > 1 else "last",
             reshard=sharded,
         )
-        least = self._least(replace(_frugal_shape(family), schedule="1f1b", virtual_stages=1))
+        least = self._least(replace(frugal, schedule="1f1b", virtual_stages=1))
         if least is None:
             return float("inf")
         recompute = "none" if family.schedule in ZERO_BUBBLE else pins.recompute
-        prices = StagePrices(self.chain, shape, recompute, pins.reshard)
+        # Repeated exchanges cost least where their ranks are neighbours: those of tensor, or the others.
+        orders = (AXES,) if family.context == family.expert == 1 else (AXES, TENSOR_APART)
+        prices = [StagePrices(self.chain, replace(shape, mesh_axes=o), recompute, pins.reshard) for o in orders]
         return min(
             cuts.least_s(
                 family.schedule,
                 family.num_microbatches,
                 least.seconds,
                 least.forward_s,
-                least_recompute_s(prices, cuts),
+                least_recompute_s(each, cuts),
             )
+            for each in prices
             for cuts in self._cuts[self._frame_of(shape)]
         )
 
@@ -247,9 +258,35 @@ class Explorer:
         each = np.array([min(c.microbatch_s for c in costs) for costs in prices.costs])
         return each, np.array([min(c.forward_total_s for c in costs) for costs in prices.costs])
 
+    def _split_bound(self, split: Split, space: Space) -> float:
+        """Seconds that no shape of a split can beat: compute and tensor traffic inside a host of all micro-batches,
+        shared evenly by the stages."""
+        works = (count * self._work_s(split, micro_batch) for micro_batch, count in space.micro_batches(split))
+        return min(works) / split.pipeline
+
+    def _work_s(self, split: Split, micro_batch: int) -> float:
+        """Least seconds of compute and tensor traffic that one micro-batch is for all stages together."""
+        key = split.tensor, split.sequence, split.expert, micro_batch / split.context
+        if key not in self._works:
+            context, expert = split.context, split.expert
+            shape = Shape(1, 1, split.tensor, 1, micro_batch, 1, split.sequence, context=context, expert=expert)
+            self._works[key] = sum(run.length * self._pass_s(run.start, shape)[0] for run in self.chain.runs)
+        return self._works[key]
+
+    def _pass_s(self, layer: int, shape: Shape) -> tuple[float, float]:
+        """(seconds, those of its forward) of a layer for one micro-batch at least: compute, and tensor traffic inside a
+        host."""
+        kind, links = self.model.kinds[layer], self.model.links(shape.tensor, 1)
+        compute = self.model.compute(kind, shape)
+        traffic = self.model.tensor_traffic(kind, shape)
+        tensor_s = sum(collective_s(item.kind, item.bytes, links) for _, _, item in traffic)
+        tensor_s *= 1.0 - self.model.software.tensor_overlap
+        return compute.forward + compute.backward + tensor_s, compute.forward
+
     def _family_bound(self, family: Family) -> float:
-        """Seconds that no shape of a family can beat: compute and tensor traffic inside a host, perfect balance, and
-        an optimizer sharded over all data ranks. Infinite if even so the memory of all devices does not do."""
+        """Seconds that no shape of a family can beat: compute, traffic of tensor, context and expert ranks that are
+        neighbours, perfect balance, and an optimizer sharded over all data ranks. Infinite if even so the memory of all
+        devices does not do."""
         shape = _frugal_shape(family)
         counts = np.array([run.length for run in self.chain.runs], dtype=float)
         least = self._least(replace(shape, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else shape)
@@ -259,7 +296,7 @@ class Explorer:
             return self._least_chunked_s(shape, least.seconds, least.forward_s)
         pass_s = float(counts @ least.seconds)
         slowest = max(pass_s / family.pipeline, float(least.seconds.max()))
-        update = least.elements / family.data / family.pipeline
+        update = least.elements / shape.sharded_over / family.pipeline
         return (family.num_microbatches - 1) * slowest + pass_s + self.model.optimizer_s(update)
 
     def _least(self, shape: Shape) -> "_Least | None":
@@ -270,7 +307,6 @@ class Explorer:
 
     def _least_of(self, shape: Shape) -> "_Least | None":
         model, runs = self.model, self.chain.runs
-        links = model.links(shape.tensor, 1)
         counts = np.array([run.length for run in runs], dtype=float)
         state = state_bytes(shape, self.training)
         # With one micro-batch a gradient comes when its layer's activations go.
@@ -278,21 +314,19 @@ class Explorer:
         seconds, forward, elements, kept, passing = [], [], [], [], []
         for run in runs:
             kind = model.kinds[run.start]
-            compute = model.compute(kind, shape)
-            traffic = model.tensor_traffic(kind, shape)
-            tensor_s = sum(collective_s(item.kind, item.bytes, links) for _, _, item in traffic)
-            tensor_s *= 1.0 - model.software.tensor_overlap
-            total, trainable = model.elements(kind, shape)
+            pass_s, forward_s = self._pass_s(run.start, shape)
+            exchange_s = model.least_exchange_s(kind, shape)
+            total, trainable = model.stored_elements(kind, shape)
             _, costs, tensor = model.mode(kind, shape)
-            saved = costs.saved.at(shape.micro_batch, self.training.compute_bytes, tensor)
+            saved = costs.saved.at(shape.samples, self.training.compute_bytes, tensor)
             kept_bytes = saved + model.arriving_bytes(kind, shape, recomputed=False)
             if kind.can_recompute:
-                full = costs.full.at(shape.micro_batch, self.training.compute_bytes, tensor)
+                full = costs.full.at(shape.samples, self.training.compute_bytes, tensor)
                 kept_bytes = min(kept_bytes, full + model.arriving_bytes(kind, shape, recomputed=True))
             if not model.keeps_as_traced:
                 kept_bytes = saved = 0.0
-            seconds.append(compute.forward + compute.backward + tensor_s)
-            forward.append(compute.forward)
+            seconds.append(pass_s + sum(exchange_s))
+            forward.append(forward_s + exchange_s[0])
             elements.append(trainable)
             kept.append(total * state.sharded_parameters + trainable * (gradients + state.optimizer) + kept_bytes)
             passing.append(saved)
@@ -313,7 +347,7 @@ class Explorer:
         if shape.pipeline == 1:
             weights = [min(more * c.microbatch_s + c.once_s for c in costs) for costs in prices.costs]
             shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
-            twice_s = self.model.optimizer_s(shared / shape.data_shard)
+            twice_s = self.model.optimizer_s(shared / shape.sharded_over)
             return float(counts @ np.array(weights)) - twice_s
         each, forward = self._fastest_s(prices)
         if is_chunked(shape.schedule):
@@ -357,6 +391,10 @@ class Explorer:
         return bound, "optimal" if optimal else "feasible", name
 
 
+TENSOR_APART: tuple[Axis, ...] = ("pipeline", "data_replicate", "tensor", "data_shard", "context")
+"""The order of mesh axes in which context and expert ranks are neighbours, not those of tensor."""
+
+
 def _frugal_shape(family: Family) -> Shape:
     """The family's shape with everything sharded over all data ranks."""
     return Shape(
@@ -369,4 +407,7 @@ def _frugal_shape(family: Family) -> Shape:
         sequence=family.sequence,
         schedule=family.schedule,
         virtual_stages=family.virtual_stages,
+        context=family.context,
+        context_kind=family.context_kind,
+        expert=family.expert,
     )

@@ -74,13 +74,14 @@ def closest_plan(explorer: Explorer, pins: Pins) -> Closest | None:
 
 
 def _frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
-    """Per choice of tensor, pipeline and sequence: the smallest micro-batch and the widest sharding."""
+    """Per choice of degrees: the smallest micro-batch and the widest sharding."""
     space = Space(explorer.profile, explorer.cluster, explorer.training, pins)
     smallest: dict[object, Shape] = {}
     for family in space.families():
         if is_chunked(family.schedule) and pins.schedule is None:
             continue  # 1F1B holds no more
-        key = family.tensor, family.pipeline, family.sequence, family.schedule, family.virtual_stages
+        degrees = family.tensor, family.context, family.expert, family.pipeline
+        key = *degrees, family.sequence, family.schedule, family.virtual_stages
         if key not in smallest or family.micro_batch < smallest[key].micro_batch:
             smallest[key] = max(
                 space.shapes(family), key=lambda s: (s.data_shard, s.gradient_sync == "every", s.reshard)

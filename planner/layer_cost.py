@@ -353,12 +353,13 @@ class CostModel:
         """Links of the groups that parameters are sharded over."""
         return self.links(shape.sharded_over, shape.shard_stride)
 
-    def _context(self, kind: Kind, shape: Shape) -> ContextCost:
-        """Exchanges of a layer's attention between context ranks."""
+    def _context(self, kind: Kind, shape: Shape, stride: int | None = None) -> ContextCost:
+        """Exchanges of a layer's attention between context ranks; stride: between them, if not as the shape has it."""
         if shape.context == 1:
             return NOTHING
         mode, costs, tensor = self.mode(kind, shape)
-        key = kind.layer_class, mode, tensor, shape.micro_batch, shape.context, shape.context_kind, shape.mesh_axes
+        apart = shape.stride("context") if stride is None else stride
+        key = kind.layer_class, mode, tensor, shape.micro_batch, shape.context, shape.context_kind, apart
         if key not in self._contexts:
             self._contexts[key] = context_cost(
                 self.layer_class(kind),
@@ -368,19 +369,30 @@ class CostModel:
                 tensor,
                 shape.context,
                 shape.context_kind,
-                self.axis_links(shape, "context"),
+                self.links(shape.context, apart),
                 self.device,
                 self.training.precision,
             )
         return self._contexts[key]
 
-    def _dispatch(self, kind: Kind, shape: Shape) -> tuple[float, float, float]:
+    def least_exchange_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
+        """Exposed seconds of a layer's exchanges with context and expert ranks in the forward, and in the backward
+        without recompute, where these ranks are neighbours: no order of the mesh axes takes less."""
+        context = self._context(kind, shape, 1)
+        expert_s = self._exposed_dispatch_s(self._dispatch(kind, shape, 1)[0], kind, shape)
+        return context.forward_s + 2 * expert_s, context.backward_s + 2 * expert_s
+
+    def _exposed_dispatch_s(self, dispatch_s: float, kind: Kind, shape: Shape) -> float:
+        """What is left of sending tokens to experts where the stack hides a share of it behind the layer's work."""
+        return dispatch_s - min(self.software.expert_overlap * dispatch_s, self.compute(kind, shape).forward)
+
+    def _dispatch(self, kind: Kind, shape: Shape, stride: int | None = None) -> tuple[float, float, float]:
         """(seconds, bytes, calls) of sending a layer's tokens to their experts once for one micro-batch; bringing them
-        back takes the same, and so do their gradients."""
+        back takes the same, and so do their gradients. stride: between expert ranks, if not as the shape has it."""
         if shape.expert == 1:
             return 0.0, 0.0, 0.0
         slices = shape.tensor if self.mode(kind, shape)[0] == "sequence" else 1
-        links = self.links(shape.expert, shape.expert_stride)
+        links = self.links(shape.expert, shape.expert_stride if stride is None else stride)
         whole, banks = self.layer_class(kind).whole, self.layer_class(kind).experts
         seconds = total = 0.0
         for bank in banks:
@@ -453,8 +465,8 @@ class CostModel:
         kept, working = self._activation_bytes(kind, shape, option.recompute)
         uncast = full and not state.buffers and not uses_fully_shard(shape, self.training)
         held = 0.0 if resharded or uncast else total.gathered * state.gathered
-        context, dispatch_s = self._context(kind, shape), self._dispatch(kind, shape)[0]
-        expert_s = dispatch_s - min(self.software.expert_overlap * dispatch_s, seconds.forward)
+        context = self._context(kind, shape)
+        expert_s = self._exposed_dispatch_s(self._dispatch(kind, shape)[0], kind, shape)
         again_s, freed = self._parts(kind, shape, option.recompute)
         freed *= self.software.memory.kept(option.recompute, self.training.precision)
         if freed:
@@ -554,6 +566,11 @@ class CostModel:
         experts = frozenset(name for bank in self.layer_class(kind).experts for name in bank.parameters)
         others, others_trainable = self.elements(kind, shape, without | experts)
         return spread(total, total - others, shape), spread(trainable, trainable - others_trainable, shape)
+
+    def stored_elements(self, kind: Kind, shape: Shape) -> tuple[float, float]:
+        """(all, trainable) elements of a layer, as if all were sharded over the ranks that share its other ones."""
+        total, trainable = self._spread(kind, shape)
+        return total.stored, trainable.stored
 
     def moved_elements(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[float, float]:
         """(all, trainable) elements that data shards gather and reduce for a layer."""

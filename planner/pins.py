@@ -183,8 +183,6 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
 
 def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> str:
     """Why the space has no shape with these pins, not even one that a rule excludes."""
-    if pins.context not in (None, 1) or pins.expert not in (None, 1):
-        return "context and expert parallelism are priced in plan files, but not searched for yet"
     if pins.sequence_ways not in (None, 1):
         return f"tokens are split {pins.sequence_ways} ways by tensor={pins.sequence_ways} with sequence parallelism"
     return (

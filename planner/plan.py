@@ -31,7 +31,10 @@ Schedule = Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb
 
 EXECUTABLE_RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
 EXECUTABLE_SCHEDULES: tuple[Schedule, ...] = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
-"""What the executor runs."""
+EXECUTABLE_CONTEXTS: tuple[ContextKind, ...] = ()
+EXECUTES_EXPERTS: bool = False
+"""What the executor runs: kinds of recompute, schedules, kinds of context parallelism, and expert parallelism. The
+default search stays inside; `Pins.everything` and pins by name or degree go beyond."""
 
 
 def stage_of(schedule: Schedule, rank: int, chunk: int, num_ranks: int) -> int:

@@ -50,9 +50,11 @@ class _Priced:
     def simplicity(self) -> tuple[float, ...]:
         """Smaller is simpler: kinds of parallelism, then memory in use, then a fixed order of degrees."""
         d = self.plan.degrees
-        kinds = sum(degree > 1 for degree in (d.data_replicate, d.data_shard, d.tensor, d.pipeline))
+        split = d.data_replicate, d.data_shard, d.tensor, d.pipeline, d.context, d.expert
+        kinds = sum(degree > 1 for degree in split)
         memory = max(stage.device_bytes for stage in self.estimate.memory)
-        return (kinds + self.plan.sequence_parallel, memory, d.pipeline, d.tensor, d.data_shard, self.plan.micro_batch)
+        order = d.pipeline, d.tensor, d.context, d.expert, d.data_shard, self.plan.micro_batch
+        return (kinds + self.plan.sequence_parallel, memory, *order)
 
 
 def search(
@@ -84,7 +86,7 @@ def search(
     rules = [(rule, _follow(explorer, rule, deadline)) for rule in rules_of_thumb(cluster, training)]
     finalists = [_price(explorer, s) for s in outcome.solved if s.seconds <= outcome.best.seconds * (1 + WINDOW)]
     followed = [priced for _, priced in rules if priced is not None]
-    chosen = _simplest(finalists + (followed if pins == Pins() else []))
+    chosen = _simplest(finalists + (followed if pins in (Pins(), Pins(everything=True)) else []))
     objective = chosen.estimate.closed_form_s
     certificate = Certificate(
         objective=objective,

@@ -1,20 +1,60 @@
-"""The space of shapes as a tree: degrees and micro-batch first, then how data is split and axes are ordered.
+"""The space of shapes as a tree: degrees first, then micro-batch and schedule, then how data is split and axes are
+ordered.
 
-Every shape is counted. Whole subtrees that a rule excludes are counted by product, not enumerated.
+Every shape is counted. What is not expanded, and whole subtrees that a rule excludes, are counted by product.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
-from typing import Literal
+from itertools import permutations, product
+from typing import Literal, get_args
 
-from ..profiler.cluster import ClusterSpec
+from ..profiler.cluster import ClusterSpec, Group
 from ..profiler.model_profile import ModelProfile
-from .plan import AXES, EXECUTABLE_SCHEDULES, Axis, Schedule
+from .plan import (
+    AXES,
+    EXECUTABLE_CONTEXTS,
+    EXECUTABLE_SCHEDULES,
+    EXECUTES_EXPERTS,
+    Axis,
+    ContextKind,
+    Schedule,
+)
 from .simulate import ZERO_BUBBLE, is_chunked
-from .strategy import Pins, Shape, divisors, legal_cuts, sequence_rule, sharding_rule, tensor_rule
+from .strategy import (
+    Pins,
+    Shape,
+    context_rule,
+    divisors,
+    expert_rule,
+    has_experts,
+    has_sequence_attention,
+    legal_cuts,
+    sequence_rule,
+    sharding_rule,
+    tensor_rule,
+)
 from .training import TrainingSpec
+
+
+@dataclass(frozen=True)
+class Split:
+    """Families that differ only in micro-batch and schedule: how the model, its sequences and its experts are split,
+    and how many ranks see different samples."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    sequence: bool
+    context: int = 1
+    context_kind: ContextKind = "ring"
+    expert: int = 1
+
+    @property
+    def tokens_over(self) -> int:
+        """Tensor ranks that hold tokens of their own."""
+        return self.tensor if self.sequence else 1
 
 
 @dataclass(frozen=True)
@@ -29,6 +69,49 @@ class Family:
     micro_batch: int
     num_microbatches: int
     virtual_stages: int = 1
+    context: int = 1
+    context_kind: ContextKind = "ring"
+    expert: int = 1
+
+    @property
+    def split(self) -> Split:
+        """What it shares with families of other micro-batches and schedules."""
+        return Split(self.tensor, self.pipeline, self.data, self.sequence, self.context, self.context_kind, self.expert)
+
+
+Number = tuple[int, int]
+"""How many there are for several micro-batches, and for one."""
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Micro-batches and schedules of a pipeline degree over a number of data ranks. legal: (schedule, stages of each
+    rank, micro-batch, how many of them) of each; rejected: rule -> those that it excludes."""
+
+    legal: tuple[tuple[Schedule, int, int, int], ...]
+    rejected: dict[str, Number]
+
+    @property
+    def num_legal(self) -> Number:
+        """Legal pairs of micro-batch and schedule."""
+        several = sum(count > 1 for _, _, _, count in self.legal)
+        return several, len(self.legal) - several
+
+    @property
+    def total(self) -> Number:
+        """All pairs, legal or not."""
+        several, one = self.num_legal
+        return several + sum(n for n, _ in self.rejected.values()), one + sum(n for _, n in self.rejected.values())
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """An order of the mesh axes: where each group sits, and how far neighbours are apart that hold other tokens
+    (without and with those of sequence parallelism)."""
+
+    axes: tuple[Axis, ...]
+    places: tuple[Group, ...]
+    expert_strides: tuple[int, int]
 
 
 MOST_CHUNKS = 8
@@ -48,54 +131,126 @@ class Space:
         self.pins = pins
         self.rejected: Counter[str] = Counter()
         self._most_stages = len(legal_cuts(profile)) + 1
-        self._may_shard = sharding_rule(profile, training.precision) is None
-        self._cached_orders: dict[tuple[int, int, int, int], tuple[tuple[Axis, ...], ...]] = {}
+        self._sharding_rule = sharding_rule(profile, training.precision)
+        self._kinds = _context_kinds(profile, pins)
+        self._spreads_experts = (pins.expert or 1) > 1 or (
+            has_experts(profile) and (EXECUTES_EXPERTS or pins.everything)
+        )
+        self._groups: dict[tuple[int, int], Group] = {}
+        self._known_passes: dict[tuple[int, int], _Passes] = {}
+        self._known_placed: dict[tuple[int, int, int, int, int], tuple[_Placed, ...]] = {}
+        self._known_orders: dict[tuple[object, ...], tuple[tuple[Axis, ...], ...]] = {}
+        self._known_leaves: dict[tuple[object, ...], Number] = {}
 
     def families(self) -> Iterator[Family]:
         """Legal families; fills `rejected` on the way."""
-        num_devices = self.cluster.num_devices
-        if not (self.pins.allows("context", 1) and self.pins.allows("expert", 1)):
-            return  # neither axis is part of the space yet
-        for tensor in divisors(num_devices):
-            if not (self.pins.allows("tensor", tensor) and self._sequence_modes(tensor)):
-                continue
-            for pipeline in divisors(num_devices // tensor):
-                if not self.pins.allows("pipeline", pipeline):
-                    continue
-                rule = tensor_rule(self.profile, tensor)
-                if rule is None and (tensor > 1 or (pipeline > 1 and self.training.is_mixed)):
-                    rule = sharding_rule(self.profile, self.training.precision)
-                data = num_devices // tensor // pipeline
-                if not self._splits(data):
-                    continue
-                if rule is None and pipeline > self._most_stages:
-                    found = f"pipeline={pipeline} has more stages than the model can be cut into ({self._most_stages})"
-                    yield from self._reject(found, tensor, pipeline, data)
-                elif rule is None and self.training.global_batch % data:
-                    found = f"global batch {self.training.global_batch} is no multiple of {data} data ranks"
-                    yield from self._reject(found, tensor, pipeline, data)
-                elif rule is not None:
-                    yield from self._reject(rule, tensor, pipeline, data)
-                else:
-                    yield from self._legal(tensor, pipeline, data)
+        for split in self.splits():
+            yield from self.families_of(split)
 
-    def _legal(self, tensor: int, pipeline: int, data: int) -> Iterator[Family]:
-        for micro_batch in divisors(self.training.global_batch // data):
+    def splits(self) -> Iterator[Split]:
+        """Legal splits that have legal families; fills `rejected` on the way, also with what is illegal below them."""
+        num_devices, mixed = self.cluster.num_devices, self.training.is_mixed
+        for tensor in divisors(num_devices):
+            if not self.pins.allows("tensor", tensor):
+                continue
+            by_tensor = tensor_rule(self.profile, tensor)
+            for context in self._contexts(num_devices // tensor):
+                modes = [s for s in (False, True)[: 1 + (tensor > 1)] if self.pins.splits_sequences(tensor, s, context)]
+                if not modes:
+                    continue
+                by_mode = {s: sequence_rule(self.profile, tensor, context) if s else None for s in modes}
+                kinds = self._kinds if context > 1 else ("ring",)
+                by_kind = {kind: context_rule(self.profile, context, tensor, kind) for kind in kinds}
+                for pipeline in divisors(num_devices // tensor // context):
+                    data = num_devices // tensor // context // pipeline
+                    if not (self.pins.allows("pipeline", pipeline) and self._shards(data)):
+                        continue
+                    sharded = tensor > 1 or context > 1 or (pipeline > 1 and mixed)
+                    rule = by_tensor or (self._sharding_rule if sharded else None) or self._degree_rule(pipeline, data)
+                    passes = self._passes(pipeline, data)
+                    for kind, sequence in product(kinds, modes):
+                        tokens_over = tensor if sequence else 1
+                        for expert in self._experts(data * context * tokens_over):
+                            split = Split(tensor, pipeline, data, sequence, context, kind, expert)
+                            found = rule or by_kind[kind] or by_mode[sequence] or expert_rule(self.profile, expert)
+                            if found is not None:
+                                self._reject(found, passes.total, split)
+                                continue
+                            for reason, number in passes.rejected.items():
+                                self._reject(reason, number, split)
+                            if passes.legal and self.num_shapes_of(split):
+                                yield split
+
+    def _degree_rule(self, pipeline: int, data: int) -> str | None:
+        if pipeline > self._most_stages:
+            return f"pipeline={pipeline} has more stages than the model can be cut into ({self._most_stages})"
+        if self.training.global_batch % data:
+            return f"global batch {self.training.global_batch} is no multiple of {data} data ranks"
+        return None
+
+    def _contexts(self, num_ranks: int) -> list[int]:
+        """Context degrees that the pins allow, legal or not; only 1 where the model or the executor knows no other."""
+        degrees = divisors(num_ranks) if self._kinds else [1]
+        return [context for context in degrees if self.pins.allows("context", context)]
+
+    def _experts(self, num_ranks: int) -> list[int]:
+        """The same of expert degrees, for so many ranks that hold different tokens."""
+        degrees = divisors(num_ranks) if self._spreads_experts else [1]
+        return [expert for expert in degrees if self.pins.allows("expert", expert)]
+
+    def _reject(self, rule: str, number: Number, split: Split) -> None:
+        """Count a rule's share of the shapes below a split."""
+        count = _times(number, self._leaves(split))
+        if count:
+            self.rejected[rule] += count
+
+    def families_of(self, split: Split) -> Iterator[Family]:
+        """The legal families of a legal split."""
+        for schedule, virtual, micro_batch, count in self._passes(split.pipeline, split.data).legal:
+            yield Family(
+                split.tensor,
+                split.pipeline,
+                split.data,
+                split.sequence,
+                schedule,
+                micro_batch,
+                count,
+                virtual,
+                split.context,
+                split.context_kind,
+                split.expert,
+            )
+
+    def micro_batches(self, split: Split) -> Iterator[tuple[int, int]]:
+        """(micro-batch, how many of them) of its legal families."""
+        passes = self._passes(split.pipeline, split.data)
+        yield from dict.fromkeys((micro_batch, count) for _, _, micro_batch, count in passes.legal)
+
+    def _passes(self, pipeline: int, data: int) -> _Passes:
+        key = pipeline, data
+        if key not in self._known_passes:
+            self._known_passes[key] = self._found_passes(pipeline, data)
+        return self._known_passes[key]
+
+    def _found_passes(self, pipeline: int, data: int) -> _Passes:
+        share = max(1, self.training.global_batch // data)
+        legal: list[tuple[Schedule, int, int, int]] = []
+        rejected: dict[str, Number] = {}
+        schedules = self._schedules(pipeline)
+        for micro_batch in divisors(share):
             if not self.pins.allows("micro_batch", micro_batch):
                 continue
-            count = self.training.global_batch // data // micro_batch
+            count, few = share // micro_batch, None
             if micro_batch < self.profile.smallest_micro_batch:
                 few = f"a batch norm of the model needs micro-batches of {self.profile.smallest_micro_batch} samples"
-                self.rejected[few] += self._below(tensor, pipeline, data, count)
-                continue
-            for schedule, virtual in self._schedules(pipeline):
-                rule = self._schedule_rule(schedule, virtual, pipeline, count)
-                if rule is not None:
-                    modes = len(self._sequence_modes(tensor))
-                    self.rejected[rule] += modes * self._leaves(tensor, pipeline, data, count)
-                    continue
-                for sequence in self._sequences(tensor, pipeline, data, count):
-                    yield Family(tensor, pipeline, data, sequence, schedule, micro_batch, count, virtual)
+            for schedule, virtual in schedules:
+                rule = few or self._schedule_rule(schedule, pipeline, count)
+                if rule is None:
+                    legal.append((schedule, virtual, micro_batch, count))
+                else:
+                    several, one = rejected.get(rule, (0, 0))
+                    rejected[rule] = (several + 1, one) if count > 1 else (several, one + 1)
+        return _Passes(tuple(legal), rejected)
 
     def _schedules(self, pipeline: int) -> list[tuple[Schedule, int]]:
         """(schedule, stages of each rank) pairs that the pins allow, legal or not."""
@@ -113,7 +268,7 @@ class Space:
             and (schedule in EXECUTABLE_SCHEDULES or self.pins.everything or self.pins.schedule == schedule)
         ]
 
-    def _schedule_rule(self, schedule: Schedule, virtual: int, pipeline: int, count: int) -> str | None:
+    def _schedule_rule(self, schedule: Schedule, pipeline: int, count: int) -> str | None:
         """The rule that excludes a schedule for `count` micro-batches, or None if it is legal."""
         if schedule == "1f1b" and count < pipeline:
             return "1F1B needs at least as many micro-batches as stages"
@@ -127,50 +282,36 @@ class Space:
             return "zero-bubble schedules run without recompute"
         return None
 
-    def _sequences(self, tensor: int, pipeline: int, data: int, count: int) -> Iterator[bool]:
-        for sequence in self._sequence_modes(tensor):
-            rule = sequence_rule(self.profile, tensor) if sequence else None
-            if rule is None:
-                yield sequence
-            else:
-                self.rejected[rule] += self._leaves(tensor, pipeline, data, count)
+    def _leaves(self, split: Split) -> Number:
+        """Shapes below one family of a split."""
+        tokens_over = split.tokens_over if split.expert > 1 else 1
+        key = split.tensor, split.context, split.pipeline, split.data, split.expert, tokens_over
+        if key not in self._known_leaves:
+            several = one = 0
+            for replicate, shard in self._data_splits(split):
+                orders = len(self._orders(split, replicate, shard))
+                sharded = shard * split.context > 1
+                several += orders * len(_modes(self.pins, split.pipeline, sharded, 2))
+                one += orders * len(_modes(self.pins, split.pipeline, sharded, 1))
+            self._known_leaves[key] = several, one
+        return self._known_leaves[key]
 
-    def _sequence_modes(self, tensor: int) -> list[bool]:
-        """Without and with sequence parallelism, as far as the pins allow."""
-        modes = (False, True) if tensor > 1 else (False,)
-        return [sequence for sequence in modes if self.pins.splits_sequences(tensor, sequence)]
-
-    def _reject(self, rule: str, tensor: int, pipeline: int, data: int) -> Iterator[Family]:
-        """Count everything below a rejected choice of degrees; yields nothing."""
-        share = max(1, self.training.global_batch // data)
-        micro_batches = [b for b in divisors(share) if self.pins.allows("micro_batch", b)]
-        count = sum(self._below(tensor, pipeline, data, share // b) for b in micro_batches)
-        if count:
-            self.rejected[rule] += count
-        return iter(())
-
-    def _below(self, tensor: int, pipeline: int, data: int, count: int) -> int:
-        """Shapes of all schedules and modes for `count` micro-batches."""
-        modes = len(self._sequence_modes(tensor))
-        return modes * len(self._schedules(pipeline)) * self._leaves(tensor, pipeline, data, count)
-
-    def _leaves(self, tensor: int, pipeline: int, data: int, count: int) -> int:
-        """Shapes below one family."""
-        total = 0
-        for replicate, shard in self._splits(data):
-            modes = len(_modes(self.pins, pipeline, shard, count))
-            total += modes * len(self._orders(replicate, shard, tensor, pipeline))
-        return total
+    def num_shapes_of(self, split: Split) -> int:
+        """Shapes of all legal families of a split."""
+        return _times(self._passes(split.pipeline, split.data).num_legal, self._leaves(split))
 
     def num_shapes(self, family: Family) -> int:
         """Shapes of a family."""
-        return self._leaves(family.tensor, family.pipeline, family.data, family.num_microbatches)
+        several, one = self._leaves(family.split)
+        return several if family.num_microbatches > 1 else one
 
     def shapes(self, family: Family) -> Iterator[Shape]:
         """Every shape of a family."""
-        for replicate, shard in self._splits(family.data):
-            for sync, reshard in _modes(self.pins, family.pipeline, shard, family.num_microbatches):
-                for order in self._orders(replicate, shard, family.tensor, family.pipeline):
+        split = family.split
+        for replicate, shard in self._data_splits(split):
+            sharded = shard * family.context > 1
+            for sync, reshard in _modes(self.pins, family.pipeline, sharded, family.num_microbatches):
+                for order in self._orders(split, replicate, shard):
                     yield Shape(
                         data_replicate=replicate,
                         data_shard=shard,
@@ -184,53 +325,110 @@ class Space:
                         gradient_sync=sync,
                         reshard=reshard,
                         mesh_axes=order,
+                        context=family.context,
+                        context_kind=family.context_kind,
+                        expert=family.expert,
                     )
 
-    def _splits(self, data: int) -> list[tuple[int, int]]:
-        """(data_replicate, data_shard) pairs that the pins allow; without sharding where a parameter forbids it."""
+    def _data_splits(self, split: Split) -> list[tuple[int, int]]:
+        """(data_replicate, data_shard) pairs over whose ranks the experts can be spread."""
+        over = split.context * split.tokens_over
+        return [(split.data // shard, shard) for shard in self._shards(split.data) if shard * over % split.expert == 0]
+
+    def _shards(self, data: int) -> list[int]:
+        """data_shard degrees that the pins allow; without sharding where a parameter forbids it."""
         return [
-            (data // shard, shard)
-            for shard in (divisors(data) if self._may_shard else [1])
+            shard
+            for shard in (divisors(data) if self._sharding_rule is None else [1])
             if self.pins.allows("data_shard", shard) and self.pins.allows("data_replicate", data // shard)
         ]
 
-    def _orders(self, replicate: int, shard: int, tensor: int, pipeline: int) -> tuple[tuple[Axis, ...], ...]:
+    def _orders(self, split: Split, replicate: int, shard: int) -> tuple[tuple[Axis, ...], ...]:
         """Orders of the mesh axes that differ in where some group sits; on one host there is one."""
-        key = replicate, shard, tensor, pipeline
-        if key not in self._cached_orders:
+        tokens_over = split.tokens_over if split.expert > 1 else 1
+        key = replicate, shard, split.context, split.tensor, split.pipeline, split.expert, tokens_over
+        if key not in self._known_orders:
+            orders: dict[tuple[Group, ...], tuple[Axis, ...]] = {}
+            for placed in self._placed(replicate, shard, split.context, split.tensor, split.pipeline):
+                places = placed.places
+                if split.expert > 1:
+                    places += (self._group(split.expert, placed.expert_strides[tokens_over > 1]),)
+                orders.setdefault(places, placed.axes)
+            self._known_orders[key] = tuple(orders.values())
+        return self._known_orders[key]
+
+    def _placed(self, replicate: int, shard: int, context: int, tensor: int, pipeline: int) -> tuple[_Placed, ...]:
+        """All orders of the axes, each with where its groups sit; one on one host. Context ranks shard parameters
+        together with data_shard, behind which they come."""
+        key = replicate, shard, context, tensor, pipeline
+        if key not in self._known_placed:
             degrees: dict[Axis, int] = {
                 "pipeline": pipeline,
                 "data_replicate": replicate,
                 "data_shard": shard,
+                "context": context,
                 "tensor": tensor,
             }
-            self._cached_orders[key] = _orders(self.cluster, degrees)
-        return self._cached_orders[key]
+            self._known_placed[key] = self._found_placed(degrees)
+        return self._known_placed[key]
+
+    def _found_placed(self, degrees: dict[Axis, int]) -> tuple[_Placed, ...]:
+        joined: tuple[Axis, ...] = ("data_shard", "context") if degrees["context"] > 1 else ("data_shard",)
+        units: tuple[tuple[Axis, ...], ...] = (("pipeline",), ("data_replicate",), joined, ("tensor",))
+        active = [unit for unit in units if any(degrees[axis] > 1 for axis in unit)]
+        if self.cluster.num_hosts == 1 or len(active) < 2:
+            return (_Placed(AXES, (), (1, 1)),)
+        used = {axis for unit in active for axis in unit}
+        idle = tuple(axis for axis in AXES if axis not in used)
+        found = []
+        for order in permutations(active):
+            axes = tuple(axis for unit in order for axis in unit)
+            strides: dict[Axis, int] = {}
+            stride = 1
+            for axis in reversed(axes):
+                strides[axis] = stride
+                stride *= degrees[axis]
+            places = [self._group(degrees[axis], strides[axis]) for axis in AXES if axis in used]
+            if len(joined) > 1:
+                places.append(self._group(degrees["data_shard"] * degrees["context"], strides["context"]))
+            held = [strides[axis] for axis in joined if degrees[axis] > 1]
+            sliced = [*held, strides["tensor"]] if degrees["tensor"] > 1 else held
+            apart = min(held, default=1), min(sliced, default=1)
+            found.append(_Placed(idle + axes, tuple(places), apart))
+        return tuple(found)
+
+    def _group(self, size: int, stride: int) -> Group:
+        key = size, stride
+        if key not in self._groups:
+            self._groups[key] = self.cluster.group(size, stride)
+        return self._groups[key]
 
 
-def _modes(pins: Pins, pipeline: int, shard: int, count: int) -> list[tuple[Literal["every", "last"], bool]]:
+def _times(pairs: Number, leaves: Number) -> int:
+    """Shapes of so many pairs of micro-batch and schedule with so many shapes below each."""
+    return pairs[0] * leaves[0] + pairs[1] * leaves[1]
+
+
+def _context_kinds(profile: ModelProfile, pins: Pins) -> tuple[ContextKind, ...]:
+    """Kinds of context parallelism in the space: what the executor runs, all if asked for everything, and what is
+    asked for by name or by degree. None where a model has no use for it, unless it is asked for."""
+    asked = (pins.context or 1) > 1
+    if not (asked or has_sequence_attention(profile)):
+        return ()
+    allowed: tuple[ContextKind, ...] = tuple(k for k in get_args(ContextKind) if pins.allows("context_kind", k))
+    run = tuple(kind for kind in allowed if kind in EXECUTABLE_CONTEXTS)
+    if pins.everything or pins.context_kind is not None or (asked and not run):
+        return allowed
+    return run
+
+
+def _modes(pins: Pins, pipeline: int, sharded: bool, count: int) -> list[tuple[Literal["every", "last"], bool]]:
     """(when gradients are reduced, whether a pipeline's layers give parameters back): choices only where they save
     memory, that is with shards, and for the first with several micro-batches."""
     syncs: tuple[Literal["every", "last"], ...] = ("last",)
-    if shard > 1 and count > 1:
+    if sharded and count > 1:
         syncs = ("every", "last") if pins.gradient_sync is None else (pins.gradient_sync,)
     reshards: tuple[bool, ...] = (False,)
-    if shard > 1 and pipeline > 1:
+    if sharded and pipeline > 1:
         reshards = (False, True) if pins.reshard is None else (pins.reshard,)
     return [(sync, reshard) for sync in syncs for reshard in reshards]
-
-
-def _orders(cluster: ClusterSpec, degrees: dict[Axis, int]) -> tuple[tuple[Axis, ...], ...]:
-    active = [axis for axis in AXES if degrees.get(axis, 1) > 1]
-    if cluster.num_hosts == 1 or len(active) < 2:
-        return (AXES,)
-    idle = tuple(axis for axis in AXES if axis not in active)
-    orders: dict[tuple[tuple[Axis, int, int], ...], tuple[Axis, ...]] = {}
-    for order in permutations(active):
-        stride, places = 1, []
-        for axis in reversed(order):
-            group = cluster.group(degrees[axis], stride)
-            places.append((axis, group.ranks_per_host, group.hosts))
-            stride *= degrees[axis]
-        orders.setdefault(tuple(sorted(places)), idle + order)
-    return tuple(orders.values())

@@ -180,6 +180,7 @@ class Pins:
     everything: bool = False
     """Also what is priced but not run yet."""
     context: int | None = None
+    context_kind: ContextKind | None = None
     expert: int | None = None
     most: tuple[tuple[str, int], ...] = ()
     """(name, largest value) of numbers that are bounded, not fixed."""
@@ -208,6 +209,7 @@ class Pins:
         return (
             all(self.allows(name, getattr(shape, name)) for name in (*names, "schedule"))
             and (shape.pipeline == 1 or self.allows("virtual_stages", shape.virtual_stages))
+            and (shape.context == 1 or self.allows("context_kind", shape.context_kind))
             and self.splits_sequences(shape.tensor, shape.sequence, shape.context)
         )
 
@@ -247,23 +249,35 @@ def tensor_rule(profile: ModelProfile, tensor: int) -> str | None:
     return None
 
 
-def sequence_rule(profile: ModelProfile, tensor: int) -> str | None:
-    """The rule that excludes sequence parallelism beside a tensor degree, or None if it is legal."""
+def sequence_rule(profile: ModelProfile, tensor: int, context: int = 1) -> str | None:
+    """The rule that excludes sequence parallelism beside a tensor and a context degree, or None if it is legal."""
     if not any(c.sequence is not None for c in profile.classes):
         return "sequence: no layer runs on a slice of its sequence"
     if profile.seq_len is None or profile.seq_len % tensor:
         return f"sequence: tensor={tensor} does not divide the sequence of {profile.seq_len}"
+    if profile.seq_len // context % tensor:
+        return f"sequence: tensor={tensor} does not divide the {profile.seq_len // context} tokens of a context rank"
     both = _names_read(profile, sliced=True) & _names_read(profile, sliced=False)
     if both:
         return f"sequence: {min(both)} is read on slices of the sequence and on the whole of it"
     return None
 
 
+def has_sequence_attention(profile: ModelProfile) -> bool:
+    """Whether there is attention over a sequence, which context parallelism splits."""
+    return profile.seq_len is not None and bool(profile.attention_modules)
+
+
+def has_experts(profile: ModelProfile) -> bool:
+    """Whether any layer has a bank of experts."""
+    return any(c.experts for c in profile.classes)
+
+
 def context_rule(profile: ModelProfile, context: int, tensor: int, kind: ContextKind) -> str | None:
     """The rule that excludes a context degree beside a tensor degree, or None if it is legal."""
     if context == 1:
         return None
-    if profile.seq_len is None or not profile.attention_modules:
+    if profile.seq_len is None or not has_sequence_attention(profile):
         return "context: the model has no attention over a sequence"
     if profile.seq_len % (2 * context):
         return (

@@ -175,18 +175,28 @@ class ClusterSpec(_Document):
 
 @cache
 def _worst_group(size: int, stride: int, devices_per_host: int, num_devices: int) -> Group:
+    if stride >= devices_per_host:
+        return Group(ranks_per_host=1, hosts=size)
     span = size * stride
     repeat = math.lcm(span, devices_per_host)
     worst = (1, -size)
     for block in range(0, min(repeat, max(num_devices, span)), span):
-        for offset in range(min(stride, devices_per_host)):
-            per_host: dict[int, int] = {}
-            for member in range(size):
-                host = (block + offset + member * stride) // devices_per_host
-                per_host[host] = per_host.get(host, 0) + 1
-            worst = max(worst, (len(per_host), -max(per_host.values())))
+        for first in range(block, block + stride):
+            worst = max(worst, _spread(first, size, stride, devices_per_host))
     hosts, negative_ranks = worst
     return Group(ranks_per_host=-negative_ranks, hosts=hosts)
+
+
+def _spread(first: int, size: int, stride: int, devices_per_host: int) -> tuple[int, int]:
+    """(hosts of `size` ranks from `first` on, the most of them on one host, negative), with strides within a host: how
+    many a host has repeats after `stride` hosts."""
+    begins, ends = first // devices_per_host, (first + (size - 1) * stride) // devices_per_host
+
+    def before(host: int) -> int:
+        return min(size, max(0, -(-(host * devices_per_host - first) // stride)))
+
+    hosts = (*range(begins, min(ends, begins + stride + 1)), ends)
+    return ends - begins + 1, -max(before(host + 1) - before(host) for host in hosts)
 
 
 def device_names() -> list[str]:

@@ -466,8 +466,8 @@ def test_an_unknown_variant_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "offload", "told"),
     [
-        ({"context": 4, "data_shard": 2}, False, "context=4 is priced, not run"),
-        ({"expert": 8}, False, "expert=8 is priced, not run"),
+        ({"context": 4, "data_shard": 2}, False, "priced, not run yet: context=4 (ring); the executor runs context=1"),
+        ({"expert": 8}, False, "priced, not run yet: expert=8"),
         ({"offload_optimizer": True}, False, "offload to the host is priced, not run"),
         ({}, True, "offload to the host is priced, not run"),
         ({"recompute_parts": ("experts",)}, False, "recompute_parts is priced, not run"),

@@ -161,7 +161,8 @@ def test_what_a_rule_rejects_is_rejected_in_a_part_too(name: str) -> None:
         (Pins(tensor=4, data_shard=4, recompute="full"), ["tensor=4", "data_shard=4"], ["recompute"]),
         (Pins(micro_batch=5, pipeline=2), ["micro_batch=5", "global batch of 24"], ["pipeline=2"]),
         (Pins(sequence_ways=3), ["sequence=3"], []),
-        (Pins(context=2), ["context=2", "not searched"], []),
+        (Pins(context=2), ["context=2", "no attention over a sequence"], []),
+        (Pins(expert=2, pipeline=2), ["expert=2", "no banks of experts"], ["pipeline=2"]),
         (Pins(tensor=4, most=(("tensor", 2),)), ["tensor=4", "tensor at most 2"], []),
     ],
 )

@@ -68,7 +68,7 @@ def plans_of(shape: Shape, model: ModelProfile, on: ClusterSpec, training: Train
             for cuts in itertools.combinations(range(1, num_layers), shape.pipeline * shape.virtual_stages - 1)
             for k in range(1 if shape.schedule in ZERO_BUBBLE else num_layers)
         ]
-    reshards = (False, True) if shape.data_shard > 1 and shape.pipeline == 1 else (shape.reshard,)
+    reshards = (False, True) if shape.sharded_over > 1 and shape.pipeline == 1 else (shape.reshard,)
     options = [LayerOption(r, s) for r in ("none", "full") for s in reshards]  # type: ignore[arg-type]
     plans = []
     for cuts in itertools.combinations(range(1, num_layers), shape.pipeline - 1):

@@ -1,0 +1,229 @@
+"""Context and expert parallelism as dimensions of the space: counted exactly, bounded truly, and solved to the optimum
+of brute force."""
+
+import itertools
+import random
+import time
+from dataclasses import replace
+
+import pytest
+from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile
+from test_search import plans_of
+
+from meshwright.planner.estimate import estimate
+from meshwright.planner.explore import Explorer
+from meshwright.planner.plan import AXES, Axis, ContextKind
+from meshwright.planner.space import Space
+from meshwright.planner.strategy import Pins, Shape, context_rule, divisors, expert_rule, sequence_rule, tensor_rule
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import ClusterSpec, Link
+from meshwright.profiler.model_profile import (
+    Bytes,
+    Experts,
+    LayerClass,
+    ModelProfile,
+    OpPart,
+    OpProfile,
+    ParameterProfile,
+    TensorCut,
+)
+
+KINDS: tuple[ContextKind, ...] = ("ring", "all_to_all", "all_gather")
+EVERYTHING = Pins(everything=True)
+WIDTH, INNER = 256, 1024
+
+
+def with_attention(layer: LayerClass, heads: int, flops: float, queries: int = 512) -> LayerClass:
+    """The class with attention over its sequence."""
+    moved = Bytes(elements=per_sample(SEQ_LEN * 4 * queries))
+    parts: tuple[tuple[OpPart, float], ...] = (("forward", 1.0), ("backward_input", 2.5))
+    attention = tuple(
+        OpProfile(name="sdpa", module="", kind="attention", part=p, flops=per_sample(n * flops), moved=moved)
+        for p, n in parts
+    )
+    cut = TensorCut(kind="attention", columns=("a",), rows=("b",), units=(heads,), sharded={"weight": 0})
+    costs = {
+        name: found.model_copy(update={"operators": found.operators + attention})
+        for name in ("whole", "tensor", "sequence")
+        if (found := getattr(layer, name)) is not None
+    }
+    return layer.model_copy(update={**costs, "cuts": (cut,) if layer.cuts else ()})
+
+
+def with_experts(layer: LayerClass, count: int, copies: int = 2) -> LayerClass:
+    """The class with a bank of experts, one product of each; not cut by tensor parallelism."""
+    rows = per_sample(copies * SEQ_LEN)
+    sides = {
+        "forward": (rows, (WIDTH, 0.0, 0.0, 0.0), (INNER, 0.0, 0.0, 0.0)),
+        "backward_input": (rows, (INNER, 0.0, 0.0, 0.0), (WIDTH, 0.0, 0.0, 0.0)),
+        "backward_weight": ((WIDTH, 0.0, 0.0, 0.0), rows, (INNER, 0.0, 0.0, 0.0)),
+    }
+    products = tuple(
+        OpProfile(
+            name="_grouped_mm",
+            module="experts",
+            kind="matmul",
+            part=part,  # type: ignore[arg-type]
+            flops=per_sample(2 * copies * SEQ_LEN * WIDTH * INNER),
+            moved=Bytes(elements=(float(count * WIDTH * INNER), 0.0, 0.0, 0.0)),
+            shape=shape,
+        )
+        for part, shape in sides.items()
+    )
+    costs = {
+        name: found.model_copy(update={"operators": found.operators + products})
+        for name in ("whole", "tensor", "sequence")
+        if (found := getattr(layer, name)) is not None
+    }
+    bank = Experts(module="experts", count=count, parameters=("up",), routed=rows)
+    up = ParameterProfile(name="up", shape=(count, WIDTH, INNER))
+    return layer.model_copy(update={**costs, "parameters": (*layer.parameters, up), "experts": (bank,)})
+
+
+def wide_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]:
+    """Two or three layers with attention, experts or neither, on 2 to 8 devices over one or two hosts, memory from
+    ample to hopeless."""
+    rng = random.Random(seed)
+    classes = []
+    for i in range(rng.randint(1, 2)):
+        made = layer_class(
+            f"c{i}",
+            flops=rng.uniform(1e10, 4e11),
+            parameters=rng.randrange(1, 40) * 1_000_000,
+            saved=rng.uniform(1e6, 4e8),
+            inputs=rng.uniform(1e5, 5e7),
+            transient=rng.uniform(0, 1e8),
+            heads=rng.choice([None, 4]),
+        )
+        if i == 0 or rng.random() < 0.5:
+            made = with_attention(made, heads=4, flops=rng.uniform(1e9, 1e11))
+        if rng.random() < 0.5:
+            made = with_experts(made, rng.choice([2, 4, 6]))
+        classes.append(made)
+    order = [0, *(rng.randrange(len(classes)) for _ in range(rng.randint(1, 2)))]
+    hosts, per_host = rng.choice([(1, 2), (2, 1), (1, 4), (2, 2), (1, 3), (2, 3)])
+    on = device(memory=rng.choice([0.3e9, 0.6e9, 1e9, 2e9, 4e9]))
+    network = Link(bandwidth=rng.choice([1e9, 50e9]), latency=1e-5)
+    training = TrainingSpec(global_batch=rng.choice([1, 2, 4, 6]), seq_len=SEQ_LEN, memory_margin=0.0)
+    model = profile(classes, order, rng.uniform(1e5, 5e7))
+    layers = tuple(
+        each.model_copy(
+            update={"parameters": tuple(f"{each.name}.{p.name}" for p in classes[each.layer_class].parameters)}
+        )
+        for each in model.layers
+    )
+    return (
+        model.model_copy(update={"layers": layers, "attention_modules": ("attention",)}),
+        cluster(hosts, per_host, on, network),
+        training,
+    )
+
+
+def shapes_of(space: Space) -> list[Shape]:
+    """All shapes of a space, family by family."""
+    return [shape for family in list(space.families()) for shape in space.shapes(family)]
+
+
+def by_hand(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> tuple[int, int]:
+    """(legal, all) shapes of everything, enumerated one by one; on one host, where axes have one order, for a model
+    that may be sharded and cut after every layer, with fewer than 8 stages of a rank."""
+    legal = total = 0
+    num_devices, most = on.num_devices, len(model.layers)
+    for tensor, context, pipeline, shard in itertools.product(divisors(num_devices), repeat=4):
+        if num_devices % (tensor * context * pipeline * shard):
+            continue
+        data = num_devices // (tensor * context * pipeline)
+        share = max(1, training.global_batch // data)
+        chunks = range(2, max(1, most // pipeline) + 1)
+        schedules = [("none", 1)] if pipeline == 1 else [(s, 1) for s in ("1f1b", "gpipe", "zb-h1", "zb-h2")]
+        if pipeline > 1:
+            schedules += [("interleaved", v) for v in chunks] + [("zb-v", 2)] * (2 in chunks)
+        for sequence, kind in itertools.product((False, True)[: 1 + (tensor > 1)], KINDS if context > 1 else KINDS[:1]):
+            experts = divisors(shard * context * (tensor if sequence else 1))
+            for expert, micro_batch, (schedule, _) in itertools.product(
+                experts if any(c.experts for c in model.classes) else [1], divisors(share), schedules
+            ):
+                count = share // micro_batch
+                choices = (1 + (count > 1)) * (1 + (pipeline > 1)) if shard * context > 1 else 1
+                total += choices
+                rules = (
+                    tensor_rule(model, tensor),
+                    context_rule(model, context, tensor, kind),
+                    expert_rule(model, expert),
+                    sequence_rule(model, tensor, context) if sequence else None,
+                )
+                broken = (
+                    any(rules)
+                    or pipeline > most
+                    or training.global_batch % data
+                    or (schedule == "gpipe" and count >= pipeline)
+                    or (schedule not in ("none", "gpipe") and count < pipeline)
+                    or (schedule == "interleaved" and count % max(1, count // pipeline))
+                )
+                legal += 0 if broken else choices
+    return legal, total
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_shape_is_counted_once(seed: int) -> None:
+    model, on, training = wide_instance(seed)
+    one_host = cluster(1, on.num_devices, on.device)
+    space = Space(model, one_host, training, EVERYTHING)
+
+    splits = list(space.splits())
+
+    families = [family for split in splits for family in space.families_of(split)]
+    shapes = [shape for family in families for shape in space.shapes(family)]
+    legal, total = by_hand(model, one_host, training)
+    assert len(shapes) == len(set(shapes)) == legal
+    assert sum(map(space.num_shapes_of, splits)) == sum(map(space.num_shapes, families)) == legal
+    assert legal + sum(space.rejected.values()) == total
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_place_of_context_and_expert_groups_is_tried_once(seed: int) -> None:
+    model, on, training = wide_instance(seed)
+    hosts = cluster(3, 4, on.device)
+    space = Space(model, hosts, training.model_copy(update={"global_batch": 12}), EVERYTHING)
+
+    def places(shape: Shape, order: tuple[Axis, ...]) -> tuple[object, ...]:
+        placed = replace(shape, mesh_axes=order)
+        groups = [hosts.group(shape.degree(axis), placed.stride(axis)) for axis in AXES if shape.degree(axis) > 1]
+        sharded = hosts.group(shape.sharded_over, placed.shard_stride)
+        return (*groups, sharded, hosts.group(shape.expert, placed.expert_stride) if shape.expert > 1 else None)
+
+    found: dict[Shape, list[tuple[Axis, ...]]] = {}
+    for shape in shapes_of(space):
+        found.setdefault(replace(shape, mesh_axes=AXES), []).append(shape.mesh_axes)
+
+    for shape, orders in found.items():
+        legal = [
+            order
+            for order in itertools.permutations(AXES)
+            if shape.context == 1 or order.index("context") == order.index("data_shard") + 1
+        ]
+        assert {places(shape, order) for order in orders} == {places(shape, order) for order in legal}
+        assert len(orders) == len({places(shape, order) for order in orders})
+
+
+def num_plans(seed: int) -> int:
+    """Shapes of an instance: few enough have all their plans enumerated in a test."""
+    return len(shapes_of(Space(*wide_instance(seed), EVERYTHING)))
+
+
+BRUTE_SEEDS = [seed for seed in range(70) if 0 < num_plans(seed) < 50][:30]
+
+
+@pytest.mark.parametrize("seed", BRUTE_SEEDS)
+def test_search_over_everything_finds_the_optimum_of_brute_force(seed: int) -> None:
+    model, on, training = wide_instance(seed)
+
+    outcome = Explorer(model, on, training).explore(EVERYTHING, time.monotonic() + 60)
+
+    shapes = shapes_of(Space(model, on, training, EVERYTHING))
+    plans = itertools.chain.from_iterable(plans_of(shape, model, on, training) for shape in shapes)
+    priced = (estimate(plan, model) for plan in plans)
+    expected = min((found.closed_form_s for found in priced if found.fits), default=None)
+    assert (outcome.best is None) == (expected is None)
+    if outcome.best is not None:
+        assert outcome.best.seconds == pytest.approx(expected, rel=1e-9)
