@@ -118,11 +118,19 @@ class Explorer:
         self._cuts: dict[_Frame, list[Cuts]] = {}
         self._works: dict[tuple[int, bool, int, float], float] = {}
 
-    def explore(self, pins: Pins, deadline_s: float, near: int = MAX_NEAR, progress: Progress | None = None) -> Outcome:
+    def explore(
+        self,
+        pins: Pins,
+        deadline_s: float,
+        near: int = MAX_NEAR,
+        progress: Progress | None = None,
+        cutoff_s: float = float("inf"),
+    ) -> Outcome:
         """Solve every shape that could be the best, up to `near` more within the window of it, and (unless near is 0)
         as many as it takes for enough alternatives to show, even slower ones.
 
-        deadline_s: time.monotonic() at which to stop; the outcome then says it is not complete.
+        deadline_s: time.monotonic() at which to stop; the outcome then says it is not complete. cutoff_s: the closed
+        form of a plan that is known; with near 0 only faster ones are looked for.
         """
         space = Space(self.profile, self.cluster, self.training, pins)
         outcome = Outcome()
@@ -133,15 +141,16 @@ class Explorer:
             heapq.heappush(heap, (self._split_bound(split, space), next(order), split))
         outcome.rejected = dict(space.rejected)
         outcome.total += sum(space.rejected.values())
-        best = float("inf")
+        best = cutoff_s
+        window = WINDOW if near > 0 else 0.0
         extra = 0
         while heap:
             bound = heap[0][0]
             layouts = {solved.shape.layout for solved in outcome.solved}
             few = near > 0 and extra < MAX_NEAR + MAX_SLOW and len(layouts) <= ALTERNATIVES
-            if not few and (bound >= best * (1 + WINDOW) or (bound >= best and extra >= near)):
+            if not few and (bound >= best * (1 + window) or (bound >= best and extra >= near)):
                 break
-            cutoff = best * (SLOWEST if few else 1 + WINDOW)
+            cutoff = best * (SLOWEST if few else 1 + window)
             if time.monotonic() > deadline_s:
                 outcome.complete = False
                 outcome.bound = min(outcome.bound, bound)
@@ -154,7 +163,7 @@ class Explorer:
                         heapq.heappush(heap, (family_bound, next(order), family))
                 continue
             if isinstance(item, Family):
-                if is_chunked(item.schedule) and self._least_of_chunked_s(item, pins) >= cutoff:
+                if is_chunked(item.schedule) and self._least_of_chunked_s(item, pins, cutoff) >= cutoff:
                     continue
                 for shape in space.shapes(item):
                     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
@@ -224,9 +233,9 @@ class Explorer:
             for cuts in self._cuts[self._frame_of(shape)]
         )
 
-    def _least_of_chunked_s(self, family: Family, pins: Pins) -> float:
-        """Seconds that no shape of a chunked family can beat: those of its bound, with the recompute that memory asks
-        for where everything is sharded over all data ranks."""
+    def _least_of_chunked_s(self, family: Family, pins: Pins, cutoff_s: float) -> float:
+        """Seconds that no shape of a chunked family can beat: those of its cuts, with the recompute that memory asks
+        for where everything is sharded over all data ranks; infinite if even without that they reach `cutoff_s`."""
         frugal = _frugal_shape(family)
         sharded = frugal.sharded_over > 1
         shape = replace(
@@ -235,7 +244,7 @@ class Explorer:
             reshard=sharded,
         )
         least = self._least(replace(frugal, schedule="1f1b", virtual_stages=1))
-        if least is None:
+        if least is None or self._least_chunked_s(shape, least.seconds, least.forward_s) >= cutoff_s:
             return float("inf")
         recompute = "none" if family.schedule in ZERO_BUBBLE else pins.recompute
         # Repeated exchanges cost least where their ranks are neighbours: those of tensor, or the others.
@@ -292,9 +301,9 @@ class Explorer:
         least = self._least(replace(shape, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else shape)
         if least is None:
             return float("inf")
-        if is_chunked(shape.schedule):
-            return self._least_chunked_s(shape, least.seconds, least.forward_s)
         pass_s = float(counts @ least.seconds)
+        if is_chunked(shape.schedule):  # its cuts are looked for when it is this bound's turn
+            return family.num_microbatches * pass_s / family.pipeline
         slowest = max(pass_s / family.pipeline, float(least.seconds.max()))
         update = least.elements / shape.sharded_over / family.pipeline
         return (family.num_microbatches - 1) * slowest + pass_s + self.model.optimizer_s(update)

@@ -11,16 +11,20 @@ from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import ModelProfile
 from ..profiler.units import GIB
 from .asked import best_of
+from .estimate import estimate
 from .explore import Explorer
 from .infeasible import closest_plan, grown
 from .plan import Plan
 from .search import InfeasibleError, SearchResult, SolverError, search
-from .sensitivity import repriced, scaled, sensitivity
+from .sensitivity import scaled, sensitivity
 from .strategy import Pins, shape_of
 from .training import Objective, TrainingSpec
 
 MOST_TRIED = 24
 """Numbers of GPUs that are tried one by one between one that is too small and one that does."""
+
+ALMOST = 0.999
+"""A price is right to a tenth of a percent: only plans that are faster by more than that are looked for."""
 
 _NUMBERS = re.compile(r" \d+(?:x\d+)?(?: x \d+)?| \([^)]*\)| with sequence parallel")
 
@@ -117,23 +121,28 @@ def marginal_prices(point: Point, pins: Pins, seconds: float = 30.0) -> tuple[Pr
     if point.result is None:
         return ()
     deadline = time.monotonic() + seconds
-    plan, cluster = point.result.plan, point.cluster
-    base_s = _best_s(point, cluster, plan, pins, deadline)
+    cluster = point.cluster
+    known = [point.result.plan, *(each.plan for each in point.result.runners_up if each.plan is not None)]
+    base_s = min(point.result.estimate.step_time_s, *(each.seconds for each in point.result.runners_up), float("inf"))
     richer = {"1 GiB more per GPU": _with_memory(cluster, GIB), "2x compute": scaled(cluster, "compute", 2.0)}
     richer["2x device memory bandwidth"] = scaled(cluster, "device memory", 2.0)
     if cluster.devices_per_host > 1:
         richer["2x link bandwidth inside hosts"] = scaled(cluster, "links in a host", 2.0)
     if cluster.num_hosts > 1:
         richer["2x network bandwidth"] = scaled(cluster, "network", 2.0)
-    prices = [Price(name, _best_s(point, more, plan, pins, deadline) / base_s - 1) for name, more in richer.items()]
+    prices = [Price(name, _best_s(point, more, known, pins, deadline) / base_s - 1) for name, more in richer.items()]
     return tuple(sorted(prices, key=lambda price: price.share))
 
 
-def _best_s(point: Point, cluster: ClusterSpec, plan: Plan, pins: Pins, deadline: float) -> float:
-    """Seconds of the fastest step on a cluster: the plan's own there, or that of a better one."""
-    seconds = repriced(plan, cluster, point.profile)
-    other = best_of(Explorer(point.profile, cluster, point.training), pins, deadline)
-    return seconds if other is None else min(seconds, other[1].step_time_s)
+def _best_s(point: Point, cluster: ClusterSpec, known: Sequence[Plan], pins: Pins, deadline: float) -> float:
+    """Seconds of the fastest step on a cluster: that of the plans known from a poorer one, which fit there as well, or
+    of a faster one, which alone is searched for."""
+    moved = [estimate(plan.model_copy(update={"cluster": cluster}), point.profile) for plan in known]
+    best = min(moved, key=lambda found: found.closed_form_s)
+    explorer = Explorer(point.profile, cluster, point.training)
+    other = best_of(explorer, pins, deadline, ALMOST * best.closed_form_s)
+    found = [each.step_time_s for each in moved]
+    return min(found if other is None else [*found, other[1].step_time_s])
 
 
 def _with_memory(cluster: ClusterSpec, more_bytes: float) -> ClusterSpec:
