@@ -1,0 +1,368 @@
+"""The search against brute force: on random small problems every plan is priced, and all ways to the optimum agree.
+
+    python -m benchmarks.planning_time.brute_force --instances 500 [--out FOLDER]
+
+Brute force writes down shapes and cuts with loops of its own, and prices each plan with planner/estimate.py; it knows
+no bound, no column, no composition and none of the space's shortcuts (GPipe where 1F1B does as well, orders of axes
+that place every group alike). Beside it: the search, the scan of every shape (exact dynamic programming), and one ILP
+over all shapes, by HiGHS and by CBC.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, permutations, product
+from pathlib import Path
+from typing import get_args
+
+from meshwright.planner.columns import Chain, StagePrices
+from meshwright.planner.estimate import estimate
+from meshwright.planner.explore import Explorer
+from meshwright.planner.ilp import solve_master
+from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.plan import AXES, EXECUTABLE_SCHEDULES, Axis, ContextKind, Plan, Recompute, Schedule
+from meshwright.planner.scan import scan
+from meshwright.planner.simulate import ZERO_BUBBLE, is_chunked
+from meshwright.planner.space import MOST_CHUNKS, Space
+from meshwright.planner.strategy import (
+    LayerOption,
+    Shape,
+    can_recompute,
+    context_rule,
+    divisors,
+    expert_rule,
+    has_experts,
+    make_plan,
+    sequence_rule,
+    shape_of,
+    tensor_rule,
+)
+
+from .instances import Instance, instance
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+"""What the search chooses between for a layer, where nothing is pinned."""
+
+EXACT = 1e-9
+"""Relative difference between brute force, search and scan: rounding."""
+
+OF_SOLVERS = 1e-5
+"""The same of an ILP solved to a gap of 1e-6."""
+
+FEWEST_PLANS = 2
+"""A question with fewer plans is no question."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Seconds of the optimum of one instance by each way; None: nothing fits. Those of the scan and the solvers, and
+    `unchunked`, leave out interleaved and zero-bubble pipelines, which have no ILP."""
+
+    seed: int
+    plans: int
+    label: str
+    brute_force: float | None
+    search: float | None
+    unchunked: float | None
+    scan: float | None
+    highs: float | None
+    cbc: float | None
+    recomputes: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all ways found the same."""
+        exact = _same(self.search, self.brute_force, EXACT) and _same(self.scan, self.unchunked, EXACT)
+        return exact and all(_same(found, self.unchunked, OF_SOLVERS) for found in (self.highs, self.cbc))
+
+
+def _same(one: float | None, other: float | None, tolerance: float) -> bool:
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=tolerance)
+
+
+def agreement(asked: Instance) -> Agreement:
+    """The optimum of an instance by brute force and by all other ways."""
+    best: tuple[float, Plan] | None = None
+    unchunked: float | None = None
+    count = 0
+    for plan in every_plan(asked):
+        count += 1
+        found = estimate(plan, asked.profile)
+        if not found.fits:
+            continue
+        if best is None or found.closed_form_s < best[0]:
+            best = found.closed_form_s, plan
+        if not is_chunked(plan.schedule) and (unchunked is None or found.closed_form_s < unchunked):
+            unchunked = found.closed_form_s
+    explorer = Explorer(asked.profile, asked.cluster, asked.training)
+    searched = explorer.explore(asked.pins, time.monotonic() + 600).best
+    shapes = [shape for shape in _shapes_of_space(asked) if not is_chunked(shape.schedule)]
+    chain = Chain(CostModel(asked.profile, asked.cluster, asked.training))
+
+    def prices() -> list[StagePrices]:
+        return [StagePrices(chain, shape, asked.pins.recompute, asked.pins.reshard) for shape in shapes]
+
+    scanned = [found.seconds for found in map(scan, prices()) if found is not None]
+    solved = [solve_master(prices(), solver=name) if shapes else None for name in ("HiGHS", "CBC")]
+    highs, cbc = (None if found is None else found[0].objective for found in solved)
+    return Agreement(
+        seed=asked.seed,
+        plans=count,
+        label="nothing fits" if best is None else shape_of(best[1]).label,
+        brute_force=None if best is None else best[0],
+        search=None if searched is None else searched.seconds,
+        unchunked=unchunked,
+        scan=min(scanned, default=None),
+        highs=highs,
+        cbc=cbc,
+        recomputes=() if best is None else _recomputes_of(best[1]),
+    )
+
+
+def _shapes_of_space(asked: Instance) -> Iterator[Shape]:
+    space = Space(asked.profile, asked.cluster, asked.training, asked.pins)
+    for family in list(space.families()):
+        yield from space.shapes(family)
+
+
+def _recomputes_of(plan: Plan) -> tuple[str, ...]:
+    return tuple(sorted({layer.recompute for stage in plan.stages for layer in stage.layers}))
+
+
+def every_plan(asked: Instance) -> Iterator[Plan]:
+    """Every plan that agrees with the pins."""
+    for shape in every_shape(asked):
+        for stages in every_assignment(asked, shape):
+            yield make_plan(asked.profile, asked.cluster, asked.training, shape, stages)
+
+
+def num_plans(asked: Instance) -> int:
+    """How many plans there are."""
+    return sum(_num_assignments(asked, shape) for shape in every_shape(asked))
+
+
+def every_shape(asked: Instance) -> Iterator[Shape]:
+    """Every legal shape that agrees with the pins, by plain loops."""
+    profile, cluster, training, pins = asked.profile, asked.cluster, asked.training, asked.pins
+    num_devices = cluster.num_devices
+    contexts = divisors(num_devices) if pins.everything else [1]
+    for tensor, pipeline, context in product(divisors(num_devices), divisors(num_devices), contexts):
+        data, rest = divmod(num_devices, tensor * pipeline * context)
+        if rest or training.global_batch % data or pipeline > len(profile.layers) or tensor_rule(profile, tensor):
+            continue
+        for shard, micro_batch in product(divisors(data), divisors(training.global_batch // data)):
+            count = training.global_batch // data // micro_batch
+            sharded = shard * context > 1
+            for (kind, sequence, expert), (schedule, virtual) in product(
+                _tokens(asked, tensor, context, shard), _schedules(asked, pipeline, count)
+            ):
+                syncs = ("every", "last") if sharded and count > 1 else ("last",)
+                reshards = (False, True) if sharded and pipeline > 1 else (False,)
+                for sync, reshard in product(syncs, reshards):
+                    if len(syncs) > 1 and pins.gradient_sync not in (None, sync):
+                        continue
+                    if len(reshards) > 1 and pins.reshard not in (None, reshard):
+                        continue
+                    shape = Shape(
+                        data_replicate=data // shard,
+                        data_shard=shard,
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        micro_batch=micro_batch,
+                        num_microbatches=count,
+                        sequence=sequence,
+                        schedule=schedule,
+                        virtual_stages=virtual,
+                        gradient_sync=sync,  # type: ignore[arg-type]
+                        reshard=reshard,
+                        context=context,
+                        context_kind=kind,
+                        expert=expert,
+                    )
+                    if pins.allows_shape(shape):
+                        yield from (replace(shape, mesh_axes=order) for order in _orders(asked, shape))
+
+
+def _tokens(asked: Instance, tensor: int, context: int, shard: int) -> Iterator[tuple[ContextKind, bool, int]]:
+    """(kind of context parallelism, whether tensor ranks hold slices of the sequence, expert degree): how the tokens of
+    a micro-batch are spread over the ranks that share it."""
+    profile = asked.profile
+    kinds: tuple[ContextKind, ...] = get_args(ContextKind) if context > 1 else ("ring",)
+    for kind, sequence in product(kinds, (False, True)):
+        if context_rule(profile, context, tensor, kind):
+            continue
+        if sequence and (tensor == 1 or sequence_rule(profile, tensor, context)):
+            continue
+        ranks = shard * context * (tensor if sequence else 1)
+        experts = divisors(ranks) if asked.pins.everything and has_experts(profile) else [1]
+        yield from ((kind, sequence, expert) for expert in experts if expert_rule(profile, expert) is None)
+
+
+def _schedules(asked: Instance, pipeline: int, count: int) -> Iterator[tuple[Schedule, int]]:
+    """(schedule, stages of each rank) that `count` micro-batches can run through."""
+    if pipeline == 1:
+        yield "none", 1
+        return
+    yield "gpipe", 1
+    if count < pipeline:
+        return
+    yield "1f1b", 1
+    most = len(asked.profile.layers) // pipeline
+    in_rounds = count % max(1, count // pipeline) == 0
+    chunked: list[tuple[Schedule, int]] = [("zb-h1", 1), ("zb-h2", 1)]
+    chunked += [("zb-v", 2)] * (most >= 2)
+    chunked += [("interleaved", virtual) for virtual in range(2, min(most, MOST_CHUNKS) + 1) if in_rounds]
+    for schedule, virtual in chunked:
+        recomputes = schedule not in ZERO_BUBBLE or asked.pins.recompute in (None, "none")
+        if schedule in EXECUTABLE_SCHEDULES and recomputes:
+            yield schedule, virtual
+
+
+def _orders(asked: Instance, shape: Shape) -> list[tuple[Axis, ...]]:
+    """Orders of the mesh axes; one where all devices share a host."""
+    active = [axis for axis in AXES if shape.degree(axis) > 1]
+    if asked.cluster.num_hosts == 1:
+        return [AXES]
+    idle = tuple(axis for axis in AXES if axis not in active)
+    orders = [idle + order for order in permutations(active)]
+    if shape.context == 1:
+        return orders
+    if "data_shard" not in active:  # parameters are sharded over both, so they are neighbours
+        orders = [_with_shards(order) for order in orders]
+    return [order for order in orders if order.index("context") == order.index("data_shard") + 1]
+
+
+def _with_shards(order: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The order with data_shard right before context."""
+    others = tuple(axis for axis in order if axis != "data_shard")
+    place = others.index("context")
+    return (*others[:place], "data_shard", *others[place:])
+
+
+def every_assignment(asked: Instance, shape: Shape) -> Iterator[list[list[LayerOption]]]:
+    """All cuts of a shape with all options of every layer; where ranks hold several stages or split their backward, the
+    first k layers of every stage are recomputed, which is the space that the search states."""
+    num_layers = len(asked.profile.layers)
+    for cuts in combinations(range(1, num_layers), shape.pipeline * shape.virtual_stages - 1):
+        bounds = (0, *cuts, num_layers)
+        if is_chunked(shape.schedule):
+            for k in _first_recomputed(asked, shape, bounds):
+                yield [
+                    [LayerOption(_of_chunked(asked, shape, i, i - a < k), shape.reshard) for i in range(a, b)]
+                    for a, b in pairwise(bounds)
+                ]
+            continue
+        for choice in product(*_options(asked, shape)):
+            yield [list(choice[a:b]) for a, b in pairwise(bounds)]
+
+
+def _num_assignments(asked: Instance, shape: Shape) -> int:
+    num_layers = len(asked.profile.layers)
+    cuts = math.comb(num_layers - 1, shape.pipeline * shape.virtual_stages - 1)
+    if is_chunked(shape.schedule):
+        return cuts * num_layers
+    return cuts * math.prod(len(options) for options in _options(asked, shape))
+
+
+def _options(asked: Instance, shape: Shape) -> list[list[LayerOption]]:
+    """[layer] -> recompute x whether parameters are given back."""
+    reshards: tuple[bool, ...] = (shape.reshard,)
+    if shape.sharded_over > 1 and shape.pipeline == 1:
+        reshards = (False, True) if asked.pins.reshard is None else (asked.pins.reshard,)
+    return [[LayerOption(r, s) for r, s in product(each, reshards)] for each in _recomputes(asked)]
+
+
+def _recomputes(asked: Instance) -> list[tuple[Recompute, ...]]:
+    """[layer] -> what it may run again."""
+    pinned = asked.pins.recompute
+    wanted = RECOMPUTES if pinned is None else (pinned,)
+    return [wanted if can_recompute(asked.profile, layer) else ("none",) for layer in asked.profile.layers]
+
+
+def _first_recomputed(asked: Instance, shape: Shape, bounds: tuple[int, ...]) -> range:
+    """Numbers of layers at the head of every stage that may be recomputed."""
+    longest = max(b - a for a, b in pairwise(bounds))
+    if shape.schedule in ZERO_BUBBLE or asked.pins.recompute == "none":
+        return range(1)
+    return range(longest + 1) if asked.pins.recompute is None else range(longest, longest + 1)
+
+
+def _of_chunked(asked: Instance, shape: Shape, layer: int, again: bool) -> Recompute:
+    recomputes = _recomputes(asked)[layer]
+    return recomputes[-1] if again and shape.schedule not in ZERO_BUBBLE else "none"
+
+
+def instances(count: int, most_plans: int, first: int = 0) -> Iterator[Instance]:
+    """So many instances with no more plans than that."""
+    seed = first
+    while count:
+        asked = instance(seed)
+        seed += 1
+        if FEWEST_PLANS <= num_plans(asked) <= most_plans:
+            count -= 1
+            yield asked
+
+
+_USES = {
+    "replicas": "DDP",
+    "shards": "FSDP",
+    "replicas of shards": "HSDP",
+    "tensor": "TP",
+    "sequence": "sequence parallel",
+    "context": "CP",
+    "expert": "EP",
+    "pipeline": "PP",
+    "GPipe": "GPipe",
+    "1F1B": "(1F1B",
+    "interleaved": "interleaved",
+    "zero-bubble": "ZB",
+    "nothing fits": "nothing fits",
+}
+"""What an optimum uses -> the words of its label that say so."""
+
+
+def summary(found: list[Agreement], seconds: float) -> str:
+    """The result in Markdown."""
+    wrong = [each for each in found if not each.agrees]
+    uses = Counter(name for each in found for name, words in _USES.items() if words in each.label)
+    uses.update(f"recompute {name}" for each in found for name in each.recomputes if name != "none")
+    rows = "\n".join(f"| {name} | {count} |" for name, count in uses.most_common())
+    told = "all ways agree in every one" if not wrong else f"they DIFFER in seeds {[each.seed for each in wrong]}"
+    return (
+        "# The search against brute force\n\n"
+        f"`python -m benchmarks.planning_time.brute_force --instances {len(found)}`\n\n"
+        f"{len(found)} random instances, {sum(each.plans for each in found):,} plans priced one by one in "
+        f"{seconds:.0f} CPU s: {told}.\n"
+        "Ways: brute force, search, scan (dynamic programming), one ILP over all shapes by HiGHS, the same by CBC.\n\n"
+        f"| the optimum uses | instances |\n|---|---|\n{rows}\n"
+    )
+
+
+def main() -> int:
+    """Exit code 0 if all ways agree in every instance."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, default=500)
+    parser.add_argument("--most-plans", type=int, default=3000, help="of one instance")
+    parser.add_argument("--out", type=Path, help="folder for brute_force.md")
+    arguments = parser.parse_args()
+    start, found = time.process_time(), []
+    for asked in instances(arguments.instances, arguments.most_plans):
+        found.append(agreement(asked))
+        if not found[-1].agrees:
+            print(found[-1], file=sys.stderr, flush=True)
+    text = summary(found, time.process_time() - start)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "brute_force.md").write_text(text)
+    return int(not all(each.agrees for each in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The search against brute force: on random small problems scan, ILPs, search and plain enumeration agree.
+
+`python -m benchmarks.planning_time.brute_force` does the same with hundreds of larger ones.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.planning_time.brute_force import Agreement, agreement, every_plan, every_shape, instances, num_plans
+from benchmarks.planning_time.instances import Instance, instance
+from meshwright.planner.simulate import is_chunked
+from meshwright.planner.space import Space
+
+FEW = list(instances(60, most_plans=250))
+"""Instances that a test can enumerate."""
+
+
+@pytest.mark.parametrize("asked", FEW, ids=lambda asked: str(asked.seed))
+def test_all_ways_to_the_optimum_agree(asked: Instance) -> None:
+    found = agreement(asked)
+
+    assert found.agrees, found
+
+
+def test_the_instances_meet_every_dimension() -> None:
+    shapes = [shape for asked in FEW for shape in every_shape(asked)]
+
+    for axis in ("data_replicate", "data_shard", "tensor", "pipeline", "micro_batch", "virtual_stages"):
+        assert any(getattr(shape, axis) > 1 for shape in shapes), axis
+    for value in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"):
+        assert any(shape.schedule == value for shape in shapes), value
+    assert {shape.gradient_sync for shape in shapes} == {"every", "last"}
+    assert {shape.reshard for shape in shapes} == {shape.sequence for shape in shapes} == {False, True}
+    assert len({shape.mesh_axes for shape in shapes}) > 2
+    assert any(asked.profile.ties for asked in FEW)
+
+
+@pytest.mark.parametrize("asked", FEW[::10], ids=lambda asked: str(asked.seed))
+def test_the_space_holds_no_shape_that_the_plain_loops_do_not(asked: Instance) -> None:
+    space = Space(asked.profile, asked.cluster, asked.training, asked.pins)
+
+    shapes = {shape for family in list(space.families()) for shape in space.shapes(family)}
+
+    long_enough = {s for s in shapes if s.pipeline * s.virtual_stages <= len(asked.profile.layers)}
+    assert {replace(s, mesh_axes=()) for s in long_enough} <= {replace(s, mesh_axes=()) for s in every_shape(asked)}
+
+
+def test_the_number_of_plans_is_that_of_the_plans() -> None:
+    asked = next(each for each in FEW if not any(is_chunked(shape.schedule) for shape in every_shape(each)))
+
+    assert num_plans(asked) == sum(1 for _ in every_plan(asked))
+
+
+def test_the_same_seed_is_the_same_instance() -> None:
+    assert instance(5) == instance(5)
+    assert instance(5) != instance(6)
+
+
+def test_a_way_that_differs_is_told() -> None:
+    found = Agreement(1, 10, "DDP 2", 1.0, 1.0, 1.0, 1.0, 1.0 + 1e-7, 1.0)
+
+    assert found.agrees
+    assert not replace(found, search=1.0 + 1e-7).agrees
+    assert not replace(found, cbc=1.1).agrees
+    assert not replace(found, scan=None).agrees
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_ways_agree_in_five_hundred_instances() -> None:
+    wrong = [found for found in map(agreement, instances(500, most_plans=3000)) if not found.agrees]
+
+    assert wrong == []
