@@ -30,12 +30,13 @@ def test_all_ways_to_the_optimum_agree(asked: Instance) -> None:
 def test_the_instances_meet_every_dimension() -> None:
     shapes = [shape for asked in FEW for shape in every_shape(asked)]
 
-    for axis in ("data_replicate", "data_shard", "tensor", "pipeline", "micro_batch", "virtual_stages"):
+    for axis in ("data_replicate", "data_shard", "tensor", "pipeline", "context", "expert", "virtual_stages"):
         assert any(getattr(shape, axis) > 1 for shape in shapes), axis
     for value in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"):
         assert any(shape.schedule == value for shape in shapes), value
     assert {shape.gradient_sync for shape in shapes} == {"every", "last"}
     assert {shape.reshard for shape in shapes} == {shape.sequence for shape in shapes} == {False, True}
+    assert {shape.context_kind for shape in shapes if shape.context > 1} == {"ring", "all_to_all", "all_gather"}
     assert len({shape.mesh_axes for shape in shapes}) > 2
     assert any(asked.profile.ties for asked in FEW)
 
