@@ -8,6 +8,7 @@ one option (recompute x reshard); the least time whose running maximum of memory
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +104,11 @@ class Chain:
     def runs(self) -> tuple[Run, ...]:
         """Runs in order."""
         return _runs(self.model.profile)
+
+    @cached_property
+    def lengths(self) -> Floats:
+        """[run] -> layers."""
+        return np.array([run.length for run in self.runs], dtype=float)
 
     @cached_property
     def shared_groups(self) -> list[list[int]]:
@@ -241,14 +247,48 @@ class Choice:
     parts: tuple[tuple[int, LayerOption, int], ...]
 
 
+class Prices(Protocol):
+    """Prices of a shape's stages."""
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+
+    @property
+    def chain(self) -> Chain:
+        """The chain that its stages cut."""
+
+    def on(self, stage: int) -> "StagePrices":
+        """The prices on the device of a stage."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the stages of a pipeline share between them, where their devices are unequal: a layer of each run counts
+    `per_run`, all layers `whole`. Of it the other stages do at most others_rate in a second. pass_s: seconds that a
+    micro-batch takes at least through all stages."""
+
+    per_run: Floats
+    whole: float
+    others_rate: float
+    pass_s: float
+
+
 class StagePrices:
     """Prices of all compositions under one shape: seconds per micro-batch, seconds per step, and what to choose."""
 
     def __init__(
-        self, chain: Chain, shape: Shape, recompute: Recompute | None = None, reshard: bool | None = None
+        self,
+        chain: Chain,
+        shape: Shape,
+        recompute: Recompute | None = None,
+        reshard: bool | None = None,
+        work: "Work | None" = None,
     ) -> None:
+        """work: what else the other stages can do, where they have other devices than those priced here."""
         self.chain = chain
         self.shape = shape
+        self._work = work
         model = chain.model
         self.model = model
         self.options, self.costs = chain.priced(shape, recompute, reshard)
@@ -301,6 +341,10 @@ class StagePrices:
             return self.shape.num_microbatches * cost.microbatch_s + cost.once_s
         return cost.microbatch_s
 
+    def on(self, stage: int) -> "StagePrices":
+        """The prices on the device of a stage: here, the same for all."""
+        return self
+
     def stage_cost(self, composition: int, choice: Choice, in_flight: int) -> StageCost:
         """The whole account of a composition with its options."""
         item = self.chain.compositions[composition]
@@ -342,6 +386,11 @@ class StagePrices:
         more = shape.num_microbatches - 1
         if not np.isfinite(cutoff_s) or more == 0:
             return fastest <= cutoff_s * (1 + ROUNDING)
+        if self._work is not None:
+            longest_s = (cutoff_s - self._work.pass_s) / more
+            done = self.chain.counts @ self._work.per_run
+            least = self._work.whole - self._work.others_rate * longest_s
+            return (fastest + saving_s <= longest_s * (1 + ROUNDING)) & (done >= least - ROUNDING * self._work.whole)
         per_run = np.array([min(c.microbatch_s for c in costs) for costs in self.costs])
         whole_s = float(np.array([run.length for run in self.chain.runs]) @ per_run)
         longest_s = (cutoff_s - whole_s) / more

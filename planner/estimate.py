@@ -18,6 +18,7 @@ from .simulate import is_chunked, simulated_step_s
 from .stage_cost import StageCost, budget_bytes, closed_form_s, combine, on_one_rank, outside_bytes
 from .strategy import LayerOption, Shape, shape_of
 from .traffic import add_layers, rank_tallies
+from .unequal import peak_flops_per_s, stage_models
 
 MFU_CONVENTION = (
     "model FLOPs of forward and backward as traced, causal attention at half, recompute not counted, "
@@ -104,11 +105,12 @@ def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
         )
     model = CostModel(profile, plan.cluster, plan.training)
     shape = shape_of(plan)
-    stages = _stages(plan, model, shape)
+    models = stage_models(model, shape)
+    stages = _stages(plan, models, shape)
     ranks = _ranks(stages, shape)
     once = [rank.cost.once_s for rank in ranks]
     step_s = _step_s(plan, model, stages, ranks)
-    peak = plan.cluster.device.flops[plan.training.precision] * plan.cluster.num_devices
+    peak = peak_flops_per_s(plan.cluster, plan.training.precision)
     samples_per_s = plan.training.global_batch / step_s
     return Estimate(
         step_time_s=step_s,
@@ -122,7 +124,7 @@ def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
         stage_forward_s=tuple(rank.cost.forward_s for rank in ranks),
         stage_backward_s=tuple(rank.cost.backward_s for rank in ranks),
         stage_once_s=tuple(once),
-        memory=tuple(_memory(rank.cost, shape, model) for rank in ranks),
+        memory=tuple(_memory(rank.cost, shape, of) for rank, of in zip(ranks, models, strict=True)),
         collectives=_traffic(ranks, model, shape, plan),
     )
 
@@ -130,7 +132,7 @@ def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
 def step_seconds(plan: Plan, profile: ModelProfile) -> float:
     """Seconds of one step, as `estimate` gives them."""
     model, shape = CostModel(profile, plan.cluster, plan.training), shape_of(plan)
-    stages = _stages(plan, model, shape)
+    stages = _stages(plan, stage_models(model, shape), shape)
     return _step_s(plan, model, stages, _ranks(stages, shape))
 
 
@@ -165,21 +167,23 @@ def _ranks(stages: list[_Stage], shape: Shape) -> list[_Stage]:
     return ranks
 
 
-def _stages(plan: Plan, model: CostModel, shape: Shape) -> list[_Stage]:
-    chain = Chain(model)
+def _stages(plan: Plan, models: Sequence[CostModel], shape: Shape) -> list[_Stage]:
+    """models: [pipeline coordinate] -> of its devices."""
+    model, chain = models[0], Chain(models[0])
     shared, waiting = chain.shared_weights(shape), chain.waiting_bytes(shape)
     crossings = model.crossings(shape)
     ends = np.cumsum([len(stage.layers) for stage in plan.stages])
     arrivals = model.arrivals(shape, ends - [len(stage.layers) for stage in plan.stages], ends)
     state = state_bytes(shape, plan.training)
-    priced: dict[tuple[int, Recompute, bool, bool, float], LayerCost] = {}
+    priced: dict[tuple[int, int, Recompute, bool, bool, float], LayerCost] = {}
     stages, first = [], 0
     for index, stage in enumerate(plan.stages):
         costs: list[LayerCost] = []
+        model = models[plan.position_of(index)]
         for offset, layer in enumerate(stage.layers):
             kind = model.kinds[first + offset]
             passes = waiting[chain.run_of[first + offset]]
-            key = id(kind), layer.recompute, layer.reshard, layer.offload, passes
+            key = id(model), id(kind), layer.recompute, layer.reshard, layer.offload, passes
             if key not in priced:
                 option = LayerOption(layer.recompute, layer.reshard, layer.offload)
                 priced[key] = model.cost(kind, shape, option).with_waiting(passes)
@@ -276,4 +280,5 @@ def _traffic(ranks: list[_Stage], model: CostModel, shape: Shape, plan: Plan) ->
 def priced_stages(plan: Plan, profile: ModelProfile) -> list[tuple[StageCost, tuple[LayerCost, ...]]]:
     """[stage] -> its cost, with that of each of its layers: what the plan's schedule is played with."""
     model = CostModel(profile, plan.cluster, plan.training)
-    return [(stage.cost, stage.layers) for stage in _stages(plan, model, shape_of(plan))]
+    shape = shape_of(plan)
+    return [(stage.cost, stage.layers) for stage in _stages(plan, stage_models(model, shape), shape)]

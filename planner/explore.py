@@ -17,13 +17,14 @@ from .comm_cost import collective_s
 from .ilp import solve_master
 from .layer_cost import CostModel
 from .memory_cost import state_bytes
-from .plan import AXES, Axis, ContextKind, Plan
+from .plan import AXES, Axis, ContextKind, Plan, Recompute
 from .scan import Assignment, scan
 from .simulate import ZERO_BUBBLE, is_chunked
 from .space import Family, Space, Split
 from .stage_cost import allocatable_bytes
 from .strategy import Pins, Shape, make_plan
 from .training import TrainingSpec
+from .unequal import Kinds, UnequalPrices
 
 WINDOW = 0.03
 """Shapes that may come this near the best are solved too: runners-up, and finalists of the event simulation."""
@@ -65,7 +66,7 @@ class Solved:
     """A shape with its best assignment, as a plan and priced."""
 
     shape: Shape
-    prices: StagePrices
+    prices: StagePrices | UnequalPrices
     assignment: Assignment
 
     @property
@@ -114,9 +115,10 @@ class Explorer:
         self.training = training
         self.model = CostModel(profile, cluster, training)
         self.chain = Chain(self.model)
+        self.kinds = Kinds(self.model) if len(cluster.kinds) > 1 else None
         self._leasts: dict[Shape, _Least | None] = {}
         self._cuts: dict[_Frame, list[Cuts]] = {}
-        self._works: dict[tuple[int, bool, int, float], float] = {}
+        self._works: dict[tuple[int, bool, int, float, int], Floats] = {}
 
     def explore(
         self,
@@ -135,7 +137,7 @@ class Explorer:
         space = Space(self.profile, self.cluster, self.training, pins)
         outcome = Outcome()
         order = itertools.count()
-        heap: list[tuple[float, int, Split | Family | StagePrices]] = []
+        heap: list[tuple[float, int, Split | Family | StagePrices | UnequalPrices]] = []
         for split in space.splits():
             outcome.total += space.num_shapes_of(split)
             heapq.heappush(heap, (self._split_bound(split, space), next(order), split))
@@ -167,12 +169,12 @@ class Explorer:
                     continue
                 for shape in space.shapes(item):
                     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
-                    prices = StagePrices(self.chain, shape, recompute, pins.reshard)
+                    prices = self._prices(shape, recompute, pins.reshard)
                     leaf_bound = max(bound, self._shape_bound(prices))
                     if leaf_bound < cutoff and self._may_hold(prices):
                         heapq.heappush(heap, (leaf_bound, next(order), prices))
                 continue
-            if is_chunked(item.shape.schedule) and self._least_with_memory_s(item) >= cutoff:
+            if self._is_too_slow(item, cutoff):
                 continue
             extra += bound >= best
             outcome.num_solved += 1
@@ -188,14 +190,30 @@ class Explorer:
         outcome.bound = min([outcome.bound, *(s.seconds for s in outcome.solved)])
         return outcome
 
-    def _solved(self, prices: StagePrices, cutoff_s: float) -> Assignment | None:
+    def _is_too_slow(self, prices: StagePrices | UnequalPrices, cutoff_s: float) -> bool:
+        """Whether a chunked shape has no cuts that may be faster, with the recompute that memory asks for."""
+        chunked = isinstance(prices, StagePrices) and is_chunked(prices.shape.schedule)
+        return chunked and self._least_with_memory_s(prices) >= cutoff_s
+
+    def _prices(self, shape: Shape, recompute: Recompute | None, reshard: bool | None) -> StagePrices | UnequalPrices:
+        """Prices of a shape's stages, on unequal devices each on its own."""
+        if shape.kind_order and self.kinds is not None:
+            return self.kinds.priced(shape, recompute, reshard)
+        return StagePrices(self.chain, shape, recompute, reshard)
+
+    def _solved(self, prices: StagePrices | UnequalPrices, cutoff_s: float) -> Assignment | None:
         """The best stages of a shape."""
-        if is_chunked(prices.shape.schedule):
+        if isinstance(prices, StagePrices) and is_chunked(prices.shape.schedule):
             return best_chunking(prices, self._cuts[self._frame_of(prices.shape)], cutoff_s)
         return scan(prices, cutoff_s)
 
-    def _may_hold(self, prices: StagePrices) -> bool:
+    def _may_hold(self, prices: StagePrices | UnequalPrices) -> bool:
         """False where all ranks of the pipeline together cannot hold the least that every layer keeps."""
+        if isinstance(prices, UnequalPrices):
+            return self._fits_together(prices.on(0), prices.budget)
+        return self._fits_together(prices, prices.budget * prices.shape.pipeline)
+
+    def _fits_together(self, prices: StagePrices, room: float) -> bool:
         shape = prices.shape
         state = state_bytes(shape, self.training)
         gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
@@ -207,7 +225,7 @@ class Explorer:
         ]  # fmt: skip
         shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
         need = sum(run.length * each for run, each in zip(self.chain.runs, least, strict=True)) - per_element * shared
-        return need <= prices.budget * shape.pipeline
+        return need <= room
 
     def _frame_of(self, shape: Shape) -> _Frame:
         frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
@@ -270,32 +288,46 @@ class Explorer:
     def _split_bound(self, split: Split, space: Space) -> float:
         """Seconds that no shape of a split can beat: compute and tensor traffic inside a host of all micro-batches,
         shared evenly by the stages."""
-        works = (count * self._work_s(split, micro_batch) for micro_batch, count in space.micro_batches(split))
-        return min(works) / split.pipeline
+        return min(count * self._slowest_s(split, micro_batch) for micro_batch, count in space.micro_batches(split))
 
-    def _work_s(self, split: Split, micro_batch: int) -> float:
-        """Least seconds of compute and tensor traffic that one micro-batch is for all stages together."""
-        key = split.tensor, split.sequence, split.expert, micro_batch / split.context
+    def _slowest_s(self, split: Split, micro_batch: int) -> float:
+        """Least seconds of compute and tensor traffic that one micro-batch is for the slowest stage."""
+        alike = float(self._works_s(split, micro_batch, self.model) @ self.chain.lengths) / split.pipeline
+        if self.kinds is None or not self.kinds.may_have_own(split.pipeline):
+            return alike
+        each = [self._works_s(split, micro_batch, model) for model in self.kinds.models]
+        return min(alike, self.kinds.shares(each, split.pipeline).slowest_s)
+
+    def _works_s(self, split: Split, micro_batch: int, model: CostModel) -> Floats:
+        """[run] -> least seconds of compute and tensor traffic that one micro-batch is for a layer on such devices."""
+        key = split.tensor, split.sequence, split.expert, micro_batch / split.context, id(model)
         if key not in self._works:
             context, expert = split.context, split.expert
             shape = Shape(1, 1, split.tensor, 1, micro_batch, 1, split.sequence, context=context, expert=expert)
-            self._works[key] = sum(run.length * self._pass_s(run.start, shape)[0] for run in self.chain.runs)
+            self._works[key] = np.array([_pass_s(model, run.start, shape)[0] for run in self.chain.runs])
         return self._works[key]
-
-    def _pass_s(self, layer: int, shape: Shape) -> tuple[float, float]:
-        """(seconds, those of its forward) of a layer for one micro-batch at least: compute, and tensor traffic inside a
-        host."""
-        kind, links = self.model.kinds[layer], self.model.links(shape.tensor, 1)
-        compute = self.model.compute(kind, shape)
-        traffic = self.model.tensor_traffic(kind, shape)
-        tensor_s = sum(collective_s(item.kind, item.bytes, links) for _, _, item in traffic)
-        tensor_s *= 1.0 - self.model.software.tensor_overlap
-        return compute.forward + compute.backward + tensor_s, compute.forward
 
     def _family_bound(self, family: Family) -> float:
         """Seconds that no shape of a family can beat: compute, traffic of tensor, context and expert ranks that are
         neighbours, perfect balance, and an optimizer sharded over all data ranks. Infinite if even so the memory of all
         devices does not do."""
+        alike = self._bound_of_equal(family)
+        return alike if self.kinds is None else min(alike, self._bound_of_unequal(family, self.kinds))
+
+    def _bound_of_unequal(self, family: Family, kinds: Kinds) -> float:
+        """The same of shapes whose stages are each on one kind of device, in any order; infinite if there are none."""
+        if not kinds.may_have_own(family.pipeline):
+            return float("inf")
+        shape = _frugal_shape(family)
+        found = [self._least_of(shape, model, kinds.room(shape)) for model in kinds.models]
+        each = [least for least in found if least is not None]
+        if len(each) < len(found):
+            return float("inf")
+        update = each[0].elements / shape.sharded_over / family.pipeline
+        seconds = [least.seconds for least in each]
+        return kinds.shares(seconds, shape.pipeline).step_s(shape.num_microbatches) + kinds.optimizer_s(update)
+
+    def _bound_of_equal(self, family: Family) -> float:
         shape = _frugal_shape(family)
         counts = np.array([run.length for run in self.chain.runs], dtype=float)
         least = self._least(replace(shape, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else shape)
@@ -311,11 +343,13 @@ class Explorer:
     def _least(self, shape: Shape) -> "_Least | None":
         """What the layers of a family take at least, whatever the schedule; None if their memory does not do."""
         if shape not in self._leasts:
-            self._leasts[shape] = self._least_of(shape)
+            room = allocatable_bytes(shape, self.model.device, self.training)
+            self._leasts[shape] = self._least_of(shape, self.model, room * shape.pipeline)
         return self._leasts[shape]
 
-    def _least_of(self, shape: Shape) -> "_Least | None":
-        model, runs = self.model, self.chain.runs
+    def _least_of(self, shape: Shape, model: CostModel, room: float) -> "_Least | None":
+        """room: bytes that the allocator may hand out on one rank of every stage together."""
+        runs = self.chain.runs
         counts = np.array([run.length for run in runs], dtype=float)
         state = state_bytes(shape, self.training)
         # With one micro-batch a gradient comes when its layer's activations go.
@@ -323,7 +357,7 @@ class Explorer:
         seconds, forward, elements, kept, passing = [], [], [], [], []
         for run in runs:
             kind = model.kinds[run.start]
-            pass_s, forward_s = self._pass_s(run.start, shape)
+            pass_s, forward_s = _pass_s(model, run.start, shape)
             exchange_s = model.least_exchange_s(kind, shape)
             total, trainable = model.stored_elements(kind, shape)
             _, costs, tensor = model.mode(kind, shape)
@@ -342,14 +376,15 @@ class Explorer:
         shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
         per_element = state.sharded_parameters + gradients + state.optimizer
         need = float(counts @ np.array(kept)) - per_element * shared
-        room = allocatable_bytes(shape, model.device, self.training) * shape.pipeline
         if need > room or max(passing) > room:
             return None
         trainable_elements = max(0.0, float(counts @ np.array(elements)) - shared)
         return _Least(np.array(seconds), np.array(forward), trainable_elements)
 
-    def _shape_bound(self, prices: StagePrices) -> float:
+    def _shape_bound(self, prices: StagePrices | UnequalPrices) -> float:
         """Seconds that no assignment of a shape can beat: fastest options, memory and integrality relaxed."""
+        if isinstance(prices, UnequalPrices):
+            return prices.least_s()
         shape, runs = prices.shape, self.chain.runs
         counts = np.array([run.length for run in runs], dtype=float)
         more = shape.num_microbatches
@@ -398,6 +433,17 @@ class Explorer:
                 optimal = False
                 bound = min(bound, solution.bound)
         return bound, "optimal" if optimal else "feasible", name
+
+
+def _pass_s(model: CostModel, layer: int, shape: Shape) -> tuple[float, float]:
+    """(seconds, those of its forward) of a layer for one micro-batch at least: compute, and tensor traffic between the
+    nearest ranks."""
+    kind, nearest = model.kinds[layer], model.nearest_links(shape.tensor)
+    compute = model.compute(kind, shape)
+    traffic = model.tensor_traffic(kind, shape)
+    tensor_s = sum(min(collective_s(t.kind, t.bytes, links) for links in nearest) for _, _, t in traffic)
+    tensor_s *= 1.0 - model.software.tensor_overlap
+    return compute.forward + compute.backward + tensor_s, compute.forward
 
 
 TENSOR_APART: tuple[Axis, ...] = ("pipeline", "data_replicate", "tensor", "data_shard", "context")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import pulp
 
-from .columns import StagePrices
+from .columns import Prices
 from .scan import Assignment
 from .solver import Solution, solve
 
@@ -37,7 +37,7 @@ class _Column:
 
 
 def solve_master(
-    shapes: Sequence[StagePrices], cutoff_s: float = float("inf"), time_limit_s: float = 60.0, solver: str | None = None
+    shapes: Sequence[Prices], cutoff_s: float = float("inf"), time_limit_s: float = 60.0, solver: str | None = None
 ) -> tuple[Solution, int, Assignment] | None:
     """(solution, index of the chosen shape, its assignment) of least closed-form step time, or None if nothing fits.
 
@@ -61,7 +61,7 @@ def solve_master(
 
 
 def _add_shape(
-    problem: pulp.LpProblem, k: int, prices: StagePrices, y: pulp.LpVariable, cutoff_s: float
+    problem: pulp.LpProblem, k: int, prices: Prices, y: pulp.LpVariable, cutoff_s: float
 ) -> tuple[list[_Column], pulp.LpAffineExpression]:
     """Columns of shape k with their constraints, and its part of the objective in ms."""
     shape, chain = prices.shape, prices.chain
@@ -86,10 +86,10 @@ def _add_shape(
     return everything, objective
 
 
-def _add_stage(problem: pulp.LpProblem, k: int, stage: int, prices: StagePrices, cutoff_s: float) -> list[_Column]:
+def _add_stage(problem: pulp.LpProblem, k: int, stage: int, prices: Prices, cutoff_s: float) -> list[_Column]:
     """Columns of one stage: every composition that fits, may stand there, and alone stays below the cut-off."""
     shape = prices.shape
-    seconds, once = prices.price(stage, cutoff_s)
+    seconds, once = prices.on(stage).price(stage, cutoff_s)
     columns = []
     for c in np.flatnonzero(np.isfinite(seconds)):
         if shape.num_microbatches * seconds[c] + once[c] > cutoff_s:
@@ -99,8 +99,8 @@ def _add_stage(problem: pulp.LpProblem, k: int, stage: int, prices: StagePrices,
     return columns
 
 
-def _read_back(prices: StagePrices, columns: list[_Column], seconds: float) -> Assignment:
+def _read_back(prices: Prices, columns: list[_Column], seconds: float) -> Assignment:
     taken = sorted((c for c in columns if (c.variable.varValue or 0.0) > 0.5), key=lambda c: c.stage)
     compositions = tuple(c.composition for c in taken)
-    choices = tuple(prices.choice(c.composition, prices.shape.in_flight(c.stage)) for c in taken)
+    choices = tuple(prices.on(c.stage).choice(c.composition, prices.shape.in_flight(c.stage)) for c in taken)
     return Assignment(seconds, compositions, choices)

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..profiler.cluster import ClusterSpec, Device
+from ..profiler.cluster import ClusterSpec, Device, Group
 from ..profiler.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
 from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
 from .compute_cost import Seconds, accumulate_s, host_optimizer_s, layer_seconds, optimizer_s
@@ -159,12 +159,16 @@ class Cut:
 class CostModel:
     """Prices layers of one model on one cluster for one job; pure in its three inputs, with caches."""
 
-    def __init__(self, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec) -> None:
+    def __init__(
+        self, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, job: ClusterSpec | None = None
+    ) -> None:
+        """job: the whole cluster, where `cluster` is only the part of it that some stages of a pipeline lie on."""
         self.profile = profile
         self.cluster = cluster
+        self.job = job or cluster
         self.training = training
         self.software = load_software(training.software)
-        self.device: Device = self.software.on(cluster.device, cluster.num_devices)
+        self.device: Device = self.software.on(cluster.device, self.job.num_devices)
         if training.precision not in self.device.flops:
             known = ", ".join(self.device.flops)
             raise ValueError(f"{self.device.name} has no rate for {training.precision}; its device file has {known}")
@@ -173,6 +177,7 @@ class CostModel:
         self._contexts: dict[tuple[object, ...], ContextCost] = {}
         self._part_costs: dict[tuple[object, ...], tuple[float, float]] = {}
         self._links: dict[tuple[int, int], GroupLinks] = {}
+        self._links_of_stages: dict[tuple[int, int], GroupLinks] = {}
         self._held: dict[tuple[int, int, int], tuple[Held, ...]] = {}
         self._crossings: dict[tuple[float, int, int, int], list[Cut]] = {}
         self._crossing_sizes: dict[tuple[float, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
@@ -200,9 +205,35 @@ class CostModel:
             )
         return self._links[size, stride]
 
+    def nearest_links(self, size: int) -> list[GroupLinks]:
+        """Links of groups that are as near to each other as can be: on one host, or, where the network is faster than
+        the links inside of hosts, one rank on each host."""
+        inside = self.links(size, 1)
+        network, link = inside.network, inside.link
+        if network.bandwidth / inside.devices_per_host <= link.bandwidth and network.latency >= link.latency:
+            return [inside]
+        return [inside, replace(inside, group=Group(ranks_per_host=1, hosts=size))]
+
+    def links_of_stages(self, size: int, stride: int) -> GroupLinks:
+        """The same of groups with ranks of several stages: where those have unequal devices, at the slowest of each."""
+        if self.job is self.cluster:
+            return self.links(size, stride)
+        if (size, stride) not in self._links_of_stages:
+            devices = [self.software.on(group.device, self.job.num_devices) for group in self.job.hosts]
+            names = sorted({name for device in devices for name in device.collective_factors})
+            self._links_of_stages[size, stride] = GroupLinks(
+                group=self.job.group(size, stride),
+                link=self.job.link,
+                network=self.software.through(self.job.network),
+                devices_per_host=max(group.devices_per_host for group in self.job.hosts),
+                factors=tuple((name, max(d.collective_factors.get(name, 1.0) for d in devices)) for name in names),
+            )
+        return self._links_of_stages[size, stride]
+
     def axis_links(self, shape: Shape, axis: Axis) -> GroupLinks:
         """Links of a mesh axis."""
-        return self.links(shape.degree(axis), shape.stride(axis))
+        size, stride = shape.degree(axis), shape.stride(axis)
+        return self.links_of_stages(size, stride) if axis == "pipeline" else self.links(size, stride)
 
     def optimizer_s(self, elements: float) -> float:
         """Seconds of the optimizer step over `elements` parameters on one device."""
@@ -690,7 +721,7 @@ class CostModel:
         """Seconds of that: between the first stage and the last, which is where embedding and head are."""
         if shape.pipeline == 1 or elements == 0.0:
             return 0.0
-        links = self.links(2, shape.stride("pipeline") * (shape.pipeline - 1))
+        links = self.links_of_stages(2, shape.stride("pipeline") * (shape.pipeline - 1))
         return collective_s("all_reduce", self.tie_bytes(elements, shape), links)
 
     def crossings(self, shape: Shape) -> list[Cut]:

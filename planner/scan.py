@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import Chain, Choice, StagePrices
+from .columns import Chain, Choice, Prices
 
 Floats = NDArray[np.float64]
 
@@ -19,7 +19,7 @@ class Assignment:
     choices: tuple[Choice, ...]
 
 
-def scan(prices: StagePrices, cutoff_s: float = float("inf")) -> Assignment | None:
+def scan(prices: Prices, cutoff_s: float = float("inf")) -> Assignment | None:
     """The assignment of least closed-form step time, or None if nothing fits or nothing is faster than `cutoff_s`.
 
     For every candidate T of the slowest stage the cheapest way through the chain with no stage above T is a shortest
@@ -54,13 +54,13 @@ def scan(prices: StagePrices, cutoff_s: float = float("inf")) -> Assignment | No
         return None
     cuts = best[1]
     compositions = tuple(int(chain.composition_of[cuts[s], cuts[s + 1]]) for s in range(stages))
-    choices = tuple(prices.choice(c, shape.in_flight(s)) for s, c in enumerate(compositions))
+    choices = tuple(prices.on(s).choice(c, shape.in_flight(s)) for s, c in enumerate(compositions))
     return Assignment(best[0], compositions, choices)
 
 
-def _matrices(prices: StagePrices, chain: Chain, stage: int, cutoff_s: float) -> tuple[Floats, Floats]:
+def _matrices(prices: Prices, chain: Chain, stage: int, cutoff_s: float) -> tuple[Floats, Floats]:
     """([start][end] -> seconds per micro-batch, seconds once) of a stage; infinite where it does not fit."""
-    seconds, once = prices.price(stage, cutoff_s)
+    seconds, once = prices.on(stage).price(stage, cutoff_s)
     table = chain.composition_of
     legal = table >= 0
     return np.where(legal, seconds[table], np.inf), np.where(legal, once[table], np.inf)

@@ -36,6 +36,7 @@ from .strategy import (
     tensor_rule,
 )
 from .training import TrainingSpec
+from .unequal import have_own, kind_orders
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,9 @@ class Family:
         return Split(self.tensor, self.pipeline, self.data, self.sequence, self.context, self.context_kind, self.expert)
 
 
+Placing = tuple[tuple[Axis, ...], tuple[int, ...]]
+"""The order of the mesh axes, and of the kinds of devices: () where they are equal, or where stages mix them."""
+
 Number = tuple[int, int]
 """How many there are for several micro-batches, and for one."""
 
@@ -110,8 +114,9 @@ class _Placed:
     (without and with those of sequence parallelism)."""
 
     axes: tuple[Axis, ...]
-    places: tuple[Group, ...]
+    places: tuple[tuple[Group, ...], ...]
     expert_strides: tuple[int, int]
+    outermost: Axis | None
 
 
 MOST_CHUNKS = 8
@@ -133,13 +138,14 @@ class Space:
         self._most_stages = len(legal_cuts(profile)) + 1
         self._sharding_rule = sharding_rule(profile, training.precision)
         self._kinds = _context_kinds(profile, pins)
+        self._device_kinds = cluster.kinds
         self._spreads_experts = (pins.expert or 1) > 1 or (
             has_experts(profile) and (EXECUTES_EXPERTS or pins.everything)
         )
-        self._groups: dict[tuple[int, int], Group] = {}
+        self._groups: dict[tuple[int, int], tuple[Group, ...]] = {}
         self._known_passes: dict[tuple[int, int], _Passes] = {}
         self._known_placed: dict[tuple[int, int, int, int, int], tuple[_Placed, ...]] = {}
-        self._known_orders: dict[tuple[object, ...], tuple[tuple[Axis, ...], ...]] = {}
+        self._known_orders: dict[tuple[object, ...], tuple[Placing, ...]] = {}
         self._known_leaves: dict[tuple[object, ...], Number] = {}
 
     def families(self) -> Iterator[Family]:
@@ -278,6 +284,8 @@ class Space:
             return "interleaved and zero-bubble schedules need at least as many micro-batches as ranks"
         if schedule == "interleaved" and count % max(1, count // pipeline):
             return "interleaved 1F1B needs equal rounds of micro-batches"
+        if is_chunked(schedule) and len(self._device_kinds) > 1:
+            return "interleaved and zero-bubble schedules are cut for equal devices, these are of several kinds"
         if schedule in ZERO_BUBBLE and self.pins.recompute not in (None, "none"):
             return "zero-bubble schedules run without recompute"
         return None
@@ -311,7 +319,7 @@ class Space:
         for replicate, shard in self._data_splits(split):
             sharded = shard * family.context > 1
             for sync, reshard in _modes(self.pins, family.pipeline, sharded, family.num_microbatches):
-                for order in self._orders(split, replicate, shard):
+                for order, kinds in self._orders(split, replicate, shard):
                     yield Shape(
                         data_replicate=replicate,
                         data_shard=shard,
@@ -328,6 +336,7 @@ class Space:
                         context=family.context,
                         context_kind=family.context_kind,
                         expert=family.expert,
+                        kind_order=kinds,
                     )
 
     def _data_splits(self, split: Split) -> list[tuple[int, int]]:
@@ -343,19 +352,26 @@ class Space:
             if self.pins.allows("data_shard", shard) and self.pins.allows("data_replicate", data // shard)
         ]
 
-    def _orders(self, split: Split, replicate: int, shard: int) -> tuple[tuple[Axis, ...], ...]:
-        """Orders of the mesh axes that differ in where some group sits; on one host there is one."""
+    def _orders(self, split: Split, replicate: int, shard: int) -> tuple[Placing, ...]:
+        """Orders of the mesh axes, each with one of the kinds of devices, that differ in where some group sits; on one
+        host there is one."""
         tokens_over = split.tokens_over if split.expert > 1 else 1
         key = replicate, shard, split.context, split.tensor, split.pipeline, split.expert, tokens_over
         if key not in self._known_orders:
-            orders: dict[tuple[Group, ...], tuple[Axis, ...]] = {}
+            orders: dict[tuple[object, ...], Placing] = {}
             for placed in self._placed(replicate, shard, split.context, split.tensor, split.pipeline):
                 places = placed.places
                 if split.expert > 1:
                     places += (self._group(split.expert, placed.expert_strides[tokens_over > 1]),)
-                orders.setdefault(places, placed.axes)
+                for kinds in self._kind_orders(split.pipeline, placed.outermost):
+                    orders.setdefault((places, kinds), (placed.axes, kinds))
             self._known_orders[key] = tuple(orders.values())
         return self._known_orders[key]
+
+    def _kind_orders(self, pipeline: int, outermost: Axis | None) -> list[tuple[int, ...]]:
+        """Orders of the kinds of devices; only () where stages are not each on one kind."""
+        own = outermost == "pipeline" and have_own(self._device_kinds, pipeline)
+        return kind_orders(self._device_kinds) if own else [()]
 
     def _placed(self, replicate: int, shard: int, context: int, tensor: int, pipeline: int) -> tuple[_Placed, ...]:
         """All orders of the axes, each with where its groups sit; one on one host. Context ranks shard parameters
@@ -377,7 +393,7 @@ class Space:
         units: tuple[tuple[Axis, ...], ...] = (("pipeline",), ("data_replicate",), joined, ("tensor",))
         active = [unit for unit in units if any(degrees[axis] > 1 for axis in unit)]
         if self.cluster.num_hosts == 1 or len(active) < 2:
-            return (_Placed(AXES, (), (1, 1)),)
+            return (_Placed(AXES, (), (1, 1), active[0][0] if active else None),)
         used = {axis for unit in active for axis in unit}
         idle = tuple(axis for axis in AXES if axis not in used)
         found = []
@@ -394,13 +410,15 @@ class Space:
             held = [strides[axis] for axis in joined if degrees[axis] > 1]
             sliced = [*held, strides["tensor"]] if degrees["tensor"] > 1 else held
             apart = min(held, default=1), min(sliced, default=1)
-            found.append(_Placed(idle + axes, tuple(places), apart))
+            found.append(_Placed(idle + axes, tuple(places), apart, order[0][0]))
         return tuple(found)
 
-    def _group(self, size: int, stride: int) -> Group:
+    def _group(self, size: int, stride: int) -> tuple[Group, ...]:
+        """Where a group sits: on the cluster, and on the hosts of each kind."""
         key = size, stride
         if key not in self._groups:
-            self._groups[key] = self.cluster.group(size, stride)
+            alone = self._device_kinds if len(self._device_kinds) > 1 else ()
+            self._groups[key] = tuple(part.group(size, stride) for part in (self.cluster, *alone))
         return self._groups[key]
 
 

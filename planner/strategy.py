@@ -61,6 +61,9 @@ class Shape:
     offload_optimizer: bool = False
     recompute_parts: tuple[str, ...] = ()
     """Parts of layers that are run again in backward beside what their recompute says; see part_cost.py."""
+    kind_order: tuple[int, ...] = ()
+    """Unequal devices, each stage on one kind of them: the kinds by number, from the first stage on. () where devices
+    are equal or all count as the slowest, and in shapes of plans, whose cluster is in that order."""
 
     @property
     def samples(self) -> float:
@@ -379,7 +382,7 @@ def make_plan(
     layers = iter(profile.layers)
     return Plan(
         model=reference_of(profile),
-        cluster=cluster,
+        cluster=cluster.in_order(shape.kind_order),
         training=training,
         degrees=shape.degrees,
         mesh_axes=shape.mesh_axes,

@@ -3,11 +3,12 @@
 import difflib
 import math
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from .units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_seconds
 
@@ -100,6 +101,13 @@ class HostGroup(_Document):
     devices_per_host: PositiveInt
     device: Device
     link: Link
+    first: NonNegativeInt | None = Field(
+        default=None, description="number of its first host in the cluster file, where ranks go over hosts otherwise"
+    )
+
+    def is_like(self, other: "HostGroup") -> bool:
+        """Whether its hosts are of the same kind: equal devices, links and numbers of devices."""
+        return (self.device, self.link, self.devices_per_host) == (other.device, other.link, other.devices_per_host)
 
 
 class Group(_Document):
@@ -148,13 +156,43 @@ class ClusterSpec(_Document):
         """The slowest link inside a host."""
         return min((group.link for group in self.hosts), key=lambda link: link.bandwidth)
 
+    @property
+    def kinds(self) -> tuple["ClusterSpec", ...]:
+        """The hosts of each kind as a cluster of their own, in the order in which the kinds first appear."""
+        groups: list[list[HostGroup]] = []
+        for group in self._numbered():
+            alike = next((found for found in groups if found[0].is_like(group)), None)
+            if alike is None:
+                groups.append([group])
+            else:
+                alike.append(group)
+        if len(groups) == 1:
+            return (self,)
+        return tuple(self.model_copy(update={"hosts": tuple(found)}) for found in groups)
+
+    def in_order(self, kinds: tuple[int, ...]) -> "ClusterSpec":
+        """The same hosts, with ranks going over one kind after the other; kinds: numbers of them, () as they are."""
+        if not kinds:
+            return self
+        found = self.kinds
+        hosts = tuple(group for kind in kinds for group in found[kind].hosts)
+        return self if hosts == tuple(self._numbered()) else self.model_copy(update={"hosts": hosts})
+
+    def _numbered(self) -> Iterator[HostGroup]:
+        """The groups with the number of their first host."""
+        host = 0
+        for group in self.hosts:
+            yield group if group.first is not None else group.model_copy(update={"first": host})
+            host += group.count
+
     def host_of(self, rank: int) -> tuple[int, int]:
-        """(host, device on that host) of a rank."""
+        """(host by its number in the cluster file, device on that host) of a rank."""
         host = 0
         for group in self.hosts:
             in_group = group.count * group.devices_per_host
             if rank < in_group:
-                return host + rank // group.devices_per_host, rank % group.devices_per_host
+                first = host if group.first is None else group.first
+                return first + rank // group.devices_per_host, rank % group.devices_per_host
             rank -= in_group
             host += group.count
         raise ValueError(f"rank {rank} lies outside the {self.num_devices} devices of {self.name}")

@@ -1,0 +1,272 @@
+"""Unequal devices: stages on their own kind of device, against brute force, and what a plan says about them."""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from synthetic import device, layer_class, profile
+from test_search import plans_of
+
+from meshwright.planner.check import check
+from meshwright.planner.estimate import estimate
+from meshwright.planner.explore import Explorer
+from meshwright.planner.ilp import solve_master
+from meshwright.planner.plan import Plan, placements
+from meshwright.planner.scan import scan
+from meshwright.planner.search import InfeasibleError, search
+from meshwright.planner.simulate import is_chunked
+from meshwright.planner.space import Space
+from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.planner.unequal import stage_kinds
+from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
+from meshwright.profiler.model_profile import ModelProfile
+
+FAST = device(name="fast", flops={"bf16": 200e12, "fp32": 100e12})
+SLOW = device(name="slow")
+NETWORK = Link(bandwidth=50e9, latency=1e-5)
+
+
+def mixed(*kinds: tuple[int, int, Device], network: Link = NETWORK) -> ClusterSpec:
+    """Hosts as (count, devices of each, device)."""
+    hosts = tuple(
+        HostGroup(count=count, devices_per_host=per_host, device=on, link=on.link) for count, per_host, on in kinds
+    )
+    return ClusterSpec(name="mixed", hosts=hosts, network=network)
+
+
+def as_the_slowest(cluster: ClusterSpec) -> ClusterSpec:
+    """The same hosts with the worst of their devices."""
+    slowest, link = cluster.device, cluster.link
+    hosts = tuple(group.model_copy(update={"device": slowest, "link": link}) for group in cluster.hosts)
+    return cluster.model_copy(update={"hosts": hosts})
+
+
+def random_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]:
+    """A chain of up to 4 layers on two or three kinds of devices that differ in speed, memory and links."""
+    rng = random.Random(seed)
+    classes = [
+        layer_class(
+            f"c{i}",
+            flops=rng.uniform(1e10, 4e11),
+            parameters=rng.randrange(1, 40) * 1_000_000,
+            saved=rng.uniform(1e6, 4e8),
+            inputs=rng.uniform(1e5, 5e7),
+            transient=rng.uniform(0, 1e8),
+            heads=rng.choice([None, 2, 4]),
+        )
+        for i in range(rng.randint(1, 3))
+    ]
+    order = [rng.randrange(len(classes)) for _ in range(rng.randint(2, 4))]
+    same = [(a, b) for a in range(len(order)) for b in range(a + 1, len(order)) if order[a] == order[b]]
+    ties = [rng.choice(same)] if same and rng.random() < 0.3 else []
+    kinds = [
+        device(
+            memory=rng.choice([0.5e9, 1e9, 2e9, 4e9]),
+            name=f"kind{i}",
+            flops={"bf16": rng.uniform(50e12, 300e12), "fp32": 50e12},
+            bandwidth=rng.uniform(0.5e12, 3e12),
+            overlap=rng.choice([0.0, 0.8]),
+            link=Link(bandwidth=rng.choice([5e9, 100e9]), latency=1e-6),
+        )
+        for i in range(3)
+    ]
+    sizes = ("1x2 1x2", "2x1 2x1", "1x1 1x1", "2x1 1x2", "1x2 1x1 1x1", "1x2 2x1 1x2", "1x3 1x1")
+    pairs = [tuple(map(int, size.split("x"))) for size in rng.choice(sizes).split()]
+    hosts = [(count, per_host, on) for (count, per_host), on in zip(pairs, kinds, strict=False)]
+    network = Link(bandwidth=rng.choice([1e9, 50e9]), latency=1e-5)
+    devices = sum(count * per_host for count, per_host, _ in hosts)
+    batch = rng.choice([2, 4]) * (3 if devices == 6 else 1)
+    return (
+        profile(classes, order, 1e6, ties),
+        mixed(*hosts, network=network),
+        TrainingSpec(global_batch=batch, seq_len=64, memory_margin=0.0),
+    )
+
+
+def every_plan(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> Iterator[Plan]:
+    """All plans with the kinds in all orders, whatever the search would keep of them."""
+    space = Space(model, on, training, Pins())
+    shapes = {replace(s, kind_order=()) for family in list(space.families()) for s in space.shapes(family)}
+    orders = list(itertools.permutations(range(len(on.kinds))))
+    for shape, order in itertools.product(shapes, orders):
+        yield from plans_of(replace(shape, kind_order=order), model, on, training)
+
+
+def is_small(seed: int) -> bool:
+    """Whether an instance has few enough plans to enumerate in a test."""
+    model, on, training = random_instance(seed)
+    return len(model.layers) <= 3 and len(on.kinds) == 2 and training.global_batch == 2
+
+
+SMALL = [seed for seed in range(200) if is_small(seed)][:24]
+
+
+@pytest.mark.parametrize("seed", SMALL)
+def test_search_finds_the_optimum_of_brute_force_over_all_orders_of_kinds(seed: int) -> None:
+    model, on, training = random_instance(seed)
+
+    outcome = Explorer(model, on, training).explore(Pins(), time.monotonic() + 60)
+
+    priced = (estimate(plan, model) for plan in every_plan(model, on, training))
+    expected = min((found.closed_form_s for found in priced if found.fits), default=None)
+    assert (outcome.best is None) == (expected is None)
+    if outcome.best is not None:
+        assert outcome.best.seconds == pytest.approx(expected, rel=1e-9)
+        assert outcome.bound <= outcome.best.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
+    model, on, training = random_instance(1000 + seed)
+    explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())
+    shapes = [shape for family in list(space.families()) for shape in space.shapes(family)]
+
+    scanned = [found.seconds for found in (scan(explorer._prices(s, None, None)) for s in shapes) if found is not None]
+    solved = solve_master([explorer._prices(s, None, None) for s in shapes])
+    explored = explorer.explore(Pins(), time.monotonic() + 60).best
+
+    assert (solved is None) == (explored is None) == (not scanned)
+    if solved is not None and explored is not None:
+        assert solved[0].objective == pytest.approx(min(scanned), rel=1e-5)
+        assert explored.seconds == pytest.approx(min(scanned), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 16))
+def test_a_plan_for_unequal_devices_passes_the_independent_check(seed: int) -> None:
+    model, on, training = random_instance(2000 + seed)
+    try:
+        result = search(model, on, training)
+    except InfeasibleError:
+        assert Explorer(model, on, training).explore(Pins(), time.monotonic() + 60).best is None
+        return
+
+    assert check(result.plan, model) == []
+    shapes = result.certificate.shapes
+    assert shapes["total"] == shapes["rejected"] + shapes["pruned"] + shapes["solved"]
+    assert not any(is_chunked(c.plan.schedule) for c in result.runners_up if c.plan is not None)
+
+
+BLOCKS = profile([layer_class("block", 1e12, 10_000_000, 3e7, 1e6, heads=8)], [0] * 12)
+JOB = TrainingSpec(global_batch=32, seq_len=64)
+
+
+def test_a_device_twice_as_fast_takes_twice_the_layers() -> None:
+    on = mixed((1, 2, FAST), (1, 2, SLOW), network=Link(bandwidth=500e9, latency=1e-6))
+
+    result = search(BLOCKS, on, JOB, pins=Pins(pipeline=2, schedule="1f1b", data_replicate=2))
+
+    names = [group.device.name for group in result.plan.cluster.hosts]
+    layers = {name: len(stage.layers) for name, stage in zip(names, result.plan.stages, strict=True)}
+    assert layers == {"fast": 8, "slow": 4}
+
+
+def test_stages_on_their_own_kind_are_faster_than_all_as_the_slowest() -> None:
+    on = mixed((1, 8, FAST), (1, 8, SLOW))
+
+    own = search(BLOCKS, on, JOB).estimate.step_time_s
+
+    assert own < 0.8 * search(BLOCKS, as_the_slowest(on), JOB).estimate.step_time_s
+
+
+def test_each_stage_is_held_against_the_memory_of_its_own_device() -> None:
+    small = device(name="small", memory=0.6e9)
+    on = mixed((1, 2, small), (1, 2, device(name="large", memory=8e9)))
+
+    result = search(BLOCKS, on, replace_margin(JOB), pins=Pins(pipeline=2, schedule="1f1b"))
+
+    budgets = [stage.budget_bytes for stage in result.estimate.memory]
+    memory_of = {group.device.memory for group in on.hosts}
+    assert set(budgets) == memory_of
+    assert result.estimate.fits
+    assert max(stage.device_bytes for stage in result.estimate.memory) > small.memory
+
+
+def replace_margin(job: TrainingSpec) -> TrainingSpec:
+    """The job with all of the memory."""
+    return job.model_copy(update={"memory_margin": 0.0})
+
+
+def two_stages(on: ClusterSpec, order: tuple[int, ...], replicas: int = 2) -> Plan:
+    shape = Shape(replicas, 1, 1, 2, 1, 32 // replicas, schedule="1f1b", kind_order=order)
+    return make_plan(BLOCKS, on, JOB, shape, [[LayerOption()] * 8, [LayerOption()] * 4])
+
+
+def test_ranks_are_listed_with_the_hosts_of_the_cluster_file() -> None:
+    on = mixed((1, 2, SLOW), (1, 2, FAST))
+
+    listed = list(placements(two_stages(on, (1, 0))))
+
+    assert [(p.rank, p.host, p.device, p.device_name, len(p.layers)) for p in listed] == [
+        (0, 1, 0, "fast", 8),
+        (1, 1, 1, "fast", 8),
+        (2, 0, 0, "slow", 4),
+        (3, 0, 1, "slow", 4),
+    ]
+
+
+def test_hosts_of_a_kind_that_lie_apart_are_brought_together() -> None:
+    on = mixed((1, 2, SLOW), (1, 4, FAST), (1, 2, SLOW))
+
+    plan = two_stages(on, (0, 1), replicas=4)
+
+    assert [p.host for p in placements(plan)] == [0, 0, 2, 2, 1, 1, 1, 1]
+    assert stage_kinds(plan.cluster, replace(two_stages_shape(4), kind_order=())) == (0, 1)
+
+
+def two_stages_shape(replicas: int) -> Shape:
+    return Shape(replicas, 1, 1, 2, 1, 32 // replicas, schedule="1f1b")
+
+
+@pytest.mark.parametrize(
+    ("on", "shape", "kinds"),
+    [
+        (mixed((1, 4, FAST), (1, 4, SLOW)), two_stages_shape(4), (0, 1)),
+        (mixed((1, 4, FAST), (1, 4, SLOW)), replace(two_stages_shape(4), kind_order=(1, 0)), (0, 1)),
+        (mixed((1, 4, FAST), (1, 4, SLOW)), Shape(8, 1, 1, 1, 1, 4), None),
+        (mixed((1, 6, FAST), (1, 2, SLOW)), two_stages_shape(4), None),
+        (mixed((1, 6, FAST), (1, 2, SLOW)), replace(two_stages_shape(2), pipeline=4), (0, 0, 0, 1)),
+        (mixed((1, 4, FAST), (1, 4, FAST)), two_stages_shape(4), None),
+        (
+            mixed((1, 4, FAST), (1, 4, SLOW)),
+            replace(two_stages_shape(4), mesh_axes=("data_replicate", "pipeline", "data_shard", "context", "tensor")),
+            None,
+        ),
+    ],
+)
+def test_a_stage_has_a_kind_of_its_own_or_all_count_as_the_slowest(
+    on: ClusterSpec, shape: Shape, kinds: tuple[int, ...] | None
+) -> None:
+    assert stage_kinds(on, shape) == kinds
+
+
+def test_a_stage_of_several_kinds_is_priced_as_the_slowest_of_all() -> None:
+    on = mixed((1, 6, FAST), (1, 2, SLOW))
+    plan = two_stages(on, (), replicas=4)
+
+    found = estimate(plan, BLOCKS)
+
+    worst = estimate(plan.model_copy(update={"cluster": as_the_slowest(on)}), BLOCKS)
+    assert found.stage_forward_s == worst.stage_forward_s
+
+
+def test_mfu_counts_the_peak_of_every_device() -> None:
+    on = mixed((1, 2, FAST), (1, 2, SLOW))
+    plan = two_stages(on, (0, 1))
+
+    found = estimate(plan, BLOCKS)
+
+    peak = 2 * 200e12 + 2 * 100e12
+    assert found.mfu == pytest.approx(BLOCKS.flops_per_sample() * 32 / found.step_time_s / peak)
+
+
+def test_what_crosses_between_kinds_takes_the_network() -> None:
+    on = mixed((1, 2, FAST), (1, 2, SLOW))
+    slow_network = mixed((1, 2, FAST), (1, 2, SLOW), network=Link(bandwidth=1e6, latency=1e-5))
+
+    near, far = (estimate(two_stages(cluster, (0, 1)), BLOCKS).step_time_s for cluster in (on, slow_network))
+
+    assert far > near + 0.9 * 0.269 * 2 * 1e6 / (1e6 / 2)
