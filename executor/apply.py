@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_map
 
 from ..planner.plan import LayerPlan, Plan
 from ..planner.sharding import shard_dim
+from ..profiler.held_tokens import unseen
+from .context import ContextParallel
 from .expert import HeldExperts, shard_experts, spread_experts
 from .initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
 from .mesh import Mechanism, RankMesh, mechanism
@@ -30,7 +32,7 @@ class AppliedModel:
 
     module: what to call, and what holds the parameters; `prefix` stands before their original names. model: the
     user's module in it. layout: what tensor parallelism did. units: (fully_shard unit, gives parameters back). experts:
-    parameters of which this rank has only some experts.
+    parameters of which this rank has only some experts. context: this rank's tokens, where sequences are split.
     Replicas (mechanism "ddp") are not wrapped yet: what DDP must leave out is seen in the first forward.
     """
 
@@ -41,6 +43,7 @@ class AppliedModel:
     layout: TensorLayout
     units: list[tuple[FSDPModule, bool]]
     experts: dict[str, HeldExperts]
+    context: ContextParallel | None = None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of this rank by original name, tied ones under their first."""
@@ -95,7 +98,8 @@ def apply_plan(
     values = values or initial_values(model_fn, model_bytes(model) > BUILD_LIMIT_BYTES, seed)
     stages = plan.stages_of(mesh.coordinates["pipeline"])
     copies = [model, *(copy.deepcopy(model) for _ in stages[1:])]
-    parts = [_part(own, values, plan, stage, mesh, loss) for own, stage in zip(copies, stages, strict=True)]
+    context = ContextParallel(plan, mesh) if plan.degrees.context > 1 else None
+    parts = [_part(own, values, plan, stage, mesh, loss, context) for own, stage in zip(copies, stages, strict=True)]
     if len(parts) == 1:
         return parts[0]
     from .pipeline import Chunks, stages_in
@@ -108,11 +112,17 @@ def apply_plan(
         layout.partial |= part.layout.partial
         experts |= part.experts
     units = [unit for part in parts for unit in part.units]
-    return AppliedModel(chunks, chunks, "", parts[0].mechanism, layout, units, experts)
+    return AppliedModel(chunks, chunks, "", parts[0].mechanism, layout, units, experts, context)
 
 
 def _part(
-    model: nn.Module, values: Values, plan: Plan, stage_index: int, mesh: RankMesh, loss: Loss | None
+    model: nn.Module,
+    values: Values,
+    plan: Plan,
+    stage_index: int,
+    mesh: RankMesh,
+    loss: Loss | None,
+    context: ContextParallel | None,
 ) -> AppliedModel:
     """One stage of this rank (the whole model, where there is no pipeline).
 
@@ -127,7 +137,7 @@ def _part(
     if plan.degrees.pipeline > 1:
         from .pipeline import StageModule
 
-        module, prefix = StageModule(model, plan, stage_index, loss), "model."
+        module, prefix = StageModule(model, plan, stage_index, loss, context), "model."
         model = module.model
 
     layout = TensorLayout()
@@ -141,8 +151,14 @@ def _part(
     if mechanism(plan) == "fsdp" and plan.training.precision == "bf16":
         _keep_norms_in_fp32(model)
 
+    wrapped = dict.fromkeys(name for layer in layers for name in layer.modules) if context is not None else ()
+    passages = [context.pass_through(model.get_submodule(name)) for name in wrapped if context is not None]
+    for passage in passages:
+        passage.inside()
     for name, mode in {layer.modules[0]: layer.recompute for layer in layers if layer.recompute != "none"}.items():
         recompute(model.get_submodule(name), mode)
+    for passage in passages:
+        passage.outside()
 
     materialise = Materialiser(model, values, layout.cuts, mesh.coordinates["tensor"], mesh.device, experts)
     kind = mechanism(plan)
@@ -151,8 +167,10 @@ def _part(
         units = _shard(module, model, plan, layers, mesh, materialise)
     else:
         materialise([module])
+    for passage in passages:
+        passage.around()
     module.train()
-    return AppliedModel(module, model, prefix, kind, layout, units, experts)
+    return AppliedModel(module, model, prefix, kind, layout, units, experts, context)
 
 
 def _keep_norms_in_fp32(model: nn.Module) -> None:
@@ -257,4 +275,4 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     take the hook off a view, and gradients would not be reduced.
     """
 
-    return tree_map(lambda x: solid(x) if isinstance(x, torch.Tensor) else x, output)
+    return tree_map(lambda x: unseen(solid, x) if isinstance(x, torch.Tensor) else x, output)

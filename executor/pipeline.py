@@ -27,8 +27,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from ..planner.plan import Plan, stage_of
 from ..planner.simulate import ZERO_BUBBLE, table
+from ..profiler.held_tokens import Mark, mark_of, own_shape, set_mark
 from ..profiler.model_profile import CrossingTensor, Producer
 from ..profiler.producers import Producers
+from .context import ContextParallel
 from .tensor import crosses_sliced
 from .torch_compat import LeanPipelineStage, custom_schedule, reduce_gradients, solid
 
@@ -53,11 +55,19 @@ class StageModule(nn.Module):
     `begin`, because all stages are given the same ones, and what crosses the cut from `receive`.
     What wraps the whole stage (fully_shard) must wrap this module and not `.model`, whose forward is left early.
 
-    loss: mean loss of (output, micro-batch); None if the model returns its own.
+    loss: mean loss of (output, micro-batch); None if the model returns its own. context: this rank's tokens, where
+    sequences are split; what crosses the cuts then holds these.
     Changes `model` in place. Raises ValueError if the plan's stages cannot be cut out of it.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, stage: int, loss: Loss | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        stage: int,
+        loss: Loss | None = None,
+        context: ContextParallel | None = None,
+    ) -> None:
         super().__init__()
         check_partition(model, plan)
         self.stage = stage
@@ -66,6 +76,7 @@ class StageModule(nn.Module):
         self.losses: list[torch.Tensor] = []
         self._plan = plan
         self._loss = loss
+        self._context = context
         self.is_last = stage == len(plan.stages) - 1
         own_modules = {name for layer in plan.stages[stage].layers for name in layer.modules}
         foreign = tuple(name for name in plan.model.layer_modules if name not in own_modules)
@@ -93,7 +104,7 @@ class StageModule(nn.Module):
                 self._autocast = torch.autocast(device.type, torch.bfloat16)
             crossing = {tensor.producer for tensor in (*self.incoming, *self.outgoing)}
             self._stubs, self._tensors, self._writes_batch = self._rehearsal.run(
-                micro_batches[0], crossing, device, self._autocast, mixed and sharded
+                micro_batches[0], crossing, device, self._autocast, mixed and sharded, self._context
             )
             self._rehearsal = None
             self._placeholders.move(device)
@@ -120,7 +131,7 @@ class StageModule(nn.Module):
         self._calls.clear()
         exchange = _Exchange(
             arrived={
-                crossing.producer: tensor.clone() if self._tensors[crossing.producer].written else tensor
+                crossing.producer: self._arrived(crossing, tensor)
                 for crossing, tensor in zip(self.incoming, self._received, strict=True)
             },
             wanted=tuple(crossing.producer for crossing in self.outgoing),
@@ -128,18 +139,31 @@ class StageModule(nn.Module):
         )
         self._received = ()
         try:
-            with self._autocast, Producers(self.model, self._plan.model.layer_modules, replace=exchange.replace):
-                output = self.model(*micro_batch.args, **micro_batch.kwargs)
+            with self._tokens(), self._autocast:
+                with Producers(self.model, self._plan.model.layer_modules, replace=exchange.replace):
+                    output = self.model(*micro_batch.args, **micro_batch.kwargs)
+                loss = self._loss_of(output, micro_batch.batch) if self.is_last else None
         except _CompleteError:
             return self._checked(exchange)
         exchange.check_all_seen()
-        if not self.is_last:
+        if loss is None:
             missing = next(p for p in exchange.wanted if p not in exchange.made)
             raise RuntimeError(f"stage {self.stage} ran to its end without making {_words(missing)}: {_STALE}")
-        with self._autocast:
-            loss = loss_of(output) if self._loss is None else self._loss(output, micro_batch.batch)
         self.losses.append(loss.detach())
         return loss * micro_batch.scale
+
+    def _arrived(self, crossing: CrossingTensor, tensor: torch.Tensor) -> torch.Tensor:
+        like = self._tensors[crossing.producer]
+        mark = like.mark
+        if self._context is not None and crosses_sliced(crossing, self._plan):
+            mark = self._context.slice_of(mark)
+        return set_mark(tensor.clone() if like.written else tensor, mark)
+
+    def _tokens(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._context is None else self._context.running()
+
+    def _loss_of(self, output: Any, batch: Any) -> torch.Tensor:
+        return loss_of(output) if self._loss is None else self._loss(output, batch)
 
     def fsdp_units(self) -> list[tuple[FSDPModule, bool]]:
         """FSDP modules in the order of their forward (what is inside of another one before it), each with whether it
@@ -433,10 +457,11 @@ class _Exchange:
         """The tensor to go on with. Raises RuntimeError if it would take the place of one of another shape."""
         if producer in self.arrived:
             self._seen.add(producer)
-            if tensor.shape not in (self._shapes[producer], self.arrived[producer].shape):
+            found, made = own_shape(tensor), own_shape(self.arrived[producer])
+            if found not in (self._shapes[producer], made):
                 raise RuntimeError(
-                    f"{_words(producer)} is of {tuple(tensor.shape)} on this stage and of "
-                    f"{tuple(self.arrived[producer].shape)} where it was made: {_STALE}"
+                    f"{_words(producer)} is of {tuple(found)} on this stage and of {tuple(made)} where it was made: "
+                    f"{_STALE}"
                 )
             tensor = self.arrived[producer]
         elif producer in self.wanted:
@@ -454,17 +479,18 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class _Like:
-    """What a tensor of the whole model is like; written: it is written into after it was made."""
+    """What a tensor of the whole model is like; written: it is written into after it was made. mark: which tokens it
+    holds, where ranks hold parts of a sequence."""
 
     shape: torch.Size
     dtype: torch.dtype
     written: bool
+    mark: Mark | None = None
 
     def placeholder(self, device: torch.device) -> torch.Tensor:
         """Zeros; without memory unless they will be written into."""
-        if self.written:
-            return torch.zeros(self.shape, dtype=self.dtype, device=device)
-        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+        made = torch.zeros(self.shape if self.written else (), dtype=self.dtype, device=device)
+        return set_mark(made if self.written else made.expand(self.shape), self.mark)
 
 
 @dataclass(frozen=True)
@@ -498,17 +524,19 @@ class _Rehearsal:
         device: torch.device,
         autocast: AbstractContextManager[Any],
         bf16_layers: bool,
+        context: ContextParallel | None,
     ) -> tuple[dict[tuple[str, int], _Stub], dict[Producer, _Like], bool]:
         """(stubs by module and call, crossing tensors, whether the model writes into its batch).
 
         bf16_layers: as under fully_shard's mixed precision, parameters and what enters a layer module are bfloat16.
+        context: what this rank holds of the sequences, if not all.
         """
         try:
             with _without_log("torch._subclasses.fake_tensor"):
-                seen = self._run(micro_batch, crossing, device, autocast, bf16_layers)
+                seen = self._run(micro_batch, crossing, device, autocast, bf16_layers, context)
         except (RuntimeError, ValueError, TypeError):
             # Some operators exist on fake CPU tensors in bfloat16 only (grouped_mm), so the profiler runs in it, too.
-            seen = self._run(micro_batch, crossing, device, nullcontext(), True)
+            seen = self._run(micro_batch, crossing, device, nullcontext(), True, context)
             seen = seen.recast(torch.bfloat16, torch.bfloat16 if bf16_layers else torch.float32)
         stubs = {key: _Stub(leaves, tree, device) for key, (leaves, tree) in seen.outputs.items()}
         return stubs, seen.tensors, seen.writes_batch
@@ -520,6 +548,7 @@ class _Rehearsal:
         device: torch.device,
         autocast: AbstractContextManager[Any],
         bf16_layers: bool,
+        context: ContextParallel | None,
     ) -> "_Seen":
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -542,7 +571,8 @@ class _Rehearsal:
             for name in self._foreign:
                 model.get_submodule(name).register_forward_hook(partial(notes.output, name))
             args, kwargs = tree_map(fake, (micro_batch.args, micro_batch.kwargs))
-            with autocast, Producers(model, self._layer_modules, on_produced=notes.tensor):
+            tokens = nullcontext() if context is None else context.rehearsal()
+            with tokens, autocast, Producers(model, self._layer_modules, on_produced=notes.tensor):
                 model(*args, **kwargs)
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         return replace(notes.seen(), writes_batch=any(leaf._version > 0 for leaf in given))
@@ -605,7 +635,9 @@ class _Notes:
         """What was collected, at the end of the run."""
 
         def like(leaf: Any, version: int) -> Any:
-            return _Like(leaf.shape, leaf.dtype, leaf._version != version) if isinstance(leaf, torch.Tensor) else leaf
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return _Like(leaf.shape, leaf.dtype, leaf._version != version, mark_of(leaf))
 
         return _Seen(
             {key: (tuple(map(like, leaves, made)), tree) for key, (leaves, made, tree) in self._outputs.items()},

@@ -16,7 +16,7 @@ before they use it, or else by the columns themselves.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..planner.plan import LayerPlan, Plan
+from ..profiler.held_tokens import Held, Mark, divided, mark_of, own_shape, set_mark
 from ..profiler.model_profile import CrossingTensor, TensorCut
 from .torch_compat import all_gather_single, reduce_scatter_single
 
@@ -274,6 +275,10 @@ class SharedGradients(TorchFunctionMode):
         finally:
             self._is_muted = was_muted
 
+    def differs(self, x: torch.Tensor) -> bool:
+        """Whether x differs between tensor ranks."""
+        return x in self._differs
+
     def mark(self, x: torch.Tensor, differs: bool) -> None:
         """Say whether x differs between tensor ranks."""
         if differs:
@@ -451,7 +456,7 @@ class _Region:
             (
                 tuple(size for size, dim in zip(t.shape, t.dims, strict=True) if dim == "other"),
                 t.dims.index("sequence"),
-                t.shape[t.dims.index("sequence")],
+                t.shape[t.dims.index("sequence")] // plan.degrees.context,
             )
             for t in plan.model.tensors
             if t.requires_grad and "sequence" in t.dims
@@ -470,7 +475,7 @@ class _Region:
 
         def gather(x: Any) -> Any:
             found = self._length(x)
-            if found is None or x.shape[found[0]] == found[1]:
+            if found is None or own_shape(x)[found[0]] == found[1]:
                 return x
             return _call(_GatherSum, x, found[0], self.group)
 
@@ -511,9 +516,10 @@ class _Region:
         """(dim, whole length) of a tensor that carries the sequence and a gradient; None for any other."""
         if not isinstance(x, torch.Tensor) or not (x.requires_grad or not torch.is_grad_enabled()):
             return None
+        shape = own_shape(x)
         for others, dim, length in self.sequences:
-            if x.ndim == len(others) + 2 and x.shape[dim] in (length, length // self.degree):
-                rest = [size for i, size in enumerate(x.shape) if i != dim]
+            if len(shape) == len(others) + 2 and shape[dim] in (length, length // self.degree):
+                rest = [size for i, size in enumerate(shape) if i != dim]
                 if tuple(rest[-len(others) :]) == others or tuple(rest[: len(others)]) == others:
                     return dim, length
         return None
@@ -522,11 +528,11 @@ class _Region:
         found = self._length(x)
         if found is None:
             return x
-        return _call(_Slice, x, found[0], self.group) if x.shape[found[0]] == found[1] else x
+        return _call(_Slice, x, found[0], self.group) if own_shape(x)[found[0]] == found[1] else x
 
     def _gather(self, x: Any) -> Any:
         found = self._length(x)
-        if found is None or x.shape[found[0]] == found[1]:
+        if found is None or own_shape(x)[found[0]] == found[1]:
             return x
         return _call(_GatherAlike, x, found[0], self.group)
 
@@ -536,9 +542,31 @@ def _before_other_hooks(module: nn.Module, hook: Callable[..., Any]) -> Removabl
     return module.register_forward_hook(hook, prepend=True)
 
 
-def _call(function: type[Function], *args: Any) -> torch.Tensor:
-    result: torch.Tensor = function.apply(*args)
-    return result
+def _call(function: type[Function], x: torch.Tensor, *args: Any) -> torch.Tensor:
+    mark = mark_of(x)
+    if mark is None:
+        plain: torch.Tensor = function.apply(x, *args)
+        return plain
+    with torch._C.DisableTorchFunction():
+        result: torch.Tensor = function.apply(x, *args)
+    return set_mark(result, _mark_after(function, mark, args))
+
+
+def _mark_after(function: type[Function], mark: Mark, args: tuple[Any, ...]) -> Mark:
+    """Which tokens there are behind a collective; args: its dim, if it has one, and its group."""
+    if not isinstance(mark, Held) or len(args) < 2 or args[0] != mark.dim:
+        return mark
+    group = args[1]
+    if function in (_Slice, _SumSlice):
+        return divided(mark, dist.get_rank(group), dist.get_world_size(group))
+    return replace(mark, spans=mark.within, within=())
+
+
+def hand_on_difference(made: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+    """What a function that no watch sees made of something: it differs between tensor ranks if that does."""
+    if _watch is not None and any(_watch.differs(x) for x in given):
+        _watch.mark(made, differs=True)
+    return made
 
 
 def _all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

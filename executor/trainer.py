@@ -315,8 +315,10 @@ class Trainer:
 
     def _loss_of(self, part: Any) -> torch.Tensor:
         args, kwargs = split_inputs(self.model, part, self._loss is not None)
-        output = (self._replicas or self.model)(*args, **kwargs)
-        return loss_of(output) if self._loss is None else self._loss(output, part)
+        context = self._applied.context
+        with context.whole_forward() if context is not None else nullcontext():
+            output = (self._replicas or self.model)(*args, **kwargs)
+            return loss_of(output) if self._loss is None else self._loss(output, part)
 
     def _replicate(self, part: Any) -> None:
         """Wrap the model in DDP. One forward shows what reads no parameter, so that DDP does not wait for it; what it

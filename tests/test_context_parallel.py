@@ -1,14 +1,26 @@
 """Ranks that hold parts of the same sequences train as one process does."""
 
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import Any
 
 import pytest
-from small_models import GLOBAL_BATCH, small_profile, verified
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from small_models import GLOBAL_BATCH, small_model, small_profile
 from synthetic import cluster
+from torch.nn import functional
 
-from meshwright.planner.plan import Plan, Recompute
+from meshwright.executor.context_attention import ContextAttention, own_spans
+from meshwright.executor.verify import VerifyReport, beside_one_process
+from meshwright.planner.plan import ContextKind, Plan, Recompute
 from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
 from meshwright.planner.training import Precision, TrainingSpec
+from meshwright.profiler.held_tokens import Held, num_tokens, taken
+
+KINDS: tuple[ContextKind, ...] = ("ring", "all_gather", "all_to_all")
+NUM_STEPS = 5
+TOKENS = 16
 
 
 def planned(name: str, shape: Shape, recompute: Recompute = "none", precision: Precision = "fp32") -> Plan:
@@ -24,10 +36,92 @@ def planned(name: str, shape: Shape, recompute: Recompute = "none", precision: P
     return make_plan(profile, cluster(1, shape.degrees.num_devices), training, shape, stages)
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
-def test_parameters_sharded_over_context_ranks_train_as_one_process_does(replicate: int) -> None:
-    shape = Shape(replicate, 1, 1, 1, micro_batch=4, num_microbatches=4 // replicate, context=2)
+def beside_one(name: str, plan: Plan) -> VerifyReport:
+    """What differs after NUM_STEPS steps."""
+    loaded = small_model(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        batches = [loaded.batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
+    return beside_one_process(VerifyReport(name, (), {}), plan, loaded, batches, timeout_s=120.0)
 
-    report = verified("gpt", planned("gpt", shape))
 
-    assert report.ok, report.lines
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def worst_differences() -> list[tuple[str, float]]:
+    """Of outputs and gradients, for every kind and form of attention, on this rank."""
+    found = []
+    forms = [(heads, causal, mask) for heads, causal, mask in product((4, 8), (True, False), ("", "bool", "heads"))]
+    for kind, (heads, causal, form) in product(KINDS, [f for f in forms if not (f[1] and f[2])]):
+        torch.manual_seed(0)
+        query, grad = torch.randn(2, 8, TOKENS, 8, requires_grad=True), torch.randn(2, 8, TOKENS, 8)
+        key, value = (torch.randn(2, heads, TOKENS, 8, requires_grad=True) for _ in range(2))
+        masks = {
+            "": None,
+            "bool": (torch.rand(2, 1, TOKENS, TOKENS) > 0.4) | torch.eye(TOKENS, dtype=torch.bool),
+            "heads": torch.randn(1, 8, TOKENS, TOKENS),
+        }
+        whole = functional.scaled_dot_product_attention(
+            query, key, value, masks[form], is_causal=causal, enable_gqa=True
+        )
+        grads = torch.autograd.grad(whole, (query, key, value), grad)
+        attend = ContextAttention(kind, dist.group.WORLD)  # type: ignore[arg-type]
+        held = Held(2, TOKENS, attend.spans(TOKENS))
+        own = [taken(x.detach(), held).clone().requires_grad_() for x in (query, key, value)]
+        output = attend(*own, masks[form], causal, None)
+        own_grads = torch.autograd.grad(output, own, taken(grad, held))
+        gaps = [(a - taken(b, held)).abs().max() for a, b in zip((output, *own_grads), (whole, *grads), strict=True)]
+        found.append((f"{kind}, {heads} heads, causal {causal}, mask {form!r}", float(max(gaps))))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_attention_of_ranks_is_that_of_one_process(num_ranks: int) -> None:
+    differences = [rank for found in run_ranks(worst_differences, num_ranks) for rank in found]
+
+    assert len(differences) == num_ranks * len(KINDS) * 8
+    assert [(what, gap) for what, gap in differences if gap > 1e-5] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_hold_every_token_once(kind: ContextKind) -> None:
+    spans = [own_spans(kind, 24, rank, 3) for rank in range(3)]
+
+    assert sorted(place for own in spans for start, end in own for place in range(start, end)) == list(range(24))
+    assert {num_tokens(own) for own in spans} == {8}
+
+
+def test_ranks_of_a_ring_have_equally_many_causal_scores() -> None:
+    scores = [sum(i + 1 for a, b in own_spans("ring", 32, rank, 4) for i in range(a, b)) for rank in range(4)]
+
+    assert len(set(scores)) == 1
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def shape(replicate: int = 1, shard: int = 1, tensor: int = 1, pipeline: int = 1, **more: Any) -> Shape:
+    """A shape of two context ranks with micro-batches of two samples."""
+    count = GLOBAL_BATCH // (2 * replicate * shard)
+    return Shape(replicate, shard, tensor, pipeline, 2, count, **{"context": 2, **more})
+
+
+TRAINED: dict[str, tuple[str, Shape, Recompute]] = {
+    "own GPT, ring": ("gpt", shape(), "none"),
+    "GPT-2 with HSDP": ("gpt2", shape(2, context_kind="all_gather"), "selective"),
+    "BERT, heads for tokens, pipeline": (
+        "bert",
+        shape(pipeline=2, schedule="1f1b", context_kind="all_to_all"),
+        "full",
+    ),
+    "Llama with tensor and sequence parallelism": ("llama", shape(tensor=2, sequence=True), "full"),
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_plan_that_splits_sequences_gives_the_numbers_of_one_process(case: str) -> None:
+    name, chosen, recompute = TRAINED[case]
+
+    report = beside_one(name, planned(name, chosen, recompute))
+
+    assert report.ok, [*report.lines, report.detail]

@@ -1,0 +1,165 @@
+"""Which tokens of a sequence a tensor holds, where ranks hold parts of it: marks on ordinary tensors."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+Spans = tuple[tuple[int, int], ...]
+"""Ranges of places, in ascending order: (first, behind the last)."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor holds the tokens `spans` of `length` along its dim `dim`, and says that it holds them all.
+
+    The dim may be several joined ones: `before` times tokens times `after` (a batch of sequences, flattened). within:
+    tokens of which these are a part again, if they are (sequence parallelism).
+    """
+
+    dim: int
+    length: int
+    spans: Spans
+    before: int = 1
+    after: int = 1
+    within: Spans = ()
+
+    @property
+    def whole_size(self) -> int:
+        """Size of the dim if all tokens were here."""
+        return self.before * self.length * self.after
+
+    @property
+    def own_size(self) -> int:
+        """Its size as it is."""
+        return self.before * num_tokens(self.spans) * self.after
+
+    @property
+    def alone(self) -> bool:
+        """Whether the dim counts tokens and nothing else."""
+        return self.before == self.after == 1
+
+    def at(self, dim: int) -> "Held":
+        """The same tokens along another dim."""
+        return replace(self, dim=dim)
+
+    def same_tokens(self, other: "Held") -> bool:
+        """Whether two tensors hold the same, wherever their dims are."""
+        return self.at(0) == other.at(0)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A tensor of which every rank has its own value, and whose mean over the ranks is meant."""
+
+
+SHARE = Share()
+
+Mark = Held | Share
+
+_marks = WeakIdKeyDictionary()
+
+
+def mark_of(tensor: object) -> Mark | None:
+    """What is known of a tensor; None: it is whole, and the same on every rank."""
+    return _marks.get(tensor) if isinstance(tensor, torch.Tensor) else None
+
+
+def set_mark(tensor: torch.Tensor, mark: Mark | None) -> torch.Tensor:
+    """The tensor, marked; None takes a mark off."""
+    if mark is not None:
+        _marks[tensor] = mark
+    elif tensor in _marks:
+        del _marks[tensor]
+    return tensor
+
+
+def unseen(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """function(tensor), which does nothing to tokens and no mode needs to see; the result has the tensor's mark."""
+    mark = mark_of(tensor)
+    if mark is None:
+        return function(tensor)
+    with torch._C.DisableTorchFunction():
+        made = function(tensor)
+    return set_mark(made, mark)
+
+
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape it would have with all tokens."""
+    with torch._C.DisableTorchFunction():
+        shape = list(tensor.shape)
+    mark = mark_of(tensor)
+    if isinstance(mark, Held):
+        shape[mark.dim] = mark.whole_size
+    return torch.Size(shape)
+
+
+def own_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape of what is here."""
+    with torch._C.DisableTorchFunction():
+        return tensor.shape
+
+
+def num_tokens(spans: Spans) -> int:
+    """How many tokens these are."""
+    return sum(end - start for start, end in spans)
+
+
+def clipped(spans: Spans, start: int, end: int) -> tuple[Spans, int, int]:
+    """(those of the tokens from `start` to before `end`, counted from `start`; which ones of the held these are: from
+    the how-manieth to before the how-manieth)."""
+    kept = [(max(a, start), min(b, end)) for a, b in spans if max(a, start) < min(b, end)]
+    first = sum(min(b, start) - a for a, b in spans if a < start)
+    count = num_tokens(tuple(kept))
+    return tuple((a - start, b - start) for a, b in kept), first, first + count
+
+
+def part_of(spans: Spans, index: int, count: int) -> Spans:
+    """The `index`-th of `count` equal parts of the held tokens, in the order in which they are held."""
+    size = num_tokens(spans) // count
+    found, behind = [], 0
+    for a, b in spans:
+        first, last = max(index * size, behind), min((index + 1) * size, behind + b - a)
+        if first < last:
+            found.append((a + first - behind, a + last - behind))
+        behind += b - a
+    return tuple(found)
+
+
+def divided(held: Held, index: int, count: int) -> Held:
+    """The mark of the `index`-th of `count` equal parts of what a tensor holds."""
+    return replace(held, spans=part_of(held.spans, index, count), within=held.spans)
+
+
+def joined(spans: Iterable[tuple[int, int]]) -> Spans:
+    """The same tokens, neighbouring ranges made one."""
+    found: list[tuple[int, int]] = []
+    for start, end in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return tuple(found)
+
+
+def taken(whole: torch.Tensor, held: Held) -> torch.Tensor:
+    """Of a tensor that is whole, along held.dim, what the mark says."""
+    if not held.alone:
+        sizes = (held.before, held.length, held.after)
+        inner = taken(whole.unflatten(held.dim, sizes), Held(held.dim + 1, held.length, held.spans))
+        return inner.flatten(held.dim, held.dim + 2)
+    pieces = [whole.narrow(held.dim, start, end - start) for start, end in held.spans]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, held.dim)
+
+
+def reshaped(shape: torch.Size, held: Held, sizes: list[int]) -> Held | None:
+    """The mark after a view of the whole shape as `sizes`; None if that would spread the tokens over several dims."""
+    ahead = prod(shape[: held.dim]) * held.before
+    tokens = ahead * held.length
+    for dim, size in enumerate(sizes):
+        outside = prod(sizes[:dim])
+        if ahead % outside == 0 and (outside * size) % tokens == 0:
+            return replace(held, dim=dim, before=ahead // outside, after=outside * size // tokens)
+    return None

@@ -1,0 +1,147 @@
+"""What torch functions do to tokens: on a part of them the same as on all, or nothing at all."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional
+
+from meshwright.profiler.held_tokens import SHARE, Held, clipped, joined, mark_of, part_of, set_mark, taken
+from meshwright.profiler.token_slices import MixedTokensError, TokenSlices
+
+LENGTH, WIDTH, RANKS = 8, 6, 2
+SPANS = ((0, 2), (6, 8))
+OTHERS = ((2, 6),)
+HELD = Held(1, LENGTH, SPANS)
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+def attended(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return query
+
+
+def mode(spans: tuple[tuple[int, int], ...] = SPANS) -> TokenSlices:
+    return TokenSlices(LENGTH, spans, RANKS, attended)
+
+
+def on_part(run: Run, x: torch.Tensor, spans: tuple[tuple[int, int], ...] = SPANS) -> torch.Tensor:
+    held = Held(1, LENGTH, spans)
+    part = set_mark(taken(x, held), held)
+    with mode(spans):
+        return run(part)
+
+
+ALIKE: dict[str, Run] = {
+    "positions": lambda x: x + torch.arange(x.shape[1]).unsqueeze(-1),
+    "rotary": lambda x: (
+        x * torch.linspace(0, 1, x.size(1)).cos()[None, :, None] - torch.cat((-x[..., 3:], x[..., :3]), dim=-1)
+    ),
+    "norms": lambda x: functional.layer_norm(x, (WIDTH,)) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)),
+    "heads": lambda x: x.view(*x.shape[:-1], 2, 3).transpose(1, 2),
+    "heads joined": lambda x: x.view(2, LENGTH, 2, -1).permute(0, 2, 1, 3).transpose(1, 2).reshape(2, LENGTH, -1),
+    "products": lambda x: functional.linear(x, torch.ones(4, WIDTH)) @ torch.ones(4, 2),
+    "Conv1D": lambda x: torch.addmm(torch.ones(3), x.view(-1, x.size(-1)), torch.ones(WIDTH, 3)).view(2, LENGTH, 3),
+    "parts": lambda x: torch.stack(x.chunk(3, -1)).sum(0),
+    "shared heads": lambda x: x[:, :, None].expand(2, x.shape[1], 3, WIDTH).flatten(2),
+    "table": lambda x: torch.arange(12.0).view(4, 3)[x.argmax(-1) % 4],
+    "masked": lambda x: x.masked_fill(torch.arange(LENGTH)[None, :, None] > 4, 0.0),
+    "softmax": lambda x: functional.softmax(x, dim=-1),
+    "batch first": lambda x: x.transpose(0, 1).contiguous().flatten(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_treats_tokens_alike_gives_the_rows_of_the_whole(name: str) -> None:
+    x = torch.randn(2, LENGTH, WIDTH)
+
+    found = on_part(ALIKE[name], x)
+
+    held = mark_of(found)
+    assert isinstance(held, Held)
+    torch.testing.assert_close(found, taken(ALIKE[name](x), held))
+
+
+TARGETS = torch.tensor([[1, -100, 2, 3, -100, 4, 5, 0], [0, 1, 2, 3, 4, 5, -100, -100]])
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(x[:, :-1].reshape(-1, WIDTH), TARGETS[:, 1:].reshape(-1))
+
+
+LOSSES: dict[str, Run] = {
+    "cross entropy": lambda x: functional.cross_entropy(x.flatten(0, 1), TARGETS.flatten()),
+    "of the next token": _shifted,
+    "by class first": lambda x: functional.cross_entropy(x.transpose(1, 2), TARGETS, label_smoothing=0.1),
+    "weighed by hand": lambda x: (
+        (functional.cross_entropy(x.flatten(0, 1), TARGETS.flatten(), reduction="none") * 0.5).sum()
+        / (TARGETS >= 0).sum()
+    ),
+    "squares": lambda x: functional.mse_loss(x, torch.ones(2, LENGTH, WIDTH)),
+    "with an auxiliary": lambda x: _shifted(x).float() + 0.1 * x.square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_mean_of_what_ranks_have_of_a_loss_is_the_loss(name: str) -> None:
+    x = torch.randn(2, LENGTH, WIDTH)
+
+    shares = [on_part(LOSSES[name], x, spans) for spans in (SPANS, OTHERS)]
+
+    assert all(mark_of(share) == SHARE for share in shares)
+    torch.testing.assert_close(sum(shares) / RANKS, LOSSES[name](x))
+
+
+def test_the_mean_of_gradients_is_that_of_the_whole() -> None:
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    x = torch.randn(2, LENGTH, WIDTH)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return _shifted(functional.linear(x, weight))
+
+    shares = [torch.autograd.grad(on_part(loss, x, spans), weight)[0] for spans in (SPANS, OTHERS)]
+
+    torch.testing.assert_close(sum(shares) / RANKS, torch.autograd.grad(loss(x), weight)[0])
+
+
+MIXED: dict[str, tuple[Run, str]] = {
+    "a class token": (lambda x: x[:, 0], "picks single tokens"),
+    "convolution": (lambda x: functional.conv1d(x.transpose(1, 2), torch.ones(1, WIDTH, 3)), "conv1d is not known"),
+    "running sum": (lambda x: x.cumsum(1), "goes over the tokens"),
+    "pooling": (lambda x: torch.tanh(x.mean(1)), "share"),
+    "scores": (lambda x: x @ x.transpose(1, 2), "fused"),
+    "cross attention": (
+        lambda x: functional.scaled_dot_product_attention(x[:, None], torch.ones(2, 1, 3, 6), torch.ones(2, 1, 3, 6)),
+        "cross attention",
+    ),
+    "dropout of attention": (
+        lambda x: functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.1),
+        "drops out 0.1",
+    ),
+    "patches": (lambda x: x.view(2, 4, 2, WIDTH), "over several dims"),
+    "values": (lambda x: x[x > 0], "by the values"),
+    "other positions": (lambda x: x + torch.ones(4, 1), "4 rows that are not tokens"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_mixes_tokens_is_refused(name: str) -> None:
+    run, told = MIXED[name]
+
+    with pytest.raises(MixedTokensError, match=told):
+        on_part(run, torch.randn(2, LENGTH, WIDTH))
+
+
+@pytest.mark.parametrize("size", [LENGTH, LENGTH - 1])
+def test_slicing_begins_where_ids_of_whole_sequences_are_looked_up(size: int) -> None:
+    with mode():
+        found = functional.embedding(torch.zeros(2, size, dtype=torch.long), torch.ones(3, WIDTH))
+
+    assert found.shape == (2, 4 if size == LENGTH else size, WIDTH)
+    assert mark_of(found) == (HELD if size == LENGTH else None)
+
+
+def test_tokens_are_counted_in_the_order_in_which_they_are_held() -> None:
+    assert clipped(SPANS, 1, 7) == (((0, 1), (5, 6)), 1, 3)
+    assert [part_of(((0, 2), (6, 10)), i, 2) for i in range(2)] == [((0, 2), (6, 7)), ((7, 10),)]
+    assert joined([(0, 2), (2, 4), (6, 8)]) == ((0, 4), (6, 8))
