@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from ..planner.not_run import not_run
 from ..planner.plan import Plan, load_plan
 from ..planner.software import REFERENCE, load_software
 from ..planner.training import SAMPLES_PER_GPU, Objective, TrainingSpec
@@ -34,6 +35,7 @@ from .terminal_profile import print_operators, print_profile
 if TYPE_CHECKING:
     from ..planner.estimate import Estimate
     from ..planner.search import SearchResult
+    from ..planner.strategy import Pins
     from ..profiler.load import LoadedModel
 
 DEFAULT_DEVICE = "h100-80gb"
@@ -150,6 +152,7 @@ def _plan_command(
     forbid: options.Forbid = None,
     recompute: options.RecomputeFlag = None,
     micro_batch: options.MicroBatch = None,
+    space: options.SpaceFlag = options.SpaceOf.RUN,
     objective: options.ObjectiveFlag = Objective.THROUGHPUT,
     time_limit: options.TimeLimit = 60.0,
     output: Annotated[
@@ -174,7 +177,8 @@ def _plan_command(
     target = output or (None if as_json else Path("plan.json"))
     _check_output(target, "meshwright-plan")
     machine = read_cluster(gpus, device, gpus_per_node, cluster)
-    pins = read_pins(pin or (), most or (), forbid or (), recompute, micro_batch)
+    everything = space is options.SpaceOf.FULL
+    pins = read_pins(pin or (), most or (), forbid or (), recompute, micro_batch, everything)
     with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet or as_json) as waiting:
         profile, _ = read_model(model, seq_len, waiting, not no_cache)
         training, assumptions = read_training(
@@ -188,7 +192,7 @@ def _plan_command(
             assumptions.append(objective_in_words(objective, machine, part))
             machine = part
         result = _search(profile, machine, training, pins, time_limit, waiting)
-    _check_result(result, profile)
+    _check_result(result, profile, pins)
     if target is not None:
         result.plan.save(target)
     if as_json:
@@ -413,7 +417,7 @@ def _verify_command(
 ) -> None:
     """Run PLAN on processes of this machine beside one process: same loss, gradients and parameters, or the first
     tensor that differs. A small version of the model is used where there is one."""
-    document = _read_plan(plan)
+    document = _read_plan(plan, to_run=True)
     source = model or document.model.source
     _check_source(source, "--model says where the model is")
     with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet) as waiting:
@@ -637,21 +641,22 @@ def _search(
         return search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, progress=waiting)
 
 
-def _check_result(result: "SearchResult", profile: ModelProfile) -> None:
-    """The independent check, before anything is written: a violation is a mistake of the planner, never the user's."""
+def _check_result(result: "SearchResult", profile: ModelProfile, pins: "Pins") -> None:
+    """The independent check, before anything is written: a violation is a mistake of the planner, never the user's.
+    That the executor does not run something yet is one, too, unless it was asked for."""
     from ..planner.check import check
 
-    violations = check(result.plan, profile)
+    violations = check(result.plan, profile, to_run=not pins.may_go_beyond)
     if violations:
         raise AssertionError("the plan breaks its own limits: " + "; ".join(violations))
 
 
-def _read_plan(path: Path) -> Plan:
-    """A plan that passes the independent check."""
+def _read_plan(path: Path, *, to_run: bool = False) -> Plan:
+    """A plan that passes the independent check. to_run: also that the executor runs all of it."""
     from ..planner.check import check
 
     document = load_plan(path)
-    violations = check(document)
+    violations = check(document, to_run=to_run)
     if violations:
         raise ValueError(f"{path} breaks a limit: {violations[0]}; make it again with: plan MODEL -o {path}")
     return document
@@ -731,14 +736,11 @@ def _print_plan(
         terminal.print_notes(console, [*profile.notes, *batch_advice(plan)])
         terminal.print_certificate(console, plan)
     if target is not None:
-        terminal.print_next(
-            console,
-            [str(target)],
-            [
-                (f"plan verify {target}", "same numbers as one device, on processes of this machine"),
-                (launch_command(plan, "train.py"), "train.py as in the README, section Train"),
-            ],
-        )
+        run = [
+            (f"plan verify {target}", "same numbers as one device, on processes of this machine"),
+            (launch_command(plan, "train.py"), "train.py as in the README, section Train"),
+        ]
+        terminal.print_next(console, [str(target)], [] if not_run(plan) else run)
 
 
 def _print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas: str | None = None) -> None:

@@ -23,6 +23,13 @@ class Optimizer(StrEnum):
     SGD = "sgd"
 
 
+class SpaceOf(StrEnum):
+    """What is searched: plans that the executor runs, or all that are priced."""
+
+    RUN = "run"
+    FULL = "full"
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -67,7 +74,7 @@ Pin = Annotated[
     typer.Option(
         "--pin",
         metavar="CHOICE",
-        help="keep a choice, as in --pin tensor=4 --pin sequence=8",
+        help="keep a choice, as in --pin tensor=4 --pin sequence=8 --pin context_kind=ring",
         show_default=False,
     ),
 ]
@@ -77,7 +84,11 @@ Most = Annotated[
 ]
 Forbid = Annotated[
     list[str] | None,
-    typer.Option("--forbid", metavar="NAME", help="leave out tensor, pipeline, interleaved, ...", show_default=False),
+    typer.Option("--forbid", metavar="NAME", help="leave out tensor, context, interleaved, ...", show_default=False),
+]
+SpaceFlag = Annotated[
+    SpaceOf,
+    typer.Option("--space", help="full: also what is priced but not run by the executor yet; such plans are marked"),
 ]
 RecomputeFlag = Annotated[
     str | None,

@@ -63,6 +63,7 @@ def _explain_command(
     software: options.SoftwareFlag = REFERENCE,
     memory_margin: options.Margin = 0.05,
     pin: options.Pin = None,
+    space: options.SpaceFlag = options.SpaceOf.RUN,
     time_limit: options.TimeLimit = 60.0,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,
@@ -83,7 +84,7 @@ def _explain_command(
             plan, found, profile = _of_plan(Path(source), model, waiting, no_cache)
         else:
             machine = cli.read_cluster(gpus, device, gpus_per_node, cluster)
-            pins = read_pins(pin or ())
+            pins = read_pins(pin or (), everything=space is options.SpaceOf.FULL)
             profile, _ = cli.read_model(source, seq_len, waiting, not no_cache)
             training, assumptions = cli.read_training(
                 profile, machine, global_batch, seq_len, precision, optimizer, software, memory_margin
@@ -246,6 +247,7 @@ def _sweep_command(
     pin: options.Pin = None,
     most: options.Most = None,
     forbid: options.Forbid = None,
+    space: options.SpaceFlag = options.SpaceOf.RUN,
     time_limit: options.TimeLimit = 60.0,
     output: Annotated[
         Path | None,
@@ -268,7 +270,7 @@ def _sweep_command(
         check_target(output)
     counts = _numbers("--gpus", gpus)
     lengths: list[int | None] = [*_numbers("--seq-len", seq_len)] if seq_len else [None]
-    pins = read_pins(pin or (), most or (), forbid or ())
+    pins = read_pins(pin or (), most or (), forbid or (), everything=space is options.SpaceOf.FULL)
     machines = [cli.read_cluster(str(count), device, gpus_per_node, None) for count in counts]
     with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet or as_json) as waiting:
         profiles = [cli.read_model(model, length, waiting, not no_cache)[0] for length in lengths]

@@ -81,7 +81,7 @@ def _replan_command(
                 f"{before.model.fingerprint[:12]}; found {profile.fingerprint[:12]}): give --model"
             )
         result = cli._search(profile, machine, before.training, pins, time_limit, waiting)
-    cli._check_result(result, profile)
+    cli._check_result(result, profile, pins)
     result.plan.save(output)
     console = terminal.make_console()
     before_words = f"{before.degrees.num_devices} GPUs, {shape_of(before).label}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..planner.explain import compared
 from ..planner.guidance import RuleOfThumb, named_rules
+from ..planner.not_run import marked, priced_only
 from ..planner.plan import Plan, load_plan
 from ..planner.setups import Setup, parse_setup
 from ..planner.training import TrainingSpec
@@ -152,7 +153,7 @@ def _price_plan(saved: SavedPlan, profile: ModelProfile, cluster: ClusterSpec, t
         )
     plan = saved.plan.model_copy(update={"cluster": cluster, "training": training})
     found = estimate(plan, profile)
-    violations = check(plan, profile)
+    violations = check(plan, profile, to_run=False)
     if violations:
         fits_not = violations[0].startswith("does not fit")
         return Candidate(saved.label, None, None, violations[0] if fits_not else f"not legal: {violations[0]}")
@@ -163,14 +164,17 @@ def _against(candidate: "Candidate", planned: "Estimate") -> "Candidate":
     """The candidate with a verdict that says how far it is from the plan, and what costs it most."""
     if candidate.estimate is None:
         return candidate
-    return replace(candidate, verdict=compared(candidate.estimate, planned))
+    verdict = compared(candidate.estimate, planned)
+    return replace(candidate, verdict=verdict if candidate.plan is None else priced_only(candidate.plan, verdict))
 
 
 def measured(comparison: Comparison, loaded: "LoadedModel", *, steps: int = 5) -> dict[str, "Measurement | str"]:
     """Label -> what it really took on the local devices, or in a sentence why it could not be run."""
     from .measure import measure
 
-    return measure(comparison.plans, loaded, steps=steps)
+    apart = {label: marked(plan) for label, plan in comparison.plans.items() if marked(plan)}
+    run = {label: plan for label, plan in comparison.plans.items() if label not in apart}
+    return {**measure(run, loaded, steps=steps), **apart}
 
 
 def save_picture(path: Path, comparison: Comparison) -> None:

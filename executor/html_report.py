@@ -7,6 +7,7 @@ from pathlib import Path
 from ..planner.bands import Band, memory_band, time_band
 from ..planner.estimate import MFU_CONVENTION
 from ..planner.explain import CAUSES, reason
+from ..planner.not_run import marked
 from ..planner.plan import Plan
 from ..planner.search import Candidate
 from ..profiler.units import GIB, format_bytes, format_count, format_seconds
@@ -21,6 +22,7 @@ from .report import (
     launch_command,
     layer_runs,
     loss_rows,
+    splits_in_words,
     stage_names,
 )
 from .report_charts import (
@@ -164,6 +166,8 @@ def _decision(facts: Facts) -> str:
     sentences = [
         f"Train <b>{escape(plan.model.name)}</b> on {plan.degrees.num_devices:,} {escape(plan.cluster.device.name)} "
         f"({hosts:,} host{'s' if hosts > 1 else ''}) with <b>{escape(choice_in_words(plan))}</b>.",
+        *([f"<b>{escape(marked(plan).capitalize())}.</b>"] if marked(plan) else []),
+        *(escape(f"{name.capitalize()}: {words}.") for name, words in splits_in_words(plan).items()),
         f"One optimizer step is predicted to take <b>{format_seconds(found.step_time_s)}</b>: "
         f"{format_count(found.tokens_per_s)} {unit} per second at {found.mfu:.0%} of the GPUs' peak.",
         f"The fullest GPU holds {format_bytes(peak.device_bytes)} of the {format_bytes(peak.budget_bytes)} it may use.",
@@ -418,10 +422,13 @@ def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:
 def setup_words(plan: Plan) -> list[str]:
     """A plan's layout as the words of --setup; recompute where all layers that can are treated alike."""
     degrees = plan.degrees
-    named = {"ddp": "data_replicate", "fsdp": "data_shard", "tp": "tensor", "pp": "pipeline", "v": "virtual_stages"}
+    named = {"ddp": "data_replicate", "fsdp": "data_shard", "tp": "tensor", "cp": "context", "ep": "expert"}
+    named |= {"pp": "pipeline", "v": "virtual_stages"}
     ways = {word: getattr(degrees, name) for word, name in named.items()}
     words = [f"{word}={degree}" for word, degree in ways.items() if degree > 1]
-    if degrees.data_shard > 1:
+    if degrees.context > 1:
+        words.append(f"cp_kind={plan.context_kind}")
+    if degrees.sharded_over > 1:
         reshards = any(layer.reshard for stage in plan.stages for layer in stage.layers)
         words.append("zero=3" if reshards else "zero=2" if plan.gradient_sync == "every" else "zero=1")
     if degrees.tensor > 1:

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..planner.not_run import not_run
 from ..planner.plan import Axis, LayerPlan, Plan
-from ..planner.strategy import shape_of
+from ..planner.strategy import CONTEXT_NAMES, shape_of
 from ..profiler.units import GIB, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -32,12 +33,35 @@ def choice_in_words(plan: Plan) -> str:
         if recomputed:
             share = "every layer" if recomputed == len(layers) else f"{recomputed} of {len(layers)} layers"
             parts.append(f"{name} in {share}")
-    if plan.degrees.data_shard > 1:
+    if plan.degrees.sharded_over > 1:
         kept = sum(not layer.reshard for layer in layers)
         if kept:
             share = "parameters" if kept == len(layers) else f"parameters of {kept} layers"
             parts.append(f"{share} kept gathered")
     return ", ".join(parts)
+
+
+def splits_in_words(plan: Plan) -> dict[str, str]:
+    """What people ask of a plan by name -> its answer: how sequences are split, and how experts are spread."""
+    degrees, found = plan.degrees, {}
+    ways = [f"SP with tensor={degrees.tensor}"] if plan.sequence_parallel else []
+    ways += [f"context={degrees.context} ({CONTEXT_NAMES[plan.context_kind]})"] if degrees.context > 1 else []
+    if ways:
+        found["sequence"] = ", ".join(ways)
+    if degrees.expert > 1:
+        found["experts"] = f"{degrees.expert} ways over {' and '.join(_expert_axes(plan))}"
+    return found
+
+
+def _expert_axes(plan: Plan) -> list[str]:
+    """Axes that expert groups run along, outermost first."""
+    axes: list[str] = []
+    ranks = 1
+    for axis in reversed(plan.token_axes):
+        if plan.degrees.of(axis) > 1 and ranks < plan.degrees.expert:
+            axes.insert(0, axis)
+            ranks *= plan.degrees.of(axis)
+    return axes
 
 
 def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]) -> str:
@@ -130,7 +154,7 @@ def _treatment(plan: Plan, layer: LayerPlan) -> str:
     if plan.degrees.tensor > 1:
         kinds = dict.fromkeys(cut.kind for cut in plan.class_plan(layer.layer_class).cuts)
         words.append("cut: " + ", ".join(kinds) if kinds else "whole")
-    if plan.degrees.data_shard > 1:
+    if plan.degrees.sharded_over > 1:
         words.append("reshard" if layer.reshard else "keep gathered")
     if layer.recompute != "none":
         words.append("recompute" if layer.recompute == "full" else f"recompute {layer.recompute}")
@@ -294,9 +318,10 @@ def launch_command(plan: Plan, script: str) -> str:
 
 
 def json_document(result: "SearchResult") -> dict[str, Any]:
-    """What `plan --json` prints: plan, estimate, certificate, runners_up, baselines."""
+    """What `plan --json` prints: plan, what of it is not run yet, estimate, certificate, runners_up, baselines."""
     return {
         "plan": result.plan.model_dump(mode="json"),
+        "not_run": list(not_run(result.plan)),
         "estimate": result.estimate.model_dump(mode="json"),
         "certificate": result.certificate.model_dump(mode="json"),
         "runners_up": [candidate_document(c) for c in result.runners_up],

@@ -115,6 +115,9 @@ def alternatives(plan: Plan, found: Estimate, profile: ModelProfile, seconds: fl
         pipeline=plan.degrees.pipeline,
         data_shard=plan.degrees.data_shard,
         data_replicate=plan.degrees.data_replicate,
+        context=plan.degrees.context,
+        context_kind=plan.context_kind if plan.degrees.context > 1 else None,
+        expert=plan.degrees.expert,
     )
     for margin in LEANER:
         training = plan.training.model_copy(update={"memory_margin": margin})
@@ -133,7 +136,8 @@ def _unseen(explorer: Explorer, pins: Pins, found: Estimate, deadline: float, se
 
 def _identity(plan: Plan) -> object:
     treatments = tuple(tuple((layer.recompute, layer.reshard) for layer in stage.layers) for stage in plan.stages)
-    return plan.degrees, plan.schedule, plan.micro_batch, plan.sequence_parallel, plan.gradient_sync, treatments
+    layout = plan.degrees, plan.schedule, plan.micro_batch, plan.sequence_parallel, plan.gradient_sync, treatments
+    return layout, plan.context_kind
 
 
 def _neighbours(plan: Plan) -> Iterator[Pins]:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ..planner.bands import Band, memory_band, time_band
 from ..planner.explain import CAUSES
+from ..planner.not_run import marked
 from ..planner.plan import Plan
 from ..profiler.cluster import Device
 from ..profiler.units import (
@@ -30,6 +31,7 @@ from .report import (
     gpus_of,
     layer_runs,
     loss_rows,
+    splits_in_words,
     stage_names,
 )
 
@@ -127,12 +129,17 @@ def print_job(console: Console, plan: Plan) -> None:
 def print_choice(
     console: Console, plan: Plan, step_time_s: float | None, others: Sequence["Candidate"] | None = None
 ) -> None:
-    """The choice in one sentence, with its reason where it was compared with others."""
+    """The choice in one sentence, with its reason where it was compared with others; what of it is not run yet; and
+    how sequences and experts are split."""
     sentence = Text(choice_in_words(plan), style="bold green")
     if step_time_s is not None and others is not None:
         sentence.append(f": {against_others(plan, step_time_s, others)}.", style="not bold default")
     console.print()
     console.print(sentence)
+    if marked(plan):
+        console.print(Text(f"  {marked(plan)}", style="bold yellow"), soft_wrap=True)
+    for name, words in splits_in_words(plan).items():
+        console.print(hanging(f"  {name}:", Text(words), "default"))
 
 
 def print_speed(

@@ -11,6 +11,7 @@ from .explain import CAUSES, causes_apart
 from .explore import SIMPLE, Explorer
 from .guidance import RuleOfThumb
 from .infeasible import closest_plan, closest_verdict
+from .not_run import priced_only
 from .pins import blamed
 from .plan import Plan
 from .search import Candidate
@@ -79,7 +80,7 @@ def why_not(
 def priced_answer(asked: str, other: Plan, priced: Estimate, plan: Plan, found: Estimate) -> Answer:
     """The answer for a set-up that fits: how much slower, and where the time goes."""
     ratio = priced.step_time_s / found.step_time_s - 1.0
-    leads = f"{shape_of(other).label}, micro-batch {other.micro_batch}"
+    leads = priced_only(other, f"{shape_of(other).label}, micro-batch {other.micro_batch}")
     times = f"{format_seconds(priced.step_time_s)} against {format_seconds(found.step_time_s)}"
     if abs(ratio) < 0.0005:
         same = shape_of(other).layout == shape_of(plan).layout

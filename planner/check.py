@@ -4,10 +4,10 @@ from ..profiler.model_profile import ModelProfile
 from .estimate import estimate
 from .explain import does_not_fit
 from .memory_cost import uses_fully_shard
-from .plan import EXECUTABLE_CONTEXTS, EXECUTABLE_RECOMPUTES, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Plan
+from .not_run import not_run
+from .plan import Plan
 from .simulate import ZERO_BUBBLE
 from .strategy import (
-    CONTEXT_NAMES,
     can_recompute,
     context_rule,
     divides,
@@ -16,16 +16,18 @@ from .strategy import (
     shape_of,
     sharding_rule,
 )
-from .training import EXECUTABLE_PRECISIONS
 
 
-def check(plan: Plan, profile: ModelProfile | None = None) -> list[str]:
+def check(plan: Plan, profile: ModelProfile | None = None, *, to_run: bool = True) -> list[str]:
     """Violated limits in words; empty if the plan is sound.
 
     Without a profile only what the document itself says is checked. With one: that the plan covers the model's layers
-    once and in order, that every cut divides, and that each stage fits its budget.
+    once and in order, that every cut divides, and that each stage fits its budget. to_run: whether that the executor
+    does not run something yet is a violation, too.
     """
-    found = [*_structure(plan), *_executable(plan)]
+    found = [*_structure(plan), *_consistent(plan)]
+    if to_run:
+        found += [f"priced, not run yet: {what}; the executor runs {runs}" for what, runs in not_run(plan).items()]
     if profile is None:
         return found
     if plan.model.fingerprint != profile.fingerprint:
@@ -57,24 +59,20 @@ def _structure(plan: Plan) -> list[str]:
     return found
 
 
-def _executable(plan: Plan) -> list[str]:
-    """What the executor cannot run."""
+def _consistent(plan: Plan) -> list[str]:
+    """Choices that do not go together."""
     found = []
     layers = [layer for stage in plan.stages for layer in stage.layers]
-    if plan.schedule not in EXECUTABLE_SCHEDULES:
-        found.append(
-            f"schedule {plan.schedule} is priced, not run; the executor runs {', '.join(EXECUTABLE_SCHEDULES)}"
-        )
     if plan.schedule in ZERO_BUBBLE and any(layer.recompute != "none" for layer in layers):
         found.append(
             f"{plan.schedule} does a backward in two parts, each of which would recompute a layer again; "
             "use recompute=none, or the schedule 1f1b or interleaved"
         )
-    if plan.training.precision not in EXECUTABLE_PRECISIONS:
-        found.append(f"precision {plan.training.precision} is priced, not run; the executor runs bf16 and fp32")
-    for recompute in sorted({layer.recompute for layer in layers} - set(EXECUTABLE_RECOMPUTES)):
-        found.append(f"recompute={recompute} is priced, not run; the executor runs {', '.join(EXECUTABLE_RECOMPUTES)}")
-    found += _priced_only(plan)
+    if plan.schedule == "1f1b" and plan.num_microbatches < plan.degrees.pipeline:
+        found.append(
+            f"1F1B needs at least as many micro-batches as stages: {plan.num_microbatches} < {plan.degrees.pipeline}; "
+            "use gpipe or a smaller micro_batch"
+        )
     if plan.degrees.pipeline > 1 and len({layer.reshard for layer in layers}) > 1:
         found.append("in a pipeline either all layers give gathered parameters back or none; the costs know no mix")
     if plan.degrees.sharded_over == 1 and any(layer.reshard for layer in layers):
@@ -82,28 +80,6 @@ def _executable(plan: Plan) -> list[str]:
     for layer in layers:
         if layer.recompute != "none" and (len(layer.modules) != 1 or layer.modules[0] != layer.root):
             found.append(f"layer {layer.name} is not one module, so it cannot be recomputed")
-    return found
-
-
-def _priced_only(plan: Plan) -> list[str]:
-    """What is priced and not run at all."""
-    degrees, layers = plan.degrees, [layer for stage in plan.stages for layer in stage.layers]
-    found = []
-    if degrees.context > 1 and plan.context_kind not in EXECUTABLE_CONTEXTS:
-        runs = " or ".join(CONTEXT_NAMES[kind] for kind in EXECUTABLE_CONTEXTS) or "context=1"
-        kind = CONTEXT_NAMES[plan.context_kind]
-        found.append(f"priced, not run yet: context={degrees.context} ({kind}); the executor runs {runs}")
-    if degrees.expert > 1 and not EXECUTES_EXPERTS:
-        found.append(f"priced, not run yet: expert={degrees.expert}; the executor runs expert=1")
-    if plan.offload_optimizer or any(layer.offload for layer in layers):
-        found.append("offload to the host is priced, not run; the executor keeps everything on the device")
-    if plan.recompute_parts:
-        found.append("recompute_parts is priced, not run; the executor recomputes whole layers")
-    if plan.schedule == "1f1b" and plan.num_microbatches < degrees.pipeline:
-        found.append(
-            f"1F1B needs at least as many micro-batches as stages: {plan.num_microbatches} < {degrees.pipeline}; "
-            "use gpipe or a smaller micro_batch"
-        )
     return found
 
 
@@ -143,7 +119,7 @@ def _divides(plan: Plan, profile: ModelProfile) -> list[str]:
 
 
 def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
-    """What the executor cannot run with this model."""
+    """What cannot be run with this model."""
     rules = []
     if uses_fully_shard(shape_of(plan), plan.training):
         rules.append(sharding_rule(profile, plan.training.precision))

@@ -54,11 +54,22 @@ def reason(plan: Plan, found: Estimate, replicas: str | None = None) -> str:
     replicas: the verdict on plain data parallelism, if it was priced.
     """
     degrees, reasons = plan.degrees, []
-    if degrees.data_shard > 1:
+    if degrees.sharded_over > 1:
         reasons.append(_why_sharded(replicas))
     if degrees.tensor > 1:
         inside = plan.cluster.group(degrees.tensor, plan.stride("tensor")).hosts == 1
         reasons.append(f"tensor parallelism {'stays inside a node' if inside else 'runs across nodes'}")
+    if degrees.context > 1:
+        tokens = (plan.training.seq_len or 0) // degrees.context
+        reasons.append(
+            f"context parallelism leaves {tokens:,} tokens of each sequence to a GPU, and waiting for keys and values "
+            f"costs {found.breakdown.get('context', 0.0) / found.step_time_s:.0%}"
+        )
+    if degrees.expert > 1:
+        share = found.breakdown.get("expert", 0.0) / found.step_time_s
+        reasons.append(
+            f"each GPU holds 1 of {degrees.expert} parts of the experts, and sending it tokens costs {share:.0%}"
+        )
     if degrees.pipeline > 1:
         reasons.append(
             f"stages send only activations; the bubble costs {found.breakdown['pipeline'] / found.step_time_s:.0%}"

@@ -61,8 +61,9 @@ def read_pins(
     forbid: Sequence[str] = (),
     recompute: str | None = None,
     micro_batch: int | None = None,
+    everything: bool = False,
 ) -> Pins:
-    """The pins that --pin, --max, --forbid, --recompute and --micro-batch say together.
+    """The pins that --pin, --max, --forbid, --recompute and --micro-batch say together; everything: --space full.
 
     Raises ValueError that says which word is wrong, or which two contradict each other.
     """
@@ -81,6 +82,7 @@ def read_pins(
         raise ValueError(f"{first.words} contradicts {second.words}: leave out one of them")
     values = {choice.name: choice.value for choice in said}
     return Pins(
+        everything=everything,
         **values,  # type: ignore[arg-type]
         most=tuple(sorted({(choice.name, cast(int, choice.value)) for choice in limits})),
         without=tuple(dict.fromkeys(cast(Schedule, choice.value) for choice in without)),
@@ -127,6 +129,8 @@ def _contradictions(
         yield from both("recompute", "schedule", value["recompute"] != "none" and schedule in ZERO_BUBBLE)
     if "sequence" in value and "tensor" in value:
         yield from both("sequence", "tensor", value["sequence"] is True and value["tensor"] == 1)
+    if "context_kind" in value and "context" in value:
+        yield from both("context_kind", "context", value["context"] == 1)
     ways = value.get("sequence_ways")
     if ways is None:
         return
@@ -134,8 +138,9 @@ def _contradictions(
         yield from both("sequence", "sequence_ways", value["sequence"] is True and ways == 1)
     if "context" in value:
         yield from both("context", "sequence_ways", cast(int, ways) % cast(int, value["context"]) != 0)
-    if "tensor" in value and value.get("context") == 1:
-        yield from both("tensor", "sequence_ways", ways not in (1, value["tensor"]))
+    if "tensor" in value and "context" in value:
+        context, tensor = cast(int, value["context"]), cast(int, value["tensor"])
+        yield from both("tensor", "sequence_ways", ways not in (context, context * tensor))
 
 
 def _above(choice: _Choice, limit: _Choice) -> bool:
@@ -184,7 +189,15 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
 def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> str:
     """Why the space has no shape with these pins, not even one that a rule excludes."""
     if pins.sequence_ways not in (None, 1):
-        return f"tokens are split {pins.sequence_ways} ways by tensor={pins.sequence_ways} with sequence parallelism"
+        ways, space = pins.sequence_ways, "" if pins.everything else " (--space full prices that, too)"
+        return (
+            f"tokens are split {ways} ways by tensor={ways} with sequence parallelism, or by context parallelism{space}"
+        )
+    if pins.expert not in (None, 1):
+        return (
+            f"experts can be spread {pins.expert} ways only over so many ranks that hold tokens of their own: "
+            "data_shard x context, and x tensor under sequence parallelism"
+        )
     return (
         f"tensor x pipeline x data ranks must be the {cluster.num_devices} GPUs, and data ranks x micro-batch x "
         f"micro-batches the global batch of {training.global_batch}"

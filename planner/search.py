@@ -10,6 +10,7 @@ from .explain import compared
 from .explore import ALTERNATIVES, SIMPLE, WINDOW, Explorer, Outcome, Progress, Solved
 from .guidance import RuleOfThumb, rules_of_thumb
 from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
+from .not_run import priced_only
 from .plan import Certificate, Plan, Prediction
 from .setups import Setup
 from .solver import SolverError
@@ -142,6 +143,9 @@ def pins_of(setup: Setup) -> Pins:
         gradient_sync=setup.gradient_sync,
         recompute=setup.recompute,
         reshard=setup.reshard,
+        context=setup.context,
+        context_kind=setup.context_kind,
+        expert=setup.expert,
     )
 
 
@@ -210,7 +214,7 @@ def _runners_up(explorer: Explorer, outcome: Outcome, chosen: _Priced) -> tuple[
         seen.add(solved.shape.layout)
         priced = _price(explorer, solved)
         label = f"{solved.shape.label}, micro-batch {solved.shape.micro_batch}"
-        verdict = compared(priced.estimate, chosen.estimate)
+        verdict = priced_only(priced.plan, compared(priced.estimate, chosen.estimate))
         result.append(Candidate(label, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s))
         if len(result) == ALTERNATIVES:
             break

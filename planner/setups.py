@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .plan import Recompute, Schedule
+from .plan import ContextKind, Recompute, Schedule
 
 _KEYS = {
     "tp": "tensor",
@@ -32,16 +32,25 @@ _KEYS = {
     "sequence": "sequence",
     "cp": "context",
     "context": "context",
+    "cp_kind": "context_kind",
+    "context_kind": "context_kind",
     "ep": "expert",
     "expert": "expert",
 }
 _SPELLING = (
     "ddp, fsdp, hsdp, hsdp:4, tp=4 (tensor), pp=2 (pipeline), dp=2 (data), zero=0|1|2|3, mb=2 (micro-batch), "
     "recompute=none|attention|selective|full, schedule=gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-v, v=2 (stages of each "
-    "rank), sp=on|off (sequence parallel); or megatron, torchtitan, deepspeed-zero1|2|3, or a plan.json"
+    "rank), sp=on|off (sequence parallel), cp=2 (context), cp_kind=ring|all_to_all|all_gather, ep=8 (expert); or "
+    "megatron, torchtitan, deepspeed-zero1|2|3, or a plan.json"
 )
 _RECOMPUTES: dict[str, Recompute] = {name: name for name in get_args(Recompute)}
 _SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule) if name != "none"}
+_CONTEXT_KINDS: dict[str, ContextKind] = {
+    **{name: name for name in get_args(ContextKind)},
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "ulysses": "all_to_all",
+}
 _SEPARATORS = re.compile(r"[\s,+]+")
 
 
@@ -65,34 +74,39 @@ class Setup:
     sequence: bool | None = None
     reshard: bool = False
     gradient_sync: Literal["every", "last"] = "last"
+    context: int = 1
+    context_kind: ContextKind | None = None
+    expert: int = 1
 
     @property
     def num_devices(self) -> int:
         """Ranks of the job."""
-        return self.data_replicate * self.data_shard * self.tensor * self.pipeline
+        return self.data_replicate * self.data_shard * self.tensor * self.context * self.pipeline
 
 
 def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = "--setup") -> Setup:
     """The set-up that `text` names, over all of `num_devices`.
 
-    GPUs that tensor and pipeline degrees leave over go to data parallelism: replicas (DDP) by default, shards with
-    "fsdp" or zero=1..3, shards of a given size ("hsdp:4") or of a host ("hsdp") that are replicated.
+    GPUs that tensor, context and pipeline degrees leave over go to data parallelism: replicas (DDP) by default, shards
+    with "fsdp" or zero=1..3, shards of a given size ("hsdp:4") or of a host ("hsdp") that are replicated. Context ranks
+    share the sharding of data_shard. Experts are spread over ranks that are there already and shard their state: with
+    ep=8 and nothing else said of data ranks, these are shards that keep what they gather (zero=1).
     Raises ValueError that says which word is wrong, or which degrees do not multiply to num_devices.
     """
     where = f"{flag} {text!r}"
     words = _read_words(text, where)
     tensor, pipeline = _degree(words, "tensor", where), _degree(words, "pipeline", where)
-    data, rest = divmod(num_devices, tensor * pipeline)
+    context, expert = _degree(words, "context", where), _degree(words, "expert", where)
+    split = tensor * pipeline * context
+    data, rest = divmod(num_devices, split)
     if rest or not data:
+        names, degrees = ("tensor x pipeline", f"{tensor} x {pipeline}")
+        if context > 1:
+            names, degrees = f"{names} x context", f"{degrees} x {context}"
         raise ValueError(
-            f"{where}: tensor x pipeline = {tensor} x {pipeline} does not divide {num_devices} GPUs; "
+            f"{where}: {names} = {degrees} does not divide {num_devices} GPUs; "
             f"choose degrees whose product divides {num_devices}"
         )
-    for name in ("context", "expert"):
-        if _degree(words, name, where) > 1:
-            raise ValueError(
-                f"{where}: {name}={words[name]} is priced in plan files, but not searched for yet; leave it out"
-            )
     zero = _zero_mode(words, where)
     replicate, shard = _split_data(words, where, data, zero, devices_per_host)
     recompute = _choice(words, "recompute", tuple(_RECOMPUTES), where)
@@ -105,6 +119,16 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
         raise ValueError(f"{where}: schedule={schedule} needs a pipeline; add pp=2 or leave it out")
     if sequence == "on" and tensor == 1:
         raise ValueError(f"{where}: sequence parallelism goes beside tensor parallelism; add tp=2 or leave it out")
+    kind = _context_kind(words, where)
+    if kind is not None and context == 1:
+        raise ValueError(f"{where}: cp_kind={words['context_kind']} needs context ranks; add cp=2 or leave it out")
+    over = shard * context * (1 if sequence == "off" else tensor)
+    if over % expert:
+        raise ValueError(
+            f"{where}: expert={expert} does not divide the {over} ranks that hold tokens of their own "
+            f"(data_shard={shard} x context={context}, x tensor={tensor} under sequence parallelism); choose a "
+            "divisor, or shard over more data ranks"
+        )
     micro_batch = _whole_number(words["micro_batch"], "mb", where) if "micro_batch" in words else None
     return Setup(
         label=" ".join(text.split()),
@@ -117,9 +141,19 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
         schedule=None if schedule is None else _SCHEDULES[schedule],
         virtual_stages=virtual,
         sequence=None if sequence is None else sequence == "on",
-        reshard=shard > 1 and zero == 3,
-        gradient_sync="every" if shard > 1 and zero >= 2 else "last",
+        reshard=shard * context > 1 and zero == 3,
+        gradient_sync="every" if shard * context > 1 and zero >= 2 else "last",
+        context=context,
+        context_kind=kind,
+        expert=expert,
     )
+
+
+def _context_kind(words: dict[str, str], where: str) -> ContextKind | None:
+    """How context ranks attend to each other, under any of its names."""
+    spelled = {name: value.replace("-", "_") for name, value in words.items() if name == "context_kind"}
+    value = _choice(spelled, "context_kind", tuple(_CONTEXT_KINDS), where)
+    return None if value is None else _CONTEXT_KINDS[value]
 
 
 _DEGREES = ("tensor", "pipeline", "data_replicate", "data_shard", "context", "expert", "micro_batch", "virtual_stages")
@@ -141,14 +175,16 @@ def parse_pins(texts: tuple[str, ...] | list[str], flag: str = "--pin") -> dict[
                 pins[name] = _choice({name: value}, name, tuple(_RECOMPUTES), where) or "none"
             elif name == "schedule":
                 pins[name] = _choice({name: value}, name, ("none", *_SCHEDULES), where) or "none"
+            elif name == "context_kind":
+                pins[name] = _context_kind({name: value}, where) or "ring"
             elif name == "sequence" and value.isdecimal():
                 pins["sequence_ways"] = _whole_number(value, name, where)
             elif name == "sequence":
                 pins[name] = _choice({name: value}, name, ("on", "off"), where) == "on"
             else:
                 raise ValueError(
-                    f"{where}: {name} cannot be pinned; {', '.join(_DEGREES)}, recompute, schedule and sequence can, "
-                    "for example --pin tensor=4"
+                    f"{where}: {name} cannot be pinned; {', '.join(_DEGREES)}, context_kind, recompute, schedule and "
+                    "sequence can, for example --pin tensor=4"
                 )
     return pins
 
@@ -205,12 +241,14 @@ def _choice(words: dict[str, str], name: str, choices: tuple[str, ...], where: s
 
 
 def _zero_mode(words: dict[str, str], where: str) -> int:
-    """ZeRO stage 0..3: as said, else 3 where the data ranks are sharded and 0 where they are not."""
+    """ZeRO stage 0..3: as said, else 3 where the data ranks are sharded, 1 where they are because experts are spread
+    over them, and 0 where they are not."""
     value = _choice(words, "zero", ("0", "1", "2", "3"), where)
     kind = words.get("kind", "")
     sharded = kind.startswith(("fsdp", "hsdp")) or "data_shard" in words
     if value is None:
-        return 3 if sharded else 0
+        replicas = kind == "ddp" or "data_replicate" in words
+        return 3 if sharded else 1 if _degree(words, "expert", where) > 1 and not replicas else 0
     if (value == "0" and sharded) or (value != "0" and kind == "ddp"):
         raise ValueError(f"{where}: zero={value} contradicts {kind or 'data_shard'}; keep one")
     return int(value)
@@ -227,7 +265,8 @@ def _split_data(words: dict[str, str], where: str, data: int, zero: int, devices
     if kind.startswith("hsdp:"):
         shard = _whole_number(kind.removeprefix("hsdp:"), "hsdp", where)
     elif kind == "hsdp":
-        ranks_per_host = max(1, devices_per_host // (_degree(words, "tensor", where)))
+        inner = _degree(words, "tensor", where) * _degree(words, "context", where)
+        ranks_per_host = max(1, devices_per_host // inner)
         shard = max(size for size in range(1, ranks_per_host + 1) if data % size == 0)
     if "data_shard" in words:
         shard = _degree(words, "data_shard", where)

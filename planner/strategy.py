@@ -192,6 +192,12 @@ class Pins:
     sequence_ways: int | None = None
     """Ranks between which the tokens of a sample are split, by sequence parallelism, context parallelism or both."""
 
+    @property
+    def may_go_beyond(self) -> bool:
+        """Whether what the executor does not run yet was asked for: all of it, or by name or degree."""
+        degrees = (self.context or 1) * (self.expert or 1)
+        return self.everything or degrees > 1 or self.context_kind is not None or self.schedule is not None
+
     def allows(self, name: str, value: object) -> bool:
         """Whether a choice agrees with what is pinned."""
         pinned = getattr(self, name)

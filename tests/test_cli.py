@@ -102,7 +102,7 @@ def test_json_is_one_document_with_the_promised_keys(saved: str, capsys: pytest.
     assert run_plan(saved, "--gpus", "8", "--json") == 0
 
     document = json.loads(capsys.readouterr().out)
-    assert set(document) == {"plan", "estimate", "certificate", "runners_up", "baselines"}
+    assert set(document) == {"plan", "not_run", "estimate", "certificate", "runners_up", "baselines"}
     degrees = document["plan"]["degrees"]
     assert set(degrees) == DEGREES
     product = 1

@@ -466,11 +466,15 @@ def test_an_unknown_variant_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "offload", "told"),
     [
-        ({"context": 4, "data_shard": 2}, False, "priced, not run yet: context=4 (ring); the executor runs context=1"),
-        ({"expert": 8}, False, "priced, not run yet: expert=8"),
-        ({"offload_optimizer": True}, False, "offload to the host is priced, not run"),
-        ({}, True, "offload to the host is priced, not run"),
-        ({"recompute_parts": ("experts",)}, False, "recompute_parts is priced, not run"),
+        (
+            {"context": 4, "data_shard": 2},
+            False,
+            "priced, not run yet: context parallelism (context=4, ring); the executor runs",
+        ),
+        ({"expert": 8}, False, "priced, not run yet: expert parallelism (expert=8)"),
+        ({"offload_optimizer": True}, False, "priced, not run yet: offload to the host"),
+        ({}, True, "priced, not run yet: offload to the host"),
+        ({"recompute_parts": ("experts",)}, False, "priced, not run yet: recompute_parts"),
     ],
 )
 def test_what_is_only_priced_is_refused_by_the_check(changes: dict[str, object], offload: bool, told: str) -> None:

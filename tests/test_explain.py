@@ -77,6 +77,13 @@ def num_shapes(pins: Pins, on: ClusterSpec | None = None) -> tuple[int, int]:
         ({"pin": ["sp=on"], "forbid": ["sequence"]}, "--pin sp=on", "--forbid sequence"),
         ({"pin": ["sequence=8", "tensor=4"], "forbid": ["context"]}, "--pin tensor=4", "--pin sequence=8"),
         ({"pin": ["fsdp=2"], "forbid": ["data"]}, "--pin fsdp=2", "--forbid data"),
+        ({"pin": ["context=2"], "forbid": ["context"]}, "--pin context=2", "--forbid context"),
+        ({"pin": ["cp=8"], "most": ["context=4"]}, "--pin cp=8", "--max context=4"),
+        ({"pin": ["ep=2"], "forbid": ["expert"]}, "--pin ep=2", "--forbid expert"),
+        ({"pin": ["context_kind=ring"], "forbid": ["context"]}, "--pin context_kind=ring", "--forbid context"),
+        ({"pin": ["cp_kind=ring", "context_kind=ulysses"]}, "--pin cp_kind=ring", "--pin context_kind=ulysses"),
+        ({"pin": ["sequence=8", "context=3"]}, "--pin context=3", "--pin sequence=8"),
+        ({"pin": ["sequence=8", "context=2", "tensor=2"]}, "--pin tensor=2", "--pin sequence=8"),
     ],
 )
 def test_two_pins_that_contradict_each_other_are_named(flags: dict[str, list[str]], first: str, second: str) -> None:
@@ -160,7 +167,7 @@ def test_what_a_rule_rejects_is_rejected_in_a_part_too(name: str) -> None:
         (Pins(tensor=8, micro_batch=1), ["tensor=8", "does not divide 4"], ["micro_batch"]),
         (Pins(tensor=4, data_shard=4, recompute="full"), ["tensor=4", "data_shard=4"], ["recompute"]),
         (Pins(micro_batch=5, pipeline=2), ["micro_batch=5", "global batch of 24"], ["pipeline=2"]),
-        (Pins(sequence_ways=3), ["sequence=3"], []),
+        (Pins(sequence_ways=3), ["sequence=3", "--space full"], []),
         (Pins(context=2), ["context=2", "no attention over a sequence"], []),
         (Pins(expert=2, pipeline=2), ["expert=2", "no banks of experts"], ["pipeline=2"]),
         (Pins(tensor=4, most=(("tensor", 2),)), ["tensor=4", "tensor at most 2"], []),

@@ -1,5 +1,7 @@
 """Set-up strings are read into the degrees people mean."""
 
+import re
+
 import pytest
 
 from meshwright.planner.guidance import NAMED_RULES, named_rules
@@ -126,9 +128,45 @@ def test_limits_take_the_same_words_but_only_numbers() -> None:
         parse_limits("recompute=full")
 
 
-@pytest.mark.parametrize("text", ["cp=2", "ep=4 tp=2"])
-def test_what_is_not_searched_yet_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match="not searched for yet"):
+@pytest.mark.parametrize(
+    ("text", "gpus", "expected"),
+    [
+        ("tp=4 cp=2 ep=8 cp_kind=ring", 8, (1, 1, 4, 2, 8, "ring")),
+        ("tp=4 cp=2 ep=8", 16, (1, 2, 4, 2, 8, None)),
+        ("cp=2", 8, (4, 1, 1, 2, 1, None)),
+        ("cp=4 fsdp cp_kind=all-to-all", 8, (1, 2, 1, 4, 1, "all_to_all")),
+        ("cp=2 cp_kind=ulysses", 4, (2, 1, 1, 2, 1, "all_to_all")),
+        ("ep=8", 8, (1, 8, 1, 1, 8, None)),
+        ("hsdp cp=2", 16, (2, 4, 1, 2, 1, None)),
+    ],
+)
+def test_context_and_expert_ranks_are_read(text: str, gpus: int, expected: tuple[object, ...]) -> None:
+    said = parse_setup(text, gpus, 8)
+
+    found = said.data_replicate, said.data_shard, said.tensor, said.context, said.expert, said.context_kind
+    assert found == expected
+    assert said.num_devices == gpus
+
+
+def test_experts_are_spread_over_shards_that_keep_what_they_gather_unless_said_otherwise() -> None:
+    said, sharded = parse_setup("ep=8", 8, 8), parse_setup("ep=8 fsdp", 8, 8)
+
+    assert (said.data_shard, said.reshard, said.gradient_sync) == (8, False, "last")
+    assert (sharded.data_shard, sharded.reshard, sharded.gradient_sync) == (8, True, "every")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("cp=3", "tensor x pipeline x context = 1 x 1 x 3 does not divide 8 GPUs"),
+        ("cp_kind=ring", "needs context ranks; add cp=2"),
+        ("cp=2 cp_kind=rings", "did you mean ring"),
+        ("ep=4 ddp", "expert=4 does not divide the 1 ranks that hold tokens of their own"),
+        ("tp=2 ep=16", "expert=16 does not divide the 8 ranks"),
+    ],
+)
+def test_context_and_expert_ranks_that_cannot_be_are_refused(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
         parse_setup(text, 8, 8)
 
 

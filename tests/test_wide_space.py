@@ -10,11 +10,27 @@ import pytest
 from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile
 from test_search import plans_of
 
-from meshwright.planner.estimate import estimate
+from meshwright.executor.report import splits_in_words
+from meshwright.planner.asked import why_not
+from meshwright.planner.check import check
+from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.explore import Explorer
-from meshwright.planner.plan import AXES, Axis, ContextKind
+from meshwright.planner.not_run import not_run
+from meshwright.planner.plan import AXES, EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Axis, ContextKind, Plan
+from meshwright.planner.search import pins_of, search
+from meshwright.planner.setups import parse_setup
 from meshwright.planner.space import Space
-from meshwright.planner.strategy import Pins, Shape, context_rule, divisors, expert_rule, sequence_rule, tensor_rule
+from meshwright.planner.strategy import (
+    LayerOption,
+    Pins,
+    Shape,
+    context_rule,
+    divisors,
+    expert_rule,
+    make_plan,
+    sequence_rule,
+    tensor_rule,
+)
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Link
 from meshwright.profiler.model_profile import (
@@ -204,6 +220,126 @@ def test_every_place_of_context_and_expert_groups_is_tried_once(seed: int) -> No
         ]
         assert {places(shape, order) for order in orders} == {places(shape, order) for order in legal}
         assert len(orders) == len({places(shape, order) for order in orders})
+
+
+PARTS: dict[str, list[Pins]] = {
+    "context": [Pins(everything=True, context=n) for n in (1, 2, 4)],
+    "kind of context": [
+        Pins(everything=True, context=1),
+        *(Pins(everything=True, context=n, context_kind=kind) for n in (2, 4) for kind in KINDS),
+    ],
+    "below and above": [Pins(everything=True, most=(("context", 2),)), Pins(everything=True, context=4)],
+    "expert": [Pins(everything=True, expert=n) for n in (1, 2, 4)],
+    "ways of the sequence": [Pins(everything=True, sequence_ways=n) for n in (1, 2, 4)],
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_pins_that_leave_nothing_out_together_share_the_space(name: str) -> None:
+    model, on, training = wide_instance(WITH_EXPERTS)
+    hosts = cluster(2, 2, on.device)
+
+    def size(pins: Pins) -> int:
+        space = Space(model, hosts, training, pins)
+        return sum(map(space.num_shapes_of, list(space.splits()))) + sum(space.rejected.values())
+
+    assert sum(map(size, PARTS[name])) == size(EVERYTHING)
+
+
+def test_what_the_executor_does_not_run_is_searched_only_when_asked_for() -> None:
+    model, on, training = wide_instance(WITH_EXPERTS)
+
+    def found(**pins: object) -> set[tuple[int, ContextKind, int]]:
+        space = Space(model, cluster(1, 4, on.device), training, Pins(**pins))  # type: ignore[arg-type]
+        return {(split.context, split.context_kind, split.expert) for split in space.splits()}
+
+    default = {kind for context, kind, _ in found() if context > 1}
+    assert default == set(EXECUTABLE_CONTEXTS)
+    assert any(expert > 1 for _, _, expert in found()) == EXECUTES_EXPERTS
+    assert {kind for context, kind, _ in found(everything=True) if context > 1} == set(KINDS)
+    assert {context for context, _, _ in found(context=2)} == {2}
+    assert {kind for context, kind, _ in found(context_kind="all_gather") if context > 1} == {"all_gather"}
+    assert {expert for _, _, expert in found(expert=2)} == {2}
+
+
+def test_a_model_with_neither_attention_nor_experts_has_the_space_it_had() -> None:
+    model, on, training = wide_instance(WITH_EXPERTS)
+    plain = model.model_copy(
+        update={"attention_modules": (), "classes": tuple(c.model_copy(update={"experts": ()}) for c in model.classes)}
+    )
+
+    shapes = shapes_of(Space(plain, on, training, EVERYTHING))
+
+    assert shapes == shapes_of(Space(plain, on, training, Pins()))
+    assert all(shape.context == shape.expert == 1 for shape in shapes)
+
+
+def best(pins: Pins, seed: int) -> tuple[Plan, Estimate]:
+    """The fastest plan under pins, on one host of four roomy devices."""
+    model, _, _ = wide_instance(seed)
+    training = TrainingSpec(global_batch=4, seq_len=SEQ_LEN, memory_margin=0.0)
+    found = search(model, cluster(1, 4, device(memory=64e9)), training, pins=pins)
+    return found.plan, found.estimate
+
+
+@pytest.mark.parametrize(
+    ("pins", "told"),
+    [
+        (Pins(context=2), {"context": 2}),
+        (Pins(expert=2), {"expert": 2}),
+        (Pins(context=2, expert=2, pipeline=2), {"context": 2, "expert": 2, "pipeline": 2}),
+        (Pins(context=4, context_kind="all_to_all", recompute="full"), {"context": 4}),
+        (Pins(everything=True, data_shard=2, expert=2, gradient_sync="every"), {"data_shard": 2, "expert": 2}),
+    ],
+)
+def test_a_pinned_plan_is_the_evaluators_and_says_what_is_not_run(pins: Pins, told: dict[str, int]) -> None:
+    model, _, _ = wide_instance(WITH_EXPERTS)
+
+    plan, found = best(pins, WITH_EXPERTS)
+
+    assert {name: getattr(plan.degrees, name) for name in told} == told
+    assert plan.certificate is not None
+    assert found.closed_form_s == pytest.approx(plan.certificate.objective, rel=1e-6)
+    assert estimate(plan, model).step_time_s == pytest.approx(found.step_time_s, rel=1e-6)
+    assert check(plan, model, to_run=False) == []
+    assert len(check(plan, model)) == len(not_run(plan))
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_why_not_answers_for_context_and_experts() -> None:
+    model, _, _ = wide_instance(WITH_EXPERTS)
+    plan, found = best(Pins(), WITH_EXPERTS)
+    explorer = Explorer(model, plan.cluster, plan.training)
+
+    answers = {text: why_not(explorer, text, [pins_of(parse_setup(text, 4, 4))], plan, found) for text in ASKED}
+
+    assert [answer.kind in ("slower", "as fast", "faster") for answer in answers.values()] == [True, True, True, False]
+    assert "CP 2" in answers["cp=2"].sentence
+    assert "ring" in answers["cp=4 cp_kind=ring zero=1"].sentence
+    assert "EP 2" in answers["ep=2"].sentence
+    assert "does not divide" in answers["ep=4"].sentence
+
+
+def test_words_say_how_sequences_and_experts_are_split() -> None:
+    model, _, _ = wide_instance(WITH_EXPERTS)
+    training = TrainingSpec(global_batch=8, seq_len=SEQ_LEN)
+    shape = Shape(1, 2, 1, 1, 1, 4, context=2, context_kind="all_to_all", expert=4)
+    plan = make_plan(model, cluster(1, 4), training, shape, [[LayerOption()] * len(model.layers)])
+
+    assert splits_in_words(plan) == {
+        "sequence": "context=2 (all-to-all)",
+        "experts": "4 ways over data_shard and context",
+    }
+
+
+ASKED = ("cp=2", "cp=4 cp_kind=ring zero=1", "ep=2", "ep=4")
+WITH_EXPERTS = next(
+    seed
+    for seed in range(100)
+    if [bank.count for c in wide_instance(seed)[0].classes for bank in c.experts] == [2]
+    and len(wide_instance(seed)[0].layers) == 3
+)
+"""An instance whose only bank has two experts."""
 
 
 def num_plans(seed: int) -> int:
