@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from ..planner.plan import LayerPlan, Plan
 from ..planner.sharding import shard_dim
 from ..profiler.held_tokens import unseen
+from .compiled import CompiledForward, compile_layers
 from .context import ContextParallel
 from .expert import HeldExperts, shard_experts, spread_experts
 from .initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
@@ -33,6 +34,7 @@ class AppliedModel:
     module: what to call, and what holds the parameters; `prefix` stands before their original names. model: the
     user's module in it. layout: what tensor parallelism did. units: (fully_shard unit, gives parameters back). experts:
     parameters of which this rank has only some experts. context: this rank's tokens, where sequences are split.
+    compiled: forwards of layers, to be switched on.
     Replicas (mechanism "ddp") are not wrapped yet: what DDP must leave out is seen in the first forward.
     """
 
@@ -43,6 +45,7 @@ class AppliedModel:
     layout: TensorLayout
     units: list[tuple[FSDPModule, bool]]
     experts: dict[str, HeldExperts]
+    compiled: list[CompiledForward]
     context: ContextParallel | None = None
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -89,17 +92,19 @@ def apply_plan(
     loss: Loss | None,
     seed: int,
     values: Values | None = None,
+    backend: str | None = None,
 ) -> AppliedModel:
     """This rank's part of `model`, with its numbers. model: of build_on_meta; changed in place.
 
-    values: None for the initial ones.
-
+    values: None for the initial ones. backend: of torch.compile for each layer; None: layers stay eager.
     """
     values = values or initial_values(model_fn, model_bytes(model) > BUILD_LIMIT_BYTES, seed)
     stages = plan.stages_of(mesh.coordinates["pipeline"])
     copies = [model, *(copy.deepcopy(model) for _ in stages[1:])]
     context = ContextParallel(plan, mesh) if plan.degrees.context > 1 else None
-    parts = [_part(own, values, plan, stage, mesh, loss, context) for own, stage in zip(copies, stages, strict=True)]
+    parts = [
+        _part(own, values, plan, stage, mesh, loss, backend, context) for own, stage in zip(copies, stages, strict=True)
+    ]
     if len(parts) == 1:
         return parts[0]
     from .pipeline import Chunks, stages_in
@@ -112,7 +117,8 @@ def apply_plan(
         layout.partial |= part.layout.partial
         experts |= part.experts
     units = [unit for part in parts for unit in part.units]
-    return AppliedModel(chunks, chunks, "", parts[0].mechanism, layout, units, experts, context)
+    compiled = [forward for part in parts for forward in part.compiled]
+    return AppliedModel(chunks, chunks, "", parts[0].mechanism, layout, units, experts, compiled, context)
 
 
 def _part(
@@ -122,12 +128,13 @@ def _part(
     stage_index: int,
     mesh: RankMesh,
     loss: Loss | None,
+    backend: str | None,
     context: ContextParallel | None,
 ) -> AppliedModel:
     """One stage of this rank (the whole model, where there is no pipeline).
 
-    The order matters: on meta -> stage -> tensor parallel -> recompute -> per unit: numbers, then fully_shard (so one
-    unit at a time is whole).
+    The order matters: on meta -> stage -> tensor parallel -> compile -> recompute -> per unit: numbers, then
+    fully_shard (so one unit at a time is whole).
     """
     layers = list(plan.stages[stage_index].layers)
     for layer in layers:
@@ -151,6 +158,7 @@ def _part(
     if mechanism(plan) == "fsdp" and plan.training.precision == "bf16":
         _keep_norms_in_fp32(model)
 
+    compiled = [] if backend is None else compile_layers(model, layers, backend)
     wrapped = dict.fromkeys(name for layer in layers for name in layer.modules) if context is not None else ()
     passages = [context.pass_through(model.get_submodule(name)) for name in wrapped if context is not None]
     for passage in passages:
@@ -170,7 +178,7 @@ def _part(
     for passage in passages:
         passage.around()
     module.train()
-    return AppliedModel(module, model, prefix, kind, layout, units, experts, context)
+    return AppliedModel(module, model, prefix, kind, layout, units, experts, compiled, context)
 
 
 def _keep_norms_in_fp32(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from ..profiler.load import split_inputs
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta
 from .checkpoint import Checkpoints, ModelState, State, Stateful
 from .checkpoint_folder import Progress
+from .compiled import backend_of
 from .faults import HANG_S, Watch, check_devices, check_finite, held_memory, out_of_memory_message, watched
 from .gradients import Gradients, local_gradient
 from .initialise import empty_values
@@ -57,6 +58,7 @@ def parallelize(
     weights: Weights | str | Path | None = None,
     telemetry: str | Path | None = None,
     timeout_s: float = HANG_S,
+    compile: bool | str | None = None,
 ) -> "Trainer":
     """A trainer that runs this process as one rank of the plan.
 
@@ -73,12 +75,15 @@ def parallelize(
         them, or a checkpoint of any plan. Each rank reads only its shards.
     telemetry: file to which the first rank appends a line of JSON per step; `plan report PLAN --run FILE` reads it.
     timeout_s: a step that takes longer is taken for a hang, and ends the job with a message that names the rank.
+    compile: every layer by torch.compile, or by the compiler of this name; None: if the plan's software has it
+        (`plan ... --software fsdp2-compile`).
 
     Runs under torchrun, or without any launcher if the plan is for one device. Raises ValueError, before anything is
     sent, if the job has not as many ranks as the plan, or the model is not the one that was planned.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(Path(plan))
     check_world_size(plan)
+    backend = backend_of(compile, plan)
     whole = build_on_meta(model_fn, plan)
     loading, values = None, None
     if weights is not None:
@@ -89,7 +94,7 @@ def parallelize(
     was_running = dist.is_initialized()
     mesh = connect(plan, device)
     watch = None if was_running else watched(mesh, timeout_s)
-    model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values)
+    model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values, backend)
     if loading is not None:
         loading.fill(ModelState(model, plan, mesh).model_boxes())
     trainer = Trainer(model, plan, mesh, optimizer, loss, weight, max_grad_norm, owns_process_group=not was_running)
@@ -143,6 +148,8 @@ class Trainer:
         self._skip = 0  # samples that the next `loader` leaves out
         if plan.degrees.tensor > 1:
             self._first_step = SharedGradients(model.model, model.layout)
+        else:
+            self._compile()
 
     @property
     def samples_per_step(self) -> int:
@@ -179,7 +186,9 @@ class Trainer:
         scales = self._scales(batch)
         with self._first_step or nullcontext():
             losses = self._forward_backward(batch, scales)
-        self._first_step = None
+        if self._first_step is not None:
+            self._first_step = None
+            self._compile()
         self._gradients.reduce()
         loss, squared_norm = self._totals(losses, scales)
         norm = squared_norm.sqrt()
@@ -267,6 +276,11 @@ class Trainer:
             self._watch.close()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _compile(self) -> None:
+        """From now on layers that are to be compiled are. (The first step of tensor parallelism watches functions.)"""
+        for forward in self._applied.compiled:
+            forward.on = True
 
     def _out_of_memory(self) -> str:
         parameters = self._applied.parameters()

@@ -382,7 +382,7 @@ def _accumulate(model: nn.Module, loaded: LoadedModel, parts: Sequence[Any]) -> 
 def _one_rank(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch], eps: float) -> _Run | None:
     """The training by the plan; what it computed, on rank 0."""
     trainer = parallelize(
-        loaded.build, plan, _optimizer(eps), loaded.loss, weight=loaded.weight, seed=_SEED, device="cpu"
+        loaded.build, plan, _optimizer(eps), loaded.loss, loaded.weight, seed=_SEED, device="cpu", compile=False
     )
     losses: list[float] = []
     norms: list[float] = []

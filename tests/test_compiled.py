@@ -1,0 +1,121 @@
+"""torch.compile of layers: under every kind of parallelism the numbers of eager layers, and what is refused."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from synthetic import cluster
+from test_trainer import GLOBAL_BATCH, Net, assert_same, batch_of, loss, sgd
+from torch._dynamo.utils import counters
+
+from meshwright.executor import parallelize
+from meshwright.executor.compiled import backend_of
+from meshwright.planner.plan import Plan
+from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.load import load_model
+from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.trace import trace
+
+SOFTWARE = "fsdp2-compile"
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    torch.compile(Net(), backend="aot_eager")(batch_of(1)[0])  # imports the compiler once, before ranks are forked
+    return trace(load_model(Net, batch=batch_of, loss=loss))
+
+
+def plan_of(
+    profile: ModelProfile, option: LayerOption | None = None, stages: tuple[int, ...] = (4,), **changes: Any
+) -> Plan:
+    degrees = {"data_replicate": 1, "data_shard": 1, "tensor": 1} | changes
+    schedule = changes.pop("schedule", "1f1b" if len(stages) > 1 else "none")
+    shape = Shape(
+        **degrees | {"pipeline": len(stages), "schedule": schedule},
+        micro_batch=GLOBAL_BATCH // degrees["data_replicate"] // degrees["data_shard"] // 2,
+        num_microbatches=2,
+    )
+    machines = cluster(1, shape.degrees.num_devices)
+    training = TrainingSpec(global_batch=GLOBAL_BATCH, precision="fp32", software=SOFTWARE)
+    return make_plan(profile, machines, training, shape, [[option or LayerOption()] * size for size in stages])
+
+
+def _two_steps(plan: Plan, backend: str) -> tuple[dict[str, torch.Tensor], int]:
+    """Parameters after two steps, and how many graphs were compiled."""
+    counters.clear()
+    trainer = parallelize(Net, plan, sgd, loss=loss, compile=backend)
+    batch = batch_of(GLOBAL_BATCH)
+    share = next(iter(trainer.loader(list(zip(*batch, strict=True)))))
+    trainer.step(share)
+    trainer.step(share)
+    return trainer.full_state_dict(), counters["stats"]["unique_graphs"]
+
+
+def eager() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = sgd(model.parameters())
+    for _ in range(2):
+        x, targets = batch_of(GLOBAL_BATCH)
+        optimizer.zero_grad()
+        loss(model(x), (x, targets)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("option", "degrees"),
+    [
+        pytest.param(LayerOption(), {"data_replicate": 2}, marks=pytest.mark.slow),
+        (LayerOption("full", reshard=True), {"data_shard": 2}),
+        (LayerOption("full"), {"tensor": 2}),
+        (LayerOption(), {"stages": (2, 2)}),
+    ],
+    ids=["ddp", "fsdp with recompute", "tp with recompute", "pp"],
+)
+def test_compiled_layers_give_the_numbers_of_eager_ones(
+    profile: ModelProfile, option: LayerOption, degrees: dict[str, Any]
+) -> None:
+    found, num_graphs = run_ranks(_two_steps, 2, plan_of(profile, option, **degrees), "aot_eager", timeout=200)[0]
+
+    assert num_graphs > 0
+    assert_same(found, eager())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="inductor compiles for the CPU by a C++ compiler; there is no g++"
+)
+def test_inductor_gives_the_numbers_of_eager_layers(profile: ModelProfile) -> None:
+    plan = plan_of(profile, LayerOption("full", reshard=True), data_shard=2)
+    found, num_graphs = run_ranks(_two_steps, 2, plan, "inductor", timeout=300)[0]
+
+    assert num_graphs > 0
+    assert_same(found, eager())
+
+
+def test_selective_recompute_keeps_a_layer_eager(profile: ModelProfile) -> None:
+    found, num_graphs = run_ranks(_two_steps, 1, plan_of(profile, LayerOption("selective")), "aot_eager")[0]
+
+    assert num_graphs == 0
+    assert_same(found, eager())
+
+
+def test_a_plan_for_the_compiling_stack_is_compiled(profile: ModelProfile) -> None:
+    plan = plan_of(profile)
+    eagerly = plan.model_copy(update={"training": plan.training.model_copy(update={"software": "fsdp2-eager"})})
+
+    assert (backend_of(None, plan), backend_of(False, plan), backend_of("aot_eager", plan)) == (
+        "inductor",
+        None,
+        "aot_eager",
+    )
+    assert (backend_of(None, eagerly), backend_of(True, eagerly)) == (None, "inductor")
+
+
+def test_a_backward_in_two_parts_is_refused(profile: ModelProfile) -> None:
+    with pytest.raises(ValueError, match=r"zb-h1 does a layer's backward in two parts.* 1f1b or interleaved"):
+        backend_of(True, plan_of(profile, stages=(2, 2), schedule="zb-h1"))
