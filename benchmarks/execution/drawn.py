@@ -1,0 +1,160 @@
+"""Plans at random that the planner could emit: any shape of its space, any place to cut, any option of every layer."""
+
+import functools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from benchmarks.accuracy import cases
+from meshwright.planner.check import check
+from meshwright.planner.columns import Chain
+from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.plan import AXES, EXECUTABLE_RECOMPUTES, Plan, Recompute
+from meshwright.planner.simulate import ZERO_BUBBLE
+from meshwright.planner.space import Space
+from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import cluster_of, load_device
+from meshwright.profiler.load import LoadedModel
+from meshwright.profiler.model_profile import ModelProfile
+
+GLOBAL_BATCH = 16
+
+_SEQ_LEN = 32
+"""Tokens per sample, where a model lets us say so: enough for eight tensor ranks with sequence parallelism."""
+
+_LEFT_OUT = ("convnext_base", "train_gpt")
+"""Zoo models that have no small version (88 million parameters), or are another one (gpt) again."""
+
+_NOISE = 0.05
+"""Added to all initial values, so that no bias hides behind a zero and no norm behind a one."""
+
+_LETTERS: dict[str, str] = {"none": "n", "full": "f", "selective": "s", "attention": "a"}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A plan for one of the models."""
+
+    model: str
+    plan: Plan
+
+    @property
+    def label(self) -> str:
+        """Layout, and each stage's layers: recompute (none, full, selective, attention), gathered copies (kept, given
+        back)."""
+        plan = self.plan
+        stages = "|".join(
+            " ".join(_LETTERS[layer.recompute] + "kg"[layer.reshard] for layer in stage.layers) for stage in plan.stages
+        )
+        sync = ", reduced in every micro-batch" if plan.gradient_sync == "every" else ""
+        order = (
+            "" if plan.mesh_axes == AXES else f", axes {'/'.join(a for a in plan.mesh_axes if plan.degrees.of(a) > 1)}"
+        )
+        return f"{shape_of(plan).label}{sync}{order}: {stages}"
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """Models of the zoo whose small versions are not the same."""
+    return tuple(name for name in cases.small_models()[0] if name not in _LEFT_OUT)
+
+
+@functools.cache
+def small(model: str) -> LoadedModel:
+    """A small version of a model of the zoo, in fp32, with noisy initial values."""
+    return _noisy(cases.small(next(s for s in cases.sources() if cases.name_of(s) == model)))
+
+
+def _noisy(loaded: LoadedModel) -> LoadedModel:
+    if loaded.seq_len is not None and loaded.seq_len > _SEQ_LEN:
+        loaded = loaded.with_seq_len(_SEQ_LEN)
+    build = loaded.build
+
+    def noisy() -> nn.Module:
+        model: nn.Module = build().float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=_NOISE)
+        return model
+
+    return replace(loaded, build=noisy)
+
+
+@functools.cache
+def profile_of(model: str) -> ModelProfile:
+    """Profile of that small version."""
+    return cases.profile_of(small(model))
+
+
+@st.composite
+def plans(draw: Callable[[st.SearchStrategy[Any]], Any], profile: ModelProfile, num_devices: int) -> Plan:
+    """A plan of a model for so many ranks, on one host or two, in fp32."""
+
+    def pick(choices: list[Any]) -> Any:
+        return draw(st.sampled_from(choices))
+
+    hosts = pick([1, 2])
+    machines = cluster_of(load_device("h100-80gb"), num_devices, num_devices // hosts)
+    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32")
+    space = Space(profile, machines, training, Pins())
+    families = list(space.families())
+    degrees = pick(sorted({(f.tensor, f.pipeline) for f in families}))
+    families = [f for f in families if (f.tensor, f.pipeline) == degrees]
+    schedule = pick(sorted({f.schedule for f in families}))
+    family = pick([f for f in families if f.schedule == schedule])
+    shape = pick(list(space.shapes(family)))
+    costs = CostModel(profile, machines, training)
+    plan = make_plan(profile, machines, training, shape, _stages(pick, costs, shape))
+    assert check(plan, profile) == [], plan
+    return plan
+
+
+def _stages(pick: Callable[[list[Any]], Any], costs: CostModel, shape: Shape) -> list[list[LayerOption]]:
+    chain = Chain(costs)
+    ends = [0]
+    num_stages = shape.pipeline * shape.virtual_stages
+    places = [i for i in range(1, chain.num_layers) if i not in chain.uncuttable]
+    assume(len(places) >= num_stages - 1)
+    for behind in reversed(range(num_stages - 1)):  # so many cuts must find a place behind this one
+        free = [place for place in places if place > ends[-1]]
+        ends.append(pick(free[: len(free) - behind]))
+    may_recompute = shape.schedule not in ZERO_BUBBLE
+    modes: list[Recompute] = [mode for mode in EXECUTABLE_RECOMPUTES if may_recompute or mode == "none"]
+    stages = []
+    for first, last in pairwise([*ends, chain.num_layers]):
+        stage: list[LayerOption] = []
+        for run in chain.runs:
+            layers = range(max(first, run.start), min(last, run.start + run.length))
+            options = [pick(costs.options(costs.kinds[run.start], shape, pick(modes))) for _ in layers]
+            stage += sorted(options, key=lambda option: option.recompute != "full")
+        stages.append(stage)
+    return stages
+
+
+def draw(model: str, num_devices: int, count: int, number: int = 0) -> list[Drawn]:
+    """`count` plans of different shapes (fewer, if there are not so many); the same for the same number."""
+    found: dict[tuple[object, ...], Plan] = {}
+
+    @seed(zlib.crc32(f"{model} {num_devices} {number}".encode()))
+    @settings(
+        max_examples=8 * count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(plans(profile_of(model), num_devices))
+    def note(plan: Plan) -> None:
+        shape = shape_of(plan)
+        found[(*shape.layout, shape.gradient_sync, shape.reshard)] = plan
+
+    note()
+    return [Drawn(model, plan) for plan in list(found.values())[-count:]]

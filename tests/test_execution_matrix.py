@@ -1,0 +1,60 @@
+"""The matrix of plans: what is drawn, that it gives the numbers of one process, and that a difference is found."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.execution import drawn, matrix
+from meshwright.planner.strategy import shape_of
+
+
+def test_draws_differ_from_each_other_and_not_from_run_to_run() -> None:
+    plans = drawn.draw("mlp", 8, 6)
+
+    assert [plan.label for plan in drawn.draw("mlp", 8, 6)] == [plan.label for plan in plans]
+    assert len({shape_of(plan.plan) for plan in plans}) == 6
+    assert len({plan.plan.degrees.pipeline for plan in plans}) > 1
+
+
+@pytest.mark.parametrize(("model", "ranks"), [("mlp", 8), ("lstm", 2), ("gpt", 4)])
+def test_a_drawn_plan_gives_the_numbers_of_one_process(model: str, ranks: int) -> None:
+    row = matrix.run(drawn.draw(model, ranks, 1)[0])
+
+    assert row["failure"] is None
+    assert row["ranks"] == ranks
+    assert row["worst"] < matrix.TOLERANCE
+
+
+def test_what_has_been_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = drawn.draw("mlp", 2, 2)
+    first = list(matrix.run_all(plans[:1], tmp_path / "matrix.json"))
+    ran: list[str] = []
+
+    def noted(plan: drawn.Drawn) -> dict[str, Any]:
+        ran.append(plan.label)
+        return first[0]
+
+    monkeypatch.setattr(matrix, "run", noted)
+    rows = list(matrix.run_all(plans, tmp_path / "matrix.json"))
+
+    assert ran == [plans[1].label]
+    assert rows[0] == first[0]
+
+
+def test_a_plan_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = drawn.small("mlp")
+    assert loaded.loss is not None
+    loss = loaded.loss
+    wrong = replace(loaded, loss=lambda *given: loss(*given) * (1.001 if dist.is_initialized() else 1.0))
+    monkeypatch.setattr(matrix, "small", lambda name: wrong)
+
+    row = matrix.run(drawn.draw("mlp", 2, 1)[0])
+
+    assert row["failure"].startswith("DIFFERENT NUMBERS, first in loss of step 1")
+    assert "0 of 1 plans" in matrix.summary([row])
