@@ -286,7 +286,7 @@ class Explorer:
         return each, np.array([min(c.forward_total_s for c in costs) for costs in prices.costs])
 
     def _split_bound(self, split: Split, space: Space) -> float:
-        """Seconds that no shape of a split can beat: compute and tensor traffic inside a host of all micro-batches,
+        """Seconds that no shape of a split can beat: compute of all micro-batches, tensor traffic at its best place,
         shared evenly by the stages."""
         return min(count * self._slowest_s(split, micro_batch) for micro_batch, count in space.micro_batches(split))
 
@@ -308,9 +308,9 @@ class Explorer:
         return self._works[key]
 
     def _family_bound(self, family: Family) -> float:
-        """Seconds that no shape of a family can beat: compute, traffic of tensor, context and expert ranks that are
-        neighbours, perfect balance, and an optimizer sharded over all data ranks. Infinite if even so the memory of all
-        devices does not do."""
+        """Seconds that no shape of a family can beat: compute, traffic of tensor, context and expert ranks at their
+        best places, perfect balance, and an optimizer sharded over all data ranks. Infinite if even so the memory of
+        all devices does not do."""
         alike = self._bound_of_equal(family)
         return alike if self.kinds is None else min(alike, self._bound_of_unequal(family, self.kinds))
 
@@ -436,12 +436,13 @@ class Explorer:
 
 
 def _pass_s(model: CostModel, layer: int, shape: Shape) -> tuple[float, float]:
-    """(seconds, those of its forward) of a layer for one micro-batch at least: compute, and tensor traffic between the
-    nearest ranks."""
-    kind, nearest = model.kinds[layer], model.nearest_links(shape.tensor)
+    """(seconds, those of its forward) of a layer for one micro-batch at least: compute, and tensor traffic between
+    ranks that sit where it takes least. That need not be one host: two may mean fewer hops, and the links of both."""
+    kind = model.kinds[layer]
     compute = model.compute(kind, shape)
     traffic = model.tensor_traffic(kind, shape)
-    tensor_s = sum(min(collective_s(t.kind, t.bytes, links) for links in nearest) for _, _, t in traffic)
+    places = [model.links(shape.tensor, stride) for stride in model.places(shape.tensor)]
+    tensor_s = min(sum(collective_s(item.kind, item.bytes, links) for _, _, item in traffic) for links in places)
     tensor_s *= 1.0 - model.software.tensor_overlap
     return compute.forward + compute.backward + tensor_s, compute.forward
 

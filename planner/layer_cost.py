@@ -22,7 +22,7 @@ from .peak import Arrivals
 from .plan import Axis, GroupAxis, Recompute
 from .sharding import padded_elements
 from .software import StackMemory, load_software
-from .strategy import LayerOption, Shape, is_cut, is_sequence_cut
+from .strategy import LayerOption, Shape, divisors, is_cut, is_sequence_cut
 from .training import TrainingSpec
 
 Part = Literal["forward", "backward"]
@@ -178,6 +178,7 @@ class CostModel:
         self._part_costs: dict[tuple[object, ...], tuple[float, float]] = {}
         self._links: dict[tuple[int, int], GroupLinks] = {}
         self._links_of_stages: dict[tuple[int, int], GroupLinks] = {}
+        self._places: dict[int, tuple[int, ...]] = {}
         self._held: dict[tuple[int, int, int], tuple[Held, ...]] = {}
         self._crossings: dict[tuple[float, int, int, int], list[Cut]] = {}
         self._crossing_sizes: dict[tuple[float, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
@@ -205,15 +206,6 @@ class CostModel:
             )
         return self._links[size, stride]
 
-    def nearest_links(self, size: int) -> list[GroupLinks]:
-        """Links of groups that are as near to each other as can be: on one host, or, where the network is faster than
-        the links inside of hosts, one rank on each host."""
-        inside = self.links(size, 1)
-        network, link = inside.network, inside.link
-        if network.bandwidth / inside.devices_per_host <= link.bandwidth and network.latency >= link.latency:
-            return [inside]
-        return [inside, replace(inside, group=Group(ranks_per_host=1, hosts=size))]
-
     def links_of_stages(self, size: int, stride: int) -> GroupLinks:
         """The same of groups with ranks of several stages: where those have unequal devices, at the slowest of each."""
         if self.job is self.cluster:
@@ -229,6 +221,16 @@ class CostModel:
                 factors=tuple((name, max(d.collective_factors.get(name, 1.0) for d in devices)) for name in names),
             )
         return self._links_of_stages[size, stride]
+
+    def places(self, size: int) -> tuple[int, ...]:
+        """Strides of groups of `size` ranks that sit differently on the hosts, neighbours first."""
+        if size not in self._places:
+            per_host, apart = self.cluster.devices_per_host, self.job.num_devices // size
+            found: dict[Group, int] = {}
+            for stride in divisors(max(1, apart)):
+                found.setdefault(self.links(size, min(stride, per_host)).group, stride)
+            self._places[size] = tuple(found.values())
+        return self._places[size]
 
     def axis_links(self, shape: Shape, axis: Axis) -> GroupLinks:
         """Links of a mesh axis."""
@@ -408,10 +410,12 @@ class CostModel:
 
     def least_exchange_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
         """Exposed seconds of a layer's exchanges with context and expert ranks in the forward, and in the backward
-        without recompute, where these ranks are neighbours: no order of the mesh axes takes less."""
-        context = self._context(kind, shape, 1)
-        expert_s = self._exposed_dispatch_s(self._dispatch(kind, shape, 1)[0], kind, shape)
-        return context.forward_s + 2 * expert_s, context.backward_s + 2 * expert_s
+        without recompute, that no order of the mesh axes beats."""
+        contexts = [self._context(kind, shape, stride) for stride in self.places(shape.context)]
+        dispatch_s = min(self._dispatch(kind, shape, stride)[0] for stride in self.places(shape.expert))
+        expert_s = self._exposed_dispatch_s(dispatch_s, kind, shape)
+        forward_s, backward_s = min(c.forward_s for c in contexts), min(c.backward_s for c in contexts)
+        return forward_s + 2 * expert_s, backward_s + 2 * expert_s
 
     def _exposed_dispatch_s(self, dispatch_s: float, kind: Kind, shape: Shape) -> float:
         """What is left of sending tokens to experts where the stack hides a share of it behind the layer's work."""

@@ -27,6 +27,14 @@ def test_all_ways_to_the_optimum_agree(asked: Instance) -> None:
     assert found.agrees, found
 
 
+@pytest.mark.parametrize("seed", [78])
+def test_what_the_command_once_found_stays_mended(seed: int) -> None:
+    """78: tensor ranks on two hosts, whose network is faster than the links inside, had been bounded as neighbours."""
+    found = agreement(instance(seed))
+
+    assert found.agrees, found
+
+
 def test_the_instances_meet_every_dimension() -> None:
     shapes = [shape for asked in FEW for shape in every_shape(asked)]
 
