@@ -432,9 +432,8 @@ def _embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[
 
 
 def is_sliced(plan: Plan, layer: LayerPlan) -> bool:
-    """Whether a layer runs on slices of the sequence; an embedding has no sequence of activations to slice."""
-    chosen = plan.class_plan(layer.layer_class)
-    return chosen.sequence and any(cut.kind != "embedding" for cut in chosen.cuts)
+    """Whether a layer runs on slices of the sequence."""
+    return plan.class_plan(layer.layer_class).sequence
 
 
 def crosses_sliced(tensor: CrossingTensor, plan: Plan) -> bool:

@@ -10,8 +10,10 @@ from .simulate import ZERO_BUBBLE
 from .strategy import (
     can_recompute,
     context_rule,
+    divided,
     divides,
     expert_rule,
+    runs_on_slices,
     sequence_rule,
     shape_of,
     sharding_rule,
@@ -104,14 +106,15 @@ def _divides(plan: Plan, profile: ModelProfile) -> list[str]:
     classes = {c.name: c for c in profile.classes}
     for planned in plan.classes:
         layer_class = classes.get(planned.name)
-        if layer_class is None or planned.cuts not in ((), layer_class.cuts):
+        known = () if layer_class is None else layer_class.cuts
+        if layer_class is None or not all(cut in known for cut in planned.cuts):
             found.append(f"class {planned.name} is cut in a way that was not observed in the model")
         elif planned.experts != (layer_class.experts if plan.degrees.expert > 1 else ()):
             found.append(f"class {planned.name} spreads other experts than were observed in the model")
-        elif planned.cuts and not divides(layer_class, tensor):
-            units = sorted({unit for cut in layer_class.cuts for unit in cut.units if unit % tensor})
+        elif not all(divides(cut, tensor) for cut in planned.cuts):
+            units = sorted({size for cut in planned.cuts for size in divided(cut) if size % tensor})
             found.append(f"tensor={tensor} does not divide {', '.join(map(str, units))} of class {planned.name}")
-        elif planned.sequence and layer_class.sequence is None:
+        elif planned.sequence and not runs_on_slices(layer_class, [known.index(cut) for cut in planned.cuts]):
             found.append(f"class {planned.name} does not run on a slice of the sequence")
         elif planned.sequence and (plan.training.seq_len or 0) % tensor:
             found.append(f"tensor={tensor} does not divide the sequence of {plan.training.seq_len}")

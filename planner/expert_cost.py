@@ -8,7 +8,6 @@ from ..profiler.cluster import Device
 from ..profiler.model_profile import Costs, Experts, LayerClass, amount_at
 from .comm_cost import GroupLinks, exchange_s
 from .compute_cost import Flags, OperatorTable
-from .kept import kept
 from .strategy import Shape
 
 
@@ -73,15 +72,10 @@ def _tiled(rows: float, device: Device) -> float:
     return float(np.ceil(max(rows, 1.0) / device.tile[0]) * device.tile[0])
 
 
-@kept
-def expert_products(layer_class: LayerClass) -> dict[str, tuple[tuple[Flags, int], ...]]:
-    """Mode -> which of its operators are products with the weights of each bank of experts, and the bank's experts."""
-    modes = {"whole": layer_class.whole, "tensor": layer_class.tensor, "sequence": layer_class.sequence}
-    return {
-        name: tuple((_products(costs, bank), bank.count) for bank in layer_class.experts)
-        for name, costs in modes.items()
-        if costs is not None
-    }
+def expert_products(layer_class: LayerClass, costs: Costs) -> tuple[tuple[Flags, int], ...]:
+    """Which of a class's operators (in one of its modes) are products with the weights of each bank of experts, and the
+    bank's experts."""
+    return tuple((_products(costs, bank), bank.count) for bank in layer_class.experts)
 
 
 def _products(costs: Costs, bank: Experts) -> Flags:

@@ -23,6 +23,7 @@ from .simulate import ZERO_BUBBLE, is_chunked
 from .space import Family, Space, Split
 from .stage_cost import allocatable_bytes
 from .strategy import Pins, Shape, make_plan
+from .tensor_choice import CutChoice
 from .training import TrainingSpec
 from .unequal import Kinds, UnequalPrices
 
@@ -116,9 +117,10 @@ class Explorer:
         self.model = CostModel(profile, cluster, training)
         self.chain = Chain(self.model)
         self.kinds = Kinds(self.model) if len(cluster.kinds) > 1 else None
+        self.choice = CutChoice(self.model)
         self._leasts: dict[Shape, _Least | None] = {}
         self._cuts: dict[_Frame, list[Cuts]] = {}
-        self._works: dict[tuple[int, bool, int, float, int], Floats] = {}
+        self._works: dict[tuple[object, ...], Floats] = {}
 
     def explore(
         self,
@@ -134,7 +136,7 @@ class Explorer:
         deadline_s: time.monotonic() at which to stop; the outcome then says it is not complete. cutoff_s: the closed
         form of a plan that is known; with near 0 only faster ones are looked for.
         """
-        space = Space(self.profile, self.cluster, self.training, pins)
+        space = Space(self.profile, self.cluster, self.training, pins, self.choice.faster)
         outcome = Outcome()
         order = itertools.count()
         heap: list[tuple[float, int, Split | Family | StagePrices | UnequalPrices]] = []
@@ -300,10 +302,11 @@ class Explorer:
 
     def _works_s(self, split: Split, micro_batch: int, model: CostModel) -> Floats:
         """[run] -> least seconds of compute and tensor traffic that one micro-batch is for a layer on such devices."""
-        key = split.tensor, split.sequence, split.expert, micro_batch / split.context, id(model)
+        key = split.tensor, split.sequence, split.expert, micro_batch / split.context, split.cuts, id(model)
         if key not in self._works:
             context, expert = split.context, split.expert
             shape = Shape(1, 1, split.tensor, 1, micro_batch, 1, split.sequence, context=context, expert=expert)
+            shape = replace(shape, cuts=split.cuts)
             self._works[key] = np.array([_pass_s(model, run.start, shape)[0] for run in self.chain.runs])
         return self._works[key]
 
@@ -466,4 +469,5 @@ def _frugal_shape(family: Family) -> Shape:
         context=family.context,
         context_kind=family.context_kind,
         expert=family.expert,
+        cuts=family.cuts,
     )

@@ -22,10 +22,14 @@ from .peak import Arrivals
 from .plan import Axis, GroupAxis, Recompute
 from .sharding import padded_elements
 from .software import StackMemory, load_software
-from .strategy import LayerOption, Shape, divisors, is_cut, is_sequence_cut
+from .strategy import Cuts, LayerOption, Shape, chosen_cuts, divisors, is_sequence_cut
+from .tensor_costs import mode_costs
 from .training import TrainingSpec
 
 Part = Literal["forward", "backward"]
+
+_Mode = tuple[str, Costs, int, tuple[int, ...]]
+"""Name, observed costs, tensor degree, and indices of the cuts that are applied."""
 
 P2P_EXPOSED = 0.269
 """Share of a transfer between stages that its receiver waits for. Fit to published runs, see
@@ -173,16 +177,16 @@ class CostModel:
             known = ", ".join(self.device.flops)
             raise ValueError(f"{self.device.name} has no rate for {training.precision}; its device file has {known}")
         self._neighbours: dict[tuple[Kind, bool], Kind | None] = {}
-        self._seconds: dict[tuple[int, str, float, int, int], Seconds] = {}
+        self._seconds: dict[tuple[object, ...], Seconds] = {}
         self._contexts: dict[tuple[object, ...], ContextCost] = {}
         self._part_costs: dict[tuple[object, ...], tuple[float, float]] = {}
         self._links: dict[tuple[int, int], GroupLinks] = {}
         self._links_of_stages: dict[tuple[int, int], GroupLinks] = {}
         self._places: dict[int, tuple[int, ...]] = {}
-        self._held: dict[tuple[int, int, int], tuple[Held, ...]] = {}
-        self._crossings: dict[tuple[float, int, int, int], list[Cut]] = {}
-        self._crossing_sizes: dict[tuple[float, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
-        self._modes: dict[tuple[int, int, bool], tuple[str, Costs, int]] = {}
+        self._held: dict[tuple[object, ...], tuple[Held, ...]] = {}
+        self._crossings: dict[tuple[object, ...], list[Cut]] = {}
+        self._crossing_sizes: dict[tuple[object, ...], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        self._modes: dict[tuple[int, int, bool, Cuts | None], _Mode] = {}
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -251,28 +255,32 @@ class CostModel:
 
     def mode(self, kind: Kind, shape: Shape) -> tuple[str, Costs, int]:
         """(name, observed costs, tensor degree) that a kind runs with under a shape."""
-        key = kind.layer_class, shape.tensor, shape.sequence
+        return self._mode(kind, shape)[:3]
+
+    def _mode(self, kind: Kind, shape: Shape) -> "_Mode":
+        """The same, and the cuts that are applied."""
+        key = kind.layer_class, shape.tensor, shape.sequence, shape.cuts
         if key not in self._modes:
             self._modes[key] = self._mode_of(self.layer_class(kind), shape)
         return self._modes[key]
 
-    def _mode_of(self, layer_class: LayerClass, shape: Shape) -> tuple[str, Costs, int]:
-        if is_sequence_cut(layer_class, shape) and layer_class.sequence is not None:
-            return "sequence", layer_class.sequence, shape.tensor
-        if is_cut(layer_class, shape) and layer_class.tensor is not None:
-            return "tensor", layer_class.tensor, shape.tensor
-        return "whole", layer_class.whole, 1
+    def _mode_of(self, layer_class: LayerClass, shape: Shape) -> "_Mode":
+        chosen = chosen_cuts(layer_class, shape)
+        if not chosen:
+            return "whole", layer_class.whole, 1, ()
+        slices = is_sequence_cut(layer_class, shape)
+        return "sequence" if slices else "tensor", mode_costs(layer_class, chosen, slices), shape.tensor, chosen
 
     def compute(self, kind: Kind, shape: Shape) -> Seconds:
         """Compute seconds of a layer for one micro-batch."""
-        mode, costs, tensor = self.mode(kind, shape)
-        key = (kind.layer_class, mode, shape.samples, tensor, shape.expert)
+        mode, costs, tensor, chosen = self._mode(kind, shape)
+        key = (kind.layer_class, mode, shape.samples, tensor, shape.expert, chosen)
         if key not in self._seconds:
             as_run = None
             if self.layer_class(kind).experts:
                 as_run = partial(
                     on_one_rank,
-                    products=expert_products(self.layer_class(kind))[mode],
+                    products=expert_products(self.layer_class(kind), costs),
                     device=self.device,
                     batch=shape.samples,
                     tensor=tensor,
@@ -300,12 +308,11 @@ class CostModel:
 
     def held(self, kind: Kind, shape: Shape) -> tuple[Held, ...]:
         """Parameters of a layer as one tensor rank has them."""
-        tensor = self.mode(kind, shape)[2]
-        key = kind.layer_class, tensor, shape.sharded_over
+        _, _, tensor, chosen = self._mode(kind, shape)
+        key = kind.layer_class, tensor, shape.sharded_over, chosen
         if key not in self._held:
             layer_class = self.layer_class(kind)
-            cuts = layer_class.cuts if tensor > 1 else ()
-            cut_dims = {name: dim for cut in cuts for name, dim in cut.sharded.items()}
+            cut_dims = {name: dim for i in chosen for name, dim in layer_class.cuts[i].sharded.items()}
             held = []
             for parameter in layer_class.parameters:
                 local = list(parameter.shape)
@@ -390,9 +397,10 @@ class CostModel:
         """Exchanges of a layer's attention between context ranks; stride: between them, if not as the shape has it."""
         if shape.context == 1:
             return NOTHING
-        mode, costs, tensor = self.mode(kind, shape)
+        mode, costs, tensor, chosen = self._mode(kind, shape)
         apart = shape.stride("context") if stride is None else stride
-        key = kind.layer_class, mode, tensor, shape.micro_batch, shape.context, shape.context_kind, apart
+        way = shape.micro_batch, shape.context, shape.context_kind, apart
+        key = kind.layer_class, mode, tensor, chosen, *way
         if key not in self._contexts:
             self._contexts[key] = context_cost(
                 self.layer_class(kind),
@@ -526,7 +534,7 @@ class CostModel:
             + (self._exposed_tensor_s(repeated_s, seconds.forward) if repeats_collectives else 0.0),
             data_forward_s=data.forward_s,
             data_backward_s=data.backward_s,
-            once_data_s=data.once_s,
+            once_data_s=data.once_s + self.whole_gradients_s(kind, shape),
             optimizer_s=(self.host_optimizer_s if state.on_host else self.optimizer_s)(trainable.stored / shard),
             elements=total.stored,
             trainable_elements=trainable.stored,
@@ -571,9 +579,9 @@ class CostModel:
         """(seconds, bytes not kept) of the parts of a layer that are recomputed; nothing where all of it is."""
         if not shape.recompute_parts or recompute == "full":
             return 0.0, 0.0
-        mode, costs, tensor = self.mode(kind, shape)
+        mode, costs, tensor, chosen = self._mode(kind, shape)
         element_bytes = self.training.compute_bytes
-        key = kind.layer_class, mode, tensor, shape.samples, shape.recompute_parts
+        key = kind.layer_class, mode, tensor, chosen, shape.samples, shape.recompute_parts
         if key not in self._part_costs:
             self._part_costs[key] = part_cost(
                 costs,
@@ -716,6 +724,18 @@ class CostModel:
             once += exposed_s(once_comm, room, overlap, contention)
         return _DataCost(forward, backward, once)
 
+    def whole_gradients_s(self, kind: Kind, shape: Shape) -> float:
+        """Seconds per step of summing gradients of weights that are left whole though they could be cut, where each
+        tensor rank has the share of its slice of the sequence. (Norms and biases are too small to count.)"""
+        mode, _, _, chosen = self._mode(kind, shape)
+        cuts = self.layer_class(kind).cuts
+        if mode != "sequence" or len(chosen) == len(cuts):
+            return 0.0
+        left = {name for i, cut in enumerate(cuts) if i not in chosen for name in cut.sharded}
+        elements = sum(item.elements for item in self.held(kind, shape) if item.name in left and item.trainable)
+        links = self.axis_links(shape, "tensor")
+        return collective_s("all_reduce", MASTER_BYTES * elements / shape.sharded_over, links)
+
     def tie_bytes(self, elements: float, shape: Shape) -> float:
         """Bytes of gradients that a stage sums with other stages once per step: fp32, of tied weights that have this
         many elements there."""
@@ -732,7 +752,7 @@ class CostModel:
         """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
         between layers, behind the last."""
         sliced = shape.tensor if shape.sequence else 1
-        key = shape.samples, sliced, shape.pipeline, shape.stride("pipeline")
+        key = shape.samples, sliced, shape.cuts, shape.pipeline, shape.stride("pipeline")
         if key not in self._crossings:
             links = self.axis_links(shape, "pipeline")
             sizes = self._crossing_bytes(shape)
@@ -778,7 +798,7 @@ class CostModel:
 
     def _sizes(self, shape: Shape) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[crossing tensor] -> (bytes of one micro-batch of it, those that count with its last reader)."""
-        key = shape.samples, shape.tensor if shape.sequence else 1
+        key = shape.samples, shape.tensor if shape.sequence else 1, shape.cuts
         if key not in self._crossing_sizes:
             batch, element_bytes = shape.samples, self.training.compute_bytes
             whole = [tensor.size.at(batch, element_bytes) for tensor in self.profile.tensors]

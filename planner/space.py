@@ -5,8 +5,8 @@ Every shape is counted. What is not expanded, and whole subtrees that a rule exc
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Literal, get_args
 
@@ -23,6 +23,7 @@ from .plan import (
 )
 from .simulate import ZERO_BUBBLE, is_chunked
 from .strategy import (
+    Cuts,
     Pins,
     Shape,
     context_rule,
@@ -51,6 +52,8 @@ class Split:
     context: int = 1
     context_kind: ContextKind = "ring"
     expert: int = 1
+    cuts: Cuts | None = None
+    """Cuts of tensor parallelism; None: all that the degree divides."""
 
     @property
     def tokens_over(self) -> int:
@@ -73,11 +76,13 @@ class Family:
     context: int = 1
     context_kind: ContextKind = "ring"
     expert: int = 1
+    cuts: Cuts | None = None
 
     @property
     def split(self) -> Split:
         """What it shares with families of other micro-batches and schedules."""
-        return Split(self.tensor, self.pipeline, self.data, self.sequence, self.context, self.context_kind, self.expert)
+        spread = self.context, self.context_kind, self.expert
+        return Split(self.tensor, self.pipeline, self.data, self.sequence, *spread, self.cuts)
 
 
 Placing = tuple[tuple[Axis, ...], tuple[int, ...]]
@@ -126,10 +131,19 @@ MOST_CHUNKS = 8
 class Space:
     """All shapes of a model on a cluster for a job, minus what the user pinned away.
 
-    rejected: rule -> shapes it excludes. Pinned-away shapes are not part of the space.
+    rejected: rule -> shapes it excludes. Pinned-away shapes are not part of the space. faster: the cuts that are worth
+    trying under a shape beside all that its tensor degree divides.
     """
 
-    def __init__(self, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> None:
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: ClusterSpec,
+        training: TrainingSpec,
+        pins: Pins,
+        faster: Callable[[Shape], Cuts | None] = lambda shape: None,
+    ) -> None:
+        self._faster = faster
         self.profile = profile
         self.cluster = cluster
         self.training = training
@@ -186,6 +200,15 @@ class Space:
                                 self._reject(reason, number, split)
                             if passes.legal and self.num_shapes_of(split):
                                 yield split
+                                yield from (replace(split, cuts=cuts) for cuts in self._choices(split))
+
+    def _choices(self, split: Split) -> list[Cuts]:
+        """What is worth trying for some micro-batch of a split beside cutting all that its tensor degree divides."""
+        if split.tensor == 1:
+            return []
+        whole = Shape(1, split.data, split.tensor, 1, 1, 1, split.sequence, context=split.context)
+        shapes = (replace(whole, micro_batch=size, num_microbatches=count) for size, count in self.micro_batches(split))
+        return [cuts for cuts in dict.fromkeys(map(self._faster, shapes)) if cuts is not None]
 
     def _degree_rule(self, pipeline: int, data: int) -> str | None:
         if pipeline > self._most_stages:
@@ -225,6 +248,7 @@ class Space:
                 split.context,
                 split.context_kind,
                 split.expert,
+                split.cuts,
             )
 
     def micro_batches(self, split: Split) -> Iterator[tuple[int, int]]:
@@ -337,6 +361,7 @@ class Space:
                         context_kind=family.context_kind,
                         expert=family.expert,
                         kind_order=kinds,
+                        cuts=family.cuts,
                     )
 
     def _data_splits(self, split: Split) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from ..profiler.cluster import ClusterSpec
@@ -39,6 +40,29 @@ CONTEXT_NAMES: dict[ContextKind, str] = {"ring": "ring", "all_to_all": "all-to-a
 
 
 @dataclass(frozen=True)
+class Cuts:
+    """Which of the cuts that were found tensor parallelism applies: (class, names of its cuts), of classes that are
+    cut at all."""
+
+    by_class: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.by_class)
+
+    @cached_property
+    def _names(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.by_class)
+
+    def of(self, layer_class: str) -> tuple[str, ...]:
+        """Names of the cuts of a class."""
+        return self._names.get(layer_class, ())
+
+
+@dataclass(frozen=True)
 class Shape:
     """All of a plan but the assignment of layers: what the ILP's y_k chooses between."""
 
@@ -64,6 +88,8 @@ class Shape:
     kind_order: tuple[int, ...] = ()
     """Unequal devices, each stage on one kind of them: the kinds by number, from the first stage on. () where devices
     are equal or all count as the slowest, and in shapes of plans, whose cluster is in that order."""
+    cuts: Cuts | None = None
+    """Cuts of tensor parallelism; None: all that the degree divides."""
 
     @property
     def samples(self) -> float:
@@ -223,9 +249,9 @@ class Pins:
         )
 
 
-def divides(layer_class: LayerClass, tensor: int) -> bool:
-    """Whether every cut of a class divides into `tensor` parts: heads, widths, and each part of fused modules."""
-    return bool(layer_class.cuts) and not any(size % tensor for cut in layer_class.cuts for size in divided(cut))
+def divides(cut: TensorCut, tensor: int) -> bool:
+    """Whether a cut divides into `tensor` parts: heads, widths, and each part of fused modules."""
+    return not any(size % tensor for size in divided(cut))
 
 
 def divided(cut: TensorCut) -> list[int]:
@@ -233,39 +259,82 @@ def divided(cut: TensorCut) -> list[int]:
     return [*cut.units, *(size for sizes in cut.parts.values() for size in sizes)]
 
 
+def chosen_cuts(layer_class: LayerClass, shape: Shape) -> tuple[int, ...]:
+    """Which cuts of a class, by index, are applied under a shape: of those that the degree divides, the wanted ones."""
+    if shape.tensor == 1 or layer_class.tensor is None:
+        return ()
+    wanted = None if shape.cuts is None else shape.cuts.of(layer_class.name)
+    return tuple(
+        i
+        for i, cut in enumerate(layer_class.cuts)
+        if divides(cut, shape.tensor) and (wanted is None or cut.name in wanted)
+    )
+
+
 def is_cut(layer_class: LayerClass, shape: Shape) -> bool:
     """Whether the layers of a class are cut by tensor parallelism under a shape."""
-    return shape.tensor > 1 and layer_class.tensor is not None and divides(layer_class, shape.tensor)
+    return bool(chosen_cuts(layer_class, shape))
 
 
 def is_sequence_cut(layer_class: LayerClass, shape: Shape) -> bool:
     """Whether the layers of a class run on slices of the sequence between their cuts."""
-    return shape.sequence and layer_class.sequence is not None and is_cut(layer_class, shape)
+    chosen = chosen_cuts(layer_class, shape) if shape.sequence else ()
+    return bool(chosen) and runs_on_slices(layer_class, chosen)
+
+
+def runs_on_slices(layer_class: LayerClass, chosen: Sequence[int]) -> bool:
+    """Whether the layers of a class run on slices of the sequence with these cuts applied, and the rest left whole."""
+    if layer_class.sequence is None:
+        return False
+    left = [i for i in range(len(layer_class.cuts)) if i not in chosen]
+    return all(layer_class.sequence_without and layer_class.sequence_without[i] is not None for i in left)
 
 
 def tensor_rule(profile: ModelProfile, tensor: int) -> str | None:
-    """The rule that excludes a tensor degree, or None if it is legal."""
-    inner = [c for c in profile.classes if any(cut.kind in ("attention", "mlp") for cut in c.cuts)]
+    """The rule that excludes a tensor degree, or None if it is legal.
+
+    A degree that leaves some cuts whole is legal only where no part of it divides them all: 8 heads on 16 ranks are cut
+    in 8, but 25 heads stay whole on 2, 4 or 8, and what lies beside them is cut.
+    """
     if tensor == 1:
         return None
-    if not inner:
+    cuts = inner_cuts(profile)
+    if not cuts:
         return "tensor: no layer can be cut"
-    for layer_class in inner:
-        for cut in layer_class.cuts:
-            for size in divided(cut):
-                if size % tensor:
-                    return f"tensor={tensor} does not divide {size} ({cut.kind} of {layer_class.name})"
+    undivided = _undivided(cuts, tensor)
+    if undivided is None:
+        return None
+    smaller = any(_undivided(cuts, part) is None for part in divisors(tensor) if part > 1)
+    return undivided if smaller or not any(divides(cut, tensor) for _, cut in cuts) else None
+
+
+def inner_cuts(profile: ModelProfile) -> list[tuple[str, TensorCut]]:
+    """(class, cut) of what lies between embedding and head."""
+    return [(c.name, cut) for c in profile.classes for cut in c.cuts if cut.kind in ("attention", "mlp")]
+
+
+def _undivided(cuts: Sequence[tuple[str, TensorCut]], tensor: int) -> str | None:
+    """The first cut that a degree does not divide, in words."""
+    for name, cut in cuts:
+        for size in divided(cut):
+            if size % tensor:
+                return f"tensor={tensor} does not divide {size} ({cut.kind} of {name})"
     return None
 
 
 def sequence_rule(profile: ModelProfile, tensor: int, context: int = 1) -> str | None:
     """The rule that excludes sequence parallelism beside a tensor and a context degree, or None if it is legal."""
-    if not any(c.sequence is not None for c in profile.classes):
+    able = [c for c in profile.classes if c.sequence is not None]
+    if not able:
         return "sequence: no layer runs on a slice of its sequence"
     if profile.seq_len is None or profile.seq_len % tensor:
         return f"sequence: tensor={tensor} does not divide the sequence of {profile.seq_len}"
     if profile.seq_len // context % tensor:
         return f"sequence: tensor={tensor} does not divide the {profile.seq_len // context} tokens of a context rank"
+    for c in able:
+        divided_ones = [i for i, cut in enumerate(c.cuts) if divides(cut, tensor)]
+        if not divided_ones or not runs_on_slices(c, divided_ones):
+            return f"sequence: {_undivided([(c.name, cut) for cut in c.cuts], tensor)}, and whole it needs all of it"
     both = _names_read(profile, sliced=True) & _names_read(profile, sliced=False)
     if both:
         return f"sequence: {min(both)} is read on slices of the sequence and on the whole of it"
@@ -402,7 +471,7 @@ def make_plan(
         classes=tuple(
             ClassPlan(
                 name=c.name,
-                cuts=c.cuts if is_cut(c, shape) else (),
+                cuts=tuple(c.cuts[i] for i in chosen_cuts(c, shape)),
                 sequence=is_sequence_cut(c, shape),
                 experts=c.experts if shape.expert > 1 else (),
             )
@@ -466,4 +535,7 @@ def shape_of(plan: Plan) -> Shape:
         expert=plan.degrees.expert,
         offload_optimizer=plan.offload_optimizer,
         recompute_parts=plan.recompute_parts,
+        cuts=None
+        if plan.degrees.tensor == 1
+        else Cuts(tuple((c.name, tuple(cut.name for cut in c.cuts)) for c in plan.classes)),
     )

@@ -29,6 +29,7 @@ class Collective:
     part: str
     tensor: Size
     after: int = 0
+    entry: str = ""
 
 
 @dataclass

@@ -82,6 +82,10 @@ class CollectiveProfile(_Document):
     part: Literal["forward", "backward"]
     tensor: Bytes = Field(description="the full tensor (gathered or reduced), not one rank's shard")
     repeated: bool = Field(default=True, description="forward only: recompute repeats it")
+    entry: str = Field(
+        default="",
+        description="of the input of columns: which; cuts whose columns read one tensor share its collective",
+    )
 
 
 class Costs(_Document):
@@ -147,12 +151,20 @@ class TensorCut(_Document):
     attributes: dict[str, tuple[str, ...]] = Field(
         default={}, description="module -> its integer attributes that must be divided by the degree (n_head, ...)"
     )
+    inputs: dict[str, str] = Field(
+        default={}, description="column -> the first module that is given the same tensor: one collective for all"
+    )
     gather: str = Field(
         default="",
         description="sequence mode: module whose sliced inputs are gathered; '': gather before each column module",
     )
     units: tuple[int, ...] = Field(description="the degree must divide each: heads, kv heads, feature widths")
     sharded: dict[str, int] = Field(description="parameter (relative name) -> dim that is cut")
+
+    @property
+    def name(self) -> str:
+        """What tells the cuts of a class apart."""
+        return f"{self.kind}:{(self.rows or self.columns)[0]}"
 
 
 class Experts(_Document):
@@ -180,6 +192,12 @@ class LayerClass(_Document):
     tensor: Costs | None = Field(default=None, description="with every cut applied; None where nothing can be cut")
     sequence: Costs | None = Field(
         default=None, description="with every cut applied and the rest on a slice of the sequence; None if it cannot"
+    )
+    tensor_alone: tuple[Costs, ...] = Field(
+        default=(), description="[cut] with this one applied alone; empty where there is but one, which is `tensor`"
+    )
+    sequence_without: tuple[Costs | None, ...] = Field(
+        default=(), description="[cut] `sequence` with this one left whole, on slices; None (or empty) if it cannot"
     )
     experts: tuple[Experts, ...] = ()
     writes_input: bool = Field(default=False, description="a module writes into what it is given")

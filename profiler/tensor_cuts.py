@@ -46,6 +46,8 @@ class _Tap:
     module: nn.Module
     input: View
     output: View
+    like: str
+    """The first module that was given the same tensor."""
 
 
 @dataclass
@@ -191,17 +193,16 @@ class _Probe:
         run = LayerRun(self.fake, self.chain, self.index, shapes or self.shapes, size, self.seq_len)
         taps: dict[str, _Tap] = {}
         calls: dict[str, int] = defaultdict(int)
+        given: list[tuple[torch.Tensor, str]] = []
 
         def tap(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
                 if run.recorder.active and args and isinstance(args[0], torch.Tensor):
                     calls[name] += 1
                     number = run.storages.number
-                    taps[name] = _Tap(
-                        module,
-                        View.of(args[0], number(args[0])),
-                        View.of(output, number(output)),
-                    )
+                    like = next((first for tensor, first in given if tensor is args[0]), name)
+                    given.append((args[0], like))
+                    taps[name] = _Tap(module, View.of(args[0], number(args[0])), View.of(output, number(output)), like)
 
             return hook
 
@@ -246,7 +247,10 @@ class _Probe:
         for column in columns:
             sharded |= self.sharded(column, _output_dim(flow.taps[column].module), bias=True)
         sharded |= self.sharded(row, 1 - _output_dim(flow.taps[row].module), bias=False)
-        cut = TensorCut(kind=kind, columns=columns, rows=(row,), parts=parts, units=units, sharded=sharded)
+        inputs = {column: flow.taps[column].like for column in columns}
+        cut = TensorCut(
+            kind=kind, columns=columns, rows=(row,), parts=parts, inputs=inputs, units=units, sharded=sharded
+        )
         return self._try_with_attributes(cut)
 
     def sharded(self, name: str, dim: int, bias: bool) -> dict[str, int]:
@@ -467,7 +471,8 @@ def _head_cuts(probe: _Probe, flow: _Flow, cuts: Sequence[TensorCut]) -> list[tu
     if width == 1:
         return []
     sharded = probe.sharded(name, _output_dim(module), bias=True)
-    cut = TensorCut(kind="head", columns=(name,), units=(width,), sharded=sharded)
+    inputs = {name: flow.taps[name].like}
+    cut = TensorCut(kind="head", columns=(name,), inputs=inputs, units=(width,), sharded=sharded)
     return [(name, _tried(probe, cut, f"{width} output features"))]
 
 
@@ -672,32 +677,34 @@ class _Rank:
     def _hook(self, cut: TensorCut, undo: ExitStack) -> None:
         gathered_outside = self._sequence_dim is not None and bool(cut.gather)
         if gathered_outside:
-            hook = self._modules[cut.gather].register_forward_pre_hook(self._module_input, with_kwargs=True)
-            undo.callback(hook.remove)
+            door = self._modules[cut.gather]
+            undo.callback(door.register_forward_pre_hook(self._module_input(cut.gather), with_kwargs=True).remove)
         for name in cut.columns:
             module = self._modules[name]
             if cut.kind == "embedding":
                 undo.callback(module.register_forward_hook(self._reduce_output).remove)
                 continue
             if not gathered_outside:
-                undo.callback(module.register_forward_pre_hook(self._column_input).remove)
+                hook = self._column_input(cut.inputs.get(name, name))
+                undo.callback(module.register_forward_pre_hook(hook).remove)
             if cut.kind == "head":
                 undo.callback(module.register_forward_hook(self._gather_output).remove)
         for name in cut.rows:
             undo.callback(self._modules[name].register_forward_hook(self._reduce_output).remove)
 
-    def _column_input(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self._entering(args[0]), *args[1:])
+    def _column_input(self, entry: str) -> Callable[..., tuple[Any, ...]]:
+        return lambda module, args: (self._entering(args[0], entry), *args[1:])
 
-    def _module_input(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        gathered: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(
-            lambda leaf: self._entering(leaf) if self._has_length(leaf, self._slice_length) else leaf, (args, kwargs)
-        )
-        return gathered
+    def _module_input(self, door: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return tree_map(
+                lambda leaf: self._entering(leaf, door) if self._has_length(leaf, self._slice_length) else leaf,
+                (args, kwargs),
+            )
 
-    def _entering(self, given: torch.Tensor) -> torch.Tensor:
+        return hook
+
+    def _entering(self, given: torch.Tensor, entry: str) -> torch.Tensor:
         """What columns get: each distinct input is gathered (sequence mode) and its gradient summed once."""
         if id(given) in self._entered:
             return self._entered[id(given)][1]
@@ -706,9 +713,10 @@ class _Rank:
         self._entered[id(given)] = (given, full)
         size = self._run.storages.size(full)
         if dim is not None:
-            self._forward("all_gather", size)
+            self._forward("all_gather", size, entry)
         if given.requires_grad:
-            self.collectives.append(Collective("all_reduce" if dim is None else "reduce_scatter", "backward", size))
+            kind = "all_reduce" if dim is None else "reduce_scatter"
+            self.collectives.append(Collective(kind, "backward", size, entry=entry))
         return full
 
     def _reduce_output(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
@@ -721,9 +729,9 @@ class _Rank:
         sliced: torch.Tensor = _Scatter.apply(output, self._sequence_dim, self._degree, self._run.recorder)
         return sliced
 
-    def _forward(self, kind: str, size: Size) -> None:
+    def _forward(self, kind: str, size: Size, entry: str = "") -> None:
         """Note a collective of the forward."""
-        self.collectives.append(Collective(kind, "forward", size, len(self._run.recorder.ops)))
+        self.collectives.append(Collective(kind, "forward", size, len(self._run.recorder.ops), entry))
 
     def _gather_output(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         full: torch.Tensor = _Gather.apply(output, output.dim() - 1, self._degree, self._run.recorder)

@@ -266,12 +266,17 @@ def _layer_class(
     layer = chain.layers[index]
     whole = _whole_runs(fake, chain, sizes, index)
     tensor = sequence = None
+    alone: tuple[Costs, ...] = ()
+    without: tuple[Costs | None, ...] = ()
     cuts = found.cuts
     if cuts:
         degree = common_degree(found.cuts)
         assert degree is not None
-        tensor = _costs(whole, _cut_runs(fake, chain, sizes, index, found.cuts, degree, whole), degree)
-        cuts, sequence = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole)
+        tensor = _costs(whole, _cut_runs(fake, chain, sizes, index, cuts, degree, whole), degree)
+        if len(cuts) > 1:
+            runs = (_cut_runs(fake, chain, sizes, index, (cut,), degree, whole) for cut in cuts)
+            alone = tuple(_costs(whole, run, degree) for run in runs)
+        cuts, sequence, without = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole)
     layer_class = LayerClass(
         name=_class_name(fake, layer),
         parameters=_parameters(fake, layer),
@@ -279,6 +284,8 @@ def _layer_class(
         cuts=cuts,
         tensor=tensor,
         sequence=sequence,
+        tensor_alone=alone,
+        sequence_without=without,
         experts=_experts(whole),
         writes_input=layer.writes_input,
         input_overwritten=layer.input_overwritten,
@@ -323,25 +330,34 @@ def _sequence_costs(
     cuts: tuple[TensorCut, ...],
     degree: int,
     whole: Sequence[Observation],
-) -> tuple[tuple[TensorCut, ...], Costs | None]:
-    """Cuts that say where to gather, and costs with the rest on a slice of the sequence; None where no trial works."""
+) -> tuple[tuple[TensorCut, ...], Costs | None, tuple[Costs | None, ...]]:
+    """Cuts that say where to gather, costs with the rest on a slice of the sequence, and [cut] -> those with that one
+    left whole. None where no trial works."""
     if sizes.seq_len is None or sizes.seq_len % degree or not any(cut.rows for cut in cuts):
-        return cuts, None
+        return cuts, None, ()
     arriving = [c for c in chain.crossings if index in c.used_by and c.spec.requires_grad]
     dims = {c.producer: sizes.sequence_dim(c) for c in arriving}
     leaving = [sizes.sequence_dim(c) for c in chain.crossings if c.made_by == index]
     positions = set(dims.values())
     if len(positions) != 1 or None in positions:
-        return cuts, None
+        return cuts, None, ()
     sequence_dims = {producer: dim for producer, dim in dims.items() if dim is not None}
-    for way in gathering_ways(fake, chain, index, cuts):
+
+    def tried(way: tuple[TensorCut, ...]) -> Costs | None:
         try:
             runs = _cut_runs(fake, chain, sizes, index, way, degree, whole, sequence_dims)
         except ValueError:
-            continue
-        if not sequence_problem(whole[0], runs[0], way, degree, leaving):
-            return way, _costs(whole, runs, degree)
-    return cuts, None
+            return None
+        if sequence_problem(whole[0], runs[0], way, degree, leaving):
+            return None
+        return _costs(whole, runs, degree)
+
+    for way in gathering_ways(fake, chain, index, cuts):
+        found = tried(way)
+        if found is not None:
+            rest = [tuple(other for other in way if other is not cut) for cut in way]
+            return way, found, tuple(tried(others) if others else None for others in rest)
+    return cuts, None, ()
 
 
 def _found_cuts(fake: FakeModel, chain: Chain, sizes: _Sizes, firsts: Sequence[int]) -> dict[int, Found]:
@@ -547,6 +563,7 @@ def _collectives(runs: Sequence[Observation]) -> tuple[CollectiveProfile, ...]:
             part=a.part,  # type: ignore[arg-type]
             tensor=_fit_bytes([a.tensor, b.tensor], 1, runs[0].size),
             repeated=a.after <= last,
+            entry=a.entry,
         )
         for a, b in zip(less, more, strict=True)
     )

@@ -25,7 +25,7 @@ from torch import nn
 
 from meshwright.executor import Trainer, parallelize
 from meshwright.planner.plan import AXES, Axis, Plan, Recompute
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.strategy import Cuts, LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile
@@ -71,6 +71,10 @@ class Case:
 INTERLEAVED = {"schedule": "interleaved"}
 ZB_V = {"schedule": "zb-v"}
 
+ATTENTION, MLP = (
+    Cuts((("LlamaDecoderLayer", (name,)),)) for name in ("attention:self_attn.o_proj", "mlp:mlp.down_proj")
+)
+
 CASES = {
     "one device": Case("gpt"),
     "one device, recompute": Case("gpt", recompute="full", num_microbatches=4),
@@ -87,6 +91,11 @@ CASES = {
     "tensor 2 + sequence, norms of heads": Case("normed", tensor=2, more={"sequence": True}),
     "tensor 2 + sequence, Conv1D": Case("gpt2", tensor=2, more={"sequence": True}),
     "tensor 2 + sequence, Llama, recompute": Case("llama", tensor=2, more={"sequence": True}, recompute="full"),
+    "tensor 2, attention cut, mlp whole": Case("llama", tensor=2, more={"cuts": ATTENTION}),
+    "tensor 2, mlp cut, attention whole": Case("llama", tensor=2, more={"cuts": MLP}),
+    "fsdp x tensor + sequence, mlp whole on slices": Case(
+        "llama", shard=2, tensor=2, reshard=True, more={"sequence": True, "cuts": ATTENTION}
+    ),
     "pipeline 2, tied across stages": Case("gpt", stages=(3, 3), num_microbatches=4),
     "pipeline 2, gpipe, uneven": Case("gpt", stages=(1, 5), more={"schedule": "gpipe"}),
     "ddp x4, no accumulation": Case("gpt", replicate=4, num_microbatches=1),

@@ -23,7 +23,7 @@ from meshwright.executor import Trainer, parallelize
 from meshwright.planner.comm_cost import Collective
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.plan import AXES, Axis, Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.strategy import Cuts, LayerOption, Shape, make_plan
 from meshwright.planner.training import Precision, TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile
@@ -64,6 +64,8 @@ class Case:
         return self.replicate * self.shard * self.tensor * max(1, len(self.stages))
 
 
+ATTENTION, MLP = (Cuts((("Block", (name,)),)) for name in ("attention:attention.out", "mlp:down"))
+
 CASES = {
     "one device": Case(),
     "one device, one micro-batch": Case(num_microbatches=1),
@@ -83,6 +85,12 @@ CASES = {
     "tensor 2 + sequence, recompute": Case(tensor=2, recompute=True, more={"sequence": True}),
     "fsdp x tensor + sequence": Case(shard=2, tensor=2, reshard=True, more={"sequence": True}),
     "fsdp x tensor + sequence, bf16": Case(shard=2, tensor=2, reshard=True, precision="bf16", more={"sequence": True}),
+    "tensor 2, attention cut, mlp whole": Case(tensor=2, more={"cuts": ATTENTION}),
+    "tensor 2, mlp cut, attention whole": Case(tensor=2, more={"cuts": MLP}, precision="bf16"),
+    "tensor 2 + sequence, mlp whole on slices": Case(tensor=2, more={"sequence": True, "cuts": ATTENTION}),
+    "fsdp x tensor + sequence, mlp whole on slices, recompute": Case(
+        shard=2, tensor=2, reshard=True, recompute=True, more={"sequence": True, "cuts": ATTENTION}
+    ),
     "pipeline 2": Case(stages=(4, 4), num_microbatches=4),
     "pipeline 2, bf16": Case(stages=(4, 4), num_microbatches=4, precision="bf16"),
     "pipeline 4, recompute": Case(stages=(2, 2, 2, 2), num_microbatches=8, recompute=True),

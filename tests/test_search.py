@@ -19,6 +19,7 @@ from meshwright.planner.search import InfeasibleError, search
 from meshwright.planner.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.space import Space
 from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
+from meshwright.planner.tensor_choice import CutChoice
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Link
 from meshwright.profiler.model_profile import ModelProfile
@@ -52,9 +53,14 @@ def random_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]
     return profile(classes, order, crossing, ties), cluster(hosts, per_host, on, network), training
 
 
+def space_of(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> Space:
+    """The whole space, with the cuts that are worth trying."""
+    return Space(model, on, training, Pins(), CutChoice(CostModel(model, on, training)).faster)
+
+
 def every_plan(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> "itertools.chain[Plan]":
     """All plans of the space, enumerated without bounds, columns or compositions."""
-    space = Space(model, on, training, Pins())
+    space = space_of(model, on, training)
     shapes = [shape for family in list(space.families()) for shape in space.shapes(family)]
     return itertools.chain.from_iterable(plans_of(shape, model, on, training) for shape in shapes)
 
@@ -132,7 +138,7 @@ def test_no_chunked_pipeline_is_faster_than_its_bound(seed: int) -> None:
 def test_master_ilp_scan_and_search_agree(seed: int) -> None:
     """One ILP over all shapes at once, the scan shape by shape, and the pruned search: one optimum."""
     model, on, training = random_instance(1000 + seed)
-    space = Space(model, on, training, Pins())
+    space = space_of(model, on, training)
     families = [family for family in space.families() if not is_chunked(family.schedule)]
     shapes = [shape for family in families for shape in space.shapes(family)]
     chain = Chain(CostModel(model, on, training))

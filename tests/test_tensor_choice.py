@@ -1,0 +1,175 @@
+"""Which cuts are applied: the integer program against all choices, and what depends on links and sizes."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import small_profile
+from synthetic import cluster, device
+from zoo import zoo_profile
+
+from meshwright.planner.comm_cost import collective_s
+from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.search import search
+from meshwright.planner.strategy import Cuts, Pins, Shape, divides, runs_on_slices, tensor_rule
+from meshwright.planner.tensor_choice import CutChoice, Way, added_s, best_ways, tied_cuts
+from meshwright.planner.tensor_costs import mode_costs
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import ClusterSpec, Link
+from meshwright.profiler.model_profile import ModelProfile, amount_at
+
+NAMES = st.sampled_from("abcde")
+
+
+@st.composite
+def ways(draw: st.DrawFn) -> list[Way]:
+    """A few ways to cut five modules, which read five tensors."""
+    entry_s = {name: draw(st.floats(0.0, 3.0)) for name in "abcde"}
+    return [
+        Way(
+            seconds=draw(st.floats(-5.0, 2.0)),
+            modules=draw(st.frozensets(NAMES, min_size=1, max_size=3)),
+            entries=tuple((name, entry_s[name]) for name in sorted(draw(st.sets(NAMES, max_size=2)))),
+        )
+        for _ in range(draw(st.integers(1, 6)))
+    ]
+
+
+def _least_s(options: list[Way]) -> float:
+    """By trying every choice that cuts no module twice."""
+    least = 0.0
+    for size in range(1, len(options) + 1):
+        for taken in itertools.combinations(range(len(options)), size):
+            modules = [module for i in taken for module in options[i].modules]
+            if len(modules) == len(set(modules)):
+                least = min(least, added_s(options, frozenset(taken)))
+    return least
+
+
+@settings(max_examples=60, deadline=None)
+@given(ways())
+def test_the_program_finds_the_least_of_all_choices(options: list[Way]) -> None:
+    taken, seconds = best_ways(options)
+
+    modules = [module for i in taken for module in options[i].modules]
+    assert len(modules) == len(set(modules))
+    assert seconds == pytest.approx(_least_s(options), abs=1e-5)
+
+
+def _slow(bandwidth: float) -> ClusterSpec:
+    link = Link(bandwidth=bandwidth, latency=1e-6)
+    return cluster(1, 4, device(link=link, bandwidth=2e12), link)
+
+
+def _family_s(model: CostModel, shape: Shape) -> float:
+    """Compute, tensor traffic and optimizer of a whole step, as the bound of a family counts them."""
+    total = elements = 0.0
+    for kind in model.kinds:
+        seconds = model.compute(kind, shape)
+        links = model.links(shape.tensor, 1)
+        mode, costs, _ = model.mode(kind, shape)
+        sizes = [(c.kind, c.tensor.at(shape.samples, 2, shape.tensor)) for c in costs.collectives if mode != "whole"]
+        each = seconds.forward + seconds.backward + sum(collective_s(k, size, links) for k, size in sizes)
+        total += shape.num_microbatches * each + model.whole_gradients_s(kind, shape)
+        elements += model.elements(kind, shape)[1]
+    return total + model.optimizer_s(elements / shape.data)
+
+
+def _legal(profile: ModelProfile, shape: Shape) -> list[Cuts]:
+    """All choices that treat tied cuts alike and leave a layer on slices what it needs."""
+    indexed = [(c, i) for c, k in enumerate(profile.classes) for i, cut in enumerate(k.cuts) if divides(cut, 2)]
+    groups = tied_cuts(profile, indexed)
+    found = []
+    for wanted in itertools.product((False, True), repeat=len(groups)):
+        taken = [member for group, is_taken in zip(groups, wanted, strict=True) if is_taken for member in group]
+        by_class = {c: [i for k, i in taken if k == c] for c, _ in taken}
+        slices = [c for c, k in enumerate(profile.classes) if shape.sequence and k.sequence is not None]
+        if all(by_class.get(c) and runs_on_slices(profile.classes[c], by_class[c]) for c in slices):
+            names = {c: tuple(profile.classes[c].cuts[i].name for i in chosen) for c, chosen in by_class.items()}
+            found.append(Cuts(tuple((profile.classes[c].name, cuts) for c, cuts in names.items())))
+    return found
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("bandwidth", [1e9, 3.5e9, 1e10, 4e10, 3e11])
+@pytest.mark.parametrize("name", ["llama3_8b", "whisper_large_v3"])
+def test_the_choice_for_a_model_is_the_best_of_all(name: str, bandwidth: float, sequence: bool) -> None:
+    profile = zoo_profile(name)
+    model = CostModel(profile, _slow(bandwidth), TrainingSpec(global_batch=8, seq_len=profile.seq_len))
+    shape = Shape(1, 2, 2, 1, 1, 4, sequence=sequence)
+
+    chosen = CutChoice(model).faster(shape)
+
+    steps = {cuts: _family_s(model, replace(shape, cuts=cuts)) for cuts in _legal(profile, shape)}
+    best = min(steps, key=lambda cuts: steps[cuts], default=None)
+    if best is None or not any(names for _, names in best.by_class):
+        assert chosen is None  # tensor ranks that do all the same are no use
+        return
+    least, worth = steps[best], 0.01 * _family_s(model, shape)  # what is not worth it stays cut
+    assert _family_s(model, replace(shape, cuts=chosen)) <= least + (worth if chosen is None else 1e-9 * least)
+
+
+def test_on_fast_links_everything_is_cut() -> None:
+    profile = zoo_profile("llama3_8b")
+    model = CostModel(profile, _slow(450e9), TrainingSpec(global_batch=8, seq_len=8192))
+
+    assert CutChoice(model).faster(Shape(1, 2, 2, 1, 1, 4)) is None
+
+
+def test_groups_that_cost_more_than_they_save_stay_whole_on_slow_links() -> None:
+    profile = zoo_profile("llama3_8b")
+    model = CostModel(profile, _slow(3.5e9), TrainingSpec(global_batch=8, seq_len=8192))
+
+    chosen = CutChoice(model).faster(Shape(1, 2, 2, 1, 1, 4))
+
+    assert chosen is not None
+    assert chosen.of("LlamaDecoderLayer") == ("mlp:mlp.down_proj",)
+
+
+def test_the_search_leaves_whole_what_is_not_worth_its_collectives() -> None:
+    profile = zoo_profile("llama3_8b")
+    training = TrainingSpec(global_batch=2, seq_len=8192)
+    roomy = device(link=Link(bandwidth=3.5e9, latency=1e-6), memory=640e9)
+    found = search(profile, cluster(1, 4, roomy), training, pins=Pins(tensor=2, sequence=False))
+
+    block = next(c for c in found.plan.classes if c.name == "LlamaDecoderLayer")
+
+    assert [cut.kind for cut in block.cuts] == ["mlp"]
+
+
+def test_costs_of_some_cuts_are_between_those_of_fewer_and_of_more() -> None:
+    layer_class = next(c for c in zoo_profile("whisper_large_v3").classes if len(c.cuts) == 3)
+
+    def flops(*chosen: int) -> float:
+        return sum(amount_at(op.flops, 1, 2) for op in mode_costs(layer_class, chosen, False).operators)
+
+    saved = [mode_costs(layer_class, chosen, False).saved.at(1, 2, 2) for chosen in ((0,), (0, 2), (0, 1, 2))]
+    peaks = [mode_costs(layer_class, c, False).backward_transient.at(1, 2, 2) for c in ((0,), (0, 2), (0, 1, 2))]
+    assert flops(0) - flops(0, 2) == pytest.approx(flops() - flops(2))
+    assert flops() - flops(0, 1, 2) == pytest.approx(sum(flops() - flops(i) for i in range(3)))
+    assert saved == sorted(saved, reverse=True)
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(mode_costs(layer_class, (0, 2), False).collectives) == 4
+
+
+def test_what_no_degree_divides_stays_whole_beside_what_it_divides() -> None:
+    profile = zoo_profile("gpt2_xl")  # 25 heads, 6400 features
+
+    assert [tensor_rule(profile, degree) for degree in (2, 4, 8)] == [None] * 3
+    assert tensor_rule(profile, 25) is None
+    assert tensor_rule(profile, 50) == "tensor=50 does not divide 25 (attention of GPT2Block)"
+
+
+def test_heads_limit_the_degree_where_a_smaller_one_divides_all() -> None:
+    assert tensor_rule(zoo_profile("llama3_8b"), 16) == "tensor=16 does not divide 8 (attention of LlamaDecoderLayer)"
+
+
+def test_tied_weights_are_one_choice() -> None:
+    profile = small_profile("large vocabulary")
+    cuts = [(c, i) for c, layer_class in enumerate(profile.classes) for i in range(len(layer_class.cuts))]
+
+    sizes = sorted(len(group) for group in tied_cuts(profile, cuts))
+
+    assert sizes[-1] == 2
