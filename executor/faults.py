@@ -331,7 +331,7 @@ def out_of_memory_message(plan: Plan, rank: int, num_elements: int, held: Held) 
 
     num_elements: of the parameters that this rank holds, before sharding over data.
     """
-    shape, training, device = shape_of(plan), plan.training, plan.cluster.device
+    shape, training, device = shape_of(plan), plan.training, plan.cluster.device_of(rank)
     state = state_bytes(shape, training)
     position = plan.coordinates(rank)["pipeline"]
     predicted_total = plan.prediction.stage_memory_bytes[position] if plan.prediction is not None else None
@@ -382,12 +382,28 @@ def check_devices(plan: Plan, device: torch.device) -> None:
         )
     if plan.prediction is None:
         return
+    needed = plan.prediction.stage_memory_bytes
+    unequal = len(plan.cluster.kinds) > 1  # which of them this one is shows when hosts are matched
+    _check_memory(plan, device, needed.index(min(needed) if unequal else max(needed)), unequal)
+
+
+def check_own_device(mesh: RankMesh) -> None:
+    """Raise ValueError if this rank's GPU holds less than its stage of a plan for unequal devices needs."""
+    if mesh.device.type == "cuda" and mesh.plan.prediction is not None and len(mesh.plan.cluster.kinds) > 1:
+        _check_memory(mesh.plan, mesh.device, mesh.coordinates["pipeline"], unequal=True)
+
+
+def _check_memory(plan: Plan, device: torch.device, position: int, unequal: bool) -> None:
+    assert plan.prediction is not None
     found = torch.cuda.get_device_properties(device).total_memory
-    needed = max(plan.prediction.stage_memory_bytes)
+    needed = plan.prediction.stage_memory_bytes[position]
     if needed > found:
+        planned = plan.cluster.device_of(position * plan.stride("pipeline")) if unequal else plan.cluster.device
+        where = f"stage {position}" if unequal else "its fullest stage"
+        way = "start hosts in the order of the cluster file" if unequal else "make a plan for it with --device"
         raise ValueError(
-            f"the plan is for a {plan.cluster.device.name} and needs {needed / GIB:.1f} GiB on its fullest stage; the "
-            f"{torch.cuda.get_device_name(device)} here has {found / GIB:.1f} GiB: make a plan for it with --device"
+            f"the plan is for a {planned.name} and needs {needed / GIB:.1f} GiB on {where}; the "
+            f"{torch.cuda.get_device_name(device)} here has {found / GIB:.1f} GiB: {way}"
         )
 
 

@@ -3,6 +3,7 @@
 import os
 import socket
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..planner.plan import AXES, Axis, Plan
+from ..profiler.local import preset_of
 from .expert_mesh import ExpertPlace, expert_mesh, expert_place
 from .torch_compat import accelerator
 
@@ -149,30 +151,33 @@ def connect(plan: Plan, device: torch.device | str | None = None) -> RankMesh:
         return RankMesh(plan, 0, device, None)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    seats: list[Seat] = [("", 0)] * plan.degrees.num_devices
-    dist.all_gather_object(seats, (socket.gethostname(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))))
-    ranks = plan_ranks(plan, seats)
+    found: list[tuple[Seat, str]] = [(("", 0), "")] * plan.degrees.num_devices
+    seat = socket.gethostname(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    dist.all_gather_object(found, (seat, _device_name(device)))
+    ranks = plan_ranks(plan, [seat for seat, _ in found], [name for _, name in found])
     processes = tuple(ranks.index(rank) for rank in range(len(ranks)))
     axes, spread = _device_mesh(plan, device.type, processes), expert_mesh(plan, device.type, processes)
     return RankMesh(plan, ranks[dist.get_rank()], device, axes, processes, spread)
 
 
-def plan_ranks(plan: Plan, seats: list[Seat]) -> list[int]:
+def plan_ranks(plan: Plan, seats: list[Seat], devices: Sequence[str] = ()) -> list[int]:
     """[process rank] -> rank of the plan that it plays.
 
     Launchers do not promise an order, and a plan counts its ranks host by host. So hosts are taken in the order in
-    which they first appear, and on each host processes by their local rank. Where the hosts are not those of the plan
-    (all processes on one machine, say) there is nothing to match, and every process plays its own rank. So it does,
-    with a warning, in orders in which some group's ranks would not ascend: torch sorts the ranks of a group.
+    which they first appear for those of the cluster file, each for one with as many devices and, where its devices are
+    known, of the same name; on each host processes by their local rank. Where the hosts are not those of the plan (all
+    processes on one machine, say) there is nothing to match, and every process plays its own rank. So it does, with a
+    warning, in orders in which ranks of some group other than the pipeline's would not ascend: torch sorts them.
+
+    devices: [process rank] -> preset of its device, "" where that is not known.
     """
-    hosts = list(dict.fromkeys(host for host, _ in seats))
-    found = [sum(host == other for other, _ in seats) for host in hosts]
-    planned = [group.devices_per_host for group in plan.cluster.hosts for _ in range(group.count)]
-    if found != planned or len(set(seats)) != len(seats):
+    hosts = _matched_hosts(plan, seats, devices)
+    if hosts is None or len(set(seats)) != len(seats):
         return list(range(len(seats)))
     order = sorted(range(len(seats)), key=lambda process: (hosts.index(seats[process][0]), seats[process][1]))
     grid = torch.tensor(order).view([plan.degrees.of(axis) for axis in plan.mesh_axes])
-    if any(bool((grid.diff(dim=dim) <= 0).any()) for dim in range(grid.ndim)):
+    sorted_dims = [dim for dim, axis in enumerate(plan.mesh_axes) if axis != "pipeline"]
+    if any(bool((grid.diff(dim=dim) <= 0).any()) for dim in sorted_dims):
         if max(grid.shape) < grid.numel():  # one group of all ranks is the same group in any order
             warnings.warn(
                 "the launcher's order of ranks cannot be matched to the plan's hosts, so its traffic may cross hosts "
@@ -181,6 +186,39 @@ def plan_ranks(plan: Plan, seats: list[Seat]) -> list[int]:
             )
         return list(range(len(seats)))
     return [order.index(process) for process in range(len(seats))]
+
+
+def _matched_hosts(plan: Plan, seats: list[Seat], devices: Sequence[str]) -> list[str] | None:
+    """The job's hosts in the order of the plan's ranks; None if they are not the plan's."""
+    names = dict.fromkeys(host for host, _ in seats)
+    kinds = {host: {d for (h, _), d in zip(seats, devices, strict=False) if h == host} for host in names}
+    planned: list[tuple[int, int, str]] = []
+    first = 0
+    for group in plan.cluster.hosts:
+        for _ in range(group.count):
+            planned.append((plan.cluster.host_of(first)[0], group.devices_per_host, group.device.name))
+            first += group.devices_per_host
+    known = {name for _, _, name in planned}
+    by_name = bool(devices) and all(len(kind) == 1 and kind <= known for kind in kinds.values())
+    left, found = list(names), {}
+    for number, size, name in sorted(planned):
+        fitting = (
+            host for host in left if sum(host == h for h, _ in seats) == size and (not by_name or kinds[host] == {name})
+        )
+        host = next(fitting, None)
+        if host is None:
+            return None
+        left.remove(host)
+        found[number] = host
+    return None if left else [found[number] for number, _, _ in planned]
+
+
+def _device_name(device: torch.device) -> str:
+    """The preset of a GPU; "" if there is none, and for a CPU."""
+    if device.type != "cuda":
+        return ""
+    memory_mib = torch.cuda.get_device_properties(device).total_memory / 2**20
+    return preset_of(torch.cuda.get_device_name(device), memory_mib) or ""
 
 
 def _device_mesh(plan: Plan, device_type: str, processes: tuple[int, ...]) -> DeviceMesh:

@@ -248,7 +248,7 @@ class PipelineRunner:
     """Runs the micro-batches of a step through this rank's stages, forward and backward, by the plan's schedule.
 
     stages: StageModules in the order of the rank's chunks, or what fully_shard made of them.
-    mesh: has the plan's axis "pipeline".
+    mesh: has the plan's axis "pipeline"; torch sorts the ranks of its group, whatever their order in the pipeline.
     Gradients that fully_shard reduces are reduced as the plan's gradient_sync says: after the last micro-batch, or
     after each.
     """
@@ -257,6 +257,8 @@ class PipelineRunner:
         self._plan = plan
         self._stages = list(stages)
         self._group = mesh.get_group("pipeline")
+        processes = mesh["pipeline"].mesh.tolist()
+        self._group_ranks = [sorted(processes).index(process) for process in processes]
         self._device = device
         self._splits = plan.schedule in ZERO_BUBBLE
         self._schedule: Any = None
@@ -293,13 +295,15 @@ class PipelineRunner:
         count, ranks = plan.num_microbatches, plan.degrees.pipeline
         if plan.schedule in ("1f1b", "gpipe"):
             kind = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
+            stages[0].stage_index_to_group_rank = dict(enumerate(self._group_ranks))
             return kind(stages[0], count, loss_fn=_first, scale_grads=False)
         letters = {"forward": "F", "backward": "I" if self._splits else "B", "weight": "W"}
         order = [
             [(stage_of(plan.schedule, rank, a.chunk, ranks), letters[a.kind], a.microbatch) for a in actions]
             for rank, actions in enumerate(table(plan.schedule, ranks, count, plan.degrees.virtual_stages))
         ]
-        return custom_schedule(stages, order, count, _first)
+        by_group_rank = [order[self._group_ranks.index(rank)] for rank in range(ranks)]
+        return custom_schedule(stages, by_group_rank, count, _first)
 
     def _torch_stage(self, module: StageModule) -> LeanPipelineStage:
         before = None

@@ -25,7 +25,16 @@ from .apply import AppliedModel, Loss, apply_plan, build_on_meta
 from .checkpoint import Checkpoints, ModelState, State, Stateful
 from .checkpoint_folder import Progress
 from .compiled import backend_of
-from .faults import HANG_S, Watch, check_devices, check_finite, held_memory, out_of_memory_message, watched
+from .faults import (
+    HANG_S,
+    Watch,
+    check_devices,
+    check_finite,
+    check_own_device,
+    held_memory,
+    out_of_memory_message,
+    watched,
+)
 from .gradients import Gradients, local_gradient
 from .initialise import empty_values
 from .mesh import RankMesh, check_world_size, connect
@@ -93,6 +102,7 @@ def parallelize(
     check_devices(plan, torch.device(device) if device is not None else accelerator())
     was_running = dist.is_initialized()
     mesh = connect(plan, device)
+    check_own_device(mesh)
     watch = None if was_running else watched(mesh, timeout_s)
     model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values, backend)
     if loading is not None:
@@ -394,7 +404,7 @@ class Trainer:
         if group is not None and keep:
             first = self.mesh.coordinates["pipeline"] == 0
             stages: list[Any] | None = [None] * self.plan.degrees.pipeline if first else None
-            dist.gather_object(state, stages, group=group, group_dst=0)
+            dist.gather_object(state, stages, group=group, dst=self.mesh.processes[0])
             state = {name: t for part in stages or [] for name, t in part.items()}
         if self.mesh.rank != 0:
             return {}
