@@ -15,7 +15,7 @@ from ..profiler.model_profile import Experts
 from .expert_exchange import run_spread
 from .expert_mesh import ExpertPlace
 from .mesh import RankMesh
-from .torch_compat import set_gradient_divisor
+from .torch_compat import in_backward, set_gradient_divisor
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,16 @@ def shard_experts(
             reshard_after_forward=layer.reshard,
             shard_placement_fn=lambda parameter: Shard(shard_dim(tuple(parameter.shape), num_shards)),
         )
+        if layer.reshard:
+            unit.register_forward_pre_hook(_stay_in_backward)
         set_gradient_divisor(unit, plan.degrees.sharded_over * plan.degrees.data_replicate, num_shards)
         units.append(unit)
     return units
+
+
+def _stay_in_backward(unit: FSDPModule, args: object) -> None:
+    """Recompute runs the forward in the middle of the backward, which needs the parameters right after it."""
+    unit.set_reshard_after_forward(not in_backward(), recurse=False)
 
 
 def _banks(stage: nn.Module, plan: Plan, layers: Iterable[LayerPlan]) -> Iterator[tuple[nn.Module, Experts]]:

@@ -215,6 +215,11 @@ def reduce_gradients(root: FSDPModule) -> None:
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
+def in_backward() -> bool:
+    """Whether autograd is at work on this thread: a forward that runs now is a repetition."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def set_gradient_divisor(unit: FSDPModule, divisor: int, num_shards: int) -> None:
     """Let a unit of fully_shard over `num_shards` ranks divide its gradients by `divisor`, not by its ranks.
 

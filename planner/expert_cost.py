@@ -10,6 +10,9 @@ from .comm_cost import GroupLinks, exchange_s
 from .compute_cost import Flags, OperatorTable
 from .strategy import Shape
 
+COUNT_BYTES = 8
+"""Of the number of tokens for one expert, of which ranks tell each other before they exchange tokens."""
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -28,7 +31,7 @@ def spread(elements: float, of_experts: float, shape: Shape) -> Spread:
     if shape.expert == 1 or of_experts == 0.0:
         return Spread(elements, elements, elements)
     others = elements - of_experts
-    same, all_ranks = shape.experts_over // shape.expert, shape.sharded_over
+    same, all_ranks = shape.same_experts, shape.sharded_over
     held = of_experts / shape.expert
     moved = held * (1 - 1 / same) / (1 - 1 / all_ranks) if all_ranks > 1 else 0.0
     return Spread(others + of_experts * all_ranks / shape.experts_over, others + held, others + moved)

@@ -13,7 +13,7 @@ from ..profiler.model_profile import ZERO, Costs, LayerClass, ModelProfile, amou
 from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
 from .compute_cost import Seconds, accumulate_s, host_optimizer_s, layer_seconds, optimizer_s
 from .context_cost import NOTHING, ContextCost, context_cost
-from .expert_cost import Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
+from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
 from .kept import kept
 from .kinds import Kind, kept_with_last, kinds_of
 from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_buffers, uses_fully_shard
@@ -552,11 +552,11 @@ class CostModel:
                 Traffic(t.axis, t.kind, t.bytes, 2.0 if repeats_collectives and repeated else 1.0, False)
                 for _, repeated, t in self.tensor_traffic(kind, shape)
             )
-            + self._exchange_traffic(kind, shape, repeats_attention, full),
+            + self._exchange_traffic(kind, shape, repeats_attention, repeats_collectives),
             context_forward_s=context.forward_s,
             context_backward_s=context.backward_s + (context.forward_s if repeats_attention else 0.0),
             expert_forward_s=2 * expert_s,
-            expert_backward_s=(4 if full else 2) * expert_s,
+            expert_backward_s=(4 if repeats_collectives else 2) * expert_s,
             offload_forward_s=exposed_s(away_s, seconds.forward, 1.0, self.device.contention),
             offload_backward_s=exposed_s(away_s, seconds.backward, 1.0, self.device.contention),
             arrived_bytes=self._arrived_bytes(kind, shape, option),
@@ -573,6 +573,9 @@ class CostModel:
         if calls:
             passes = 6 if repeats_experts else 4
             traffic.append(Traffic("expert", "all_to_all", num_bytes / calls, passes * calls, False))
+            told = (2.0 if repeats_experts else 1.0) * calls
+            counts = sum(bank.count for bank in self.layer_class(kind).experts)
+            traffic.append(Traffic("expert", "all_to_all", COUNT_BYTES * counts / calls, told, False))
         return tuple(traffic)
 
     def _parts(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float]:
@@ -606,8 +609,7 @@ class CostModel:
         total, trainable = self.elements(kind, shape, without)
         if shape.expert == 1:
             return Spread(total, total, total), Spread(trainable, trainable, trainable)
-        experts = frozenset(name for bank in self.layer_class(kind).experts for name in bank.parameters)
-        others, others_trainable = self.elements(kind, shape, without | experts)
+        others, others_trainable = self.elements(kind, shape, without | self.spread_names(kind, shape))
         return spread(total, total - others, shape), spread(trainable, trainable - others_trainable, shape)
 
     def stored_elements(self, kind: Kind, shape: Shape) -> tuple[float, float]:
@@ -615,10 +617,21 @@ class CostModel:
         total, trainable = self._spread(kind, shape)
         return total.stored, trainable.stored
 
-    def moved_elements(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[float, float]:
-        """(all, trainable) elements that data shards gather and reduce for a layer."""
-        total, trainable = self._spread(kind, shape, without)
-        return total.reduced, trainable.reduced
+    def spread_names(self, kind: Kind, shape: Shape) -> frozenset[str]:
+        """Parameters of experts, where these are spread over ranks."""
+        banks = self.layer_class(kind).experts if shape.expert > 1 else ()
+        return frozenset(name for bank in banks for name in bank.parameters)
+
+    def bank_elements(self, kind: Kind, shape: Shape) -> list[tuple[float, float]]:
+        """[bank] -> (all, trainable) elements that one rank has of it, with the padding of the ranks that shard them;
+        nothing where experts are not spread."""
+        layer_class, found = self.layer_class(kind), []
+        for bank in layer_class.experts if shape.expert > 1 else ():
+            own = [p for p in layer_class.parameters if p.name in bank.parameters]
+            sizes = [padded_elements((p.shape[0] // shape.expert, *p.shape[1:]), shape.same_experts) for p in own]
+            trained = [size for size, p in zip(sizes, own, strict=True) if p.trainable]
+            found.append((float(sum(sizes)), float(sum(trained))))
+        return found
 
     def arriving_bytes(self, kind: Kind, shape: Shape, recomputed: bool) -> float:
         """Bytes of tensors from earlier layers that a layer keeps for one micro-batch."""

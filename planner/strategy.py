@@ -113,6 +113,11 @@ class Shape:
         return self.sharded_over * (self.tensor if self.sequence else 1)
 
     @property
+    def same_experts(self) -> int:
+        """Ranks of those that hold the same experts, and shard them."""
+        return self.experts_over // self.expert
+
+    @property
     def expert_stride(self) -> int:
         """Distance in ranks between neighbours over which experts are spread: the nearest that hold other tokens."""
         axes: tuple[Axis, ...] = ("data_shard", "context", "tensor")

@@ -64,6 +64,7 @@ def rank_tallies(plan: Plan, model: CostModel, shape: Shape) -> list[Tally]:
             for stage in here:
                 reshards = [layer.reshard for layer in plan.stages[stage].layers]
                 _add_units(tally, model, shape, stages[stage], own[stage], reshards)
+                _add_banks(tally, model, shape, stages[stage], reshards)
         elif shape.data_replicate > 1:
             _add_replicas(tally, model, shape, layers)
         if shape.sequence:
@@ -95,22 +96,41 @@ def _add_units(
         else:
             units[total, trainable, reshard] += 1
     units[root[0], root[1], False] += 1
-    num_reductions = shape.num_microbatches if shape.gradient_sync == "every" else 1
     for (total, trainable, reshard), count in units.items():
-        num_gathers = 2 * shape.num_microbatches if reshard else num_reductions
-        gathered, reduced = model.training.compute_bytes * total, MASTER_BYTES * trainable
-        if total and shape.sharded_over > 1:
-            calls = count * num_gathers
-            tally.add("data_shard", "all_gather", calls * gathered, calls)
-        calls = count * num_reductions
-        if trainable and shape.sharded_over > 1:
-            tally.add("data_shard", "reduce_scatter", calls * reduced, calls)
-        if trainable and shape.data_replicate > 1:
-            tally.add("data_replicate", "all_reduce", calls * reduced / shape.sharded_over, calls)
+        _add_unit(tally, model, shape, (total, trainable), reshard, count, shape.sharded_over)
+
+
+def _add_banks(tally: Tally, model: CostModel, shape: Shape, layers: range, reshards: Sequence[bool]) -> None:
+    """Experts that are spread over ranks are units of their own, over the ranks that hold the same."""
+    units: Counter[tuple[float, float, bool]] = Counter()
+    for layer, reshard in zip(layers, reshards, strict=True):
+        for total, trainable in model.bank_elements(model.kinds[layer], shape):
+            units[total, trainable, reshard] += 1
+    for (total, trainable, reshard), count in units.items():
+        _add_unit(tally, model, shape, (total, trainable), reshard, count, shape.same_experts)
+
+
+def _add_unit(
+    tally: Tally, model: CostModel, shape: Shape, elements: Elements, reshard: bool, count: int, sharded_over: int
+) -> None:
+    """So many units of fully_shard with so many elements each."""
+    total, trainable = elements
+    num_reductions = shape.num_microbatches if shape.gradient_sync == "every" else 1
+    num_gathers = 2 * shape.num_microbatches if reshard else num_reductions
+    gathered, reduced = model.training.compute_bytes * total, MASTER_BYTES * trainable
+    if total and sharded_over > 1:
+        calls = count * num_gathers
+        tally.add("data_shard", "all_gather", calls * gathered, calls)
+    calls = count * num_reductions
+    if trainable and sharded_over > 1:
+        tally.add("data_shard", "reduce_scatter", calls * reduced, calls)
+    if trainable and shape.data_replicate > 1:
+        tally.add("data_replicate", "all_reduce", calls * reduced / sharded_over, calls)
 
 
 def _own_parameters(model: CostModel, shape: Shape, stages: Sequence[range]) -> list[list[Elements]]:
-    """[stage][layer] -> elements that data shards pass and that no earlier layer of the stage has."""
+    """[stage][layer] -> elements that data shards pass and that no earlier layer of the stage has; no experts that are
+    spread over ranks."""
     shared = _shared_names(model.profile)
     known: dict[int, Elements] = {}
     found = []
@@ -121,11 +141,11 @@ def _own_parameters(model: CostModel, shape: Shape, stages: Sequence[range]) -> 
             kind, names = model.kinds[layer], shared[layer]
             if names:
                 again = frozenset(name for name, full in names.items() if full in seen)
-                own.append(model.moved_elements(kind, shape, again))
+                own.append(model.elements(kind, shape, again | model.spread_names(kind, shape)))
                 seen.update(names.values())
             else:
                 if kind.layer_class not in known:
-                    known[kind.layer_class] = model.moved_elements(kind, shape)
+                    known[kind.layer_class] = model.elements(kind, shape, model.spread_names(kind, shape))
                 own.append(known[kind.layer_class])
         found.append(own)
     return found
@@ -147,7 +167,8 @@ def _add_partial(tally: Tally, model: CostModel, shape: Shape, layers: Sequence[
     """Gradients of which each tensor rank has the share of its slice of the sequence: summed once a step, in flat
     buffers of a rank's shards."""
     sliced = [layer for layer in layers if _is_sliced(model, shape, layer)]
-    sizes = _sizes(model, shape, sliced, lambda item: item.whole and item.trainable)
+    spread = set[str]().union(*(model.spread_names(model.kinds[layer], shape) for layer in sliced))
+    sizes = _sizes(model, shape, sliced, lambda item: item.whole and item.trainable and item.name not in spread)
     if sizes:
         shards = [size / shape.sharded_over for size in sizes]
         tally.add("tensor", "all_reduce", MASTER_BYTES * sum(shards), num_buffers(shards))

@@ -1,6 +1,7 @@
 """Banks of experts as their module is called: which of them can be run on a part of their experts, and how."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,15 @@ _LINEAR = frozenset((*_JOINING, *_MOVING, "scatter_add", "scatter_add_", "zeros_
 
 _BILINEAR = frozenset(("mul", "mul_", "mm", "bmm", "baddbmm", "addmm", "_grouped_mm"))
 """Operators that are linear in each of their tensors, so in one that depends on the weights if no other does."""
+
+
+@dataclass(frozen=True)
+class RoutedCall:
+    """A call with tokens, the experts of each and their weights: storages of weights and output, and pairs of both."""
+
+    weights: int
+    output: int
+    rows: int
 
 
 def routing_of(args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -48,6 +58,12 @@ def is_linear_in(weights: int, output: int, operators: Iterable[Op]) -> bool:
         else:
             return False
     return output in follows
+
+
+def stacked_over(module: nn.Module) -> int:
+    """Number of experts that all parameters of a module are stacked over; 0 if they are not."""
+    sizes = {p.shape[0] if p.dim() > 1 else 0 for p in module.parameters()}
+    return min(sizes) if len(sizes) == 1 else 0
 
 
 def counts_of(module: nn.Module, count: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .chain import Chain, Crossing, Cursor, Layer, Shapes, TensorSpec, stubbed
-from .expert_banks import counts_of, is_linear_in, routing_of
+from .expert_banks import RoutedCall, counts_of, is_linear_in, routing_of, stacked_over
 from .fake import FakeModel
 from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import Producer
@@ -117,7 +117,7 @@ class LayerRun:
         self._leaves: dict[Producer, torch.Tensor] = {}
         self._slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._of_node: dict[int, str] = {}
-        self._routed: dict[str, list[tuple[int, int]]] = {}
+        self._routed: dict[str, list[RoutedCall]] = {}
 
     def run(self, arrive: Arrive = lambda crossing, tensor: tensor, backward: bool = True) -> Observation:
         """Observe the layer. arrive: may cut an arriving tensor (to a slice of the sequence)."""
@@ -266,11 +266,14 @@ class LayerRun:
                 name, count = weight
                 bank = self.observation.experts.setdefault(op.module, ExpertBank(count, op.shape[0], []))
                 bank.parameters.append(name)
-        for module, bank in self.observation.experts.items():
-            inside = [op for op in forward if f"{op.module}.".startswith(f"{module}.")]
-            calls = self._routed.get(module, [])
-            bank.routed = len(calls) == 1 and is_linear_in(*calls[0], inside)
-            bank.attributes = counts_of(self.fake.module.get_submodule((prefix + module).removesuffix(".")), bank.count)
+        for name, calls in self._routed.items():
+            module = self.fake.module.get_submodule((prefix + name).removesuffix("."))
+            count = stacked_over(module)
+            inside = [op for op in forward if f"{op.module}.".startswith(f"{name}.")]
+            if count and len(calls) == 1 and is_linear_in(calls[0].weights, calls[0].output, inside):
+                found = [f"{name}.{own}" for own, _ in module.named_parameters()]
+                attributes = counts_of(module, count)
+                self.observation.experts[name] = ExpertBank(count, calls[0].rows, found, True, attributes)
 
     def _start(self, kind: str, name: str, call: int) -> None:
         self._cursor.start(kind, name, call)
@@ -375,15 +378,13 @@ class LayerRun:
         self._modules.pop()
 
     def _called(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
-        """Notes calls with tokens, the experts of each and their weights: (storage of the weights, of the output)."""
+        """Notes calls with tokens, the experts of each and their weights."""
 
         def called(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not self.recorder.active:
-                return
-            found, numbers = routing_of(args, kwargs), (-1, -1)
+            found = routing_of(args, kwargs) if self.recorder.active else None
             if found and isinstance(output, torch.Tensor) and output.shape[:-1] == found[0].shape[:-1]:
                 numbers = self.storages.number(found[2]), self.storages.number(output)
-            self._routed.setdefault(name, []).append(numbers)
+                self._routed.setdefault(name, []).append(RoutedCall(*numbers, found[1].numel()))
 
         return called
 

@@ -23,6 +23,7 @@ KINDS: dict[str, Collective] = {
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
+    "alltoall_base_": "all_to_all",
     "send": "p2p",
     "recv_": "p2p",
 }

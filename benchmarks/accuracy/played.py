@@ -1,5 +1,6 @@
 """Plays one rank of a job of any size in this process: fake process group, fake tensors, the project's own executor."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from meshwright.executor import Trainer, apply, parallelize, trainer
+from meshwright.executor import Trainer, apply, expert_exchange, parallelize, trainer
+from meshwright.executor.expert_exchange import Rows, count_rows
 from meshwright.executor.initialise import Values
 from meshwright.executor.torch_compat import data_parallel
 from meshwright.planner.comm_cost import Collective
-from meshwright.planner.plan import AXES, Axis, Plan
+from meshwright.planner.plan import AXES, GroupAxis, Plan
 from meshwright.profiler.load import LoadedModel
 
 from .counters import Passed, PeakMeter, Traffic
@@ -35,7 +37,7 @@ class Played:
 
     rank: int
     stage: int
-    passed: dict[tuple[Axis, Collective], Passed]
+    passed: dict[tuple[GroupAxis, Collective], Passed]
     peak_bytes: int
 
 
@@ -70,15 +72,27 @@ def play(loaded: LoadedModel, plan: Plan, rank: int, meter: type[PeakMeter] = Pe
                 memory.restart()
                 with Traffic(SMALLEST_BYTES) as traffic:
                     ours.step(batch)
-        passed = {(axis_of(ours, ranks), kind): found for (ranks, kind), found in traffic.passed.items()}
-        return Played(rank, ours.mesh.coordinates["pipeline"], passed, memory.peak)
+        return Played(rank, ours.mesh.coordinates["pipeline"], by_axis(ours, traffic), memory.peak)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def axis_of(ours: Trainer, ranks: tuple[int, ...]) -> Axis:
-    """The axis that ranks lie on; those that hold tied weights are a part of their axis."""
+def by_axis(ours: Trainer, traffic: Traffic) -> dict[tuple[GroupAxis, Collective], Passed]:
+    """What a rank has passed by axis and collective."""
+    found: dict[tuple[GroupAxis, Collective], Passed] = defaultdict(Passed)
+    for (ranks, kind), passed in traffic.passed.items():
+        total = found[axis_of(ours, ranks, kind), kind]
+        total.bytes += passed.bytes
+        total.calls += passed.calls
+    return dict(found)
+
+
+def axis_of(ours: Trainer, ranks: tuple[int, ...], kind: Collective) -> GroupAxis:
+    """The axis that ranks lie on; those that hold tied weights, or the same experts, are a part of their axis."""
+    spread = ours.mesh.spread
+    if kind == "all_to_all" and spread and set(ranks) == set(dist.get_process_group_ranks(spread.get_group("expert"))):
+        return "expert"
     for axis in AXES:
         group = ours.mesh.group(axis)
         if group is not None and set(ranks) <= set(dist.get_process_group_ranks(group)):
@@ -98,10 +112,12 @@ def _of_size(leaf: Any, size: int) -> Any:
 
 
 def _without_numbers(fake: FakeTensorMode) -> ExitStack:
-    """Where the executor makes initial values, and where DDP hands a reduced bucket back, it gets fake tensors."""
+    """Where the executor makes initial values, and where DDP hands a reduced bucket back, it gets fake tensors; and as
+    many tokens go to every expert."""
     stack = ExitStack()
     stack.enter_context(mock.patch.object(apply, "initial_values", lambda *args: _values(fake, *args)))
     stack.enter_context(mock.patch.object(trainer, "data_parallel", _replicas))
+    stack.enter_context(mock.patch.object(expert_exchange, "count_rows", _equal_rows))
     return stack
 
 
@@ -116,6 +132,16 @@ def _values(fake: FakeTensorMode, model_fn: Callable[[], nn.Module], is_large: b
             return torch.empty(like.shape, dtype=like.dtype)
 
     return Values(lambda name: made(parameters[name]), lambda name: made(buffers[name]))
+
+
+def _equal_rows(experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> Rows:
+    """Tokens spread evenly: as many for one rank as for another."""
+    with mock.patch.object(torch.Tensor, "tolist", return_value=[[0], [0]]):
+        arriving = count_rows(experts, count, group).arriving
+    num_ranks = dist.get_world_size(group)
+    each, more = divmod(experts.numel(), num_ranks)
+    rows = [each + (rank < more) for rank in range(num_ranks)]
+    return Rows(rows, rows, arriving)
 
 
 def _replicas(*args: Any) -> DistributedDataParallel:
