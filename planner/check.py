@@ -130,7 +130,7 @@ def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
         rules.append(sequence_rule(profile, plan.degrees.tensor, plan.degrees.context))
     degrees = plan.degrees
     rules.append(context_rule(profile, degrees.context, degrees.tensor, plan.context_kind))
-    rules.append(expert_rule(profile, degrees.expert))
+    rules.append(expert_rule(profile, degrees.expert, plan.sequence_parallel))
     planned = (layer for stage in plan.stages for layer in stage.layers)
     for layer, seen in zip(planned, profile.layers, strict=False):
         if layer.recompute != "none" and not can_recompute(profile, seen):

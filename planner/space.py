@@ -4,6 +4,7 @@ ordered.
 Every shape is counted. What is not expanded, and whole subtrees that a rule excludes, are counted by product.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -151,6 +152,7 @@ class Space:
         self.rejected: Counter[str] = Counter()
         self._most_stages = len(legal_cuts(profile)) + 1
         self._sharding_rule = sharding_rule(profile, training.precision)
+        self._expert_rule = functools.cache(functools.partial(expert_rule, profile))
         self._kinds = _context_kinds(profile, pins)
         self._device_kinds = cluster.kinds
         self._spreads_experts = (pins.expert or 1) > 1 or (
@@ -192,7 +194,7 @@ class Space:
                         tokens_over = tensor if sequence else 1
                         for expert in self._experts(data * context * tokens_over):
                             split = Split(tensor, pipeline, data, sequence, context, kind, expert)
-                            found = rule or by_kind[kind] or by_mode[sequence] or expert_rule(self.profile, expert)
+                            found = rule or by_kind[kind] or by_mode[sequence] or self._expert_rule(expert, sequence)
                             if found is not None:
                                 self._reject(found, passes.total, split)
                                 continue

@@ -1,6 +1,7 @@
 """Shapes (one choice of degrees, schedule and micro-batch), per-layer options, pins, and Shape -> Plan."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -373,15 +374,34 @@ def context_rule(profile: ModelProfile, context: int, tensor: int, kind: Context
     return None
 
 
-def expert_rule(profile: ModelProfile, expert: int) -> str | None:
-    """The rule that excludes an expert degree, or None if it is legal."""
-    counts = {bank.count for c in profile.classes for bank in c.experts}
+def expert_rule(profile: ModelProfile, expert: int, sequence: bool = False) -> str | None:
+    """The rule that excludes an expert degree, with sequence parallelism or without, or None if it is legal."""
     if expert == 1:
         return None
-    if not counts:
+    classes = [c for c in profile.classes if c.experts]
+    banks = [(c, bank) for c in classes for bank in c.experts]
+    if not banks:
         return "expert: the model has no banks of experts"
-    undivided = [count for count in sorted(counts) if count % expert]
-    return f"expert={expert} does not divide {undivided[0]} experts" if undivided else None
+    undivided = sorted(bank.count for _, bank in banks if bank.count % expert)
+    if undivided:
+        return f"expert={expert} does not divide {undivided[0]} experts"
+    for layer_class, bank in banks:
+        if not bank.called:
+            return (
+                f"expert: {bank.module or layer_class.name} is not called with tokens, the experts of each and their "
+                "weights, by which it multiplies what its experts return, so no rank can run a part of it"
+            )
+    whole = [c.name for c in classes if c.sequence is None]
+    if sequence and whole:
+        return f"expert: sequence-parallel ranks hold the same tokens in {whole[0]}, which needs the whole sequence"
+    read = Counter(name for layer in profile.layers for name in _expert_parameters(profile, layer))
+    several = [name for name, count in read.items() if count > 1 or any(name in group for group in profile.ties)]
+    return f"expert: {several[0]} is read in several places, each of which would run a part of it" if several else None
+
+
+def _expert_parameters(profile: ModelProfile, layer: LayerProfile) -> list[str]:
+    prefix = f"{layer.root}." if layer.root else ""
+    return [prefix + name for bank in profile.classes[layer.layer_class].experts for name in bank.parameters]
 
 
 def _names_read(profile: ModelProfile, sliced: bool) -> set[str]:

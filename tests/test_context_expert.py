@@ -83,7 +83,7 @@ def mixture(count: int = COUNT) -> LayerClass:
         )
         for part, shape in sides.items()
     )
-    bank = Experts(module="experts", count=count, parameters=("up",), routed=rows)
+    bank = Experts(module="experts", count=count, parameters=("up",), routed=rows, called="routed")
     return made.model_copy(
         update={
             "whole": made.whole.model_copy(update={"operators": made.whole.operators + products}),
@@ -298,9 +298,9 @@ def test_each_rank_sends_its_tokens_to_every_one_of_their_experts_and_back() -> 
     sent = found(mixture(), Shape(1, 8, 1, 1, 3, 2, expert=4), on).collectives
 
     dispatch = next(traffic for traffic in sent if traffic.axis == "expert")
-    layers, microbatches, passes = 2, 2, 4
-    assert dispatch.calls == layers * microbatches * passes
-    assert dispatch.bytes == dispatch.calls * 3 * SEQ_LEN * TOP_K * WIDTH * 2
+    layers, microbatches, passes, told = 2, 2, 4, 8 * COUNT
+    assert dispatch.calls == layers * microbatches * (passes + 1)
+    assert dispatch.bytes == layers * microbatches * (passes * 3 * SEQ_LEN * TOP_K * WIDTH * 2 + told)
 
 
 def test_recompute_sends_the_tokens_round_again() -> None:

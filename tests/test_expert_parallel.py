@@ -6,7 +6,9 @@ Each case against plain PyTorch on the whole global batch; errors are max|a - b|
 
 import functools
 import os
+import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,15 @@ from ranks import run_ranks
 from synthetic import cluster
 from torch import nn
 
-from meshwright.executor import parallelize
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.accuracy.counters import PeakMeter, Traffic
+from benchmarks.accuracy.played import SMALLEST_BYTES, by_axis
+from meshwright.executor import Trainer, parallelize
+from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import AXES, Axis, Plan, Recompute
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
+from meshwright.planner.strategy import LayerOption, Shape, expert_rule, make_plan
+from meshwright.planner.training import Precision, TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.trace import trace
@@ -53,6 +60,7 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
     recompute: Recompute = "none"
     reshard: bool = True
+    precision: Precision = "fp32"
 
     @property
     def num_ranks(self) -> int:
@@ -74,6 +82,7 @@ CASES = {
     "mixtral, tensor, permuted": Case("mixtral", 2, shard=2, tensor=2, more={"mesh_axes": SHARDS_INSIDE}),
     "qwen3, pipeline": Case("qwen3", 2, shard=2, stages=(2, 3)),
     "mixtral, zero bubble": Case("mixtral", 2, shard=2, stages=(2, 3), more={"schedule": "zb-h1"}, reshard=False),
+    "own, looked up, every token to one rank": Case("one-sided", 2, shard=2),
     "deepseek, interleaved, recompute": Case(
         "deepseek", 2, shard=2, stages=(1, 1, 1, 2), virtual=2, more={"schedule": "interleaved"}, recompute="full"
     ),
@@ -91,6 +100,60 @@ _DEEPSEEK = {
 }  # fmt: skip
 
 
+class _Experts(nn.Module):
+    """Weights of every token's experts looked up one by one; scaled before: a convention that cannot be spread."""
+
+    def __init__(self, count: int, width: int, scales_before: bool) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.scales_before = scales_before
+        self.up = nn.Parameter(torch.empty(count, width, 2 * width))
+        self.down = nn.Parameter(torch.empty(count, 2 * width, width))
+        self.bias = nn.Parameter(torch.empty(count, width))
+
+    def forward(self, share: torch.Tensor, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        which, x = experts.flatten(), tokens.repeat_interleave(experts.shape[1], 0)
+        if self.scales_before:
+            x = x * share.flatten().unsqueeze(-1)
+        hidden = torch.bmm(x.unsqueeze(1), self.up[which]).relu()
+        y = torch.bmm(hidden, self.down[which]).squeeze(1) + self.bias[which]
+        if not self.scales_before:
+            y = y * share.flatten().unsqueeze(-1)
+        return y.view(*experts.shape, -1).sum(1)
+
+
+class _Block(nn.Module):
+    """route: "even": every expert gets as many tokens; "one-sided": all go to the first half; "learned"."""
+
+    def __init__(self, count: int, width: int, route: str, scales_before: bool = False) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, count)
+        self.experts = _Experts(count, width, scales_before)
+        self.route, self.count = route, count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x).flatten(0, 1)
+        shares = self.gate(y).softmax(-1)
+        shares, chosen = shares[:, : self.count // (2 if self.route == "one-sided" else 1)].topk(2)
+        if self.route == "even":
+            chosen = torch.arange(chosen.numel(), device=x.device).view_as(chosen) % self.count
+        return x + self.experts(shares, tokens=y, experts=chosen).view_as(x)
+
+
+class _Model(nn.Module):
+    def __init__(self, route: str, count: int = 8, width: int = 32, scales_before: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(_Block(count, width, route, scales_before) for _ in range(3))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 def _config(name: str) -> Any:
     if name == "mixtral":
         return transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **_CONFIG)
@@ -101,7 +164,10 @@ def _config(name: str) -> Any:
 
 
 def _build(name: str) -> nn.Module:
-    model = transformers.AutoModelForCausalLM.from_config(_config(name))
+    if name in ("even", "one-sided", "learned"):
+        model: nn.Module = _Model(name)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(_config(name))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.15)
     return model
@@ -113,7 +179,8 @@ def _batch(size: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _loss(output: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten())
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
 
 
 def _samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -188,14 +255,18 @@ def _plan(case: Case) -> Plan:
         ]
         for size in case.stages or (len(profile.layers),)
     ]
-    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, precision="fp32")
+    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, precision=case.precision, expert_imbalance=1.0)
     return make_plan(profile, cluster(1, case.num_ranks), training, shape, stages)
 
 
-def _train(case: Case) -> Numbers:
-    trainer = parallelize(
+def _trainer(case: Case) -> Trainer:
+    return parallelize(
         _loaded(case.model).build, _plan(case), _optimizer, loss=_loss, seed=SEED, max_grad_norm=MAX_NORM
     )
+
+
+def _train(case: Case) -> Numbers:
+    trainer = _trainer(case)
     metrics = [trainer.step(batch) for batch in trainer.loader(_samples())]
     losses, norms = [m.loss for m in metrics], [m.grad_norm for m in metrics]
     return Numbers(losses, norms, trainer.named_gradients(), trainer.full_state_dict())
@@ -248,3 +319,124 @@ def test_spread_experts_give_the_numbers_of_one_process(name: str) -> None:
     errors = _outcomes(CASES[name].num_ranks)[name]
 
     assert max(errors.values()) < TOLERANCE, errors
+
+
+COUNTED = {
+    "experts over all shards": Case("even", 4, shard=4),
+    "over half of the shards, recompute": Case("even", 2, shard=4, recompute="full"),
+    "bf16, selective recompute, kept": Case(
+        "even", 2, shard=4, recompute="selective", reshard=False, precision="bf16", more={"gradient_sync": "every"}
+    ),
+    "hybrid, pipeline": Case("even", 2, replicate=2, shard=2, stages=(2, 3)),
+}
+
+
+def _counted_steps(cases: list[Case]) -> list[tuple[int, dict[Any, tuple[int, int]], int]]:
+    """Of each case, in the third step: (stage, what was passed by axis and collective, peak)."""
+    found = []
+    for case in cases:
+        with PeakMeter() as memory:
+            trainer = _trainer(case)
+            batches = trainer.loader(_samples())
+            for _ in range(2):
+                trainer.step(next(batches))
+            memory.restart()
+            with Traffic(SMALLEST_BYTES) as traffic:
+                trainer.step(next(batches))
+        passed = {key: (each.bytes, each.calls) for key, each in by_axis(trainer, traffic).items()}
+        found.append((trainer.mesh.coordinates["pipeline"], passed, memory.peak))
+    return found
+
+
+@functools.cache
+def _counted(num_ranks: int) -> list[list[tuple[int, dict[Any, tuple[int, int]], int]]]:
+    cases = [case for case in COUNTED.values() if case.num_ranks == num_ranks]
+    for case in cases:
+        _plan(case)
+    return run_ranks(_counted_steps, num_ranks, cases, timeout=100)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_predicted_exchange_is_what_the_ranks_pass(name: str) -> None:
+    """Where tokens spread evenly: bytes of the rank that passes most, its calls, and the peaks of all ranks."""
+    case = COUNTED[name]
+    predicted = estimate(_plan(case), _profile(case.model))
+    place = [c for c in COUNTED.values() if c.num_ranks == case.num_ranks].index(case)
+    ranks = [rank[place] for rank in _counted(case.num_ranks)]
+    most: dict[Any, tuple[int, int]] = {}
+    for _, passed, _ in ranks:
+        for key, each in passed.items():
+            most[key] = max(most.get(key, (0, 0)), each)
+
+    assert {(i.axis, i.kind): (i.bytes, i.calls) for i in predicted.collectives} == {
+        key: (pytest.approx(num_bytes, rel=0.01), calls) for key, (num_bytes, calls) in most.items()
+    }
+    for stage, _, peak in ranks:
+        assert 0.9 < predicted.memory[stage].allocated_bytes / peak < 1.2
+
+
+def _losses_in_bf16(spread: Case, whole: Case) -> list[list[float]]:
+    return [
+        [trainer.step(batch).loss for batch in trainer.loader(_samples())]
+        for trainer in map(_trainer, (replace(spread, precision="bf16"), replace(whole, precision="bf16")))
+    ]
+
+
+def test_spread_experts_in_bf16_are_as_near_to_fp32_as_whole_ones() -> None:
+    spread, whole = Case("mixtral", 2, shard=2), Case("mixtral", 1, shard=2)
+    expected = _reference("mixtral").losses
+    _plan(spread), _plan(whole)
+
+    found, found_whole = run_ranks(_losses_in_bf16, 2, spread, whole)[0]
+
+    assert found == pytest.approx(expected, rel=5e-3)
+    assert found == pytest.approx(found_whole, rel=5e-3)
+
+
+def _saved(case: Case, folder: Path) -> None:
+    trainer = _trainer(case)
+    for _, batch in zip(range(2), trainer.loader(_samples()), strict=False):
+        trainer.step(batch)
+    trainer.save(folder)
+
+
+def _resumed(case: Case, folder: Path) -> Numbers:
+    trainer = _trainer(case)
+    trainer.resume(folder)
+    metrics = [trainer.step(batch) for batch in trainer.loader(_samples())]
+    losses, norms = [m.loss for m in metrics], [m.grad_norm for m in metrics]
+    return Numbers(losses, norms, trainer.named_gradients(), trainer.full_state_dict())
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (Case("qwen3", 2, shard=4), Case("qwen3", 2, shard=2, num_microbatches=1)),
+        (Case("qwen3", 2, shard=2), Case("qwen3", 4, shard=4)),
+        (Case("qwen3", 2, shard=2), Case("qwen3", 1, replicate=2)),
+        (Case("qwen3", 1, shard=2), Case("qwen3", 2, shard=2, stages=(2, 3))),
+    ],
+)
+def test_a_checkpoint_of_spread_experts_goes_on_under_another_plan(saved: Case, resumed: Case, tmp_path: Path) -> None:
+    expected = _reference("qwen3")
+    _plan(saved), _plan(resumed)
+    run_ranks(_saved, saved.num_ranks, saved, tmp_path)
+
+    found = run_ranks(_resumed, resumed.num_ranks, resumed, tmp_path)[0]
+
+    errors = _errors(found, replace(expected, losses=expected.losses[2:], norms=expected.norms[2:]))
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+def test_experts_that_scale_their_tokens_are_not_spread() -> None:
+    build = functools.partial(_Model, "learned", scales_before=True)
+    profile = trace(load_model(build, batch=_batch, loss=_loss))
+
+    assert not any(c.experts for c in profile.classes)
+    assert expert_rule(profile, 2) == "expert: the model has no banks of experts"
+
+
+def test_experts_need_tokens_of_their_own_on_every_rank() -> None:
+    assert expert_rule(_profile("mixtral"), 2) is None
+    assert expert_rule(_profile("mixtral"), 3) == "expert=3 does not divide 4 experts"
+    assert "hold the same tokens in MixtralDecoderLayer" in str(expert_rule(_profile("mixtral"), 2, sequence=True))

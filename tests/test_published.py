@@ -416,8 +416,8 @@ def test_a_mixture_across_ranks_is_priced_with_its_exchanges() -> None:
     found, _ = Pricer().estimate(setting_of(each), place(each).cluster)
 
     sent = {(traffic.axis, traffic.kind): traffic for traffic in found.collectives}
-    layers, passes, tokens = 7, 4, 2 * 128
-    assert sent["expert", "all_to_all"].bytes == layers * passes * tokens * 2 * 256 * 2
+    layers, passes, tokens, told = 7, 4, 2 * 128, 8 * 8
+    assert sent["expert", "all_to_all"].bytes == layers * (passes * tokens * 2 * 256 * 2 + told)
 
 
 def test_frozen_weights_have_no_gradients() -> None:

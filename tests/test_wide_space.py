@@ -91,7 +91,7 @@ def with_experts(layer: LayerClass, count: int, copies: int = 2) -> LayerClass:
         for name in ("whole", "tensor", "sequence")
         if (found := getattr(layer, name)) is not None
     }
-    bank = Experts(module="experts", count=count, parameters=("up",), routed=rows)
+    bank = Experts(module="experts", count=count, parameters=("up",), routed=rows, called="routed")
     up = ParameterProfile(name="up", shape=(count, WIDTH, INNER))
     return layer.model_copy(update={**costs, "parameters": (*layer.parameters, up), "experts": (bank,)})
 

@@ -122,7 +122,7 @@ def _layer_class(draw: random.Random, name: str) -> LayerClass:
         count, width = draw.choice((2, 4, 6)), 512
         parameters.append(ParameterProfile(name="up", shape=(count, width, 1024)))
         routed = _per_sample(2.0 * SEQ_LEN)
-        experts = (Experts(module="experts", count=count, parameters=("up",), routed=routed),)
+        experts = (Experts(module="experts", count=count, parameters=("up",), routed=routed, called="routed"),)
 
     def costs(cut: bool, sliced: bool) -> Costs:
         operators = [_operator("mm", part, _per_sample(flops, cut)) for part in ("forward", "backward_input")]
