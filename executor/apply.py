@@ -154,6 +154,8 @@ def _part(
 
     experts = spread_experts(model, plan, layers, mesh)
     layout.partial -= experts.keys()
+    if context is not None:
+        context.leave_alone(model, plan.model.expert_modules)
 
     if mechanism(plan) == "fsdp" and plan.training.precision == "bf16":
         _keep_norms_in_fp32(model)

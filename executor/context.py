@@ -1,6 +1,6 @@
 """Context parallelism of a model: its forward runs on this rank's tokens, through everything that wraps its layers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..planner.plan import Plan
+from ..profiler.context_trial import rehearsed_attention
 from ..profiler.held_tokens import Held, Mark, divided, mark_of, set_mark, taken
-from ..profiler.token_slices import TokenSlices
+from ..profiler.token_slices import TokenSlices, run_token_by_token
 from .context_attention import ContextAttention
 from .mesh import RankMesh
 
@@ -69,6 +70,12 @@ class ContextParallel:
         """What lets marks through what wraps a layer's module; it has to be told when to."""
         return Passage(self, module)
 
+    def leave_alone(self, stage: nn.Module, modules: Iterable[str]) -> None:
+        """Let banks of experts, which treat each token by itself, do with the tokens that are here what they like."""
+        for name in modules:
+            module = stage.get_submodule(name)
+            module.forward = partial(run_token_by_token, module.forward)
+
     def entering(self, leaf: Any) -> Any:
         """What a layer is given: of tables with a row for each token (rotary ones), the rows of this rank's tokens."""
         if not isinstance(leaf, torch.Tensor) or mark_of(leaf) is not None or leaf.requires_grad:
@@ -80,18 +87,6 @@ class ContextParallel:
             held = self._mode.begun(dims[0])
             self._tables[leaf] = set_mark(taken(leaf, held), held)
         return self._tables[leaf]
-
-
-def rehearsed_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    """A tensor like the output of attention."""
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
 class Passage:

@@ -517,6 +517,7 @@ class _Rehearsal:
     def __init__(self, model: nn.Module, plan: Plan, foreign: tuple[str, ...]) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._layer_modules = plan.model.layer_modules
+        self._expert_modules = plan.model.expert_modules
         self._foreign = foreign
         with torch.device("meta"):
             self._model = _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -575,7 +576,10 @@ class _Rehearsal:
             for name in self._foreign:
                 model.get_submodule(name).register_forward_hook(partial(notes.output, name))
             args, kwargs = tree_map(fake, (micro_batch.args, micro_batch.kwargs))
-            tokens = nullcontext() if context is None else context.rehearsal()
+            tokens: AbstractContextManager[Any] = nullcontext()
+            if context is not None:
+                context.leave_alone(model, self._expert_modules)
+                tokens = context.rehearsal()
             with tokens, autocast, Producers(model, self._layer_modules, on_produced=notes.tensor):
                 model(*args, **kwargs)
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

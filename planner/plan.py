@@ -126,6 +126,7 @@ class ModelReference(_Document):
     tensors: tuple[CrossingTensor, ...] = Field(default=(), description="everything that can cross a cut")
     layer_modules: tuple[str, ...] = Field(description="outermost modules of all layers: what producers.py counts")
     attention_modules: tuple[str, ...] = ()
+    expert_modules: tuple[str, ...] = Field(default=(), description="banks of experts; each token runs by itself there")
     decides_by_values: bool = Field(default=False, description="ranks may run different layers in the same step")
     returns_loss: bool = False
 

@@ -363,6 +363,8 @@ def context_rule(profile: ModelProfile, context: int, tensor: int, kind: Context
         return None
     if profile.seq_len is None or not has_sequence_attention(profile):
         return "context: the model has no attention over a sequence"
+    if profile.context_problem:
+        return f"context: {profile.context_problem}"
     if profile.seq_len % (2 * context):
         return (
             f"context={context} does not divide the sequence of {profile.seq_len} into two chunks for each rank, "
@@ -535,6 +537,7 @@ def reference_of(profile: ModelProfile) -> ModelReference:
         tensors=profile.tensors,
         layer_modules=tuple(dict.fromkeys(name for layer in profile.layers for name in layer.modules)),
         attention_modules=profile.attention_modules,
+        expert_modules=profile.expert_modules,
         decides_by_values=bool(profile.decides_by_values),
         returns_loss=profile.returns_loss,
     )

@@ -288,6 +288,9 @@ class ModelProfile(_Document):
     mixed_precision_problem: str = Field(
         default="", description="why it does not run with parameters in bfloat16 and buffers in their own dtype"
     )
+    context_problem: str = Field(
+        default="", description="why ranks cannot run it on parts of its sequence: what would mix tokens, and how"
+    )
     smallest_micro_batch: int = Field(
         default=1, description="samples; batch norm over single values takes no fewer than 2"
     )
@@ -315,6 +318,16 @@ class ModelProfile(_Document):
                     seen.add(full_name)
                     count += shapes[relative]
         return count
+
+    @property
+    def expert_modules(self) -> tuple[str, ...]:
+        """Full names of the modules that are banks of experts."""
+        found = (
+            f"{layer.root}.{bank.module}".strip(".")
+            for layer in self.layers
+            for bank in self.classes[layer.layer_class].experts
+        )
+        return tuple(dict.fromkeys(found))
 
     @property
     def tokens_per_sample(self) -> int:

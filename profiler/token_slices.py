@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from .held_tokens import (
     SHARE,
@@ -98,6 +99,20 @@ class TokenSlices(TorchFunctionMode):
         if rule is None:
             raise MixedTokensError(f"{name} is not known to treat the tokens of a sequence alike")
         return rule(self, func, name, args, kwargs)
+
+
+def run_token_by_token(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What forward makes of each token by itself (a bank of experts), whatever it calls on the way: it is given the
+    tokens that are here, for all there are."""
+    held = next((mark for x in tree_leaves((args, kwargs)) if isinstance(mark := mark_of(x), Held)), None)
+    if held is None:
+        return forward(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        output = forward(*args, **kwargs)
+    for x in tree_leaves(output):
+        if isinstance(x, torch.Tensor) and _ndim(x) > held.dim and own_shape(x)[held.dim] == held.own_size:
+            set_mark(x, held)
+    return output
 
 
 Rule = Callable[[TokenSlices, Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .chain import Chain, Crossing, Layer, Shapes, observe, shapes_at
+from .context_trial import context_problem
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
 from .layer_run import LayerRun, Observation
 from .lengths import at_seq_len
@@ -122,6 +123,7 @@ def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: P
     found = _found_cuts(fake, chain, sizes, firsts)
     problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
     profile = _profile_at(fake, chain, sizes, found, problem, notes, progress)
+    profile = profile.model_copy(update={"context_problem": context_problem(fake, profile.expert_modules)})
     if not lengths or loaded.seq_len is None or loaded.seq_len < _SHORTEST:
         return profile
     others = []
@@ -731,5 +733,6 @@ def _check_complete(fake: FakeModel, layers: Sequence[LayerProfile]) -> None:
 def _fingerprint(profile: ModelProfile) -> str:
     """Hash of what a plan depends on: layers, classes, tensors, ties and batch; not of names, notes or versions."""
     told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
+    told.add("context_problem")
     document = profile.model_dump(mode="json", exclude=told)
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]

@@ -14,7 +14,7 @@ from torch.nn import functional
 from meshwright.executor.context_attention import ContextAttention, own_spans
 from meshwright.executor.verify import VerifyReport, beside_one_process
 from meshwright.planner.plan import ContextKind, Plan, Recompute
-from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
+from meshwright.planner.strategy import LayerOption, Shape, can_recompute, context_rule, make_plan
 from meshwright.planner.training import Precision, TrainingSpec
 from meshwright.profiler.held_tokens import Held, num_tokens, taken
 
@@ -125,3 +125,29 @@ def test_a_plan_that_splits_sequences_gives_the_numbers_of_one_process(case: str
     report = beside_one(name, planned(name, chosen, recompute))
 
     assert report.ok, [*report.lines, report.detail]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("llama", ""),
+        ("mixtral", ""),
+        ("mask", ""),
+        ("auxiliary", ""),
+        ("gpt2", "attention drops out 0.1 of its weights"),
+        ("lstm", "lstm is not known to treat the tokens of a sequence alike"),
+        ("stock", "multi_head_attention_forward is not known"),
+    ],
+)
+def test_a_profile_says_what_would_mix_tokens(name: str, problem: str) -> None:
+    found = small_profile(name)
+
+    assert found.context_problem.startswith(problem)
+    assert bool(found.context_problem) == bool(problem)
+
+
+def test_the_rule_tells_what_would_mix_tokens() -> None:
+    found = context_rule(small_profile("gpt2"), 2, 1, "ring")
+
+    assert found is not None
+    assert "set attention dropout to 0" in found
