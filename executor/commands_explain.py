@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from ..planner.estimate import Estimate
     from ..planner.guidance import NoCandidate
     from ..planner.plan import Plan
+    from ..planner.tutorial import Lesson
     from ..planner.walk import Step
+    from ..profiler.cluster import ClusterSpec
     from ..profiler.model_profile import ModelProfile
 
 explain_app, sweep_app = (
@@ -42,7 +44,7 @@ def _explain_command(
         typer.Option(
             "--why-not",
             metavar="LAYOUT",
-            help='a layout as in compare --setup: "tp=8", fsdp, "pp=4 zero=1", megatron; repeatable',
+            help='a layout as in compare --setup: "tp=8", fsdp, "pp=4 zero=1", megatron, other.json; repeatable',
             show_default=False,
         ),
     ] = None,
@@ -75,6 +77,7 @@ def _explain_command(
     """
     from ..planner.guidance import no_candidates
     from ..planner.pins import read_pins
+    from ..planner.tutorial import lessons
     from ..planner.walk import walk
     from . import cli
 
@@ -94,9 +97,10 @@ def _explain_command(
         waiting("asking")
         answers = _answers(why_not or [], plan, found, profile, time_limit)
         steps = () if why_not else walk(plan, found, profile, time_limit)
+        taught = () if why_not else lessons(plan, found, profile)
     excluded = no_candidates(_BYTES_PER_PARAMETER * profile.num_parameters, plan.cluster.num_devices)
     if as_json:
-        terminal.write_json(json.dumps(_explained(plan, found, answers, steps, excluded)))
+        terminal.write_json(json.dumps(_explained(plan, found, answers, steps, taught, excluded)))
         return
     console = terminal.make_console()
     terminal.print_assumptions(console, assumptions)
@@ -108,6 +112,9 @@ def _explain_command(
             console.print(terminal.hanging(answer.kind, Text(answer.sentence), _STYLES[answer.kind]))
         return
     _print_steps(console, steps)
+    for lesson in taught:
+        console.print()
+        console.print(terminal.hanging("lesson", Text(lesson.sentence), "cyan"))
     _print_rejected(console, plan)
     console.print()
     for each in excluded:
@@ -149,20 +156,24 @@ def _answers(
     texts: list[str], plan: "Plan", found: "Estimate", profile: "ModelProfile", seconds: float
 ) -> "list[Answer]":
     """Why the plan is not each of these layouts. Raises ValueError that says which word is wrong."""
-    from ..planner.asked import why_not
+    from ..planner.asked import why_not, why_not_plan
     from ..planner.explore import Explorer
     from ..planner.guidance import named_rules
+    from ..planner.plan import load_plan
     from ..planner.search import pins_of
     from ..planner.setups import parse_setup
 
     explorer = Explorer(profile, plan.cluster, plan.training)
     frameworks = {rule.name: rule.attempts for rule in named_rules(plan.cluster)}
     count, per_host = plan.cluster.num_devices, plan.cluster.devices_per_host
-    asked = [
-        (text, frameworks.get(text.strip().lower()) or (pins_of(parse_setup(text, count, per_host, "--why-not")),))
-        for text in texts
-    ]
-    return [why_not(explorer, text, attempts, plan, found, seconds) for text, attempts in asked]
+
+    def answer(text: str) -> "Answer":
+        if text.strip().endswith(".json"):
+            return why_not_plan(explorer, text, load_plan(Path(text.strip())), plan, found)
+        attempts = frameworks.get(text.strip().lower()) or (pins_of(parse_setup(text, count, per_host, "--why-not")),)
+        return why_not(explorer, text, attempts, plan, found, seconds)
+
+    return [answer(text) for text in texts]
 
 
 def _explained(
@@ -170,6 +181,7 @@ def _explained(
     found: "Estimate",
     answers: "list[Answer]",
     steps: "tuple[Step, ...]",
+    taught: "tuple[Lesson, ...]",
     excluded: "tuple[NoCandidate, ...]",
 ) -> dict[str, Any]:
     from ..planner.strategy import shape_of
@@ -187,6 +199,10 @@ def _explained(
             for answer in answers
         ],
         "questions": [asdict(step) for step in steps],
+        "lessons": [
+            {"split": lesson.name, "sentence": lesson.sentence, "step_time_s": lesson.estimate.step_time_s}
+            for lesson in taught
+        ],
         "rejected": {} if plan.certificate is None else plan.certificate.rejected,
         "no_candidates": [asdict(each) for each in excluded],
     }
@@ -216,7 +232,16 @@ def _print_rejected(console: Console, plan: "Plan") -> None:
 @sweep_app.command()
 def _sweep_command(
     model: options.Model,
-    gpus: Annotated[str, typer.Option("--gpus", "-g", metavar="N,N,...", help="numbers of GPUs", show_default=False)],
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus",
+            "-g",
+            metavar="N,N,...",
+            help="numbers of GPUs (default with --cluster: 1, 2, 4, ... of its hosts)",
+            show_default=False,
+        ),
+    ] = None,
     seq_len: Annotated[
         str | None,
         typer.Option("--seq-len", "-s", metavar="N,N,...", help="tokens per sample (default: the model's)"),
@@ -231,6 +256,10 @@ def _sweep_command(
             show_default=False,
         ),
     ] = None,
+    scale_batch: Annotated[
+        bool,
+        typer.Option("--scale-batch", help="--global-batch is that of the fewest GPUs, and grows with them"),
+    ] = False,
     prices: Annotated[
         bool, typer.Option("--prices", help="also what more memory, bandwidth and compute would be worth at each point")
     ] = False,
@@ -240,6 +269,7 @@ def _sweep_command(
     ] = None,
     device: options.Device = None,
     gpus_per_node: options.PerNode = None,
+    cluster: options.ClusterFile = None,
     precision: options.PrecisionFlag = None,
     optimizer: options.OptimizerFlag = options.Optimizer.ADAMW,
     software: options.SoftwareFlag = REFERENCE,
@@ -259,7 +289,7 @@ def _sweep_command(
 ) -> None:
     """Plan MODEL at every number of GPUs and sequence length: step time, cost, and where the kind of plan changes.
 
-    The global batch is the same at all points unless you give one for each number of GPUs.
+    The global batch is the same at all points unless you give one for each number of GPUs, or --scale-batch.
     """
     from ..planner.pins import read_pins
     from ..planner.sweep import marginal_prices, robustness, sweep
@@ -268,13 +298,13 @@ def _sweep_command(
 
     if output is not None:
         check_target(output)
-    counts = _numbers("--gpus", gpus)
+    machines = _machines(gpus, device, gpus_per_node, cluster)
+    counts = [machine.num_devices for machine in machines]
     lengths: list[int | None] = [*_numbers("--seq-len", seq_len)] if seq_len else [None]
     pins = read_pins(pin or (), most or (), forbid or (), everything=space is options.SpaceOf.FULL)
-    machines = [cli.read_cluster(str(count), device, gpus_per_node, None) for count in counts]
     with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet or as_json) as waiting:
         profiles = [cli.read_model(model, length, waiting, not no_cache)[0] for length in lengths]
-        batches, notes = _batches(global_batch, counts, profiles[0].global_batch)
+        batches, notes = _batches(global_batch, counts, profiles[0].global_batch, scale_batch)
         jobs = []
         for profile in profiles:
             for machine, batch in zip(machines, batches, strict=True):
@@ -309,11 +339,46 @@ def _numbers(flag: str, text: str) -> list[int]:
     return [cli._whole_number(flag, word.strip(), "8,16,32") for word in text.split(",")]
 
 
-def _batches(text: str | None, counts: list[int], own: int | None) -> tuple[list[int], list[str]]:
+def _machines(
+    gpus: str | None, device: str | None, gpus_per_node: int | None, file: Path | None
+) -> "list[ClusterSpec]":
+    """The cluster of every point: as many GPUs as said, or parts of a cluster file. Raises ValueError."""
+    from ..planner.infeasible import grown
+    from . import cli
+
+    if file is None:
+        if gpus is None:
+            raise ValueError("say for how many GPUs, for example --gpus 8,16,32 (or give a --cluster file)")
+        return [cli.read_cluster(str(count), device, gpus_per_node, None) for count in _numbers("--gpus", gpus)]
+    whole = cli.read_cluster(None, device, gpus_per_node, file)
+    per_host, most = whole.devices_per_host, whole.num_devices
+    alike = len({(group.device.name, group.devices_per_host, group.link) for group in whole.hosts}) == 1
+    if gpus is None:
+        doublings = [per_host << power for power in range(most.bit_length()) if per_host << power < most]
+        counts = [*doublings, most] if alike else [most]
+    else:
+        counts = _numbers("--gpus", gpus)
+    for count in counts:
+        if count > most:
+            raise ValueError(f"--gpus {count}, but {file} has {most} devices: ask for no more of them")
+        if count != most and not alike:
+            raise ValueError(
+                f"--gpus {count}: the hosts of {file} differ, so which of its {most} devices are meant is open; leave "
+                "out --gpus, or write a file for each part"
+            )
+        if count != most and count > per_host and count % per_host:
+            raise ValueError(f"--gpus {count}: hosts of {file} have {per_host} devices each; give a multiple of that")
+    return [whole if count == most else grown(whole, count) for count in counts]
+
+
+def _batches(text: str | None, counts: list[int], own: int | None, scale: bool = False) -> tuple[list[int], list[str]]:
     """(global batch at each number of GPUs, what was assumed or must be said about it).
 
-    own: the model file's. Raises ValueError where the numbers do not match those of GPUs.
+    own: the model file's. scale: the batch is that of the fewest GPUs, and grows with them. Raises ValueError where
+    the numbers do not match those of GPUs.
     """
+    if scale:
+        return _scaled(text, counts, own)
     if text is None:
         batch = own or SAMPLES_PER_GPU * max(counts)
         whose = "the model file's own" if own else f"{SAMPLES_PER_GPU} samples per GPU of the largest"
@@ -325,10 +390,32 @@ def _batches(text: str | None, counts: list[int], own: int | None) -> tuple[list
         raise ValueError(
             f"--global-batch {text} has {len(batches)} numbers, --gpus has {len(counts)}: give one, or as many"
         )
+    return batches, _convergence(batches, counts)
+
+
+def _scaled(text: str | None, counts: list[int], own: int | None) -> tuple[list[int], list[str]]:
+    """The same for a batch that grows in proportion to the GPUs."""
+    fewest = min(counts)
+    numbers = _numbers("--global-batch", text) if text else [own or SAMPLES_PER_GPU * fewest]
+    if len(numbers) > 1:
+        raise ValueError(f"--scale-batch takes the batch of the fewest GPUs; --global-batch {text} has several numbers")
+    uneven = [count for count in counts if numbers[0] * count % fewest]
+    if uneven:
+        raise ValueError(
+            f"--scale-batch: {numbers[0]} samples on {fewest} GPUs are {numbers[0] * uneven[0] / fewest:g} on "
+            f"{uneven[0]}, no whole number; give --global-batch as a multiple of {fewest}"
+        )
+    batches = [numbers[0] * count // fewest for count in counts]
+    return batches, _convergence(batches, counts)
+
+
+def _convergence(batches: list[int], counts: list[int]) -> list[str]:
+    """What must be said where the batch is not the same at all points."""
+    if len(set(batches)) == 1:
+        return []
     pairs = ", ".join(f"{batch:,} on {count:,}" for batch, count in zip(batches, counts, strict=True))
-    note = (
+    return [
         f"the global batch changes with the GPUs ({pairs}): "
         "that changes convergence, so learning rate and number of steps must be tuned again, and tokens/s of different "
         "points do not compare as time to the same loss"
-    )
-    return batches, [note] if len(set(batches)) > 1 else []
+    ]

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..profiler.units import format_bytes, format_seconds
+from .check import check
 from .estimate import Estimate, estimate
 from .explain import CAUSES, causes_apart
 from .explore import SIMPLE, Explorer
 from .guidance import RuleOfThumb
-from .infeasible import closest_plan, closest_verdict
+from .infeasible import Closest, closest_plan, closest_verdict
 from .not_run import priced_only
 from .pins import blamed
 from .plan import Plan
@@ -77,8 +78,42 @@ def why_not(
     return min(answers, key=lambda answer: answer.kind == "illegal")
 
 
-def priced_answer(asked: str, other: Plan, priced: Estimate, plan: Plan, found: Estimate) -> Answer:
-    """The answer for a set-up that fits: how much slower, and where the time goes."""
+def why_not_plan(explorer: Explorer, asked: str, other: Plan, plan: Plan, found: Estimate) -> Answer:
+    """Why the plan is not this other plan of the same model, as the other stands: on the plan's cluster, for its job.
+
+    Raises ValueError where the other is of another model, number of GPUs or global batch.
+    """
+    count, batch = plan.cluster.num_devices, plan.training.global_batch
+    if other.degrees.num_devices != count:
+        raise ValueError(
+            f"{asked} is for {other.degrees.num_devices} GPUs, the plan for {count}: give one for as many GPUs, or "
+            f"plan again with --gpus {other.degrees.num_devices}"
+        )
+    if other.training.global_batch != batch:
+        raise ValueError(
+            f"{asked} takes {other.training.global_batch} samples a step, the plan {batch}: steps compare at one batch "
+            f"only; make it again with --global-batch {batch}"
+        )
+    here = other.model_copy(update={"cluster": plan.cluster, "training": plan.training})
+    priced = estimate(here, explorer.profile)
+    violated = [rule for rule in check(here, explorer.profile) if not rule.startswith("does not fit")]
+    outside = [rule for rule in violated if "priced, not run" not in rule]
+    if outside:
+        return Answer(asked, "illegal", f"{asked} is not legal: {outside[0]}", here, priced)
+    closest = Closest(here, priced)
+    if closest.over_bytes > 0:
+        return _over(asked, "as it stands", closest)
+    return priced_answer(asked, here, priced, plan, found)
+
+
+_NOT_SEARCHED = "it was pinned away or not searched when this was planned"
+
+
+def priced_answer(
+    asked: str, other: Plan, priced: Estimate, plan: Plan, found: Estimate, left_out: str = _NOT_SEARCHED
+) -> Answer:
+    """The answer for a set-up that fits: how much slower, and where the time goes. left_out: why one that is faster is
+    not the plan."""
     ratio = priced.step_time_s / found.step_time_s - 1.0
     leads = priced_only(other, f"{shape_of(other).label}, micro-batch {other.micro_batch}")
     times = f"{format_seconds(priced.step_time_s)} against {format_seconds(found.step_time_s)}"
@@ -90,7 +125,7 @@ def priced_answer(asked: str, other: Plan, priced: Estimate, plan: Plan, found: 
     more = _causes_in_words(apart, found.step_time_s, more=True)
     less = _causes_in_words(apart, found.step_time_s, more=False)
     if ratio < 0:
-        why = f"the plan {_SIMPLER}" if ratio >= -SIMPLE else "it was pinned away or not searched when this was planned"
+        why = f"the plan {_SIMPLER}" if ratio >= -SIMPLE else left_out
         return Answer(asked, "faster", f"{asked} ({leads}) is {-ratio:.1%} faster: {times}, but {why}", other, priced)
     pace = f"takes {1 + ratio:.1f} times as long as the plan" if ratio >= 1 else f"is {ratio:.1%} slower than the plan"
     spared = f"; it spares {less}" if less else ""
@@ -113,18 +148,22 @@ def _no_plan(explorer: Explorer, asked: str, pins: Pins) -> Answer:
     if closest is None:
         rule = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
         return Answer(asked, "illegal", f"{asked} is not legal: {rule or closest_verdict(explorer, pins, {})}")
-    memory = closest.estimate.memory[closest.stage]
     if closest.over_bytes <= 0:
         return Answer(asked, "not found", f"{asked} may fit, but no plan of it was found in time; try it with --setup")
+    return _over(asked, f"at its leanest (micro-batch {closest.plan.micro_batch})", closest)
+
+
+def _over(asked: str, how: str, closest: Closest) -> Answer:
+    """The answer for what is over its budget: on which stage, by how much, and what it holds there."""
+    memory = closest.estimate.memory[closest.stage]
     num_stages = len(closest.estimate.memory)
     where = f"stage {closest.stage} of {num_stages}" if num_stages > 1 else "every GPU"
     items = sorted(memory.items.items(), key=lambda item: -item[1])[:3]
     return Answer(
         asked,
         "does not fit",
-        f"{asked} does not fit: at its leanest (micro-batch {closest.plan.micro_batch}) {where} is over by "
-        f"{format_bytes(closest.over_bytes)}, needing {format_bytes(memory.device_bytes)} of "
-        f"{format_bytes(memory.budget_bytes)} ("
+        f"{asked} does not fit: {how} {where} is over by {format_bytes(closest.over_bytes)}, needing "
+        f"{format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)} ("
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in items)
         + ")",
     )

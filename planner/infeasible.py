@@ -1,21 +1,31 @@
 """When nothing fits: what is over, by how much, on which stage; how many GPUs would do; the cheapest change."""
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..profiler.cluster import ClusterSpec, cluster_of, device_names, load_device
-from ..profiler.units import format_bytes
+from ..profiler.units import format_bytes, format_seconds
+from .columns import StagePrices
 from .estimate import Estimate, estimate
 from .explain import does_not_fit
-from .explore import Explorer
+from .explore import Explorer, Solved
 from .pins import blamed, in_words
 from .plan import Plan
+from .scan import scan
 from .simulate import ZERO_BUBBLE, is_chunked
 from .space import Space
-from .strategy import LayerOption, Pins, Shape, make_plan, shape_of
+from .strategy import LayerOption, Pins, Shape, divisors, make_plan, shape_of
 
 MOST_GPUS = 64
 """How many times more GPUs are tried before giving up on the smallest number that would do."""
+
+MOST_TRIED = 24
+"""Numbers of GPUs that are tried one by one between one that is too small and one that does."""
+
+OFFLOADED_TRIED = 3
+"""Shapes with the optimizer on the host whose stages are chosen at their best, the fastest even ones."""
 
 
 class InfeasibleError(RuntimeError):
@@ -39,6 +49,13 @@ class InfeasibleError(RuntimeError):
         self.items = items or {}
         self.smallest_gpus = smallest_gpus
         self.changes = changes
+
+
+NEARLY = 0.5
+"""A cluster whose leanest even plan is over by this share of the budget, or less, is searched for an uneven one."""
+
+SEARCHED_S = 10.0
+"""Seconds for all these searches."""
 
 
 @dataclass(frozen=True)
@@ -148,14 +165,14 @@ def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int])
     memory = closest.estimate.memory[closest.stage]
     items = sorted(memory.items.items(), key=lambda item: -item[1])[:3]
     smallest = _smallest_cluster(explorer, pins)
-    changes = tuple(_changes(explorer, pins, smallest))
+    changes = tuple(_changes(explorer, pins, smallest, closest))
     num_stages = len(closest.estimate.memory)
     where = f"stage {closest.stage} of {num_stages}" if num_stages > 1 else "every GPU"
     message = (
         f"{explorer.profile.name} fits on no layout of {explorer.cluster.name}. The closest, "
-        f"{shape_of(closest.plan).label} with micro-batch {closest.plan.micro_batch} and everything recomputed, is "
-        f"over by {format_bytes(closest.over_bytes)} on {where}: it needs {format_bytes(memory.device_bytes)} of "
-        f"{format_bytes(memory.budget_bytes)} ("
+        f"{shape_of(closest.plan).label} with micro-batch {closest.plan.micro_batch} and {_recomputed(closest.plan)} "
+        f"recomputed, is over by {format_bytes(closest.over_bytes)} on {where}: it needs "
+        f"{format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)} ("
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in items)
         + "). "
         + ("What would do: " + "; ".join(changes) if changes else "No single change that was tried would do")
@@ -172,51 +189,71 @@ def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int])
     )
 
 
+def _recomputed(plan: Plan) -> str:
+    """How much of a leanest plan is run again, in a word."""
+    return "everything" if any(layer.recompute != "none" for s in plan.stages for layer in s.layers) else "nothing"
+
+
 def _fits(explorer: Explorer, pins: Pins) -> bool:
     closest = closest_plan(explorer, pins)
     return closest is not None and closest.over_bytes <= 0
 
 
 def _smallest_cluster(explorer: Explorer, pins: Pins) -> int | None:
-    """The smallest number of GPUs of this kind that would do, by doubling and then by halving the interval."""
+    """The smallest number of GPUs of this kind that would do, of those that fill hosts; None if not even 64 times as
+    many do."""
     cluster = explorer.cluster
-    group = cluster.hosts[0]
-    free = replace(pins, data_replicate=None, data_shard=None, pipeline=None, tensor=None)
+    per_host, here = _full_host(cluster), cluster.num_devices
+    free = replace(pins, data_replicate=None, data_shard=None, pipeline=None, tensor=None, context=None, expert=None)
+
+    deadline = time.monotonic() + SEARCHED_S
 
     def would_do(count: int) -> bool:
-        return _fits(Explorer(explorer.profile, grown(cluster, count), explorer.training), free)
+        larger = Explorer(explorer.profile, grown(cluster, count), explorer.training)
+        closest = closest_plan(larger, free)
+        if closest is None or closest.over_bytes <= 0:
+            return closest is not None
+        budget = closest.estimate.memory[closest.stage].budget_bytes
+        nearly = closest.over_bytes < NEARLY * budget and time.monotonic() < deadline
+        return nearly and larger.explore(free, deadline, near=0).best is not None
 
-    few = cluster.num_devices
-    many = next(
-        (few * factor for factor in _powers(MOST_GPUS) if would_do(few * factor)),
-        None,
-    )
-    if many is None:
-        return None
-    few = many // 2
-    step = group.devices_per_host if few >= group.devices_per_host else 1
-    for count in range(few + step, many, max(step, (many - few) // 8 // step * step)):
-        if would_do(count):
-            return count
-    return many
+    inside = range(here + 1, per_host + 1)
+    hosts = range(here // per_host + 1, MOST_GPUS * max(1, here // per_host) + 1)
+    return fewest([*inside, *(per_host * count for count in hosts if count > 1)], would_do)
 
 
-def _powers(most: int) -> Iterator[int]:
-    factor = 2
-    while factor <= most:
-        yield factor
-        factor *= 2
+def fewest(counts: Sequence[int], does: Callable[[int], bool]) -> int | None:
+    """The first count that does: by doubling the place in the list, then by halving what lies between the last two
+    until it is short, then one by one. None if none does that was tried."""
+    failed, place = -1, 0
+    while not does(counts[place]):
+        if place == len(counts) - 1:
+            return None
+        failed, place = place, min(2 * place + 1, len(counts) - 1)
+    while place - failed > MOST_TRIED:
+        middle = (failed + place) // 2
+        if does(counts[middle]):
+            place = middle
+        else:
+            failed = middle
+    return next((counts[i] for i in range(failed + 1, place) if does(counts[i])), counts[place])
+
+
+def _full_host(cluster: ClusterSpec) -> int:
+    """Devices of a host: a cluster that is part of one can grow to all of it."""
+    here = cluster.devices_per_host
+    return max(here, cluster.device.devices_per_host) if cluster.num_hosts == 1 else here
 
 
 def grown(cluster: ClusterSpec, count: int) -> ClusterSpec:
     """A cluster of `count` of the same devices on the same kind of host."""
-    per_host = cluster.hosts[0].devices_per_host
+    per_host = _full_host(cluster)
     grown = cluster_of(cluster.device, count, per_host if count % per_host == 0 and per_host > 1 else None)
     hosts = tuple(group.model_copy(update={"link": cluster.link}) for group in grown.hosts)
     return grown.model_copy(update={"hosts": hosts, "network": cluster.network})
 
 
-def _changes(explorer: Explorer, pins: Pins, smallest: int | None) -> Iterator[str]:
+def _changes(explorer: Explorer, pins: Pins, smallest: int | None, closest: Closest) -> Iterator[str]:
     """Ways out that were tried, cheapest first."""
     if pins.recompute == "none" and _fits(explorer, replace(pins, recompute=None)):
         yield "allow recompute (leave out --pin recompute=none)"
@@ -225,6 +262,9 @@ def _changes(explorer: Explorer, pins: Pins, smallest: int | None) -> Iterator[s
     degrees = replace(pins, data_replicate=None, data_shard=None, tensor=None, pipeline=None)
     if degrees != pins and _fits(explorer, degrees):
         yield "other degrees (leave out the --pin of degrees)"
+    margin = _margin(closest, explorer.training.memory_margin)
+    if margin is not None:
+        yield f"a memory margin of {margin:.1%} (--memory-margin {margin:.3f})"
     if smallest is not None:
         yield f"{smallest} GPUs of this kind (--gpus {smallest})"
     memory = explorer.cluster.device.memory
@@ -233,4 +273,82 @@ def _changes(explorer: Explorer, pins: Pins, smallest: int | None) -> Iterator[s
         same = cluster_of(device, explorer.cluster.num_devices)
         if _fits(Explorer(explorer.profile, same, explorer.training), pins):
             yield f"devices with {format_bytes(device.memory)} (--device {device.name})"
-            return
+            break
+    away = offloaded(explorer, pins)
+    if away is not None:
+        yield away.sentence
+
+
+def _margin(closest: Closest, margin: float) -> float | None:
+    """The share of memory left free with which the closest plan fits, in full tenths of a percent; None if none."""
+    memory = closest.estimate.memory[closest.stage]
+    device = memory.budget_bytes / (1 - margin)
+    left = math.floor(1000 * (1 - memory.device_bytes / device)) / 1000
+    return left if 0 <= left < margin else None
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """The last resort: a plan whose optimizer state and step are on the host, which the executor does not run yet."""
+
+    plan: Plan
+    estimate: Estimate
+    host_bytes: float
+
+    @property
+    def sentence(self) -> str:
+        """What it takes, and that it is only priced."""
+        return (
+            f"with the optimizer state in host memory ({format_bytes(self.host_bytes)} on every host) it fits as "
+            f"{shape_of(self.plan).label}, micro-batch {self.plan.micro_batch}: "
+            f"{format_seconds(self.estimate.step_time_s)} a step; priced, not run by the executor yet"
+        )
+
+
+def offloaded(explorer: Explorer, pins: Pins) -> Offloaded | None:
+    """The fastest plan that fits with its optimizer state on the host, of the leanest shapes and of larger
+    micro-batches of the fastest of these; None if none fits, or if there is no state."""
+    if explorer.training.state_bytes == 0:
+        return None
+    lean = []
+    for shape in (replace(each, offload_optimizer=True) for each in _frugal_shapes(explorer, pins)):
+        stages = _even_stages(explorer, shape, pins)
+        found = estimate(
+            make_plan(explorer.profile, explorer.cluster, explorer.training, shape, stages), explorer.profile
+        )
+        if found.fits:
+            lean.append((found.step_time_s, len(lean), shape))
+    fastest = [shape for _, _, shape in sorted(lean)[:OFFLOADED_TRIED]]
+    solved = [found for found in (_solved(explorer, shape, pins) for shape in fastest) if found is not None]
+    if not solved:
+        return None
+    best = min(solved, key=lambda found: found.seconds)
+    for shape in _larger(best.shape, pins):
+        found = _solved(explorer, shape, pins)
+        if found is None:
+            break
+        best = min(best, found, key=lambda each: each.seconds)
+    plan = explorer.plan_of(best)
+    kept = estimate(plan.model_copy(update={"offload_optimizer": False}), explorer.profile)
+    state = max(memory.items["optimizer"] for memory in kept.memory)
+    return Offloaded(plan, estimate(plan, explorer.profile), state * explorer.cluster.devices_per_host)
+
+
+def _larger(shape: Shape, pins: Pins) -> Iterator[Shape]:
+    """The shape with larger and larger micro-batches."""
+    share = shape.micro_batch * shape.num_microbatches
+    for micro_batch in divisors(share):
+        count = share // micro_batch
+        enough = shape.schedule != "1f1b" or count >= shape.pipeline
+        if micro_batch > shape.micro_batch and enough and pins.allows("micro_batch", micro_batch):
+            sync = shape.gradient_sync if count > 1 else "last"
+            yield replace(shape, micro_batch=micro_batch, num_microbatches=count, gradient_sync=sync)
+
+
+def _solved(explorer: Explorer, shape: Shape, pins: Pins) -> Solved | None:
+    """The best assignment of a shape, if it fits."""
+    if is_chunked(shape.schedule):
+        return None
+    prices = StagePrices(explorer.chain, shape, pins.recompute, pins.reshard)
+    found = scan(prices)
+    return None if found is None else Solved(shape, prices, found)

@@ -13,15 +13,12 @@ from ..profiler.units import GIB
 from .asked import best_of
 from .estimate import estimate
 from .explore import Explorer
-from .infeasible import closest_plan, grown
+from .infeasible import closest_plan, fewest, grown
 from .plan import Plan
 from .search import InfeasibleError, SearchResult, SolverError, search
 from .sensitivity import scaled, sensitivity
 from .strategy import Pins, shape_of
 from .training import Objective, TrainingSpec
-
-MOST_TRIED = 24
-"""Numbers of GPUs that are tried one by one between one that is too small and one that does."""
 
 ALMOST = 0.999
 """A price is right to a tenth of a percent: only plans that are faster by more than that are looked for."""
@@ -191,7 +188,8 @@ def cluster_for(
         )
     counts = _counts(cluster)
     if objective is Objective.MIN_GPUS:
-        return grown(cluster, _fewest(counts, lambda count: _fits(profile, grown(cluster, count), training, pins)))
+        found = fewest(counts, lambda count: _fits(profile, grown(cluster, count), training, pins))
+        return cluster if found is None else grown(cluster, found)
     cost: dict[int, float] = {}
     for count in (count for count in counts if count & (count - 1) == 0 or count == cluster.num_devices):
         explorer = Explorer(profile, grown(cluster, count), training)
@@ -214,16 +212,6 @@ def _counts(cluster: ClusterSpec) -> list[int]:
     """Numbers of devices that fill hosts, ascending; inside a host any number."""
     per_host, most = cluster.devices_per_host, cluster.num_devices
     return [*range(1, min(per_host, most) + 1), *range(2 * per_host, most + 1, per_host)]
-
-
-def _fewest(counts: Sequence[int], does: Callable[[int], bool]) -> int:
-    """The first count that does: by doubling the place in the list, then one by one between the last two."""
-    place = 0
-    while place < len(counts) - 1 and not does(counts[place]):
-        place = min(2 * place + 1, len(counts) - 1)
-    between = range((place + 1) // 2, place)
-    step = max(1, len(between) // MOST_TRIED)
-    return next((counts[i] for i in between[::step] if does(counts[i])), counts[place])
 
 
 def _fits(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> bool:

@@ -181,7 +181,8 @@ def _fewer_splits(case: _Case) -> Iterator[Step]:
         pins = Pins(tensor=tensor, pipeline=pipeline, recompute="full")
         closest = case.fits(pins)
         if closest is not None and closest.over_bytes <= 0:
-            numbers = case.numbers(pins, closest, f"split {less} ways instead of {ways}, everything recomputed,")
+            how = "whole" if less == 1 else f"split {less} ways"
+            numbers = case.numbers(pins, closest, f"{how} instead of {ways} ways, everything recomputed,")
             other = best_of(case.explorer, Pins(tensor=tensor, pipeline=pipeline), case.deadline)
             if other is None:
                 continue

@@ -10,14 +10,15 @@ import pytest
 from cli_support import run_plan, save_profile, small_profile, some_plan
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.planner.asked import best_of, why_not
+from meshwright.planner.asked import best_of, why_not, why_not_plan
+from meshwright.planner.check import check
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.explain import CAUSES, causes_apart, compared, reason
 from meshwright.planner.explore import Explorer
 from meshwright.planner.guidance import IN_THE_NODE, LONG, LONG_SEQUENCE, ONE_GPU, SHARDED, no_candidates
 from meshwright.planner.infeasible import closest_plan, grown
 from meshwright.planner.pins import blamed, is_legal, read_pins
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, placement
 from meshwright.planner.search import pins_of, search
 from meshwright.planner.setups import parse_setup
 from meshwright.planner.space import Space
@@ -32,9 +33,11 @@ from meshwright.planner.sweep import (
     sweep,
 )
 from meshwright.planner.training import Objective, TrainingSpec
+from meshwright.planner.tutorial import lessons
 from meshwright.planner.walk import Step, walk
 from meshwright.profiler.cluster import ClusterSpec
 from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.units import format_seconds
 
 BATCH = 24
 
@@ -550,3 +553,119 @@ def test_the_short_flags_of_plan_reach_the_plan(model: Path, tmp_path: Path) -> 
     assert plan["degrees"]["tensor"] <= 2
     assert (plan["degrees"]["pipeline"], plan["micro_batch"]) == (1, 2)
     assert {layer["recompute"] for layer in plan["stages"][0]["layers"]} == {"full"}
+
+
+def saved(model: Path, target: Path, *flags: str) -> Path:
+    assert run_plan(str(model), "-b", "64", *flags, "-o", str(target), "-q") == 0
+    return target
+
+
+def test_another_plan_is_answered_as_it_stands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = saved(model, tmp_path / "plan.json", "--gpus", "8")
+    other = saved(model, tmp_path / "other.json", "--gpus", "8", "--pin", "tensor=8", "--recompute", "full")
+    capsys.readouterr()
+
+    assert run_plan("explain", str(plan), "--model", str(model), "--why-not", str(other), "--json") == 0
+
+    (answer,) = json.loads(capsys.readouterr().out)["why_not"]
+    assert answer["kind"] == "slower"
+    assert "TP 8" in answer["sentence"]
+    assert answer["step_time_s"] == pytest.approx(json.loads(other.read_text())["prediction"]["step_time_s"])
+
+
+def test_another_plan_over_memory_is_told_its_stage() -> None:
+    model, on = chain(parameters=100_000_000), cluster(1, 8, device(memory=2.5e9))
+    result = search(model, on, job())
+    roomy = search(model, cluster(1, 8), job(), pins=Pins(data_shard=1, tensor=1, pipeline=1)).plan
+
+    found = why_not_plan(Explorer(model, on, job()), "other.json", roomy, result.plan, result.estimate)
+
+    assert found.kind == "does not fit"
+    assert "as it stands every GPU is over by" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [(("--gpus", "4"), "is for 4 GPUs, the plan for 8"), (("--gpus", "8", "-b", "32"), "takes 32 samples a step")],
+)
+def test_plans_that_do_not_compare_are_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], sentence: str
+) -> None:
+    plan = saved(model, tmp_path / "plan.json", "--gpus", "8")
+    other = saved(model, tmp_path / "other.json", *flags)
+
+    assert run_plan("explain", str(plan), "--model", str(model), "--why-not", str(other)) == 2
+
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_tutorials_splits_are_plans_with_a_price() -> None:
+    model, on = chain(), cluster(1, 2)
+    result = search(model, on, job())
+
+    halves, back = lessons(result.plan, result.estimate, model)
+
+    assert halves.name == "layer0 and layer1 on GPU 0, layer2 and layer3 on GPU 1"
+    assert back.name == "layer0 on GPU 0, layer1 and layer2 on GPU 1, layer3 back on GPU 0"
+    assert placement(back.plan, 0).layers == ("layer0", "layer3")
+    assert placement(back.plan, 1).layers == ("layer1", "layer2")
+    for lesson in (halves, back):
+        assert lesson.plan.num_microbatches == 1
+        assert lesson.estimate == estimate(lesson.plan, model)
+        assert check(lesson.plan, model) == []
+        assert format_seconds(lesson.estimate.step_time_s) in lesson.sentence
+
+
+def test_tutorials_draw_two_gpus() -> None:
+    result = search(chain(), cluster(1, 4), job())
+
+    assert lessons(result.plan, result.estimate, chain()) == ()
+
+
+def test_a_cluster_file_is_swept_by_its_hosts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        '[network]\nbandwidth = "40 GB/s"\nlatency = "20 us"\n[[hosts]]\ncount = 3\ndevice = "h100-80gb"\ngpus = 4\n'
+    )
+
+    assert run_plan("sweep", str(model), "--cluster", str(file), "-b", "48", "--json") == 0
+
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["gpus"] for point in points] == [4, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "sentence"),
+    [
+        ("24", "count = 2", "has 8 devices: ask for no more"),
+        ("6", "count = 2", "give a multiple of that"),
+        ("4", 'count = 1\ndevice = "h100-80gb"\ngpus = 4\n[[hosts]]\ncount = 2', "differ"),
+    ],
+)
+def test_a_part_that_a_cluster_file_does_not_have_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: str, hosts: str, sentence: str
+) -> None:
+    file = tmp_path / "cluster.toml"
+    device_of = "a100-80gb" if "[[hosts]]" in hosts else "h100-80gb"
+    network = '[network]\nbandwidth = "40 GB/s"\nlatency = "20 us"\n'
+    file.write_text(f'{network}[[hosts]]\n{hosts}\ndevice = "{device_of}"\ngpus = 4\n')
+
+    assert run_plan("sweep", str(model), "--cluster", str(file), "--gpus", gpus) == 2
+
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_scaled_batch_grows_with_the_gpus(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan("sweep", str(model), "--gpus", "2,4", "-b", "16", "--scale-batch", "--json") == 0
+
+    said = json.loads(capsys.readouterr().out)
+    assert [point["global_batch"] for point in said["points"]] == [16, 32]
+    assert any("changes convergence" in note for note in said["notes"])
+
+
+def test_a_batch_that_does_not_scale_to_whole_samples_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan("sweep", str(model), "--gpus", "2,3", "-b", "5", "--scale-batch") == 2
+
+    assert "5 samples on 2 GPUs are 7.5 on 3" in " ".join(capsys.readouterr().err.split())

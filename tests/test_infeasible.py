@@ -1,0 +1,126 @@
+"""Where nothing fits: every way out that is offered was tried, does fit, and costs what is said."""
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from synthetic import cluster, device, layer_class, profile
+
+from meshwright.planner.asked import best_of
+from meshwright.planner.check import check
+from meshwright.planner.estimate import estimate
+from meshwright.planner.explore import Explorer
+from meshwright.planner.infeasible import InfeasibleError, fewest, grown, offloaded
+from meshwright.planner.search import search
+from meshwright.planner.strategy import Pins
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import ClusterSpec
+from meshwright.profiler.model_profile import ModelProfile
+
+
+def chain(parameters: int = 100_000_000, layers: int = 4) -> ModelProfile:
+    block = layer_class("block", 1e11, parameters, saved=1e7, inputs=1e6, transient=1e6, heads=8)
+    return profile([block], [0] * layers)
+
+
+def job(**changes: object) -> TrainingSpec:
+    return TrainingSpec.model_validate({"global_batch": 24, "seq_len": 64, "memory_margin": 0.05} | changes)
+
+
+def refused(on: ClusterSpec, training: TrainingSpec | None = None, pins: Pins | None = None) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        search(chain(), on, training or job(), pins=pins)
+    return caught.value
+
+
+@pytest.mark.parametrize("first", [1, 2, 5, 24, 25, 90, 300])
+def test_the_fewest_that_does_is_found_whatever_the_place(first: int) -> None:
+    assert fewest(range(1, 301), lambda count: count >= first) == first
+
+
+def test_none_of_a_list_may_do() -> None:
+    assert fewest([1, 2, 3], lambda count: False) is None
+
+
+@pytest.mark.parametrize("memory", [0.8e9, 1.1e9, 1.6e9])
+def test_the_smallest_number_of_gpus_has_a_plan_and_fewer_have_none(memory: float) -> None:
+    on, training = cluster(1, 2, device(memory=memory)), job()
+
+    told = refused(on, training).smallest_gpus
+
+    assert told is not None
+    for count in (count for count in (*range(2, 9), 16, 24, 32) if count <= told):  # hosts of eight are filled
+        explorer = Explorer(chain(), grown(on, count), training)
+        assert (best_of(explorer, Pins(), time.monotonic() + 60) is not None) == (count == told)
+
+
+def test_a_host_is_filled_before_another_is_asked_for() -> None:
+    assert grown(cluster(1, 2), 8).num_hosts == 1
+    assert grown(cluster(2, 2), 8).num_hosts == 4
+
+
+def test_a_margin_that_would_do_is_named_and_does() -> None:
+    training = job(memory_margin=0.2)
+    needed = refused(cluster(1, 2, device(memory=2e9)), training)
+    device_bytes = needed.over_bytes + 0.8 * 2e9
+    on = cluster(1, 2, device(memory=1.1 * device_bytes))
+
+    error = refused(on, training)
+
+    (told,) = (float(n) for change in error.changes for n in re.findall(r"--memory-margin ([\d.]+)", change))
+    assert check(search(chain(), on, job(memory_margin=told)).plan, chain()) == []
+
+
+def test_an_optimizer_on_the_host_is_the_last_resort_and_marked_as_not_run() -> None:
+    on = cluster(1, 2, device(memory=3e9))
+
+    error = refused(on)
+
+    away = offloaded(Explorer(chain(), on, job()), Pins())
+    assert away is not None
+    assert error.changes[-1] == away.sentence
+    assert "priced, not run" in away.sentence
+    assert away.estimate == estimate(away.plan, chain())
+    assert away.estimate.fits
+    assert away.plan.offload_optimizer
+    assert any("offload" in rule for rule in check(away.plan, chain()))
+    assert away.host_bytes == pytest.approx(8 * chain().num_parameters, rel=0.01)
+
+
+def test_an_optimizer_without_state_cannot_be_sent_away() -> None:
+    assert offloaded(Explorer(chain(), cluster(1, 2, device(memory=3e9)), job(optimizer="sgd")), Pins()) is None
+
+
+def test_the_search_itself_never_sends_the_optimizer_away() -> None:
+    result = search(chain(), cluster(1, 4, device(memory=3e9)), job(), pins=Pins(everything=True))
+
+    plans = [result.plan, *(each.plan for each in (*result.runners_up, *result.baselines) if each.plan is not None)]
+    assert not any(plan.offload_optimizer for plan in plans)
+
+
+def test_what_is_not_recomputed_is_not_said_to_be() -> None:
+    error = refused(cluster(1, 2, device(memory=1e9)), pins=Pins(recompute="none"))
+
+    assert "nothing recomputed" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("pins", "way_out"),
+    [
+        (Pins(recompute="none"), "allow recompute"),
+        (Pins(micro_batch=12), "a smaller micro-batch"),
+        (Pins(data_shard=1), "other degrees"),
+    ],
+)
+def test_the_pin_that_stands_in_the_way_is_the_first_way_out(pins: Pins, way_out: str) -> None:
+    wide = layer_class("wide", 1e11, 100_000_000, saved=4e8, inputs=1e6)
+    model, training = profile([wide], [0] * 4), job()
+    leanest = Pins(pipeline=1, tensor=1, recompute="full", micro_batch=1, data_shard=2, reshard=True)
+    room = search(model, cluster(1, 2), training, pins=leanest).estimate.memory[0].device_bytes
+    on = cluster(1, 2, device(memory=1.06 * room))
+
+    with pytest.raises(InfeasibleError) as caught:
+        search(model, on, training, pins=replace(pins, pipeline=1, tensor=1))
+
+    assert caught.value.changes[0].startswith(way_out)
