@@ -264,6 +264,6 @@ def _print(
     reference = None if isinstance(result, str) else result.estimate.step_time_s
     terminal.print_comparison(console, candidates, None, reference)
     terminal.print_memory(console, found.estimate.memory, found.plan.training.memory_margin)
-    terminal.print_losses(console, candidates, found.plan.cluster.device.price_per_hour)
+    terminal.print_losses(console, candidates, found.plan.cluster.price_per_hour)
     written = [] if output is None else [f"{output}: your set-up as a plan"]
     terminal.print_next(console, written, [])

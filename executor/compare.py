@@ -82,7 +82,7 @@ class Comparison:
         plan = next(iter(self.plans.values()), None)
         if plan is None:
             raise ValueError("no set-up fits, so there is nothing to draw; the verdicts say by how much")
-        return comparison_page(self.candidates, plan, plan.cluster.device.price_per_hour)
+        return comparison_page(self.candidates, plan, plan.cluster.price_per_hour)
 
     def __rich__(self) -> "RenderableType":
         """The comparison as tables, for rich's print and for notebooks' terminals."""

@@ -57,7 +57,7 @@ def report_page(facts: Facts, plan_file: str, notes: Sequence[str] = (), run: st
         *([_section("run", "A real run", "", run)] if run else []),
         _use_section(plan, plan_file, notes),
     ]
-    title = f"{plan.model.name} on {plan.cluster.num_devices:,} × {plan.cluster.device.name}"
+    title = f"{plan.model.name} on {plan.cluster.devices.replace(' x ', ' × ')}"
     head = f'<p class="kicker">Training plan</p><h1>{escape(title)}</h1>' + tag(
         "p", escape(_job_in_words(plan)), class_="sub"
     )
@@ -76,7 +76,7 @@ def report_page(facts: Facts, plan_file: str, notes: Sequence[str] = (), run: st
 
 def comparison_page(candidates: Sequence[Candidate], job: Plan, price_per_hour: float | None) -> str:
     """Set-ups side by side: one step of each by cause, and the numbers."""
-    title = f"{job.model.name} on {job.cluster.num_devices:,} × {job.cluster.device.name}"
+    title = f"{job.model.name} on {job.cluster.devices.replace(' x ', ' × ')}"
     head = f'<p class="kicker">Planned beside manual set-ups</p><h1>{escape(title)}</h1>'
     head += tag(
         "p", escape(f"{_job_in_words(job)}. All at the same global batch, by the same cost model."), class_="sub"
@@ -162,9 +162,9 @@ def _decision(facts: Facts) -> str:
     plan, found = facts.plan, facts.estimate
     hosts = plan.cluster.num_hosts
     unit = "tokens" if plan.training.seq_len is not None else "samples"
-    peak = max(found.memory, key=lambda stage: stage.device_bytes)
+    peak = max(found.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
     sentences = [
-        f"Train <b>{escape(plan.model.name)}</b> on {plan.degrees.num_devices:,} {escape(plan.cluster.device.name)} "
+        f"Train <b>{escape(plan.model.name)}</b> on {escape(plan.cluster.devices.replace(' x ', ' '))} "
         f"({hosts:,} host{'s' if hosts > 1 else ''}) with <b>{escape(choice_in_words(plan))}</b>.",
         *([f"<b>{escape(marked(plan).capitalize())}.</b>"] if marked(plan) else []),
         *(escape(f"{name.capitalize()}: {words}.") for name, words in splits_in_words(plan).items()),
@@ -194,8 +194,8 @@ def _between(band: Band | None, predicted: float, words: Callable[[float], str])
 def _tiles(facts: Facts) -> str:
     plan, found = facts.plan, facts.estimate
     unit = "tokens/s" if plan.training.seq_len is not None else "samples/s"
-    peak = max(stage.device_bytes for stage in found.memory)
-    budget = found.memory[0].budget_bytes
+    fullest = max(found.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
+    peak, budget = fullest.device_bytes, fullest.budget_bytes
     tiles = [
         (
             "step time",
@@ -215,7 +215,7 @@ def _tiles(facts: Facts) -> str:
             _between(memory_band(plan), peak, format_bytes) + f"{peak / budget:.0%} of the budget on the fullest GPU",
         ),
     ]
-    price = plan.cluster.device.price_per_hour
+    price = plan.cluster.price_per_hour
     if plan.training.seq_len is not None:
         days = _TRILLION / found.tokens_per_s / _DAY_S
         cost = ""
@@ -279,11 +279,13 @@ def _memory_section(facts: Facts) -> str:
             *(f"{stage.items[name] / GIB:.2f}" for name in items),
             f"{stage.device_bytes / GIB:.2f}",
             f"{-stage.over_bytes / GIB:.2f}",
+            *([f"{stage.budget_bytes / GIB:.2f}", escape(stage.device)] if stage.device else []),
         )
         for i, stage in enumerate(memory)
     ]
+    more = ["budget", "device"] if memory[0].device else []
     below = f"Peak of one GPU, itemised. {facts.plan.training.memory_margin:.0%} of the device is left free on purpose."
-    details = _numbers("Every rank in a table (GiB)", table(["rank", *items, "total", "free"], rows))
+    details = _numbers("Every rank in a table (GiB)", table(["rank", *items, "total", "free", *more], rows))
     return _section("memory", "Memory against the budget", below, names + _wide(picture) + details)
 
 

@@ -55,7 +55,7 @@ def _view(plan: Plan) -> dict[str, str]:
     layers = [layer for stage in plan.stages for layer in stage.layers]
     view = {
         "model": f"{plan.model.name} ({plan.model.fingerprint[:12]})",
-        "cluster": f"{plan.cluster.num_devices:,} x {plan.cluster.device.name} on {plan.cluster.num_hosts:,} hosts",
+        "cluster": f"{plan.cluster.devices} on {plan.cluster.num_hosts:,} hosts",
         "links": f"{plan.cluster.link.bandwidth / 1e9:,.4g} GB/s",
         "network": f"{plan.cluster.network.bandwidth / 1e9:,.4g} GB/s per host",
         "layout": label_of(plan),

@@ -176,6 +176,8 @@ def gpus_of(plan: Plan, position: int) -> str:
     world, per_host = plan.degrees.num_devices, cluster.devices_per_host
     equal_hosts = all(group.devices_per_host == per_host for group in cluster.hosts)
     starts = list(range(first, world, period)) if period else [first]
+    if any(group.first is not None for group in cluster.hosts) or len(cluster.kinds) > 1:
+        return _hosts_and_kinds(plan, starts, length)
     if cluster.num_hosts == 1:
         return "GPU" + _ranges([(s, s + length - 1) for s in starts])
     if equal_hosts and period and per_host % period == 0:
@@ -190,6 +192,20 @@ def gpus_of(plan: Plan, position: int) -> str:
         else:
             places.append("rank" + _ranges([(start, start + length - 1)]))
     return ", ".join(places) + _more(len(starts))
+
+
+def _hosts_and_kinds(plan: Plan, starts: list[int], length: int) -> str:
+    """The same on unequal devices: hosts by their number in the cluster file, and the kinds of devices."""
+    cluster, places = plan.cluster, []
+    for start in starts[:_MANY_RUNS]:
+        seats = [cluster.host_of(rank) for rank in range(start, start + length)]
+        hosts = sorted({host for host, _ in seats})
+        if len(hosts) == 1:
+            places.append(f"host {hosts[0]}: GPU" + _ranges([(seats[0][1], seats[-1][1])]))
+        else:
+            places.append("host" + _ranges([(host, host) for host in hosts]))
+    names = dict.fromkeys(cluster.device_of(s + i).name for s in starts for i in (0, length - 1))
+    return f"{', '.join(places)}{_more(len(starts))} ({', '.join(names)})"
 
 
 def _ranges(runs: list[tuple[int, int]]) -> str:
@@ -314,7 +330,9 @@ def launch_command(plan: Plan, script: str) -> str:
     """The torchrun line that starts a training script on the plan's cluster."""
     hosts = plan.cluster.num_hosts
     nodes = f"--nnodes {hosts} " if hosts > 1 else ""
-    return f"torchrun {nodes}--nproc-per-node {plan.cluster.devices_per_host} {script}"
+    sizes = {group.devices_per_host for group in plan.cluster.hosts}
+    each = plan.cluster.devices_per_host if len(sizes) == 1 else "gpu"
+    return f"torchrun {nodes}--nproc-per-node {each} {script}"
 
 
 def json_document(result: "SearchResult") -> dict[str, Any]:

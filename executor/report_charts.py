@@ -157,12 +157,13 @@ def _brief(stages: Sequence[int]) -> str:
 
 
 def _first_rank(plan: Plan, host: int) -> int:
-    rank = 0
+    rank = number = 0
     for group in plan.cluster.hosts:
-        if host < group.count:
-            return rank + host * group.devices_per_host
+        first = number if group.first is None else group.first
+        if first <= host < first + group.count:
+            return rank + (host - first) * group.devices_per_host
         rank += group.count * group.devices_per_host
-        host -= group.count
+        number += group.count
     raise AssertionError(f"no host {host}")
 
 
@@ -238,7 +239,7 @@ def memory_bars(facts: Facts) -> tuple[str, str]:
     names = [
         name for name in memory[0].items if any(stage.items[name] > 0.0005 * stage.budget_bytes for stage in memory)
     ]
-    device = plan.cluster.device.memory
+    device = max(group.device.memory for group in plan.cluster.hosts)
     largest = max(device, *(stage.device_bytes for stage in memory))
     left, bar, step = 112.0, 24.0, 36.0
     scale = (WIDTH - left - 130) / largest
@@ -270,17 +271,21 @@ def memory_bars(facts: Facts) -> tuple[str, str]:
                     )
                 )
             x += size
+        if stage.budget_bytes < max(other.budget_bytes for other in memory):
+            own = left + stage.budget_bytes * scale
+            marks.append(line(own, y - 4, own, y + bar + 4, class_="limit"))
         style = "value over" if stage.over_bytes > 0 else "value"
         marks.append(
             text(
                 max(x, left + stage.budget_bytes * scale) + 44, y + 17, f"{stage.device_bytes / GIB:.1f}", class_=style
             )
         )
-    budget = left + memory[0].budget_bytes * scale
+    most = max(stage.budget_bytes for stage in memory)
+    budget = left + most * scale
     full = left + device * scale
     marks += [
         line(budget, 4, budget, height, class_="limit"),
-        text(budget - 6, 11, f"budget {format_bytes(memory[0].budget_bytes)}", class_="tick end limit-t"),
+        text(budget - 6, 11, f"budget {format_bytes(most)}", class_="tick end limit-t"),
         line(full, 4, full, height, class_="axis"),
         text(full + 5, 11, f"device {format_bytes(device)}", class_="tick"),
     ]
@@ -420,7 +425,7 @@ def scatter(facts: Facts) -> str:
     points = [mine, *((_peak(c.estimate), c.seconds) for c in priced if c.estimate is not None)]
     slowest = 4 * found.step_time_s
     shown = [i for i, (_, seconds) in enumerate(points) if seconds <= slowest]
-    budget = found.memory[0].budget_bytes
+    budget = max(stage.budget_bytes for stage in found.memory)
     left, right, top, base = 76.0, WIDTH - 24, 16.0, 340.0
     far = max(budget, *(points[i][0] for i in shown)) * 1.03
     longest = max(points[i][1] for i in shown)

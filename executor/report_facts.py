@@ -176,7 +176,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 def _spare_memory(found: Estimate) -> str:
     """How much less memory a device may have before the plan no longer fits."""
-    fullest = max(found.memory, key=lambda stage: stage.device_bytes)
+    fullest = max(found.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
     spare = 1.0 - fullest.device_bytes / fullest.budget_bytes
     if spare < 0:
         return f"The plan is over its budget by {-spare:.0%}."
@@ -250,13 +250,13 @@ def host_patterns(plan: Plan) -> tuple[HostPattern, ...]:
     """The cluster's hosts, joined where their devices hold the same stages."""
     stride, pipeline = plan.stride("pipeline"), plan.degrees.pipeline
     found: dict[tuple[int, ...], list[int]] = {}
-    rank = host = 0
+    rank = 0
     for group in plan.cluster.hosts:
         for _ in range(group.count):
             ranks = range(rank, rank + group.devices_per_host)
+            host = plan.cluster.host_of(rank)[0]
             found.setdefault(tuple(r // stride % pipeline for r in ranks), []).append(host)
             rank += group.devices_per_host
-            host += 1
     return tuple(HostPattern(positions, tuple(hosts)) for positions, hosts in found.items())
 
 

@@ -119,7 +119,7 @@ def print_job(console: Console, plan: Plan) -> None:
     hosts = f"{cluster.num_hosts:,} host{'s' if cluster.num_hosts > 1 else ''}"
     parts = [
         f"{plan.model.name}, {format_count(plan.model.num_parameters)} parameters",
-        f"{cluster.num_devices:,} x {cluster.device.name} on {hosts}",
+        f"{cluster.devices} on {hosts}",
         samples,
         f"{training.precision}, {training.optimizer}",
     ]
@@ -181,29 +181,32 @@ def print_breakdown(console: Console, estimate: "Estimate") -> None:
 
 def print_memory(console: Console, stages: Sequence["StageMemory"], margin: float, band: Band | None = None) -> None:
     """Peak memory of one GPU of each stage against the budget, itemised, and the band of the fullest."""
-    budget = stages[0].budget_bytes
+    unequal = len({stage.budget_bytes for stage in stages}) > 1
     table = make_table()
     table.add_column("stage", no_wrap=True)
-    for heading in (*_HEADINGS, "other", "total", "free"):
+    if stages[0].device:
+        table.add_column("device")
+    for heading in (*_HEADINGS, "other", "total", *(["budget"] if unequal else []), "free"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, stage in _collapsed(stages):
         shown = [stage.items.get(item, 0.0) for item in _ITEMS]
         free = stage.budget_bytes - stage.device_bytes
         table.add_row(
             name,
+            *([stage.device] if stage.device else []),
             *(_gib(num_bytes) for num_bytes in shown),
             _gib(stage.device_bytes - sum(shown)),
             Text(_gib(stage.device_bytes), style="bold"),
+            *([_gib(stage.budget_bytes)] if unequal else []),
             Text(_gib(free), style="green" if free >= 0 else "bold red"),
         )
-    print_titled(
-        console, f"Memory per GPU, GiB (budget {_gib(budget)}: {margin:.0%} of the device is left free)", table
-    )
+    budget = "" if unequal else f"budget {_gib(stages[0].budget_bytes)}: "
+    print_titled(console, f"Memory per GPU, GiB ({budget}{margin:.0%} of the device is left free)", table)
     console.print(
         Text("  other: allocator reserve, CUDA context, communication buffers", style="dim"),
     )
     if band is not None:
-        fullest = max(stage.device_bytes for stage in stages)
+        fullest = max(stages, key=lambda stage: stage.device_bytes / stage.budget_bytes).device_bytes
         low, high = band.around(fullest)
         line = f"  fullest GPU {_gib(fullest)} ({_gib(low)} to {_gib(high)}: where 8 of 10 published runs fell)"
         console.print(Text(line, style="dim"))
@@ -220,14 +223,15 @@ def print_memory_totals(console: Console, plan: Plan) -> None:
     table.add_column("free", justify="right")
     rows: list[list[str]] = []
     for i, num_bytes in enumerate(prediction.stage_memory_bytes):
-        cells = [_gib(num_bytes), _gib(prediction.budget_bytes - num_bytes)]
+        cells = [_gib(num_bytes), _gib(prediction.budget_of(i) - num_bytes)]
         if rows and rows[-1][1:] == cells:
             rows[-1][0] = f"{rows[-1][0].split('-')[0]}-{i}"
         else:
             rows.append([str(i), *cells])
     for row in rows:
         table.add_row(*row)
-    print_titled(console, f"Memory per GPU, GiB (budget {_gib(prediction.budget_bytes)})", table)
+    budget = "" if prediction.stage_budget_bytes else f" (budget {_gib(prediction.budget_bytes)})"
+    print_titled(console, f"Memory per GPU, GiB{budget}", table)
 
 
 def print_placement(console: Console, plan: Plan) -> None:
@@ -515,7 +519,8 @@ def _collapsed(stages: Sequence["StageMemory"]) -> list[tuple[str, "StageMemory"
     """Stages with equal figures (to the digit shown) joined: ("1-6", stage 1)."""
     rows: list[tuple[int, int, tuple[str, ...], StageMemory]] = []
     for i, stage in enumerate(stages):
-        figures = (*(_gib(stage.items.get(item, 0.0)) for item in _ITEMS), _gib(stage.device_bytes))
+        sizes = (*(_gib(stage.items.get(item, 0.0)) for item in _ITEMS), _gib(stage.device_bytes))
+        figures = (*sizes, _gib(stage.budget_bytes), stage.device)
         if rows and rows[-1][2] == figures:
             rows[-1] = (rows[-1][0], i, figures, stage)
         else:

@@ -55,7 +55,7 @@ def show_plan(plan: "Plan") -> Shown:
     from .strategy import shape_of
 
     title = (
-        f"{plan.model.name} on {plan.cluster.num_devices:,} x {plan.cluster.device.name}: {shape_of(plan).label}, "
+        f"{plan.model.name} on {plan.cluster.devices}: {shape_of(plan).label}, "
         f"micro-batch {plan.micro_batch} x {plan.num_microbatches}"
     )
     predicted = plan.prediction
@@ -77,7 +77,7 @@ def show_estimate(found: "Estimate") -> Shown:
     title = (
         f"{format_seconds(found.step_time_s)} a step, {format_count(found.tokens_per_s)} tokens/s, MFU {found.mfu:.1%}"
     )
-    fullest = max(found.memory, key=lambda stage: stage.device_bytes)
+    fullest = max(found.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
     times = [
         (f"time: {name}", format_seconds(seconds), f"{seconds / found.step_time_s:.1%}")
         for name, seconds in found.breakdown.items()

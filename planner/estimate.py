@@ -38,6 +38,7 @@ class StageMemory(_Document):
     reserved_bytes: float = Field(description="what it holds, fragmentation included")
     device_bytes: float = Field(description="with context and communicators: what nvidia-smi shows")
     budget_bytes: float
+    device: str = Field(default="", description="name of the rank's device, where devices are unequal")
 
     @property
     def over_bytes(self) -> float:
@@ -238,6 +239,7 @@ def _memory(cost: StageCost, shape: Shape, model: CostModel) -> StageMemory:
         reserved_bytes=reserved,
         device_bytes=reserved + outside,
         budget_bytes=budget_bytes(device, model.training),
+        device=device.name if len(model.job.kinds) > 1 else "",
     )
 
 

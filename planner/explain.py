@@ -1,8 +1,12 @@
 """Why one plan and not another, in words with numbers."""
 
+from collections.abc import Iterator
+
 from ..profiler.units import format_bytes, format_seconds
 from .estimate import Estimate
 from .plan import Plan, Recompute
+from .strategy import shape_of
+from .unequal import stage_kinds
 
 CAUSES = {
     "compute": "compute",
@@ -53,7 +57,7 @@ def reason(plan: Plan, found: Estimate, replicas: str | None = None) -> str:
 
     replicas: the verdict on plain data parallelism, if it was priced.
     """
-    degrees, reasons = plan.degrees, []
+    degrees, reasons = plan.degrees, list(_why_on_kinds(plan, found))
     if degrees.sharded_over > 1:
         reasons.append(_why_sharded(replicas))
     if degrees.tensor > 1:
@@ -80,6 +84,30 @@ def reason(plan: Plan, found: Estimate, replicas: str | None = None) -> str:
         if recomputed:
             reasons.append(f"{recomputed} of {len(layers)} layers {words} to fit")
     return "; ".join(reasons) or "everything fits without sharding, and replicas communicate least"
+
+
+def _why_on_kinds(plan: Plan, found: Estimate) -> Iterator[str]:
+    """What becomes of unequal devices; nothing where they are equal."""
+    cluster = plan.cluster
+    if len(cluster.kinds) == 1:
+        return
+    shape = shape_of(plan)
+    kinds = stage_kinds(cluster, shape)
+    if kinds is None:
+        slowest, smallest = cluster.device.name, format_bytes(cluster.device.memory)
+        yield (
+            f"every stage has devices of several kinds, so all count as the slowest ({slowest}) with the least memory "
+            f"({smallest})"
+        )
+        return
+    held: dict[str, tuple[int, int]] = {}
+    for position, kind in enumerate(kinds):
+        name = cluster.kinds[kind].device.name
+        stages, layers = held.get(name, (0, 0))
+        here = sum(len(plan.stages[stage].layers) for stage in plan.stages_of(position))
+        held[name] = stages + 1, layers + here
+    parts = (f"{layers} layers in {n} stage{'s' if n > 1 else ''} on {name}" for name, (n, layers) in held.items())
+    yield f"each stage is on one kind of device: {', '.join(parts)}"
 
 
 _RECOMPUTED: dict[Recompute, str] = {

@@ -152,7 +152,12 @@ class Prediction(_Document):
     tokens_per_s: float
     mfu: float
     stage_memory_bytes: tuple[float, ...]
-    budget_bytes: float
+    budget_bytes: float = Field(description="of the first stage")
+    stage_budget_bytes: tuple[float, ...] = Field(default=(), description="of every stage, where devices are unequal")
+
+    def budget_of(self, position: int) -> float:
+        """Bytes that a plan may use of the devices of a pipeline coordinate."""
+        return self.stage_budget_bytes[position] if self.stage_budget_bytes else self.budget_bytes
 
 
 class Plan(_Document):

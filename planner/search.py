@@ -166,6 +166,7 @@ def _prediction(found: Estimate) -> Prediction:
         mfu=found.mfu,
         stage_memory_bytes=tuple(stage.device_bytes for stage in found.memory),
         budget_bytes=found.memory[0].budget_bytes,
+        stage_budget_bytes=tuple(s.budget_bytes for s in found.memory) if found.memory[0].device else (),
     )
 
 

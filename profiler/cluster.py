@@ -152,6 +152,21 @@ class ClusterSpec(_Document):
         return slowest.model_copy(update={"memory": min(group.device.memory for group in self.hosts)})
 
     @property
+    def devices(self) -> str:
+        """How many there are of which device: "8 x h100-80gb + 8 x a100-80gb"."""
+        counts: dict[str, int] = {}
+        for group in self.hosts:
+            counts[group.device.name] = counts.get(group.device.name, 0) + group.count * group.devices_per_host
+        return " + ".join(f"{count:,} x {name}" for name, count in counts.items())
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """US dollars of one device, on average; None if the price of one is not known."""
+        prices = [(group.count * group.devices_per_host, group.device.price_per_hour) for group in self.hosts]
+        known = [count * price for count, price in prices if price is not None]
+        return sum(known) / self.num_devices if len(known) == len(prices) else None
+
+    @property
     def link(self) -> Link:
         """The slowest link inside a host."""
         return min((group.link for group in self.hosts), key=lambda link: link.bandwidth)

@@ -1,17 +1,24 @@
 """Unequal devices: stages on their own kind of device, against brute force, and what a plan says about them."""
 
+import io
 import itertools
 import random
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from synthetic import device, layer_class, profile
 from test_search import plans_of
 
+from meshwright.executor.report import gpus_of
+from meshwright.executor.report_facts import host_patterns
+from meshwright.executor.terminal import print_memory, print_placement
 from meshwright.planner.check import check
 from meshwright.planner.estimate import estimate
+from meshwright.planner.explain import reason
 from meshwright.planner.explore import Explorer
 from meshwright.planner.ilp import solve_master
 from meshwright.planner.plan import Plan, placements
@@ -270,3 +277,62 @@ def test_what_crosses_between_kinds_takes_the_network() -> None:
     near, far = (estimate(two_stages(cluster, (0, 1)), BLOCKS).step_time_s for cluster in (on, slow_network))
 
     assert far > near + 0.9 * 0.269 * 2 * 1e6 / (1e6 / 2)
+
+
+def test_the_terminal_names_device_and_budget_of_every_stage() -> None:
+    on = mixed((1, 2, replace_device(SLOW, 20e9)), (1, 2, FAST))
+    plan = two_stages(on, (1, 0))
+    console = Console(file=io.StringIO(), width=140)
+
+    print_memory(console, estimate(plan, BLOCKS).memory, 0.05)
+    print_placement(console, plan)
+
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"0 +fast .* 70\.8 ", said)
+    assert re.search(r"1 +slow .* 17\.7 ", said)
+    assert "host 1: GPUs 0-1 (fast)" in said
+    assert "host 0: GPUs 0-1 (slow)" in said
+
+
+def replace_device(on: Device, memory: float) -> Device:
+    """The device with another memory."""
+    return on.model_copy(update={"memory": memory})
+
+
+def test_the_reason_says_what_becomes_of_unequal_devices() -> None:
+    on = mixed((1, 4, SLOW), (1, 4, FAST))
+    own, shared = two_stages(on, (1, 0), replicas=4), search(BLOCKS, on, JOB, pins=Pins(pipeline=1)).plan
+
+    reasons = [reason(plan, estimate(plan, BLOCKS)) for plan in (own, shared)]
+
+    assert "8 layers in 1 stage on fast, 4 layers in 1 stage on slow" in reasons[0]
+    assert "all count as the slowest (slow) with the least memory (74.5 GiB)" in reasons[1]
+
+
+def test_a_saved_plan_knows_the_budget_of_every_stage() -> None:
+    on = mixed((1, 2, replace_device(SLOW, 20e9)), (1, 2, FAST))
+
+    result = search(BLOCKS, on, JOB, pins=Pins(pipeline=2, schedule="1f1b"))
+
+    assert result.plan.prediction is not None
+    budgets = [result.plan.prediction.budget_of(position) for position in (0, 1)]
+    assert budgets == [stage.budget_bytes for stage in result.estimate.memory]
+    assert budgets[0] != budgets[1]
+
+
+def test_stages_on_several_hosts_are_listed_by_the_numbers_of_the_cluster_file() -> None:
+    on = mixed((1, 2, SLOW), (1, 4, FAST), (1, 2, SLOW))
+
+    plan = two_stages(on, (1, 0), replicas=4)
+
+    assert [gpus_of(plan, position) for position in (0, 1)] == ["host 1: GPUs 0-3 (fast)", "hosts 0, 2 (slow)"]
+    assert [pattern.hosts for pattern in host_patterns(plan)] == [(1,), (0, 2)]
+
+
+def test_prices_and_devices_of_a_cluster_count_every_kind() -> None:
+    dear, cheap = FAST.model_copy(update={"price_per_hour": 4.0}), SLOW.model_copy(update={"price_per_hour": 1.0})
+    on = mixed((1, 2, dear), (3, 2, cheap))
+
+    assert on.price_per_hour == pytest.approx((2 * 4.0 + 6 * 1.0) / 8)
+    assert on.devices == "2 x fast + 6 x slow"
+    assert mixed((1, 2, dear), (3, 2, SLOW)).price_per_hour is None
