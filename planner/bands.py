@@ -28,10 +28,12 @@ class Band:
         return predicted * self.low, predicted * self.high
 
 
-def time_kind(expert: int, precision: str, num_hosts: int) -> str:
-    """Kind of a job whose step time is predicted. expert: ranks that experts are spread over, 1 in dense models."""
+def time_kind(mixture: bool, precision: str, num_hosts: int) -> str:
+    """Kind of a job whose step time is predicted. mixture: the model has experts, spread over ranks or not. (All runs
+    of mixtures that were published spread them; what makes these hard to predict, routing and the products of few
+    tokens with each expert, is there without that as well.)"""
     parts = (
-        "experts" if expert > 1 else "dense",
+        "experts" if mixture else "dense",
         "low precision" if precision in _LOW_PRECISIONS else "16 bit",
         "several hosts" if num_hosts > 1 else "one host",
     )
@@ -42,7 +44,8 @@ def time_band(plan: Plan) -> Band | None:
     """Band of a plan's step time; None on CPUs, of which nothing is published."""
     if _is_cpu(plan):
         return None
-    return _bands()["time"][time_kind(plan.degrees.expert, plan.training.precision, plan.cluster.num_hosts)]
+    mixture = plan.degrees.expert > 1 or bool(plan.model.expert_modules)
+    return _bands()["time"][time_kind(mixture, plan.training.precision, plan.cluster.num_hosts)]
 
 
 def memory_band(plan: Plan, metric: Metric = "device") -> Band | None:

@@ -48,8 +48,8 @@ def test_twice_as_wide_is_the_square_of_the_factors() -> None:
 def test_kinds_with_few_runs_take_the_band_of_all_hosts() -> None:
     given = row(measured__step_time_s=1.0)
     setting, one_host = setting_of(given), place(given).cluster.num_hosts == 1
-    kind = time_kind(1, setting.precision, 1 if one_host else 2)
-    other = time_kind(1, setting.precision, 2 if one_host else 1)
+    kind = time_kind(False, setting.precision, 1 if one_host else 2)
+    other = time_kind(False, setting.precision, 2 if one_host else 1)
 
     found = time_bands([Priced(given, step_s=1.1, setting=setting)] * 20, dict.fromkeys(OF_FIT, 1.0))
 
@@ -58,11 +58,11 @@ def test_kinds_with_few_runs_take_the_band_of_all_hosts() -> None:
     assert found[kind].runs == 20
 
 
-@pytest.mark.parametrize("expert", [1, 8])
+@pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp4"])
 @pytest.mark.parametrize("num_hosts", [1, 2])
-def test_every_kind_of_job_has_a_band(expert: int, precision: str, num_hosts: int) -> None:
-    kind = time_kind(expert, precision, num_hosts)
+def test_every_kind_of_job_has_a_band(mixture: bool, precision: str, num_hosts: int) -> None:
+    kind = time_kind(mixture, precision, num_hosts)
 
     assert kind.rsplit(", ", 1)[0] in OF_FIT
 
@@ -103,3 +103,14 @@ def test_memory_of_the_fullest_gpu_is_shown_with_its_band() -> None:
     print_memory(console, stages, 0.05, Band(0.95, 1.1, 20))
 
     assert "fullest GPU 40.0 (38.0 to 44.0" in console.export_text()
+
+
+def test_a_mixture_has_the_band_of_experts_whether_they_are_spread_or_not() -> None:
+    plan = _plan("fsdp2-eager")
+    mixture = plan.model_copy(update={"model": plan.model.model_copy(update={"expert_modules": ("experts",)})})
+
+    dense, experts = time_band(plan), time_band(mixture)
+
+    assert dense is not None
+    assert experts is not None
+    assert experts.high / experts.low > dense.high / dense.low

@@ -43,7 +43,8 @@ def time_bands(priced: Sequence[Priced], widths: dict[str, float]) -> dict[str, 
         error = time_error(one)
         if error is not None and one.setting is not None:
             setting = one.setting
-            kind = time_kind(setting.shape.expert, setting.precision, place(one.row).cluster.num_hosts)
+            mixture = setting.sizes.mixture is not None
+            kind = time_kind(mixture, setting.precision, place(one.row).cluster.num_hosts)
             found.setdefault(kind, []).append((error, one.row.weight))
     result, everything = {}, [error for part in found.values() for error in part]
     for model, precision in itertools.product(("dense", "experts"), ("16 bit", "low precision")):
