@@ -141,6 +141,9 @@ class CommunicationClock:
             self.axes[dist.group.WORLD.group_name] = "all"  # type: ignore[union-attr]
             if mesh.plan.degrees.context > 1:
                 self.axes[mesh.shard_mesh.get_group().group_name] = "data_shard"
+            if mesh.spread is not None:
+                for dim, name in (("data_replicate",) * 2, ("expert_shard", "data_shard"), ("expert", "expert")):
+                    self.axes[mesh.spread.get_group(dim).group_name] = name
             for axis in AXES:
                 group = mesh.group(axis)
                 if group is not None:

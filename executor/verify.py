@@ -19,7 +19,18 @@ from torch import nn
 from torch.nn import functional
 
 from ..planner.plan import Degrees, LayerPlan, Plan, Recompute, Stage
-from ..planner.strategy import LayerOption, can_recompute, legal_cuts, make_plan, sequence_rule, shape_of, tensor_rule
+from ..planner.strategy import (
+    LayerOption,
+    Shape,
+    can_recompute,
+    divisors,
+    expert_rule,
+    legal_cuts,
+    make_plan,
+    sequence_rule,
+    shape_of,
+    tensor_rule,
+)
 from ..profiler.cluster import cluster_of
 from ..profiler.load import Batch, LoadedModel, load_model, split_inputs
 from ..profiler.model_profile import ModelProfile
@@ -242,6 +253,9 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
         micro_batch=micro_batch,
         num_microbatches=num_microbatches,
     )
+    shape = replace(shape, expert=_expert_degree(shape, profile))
+    if shape.expert != plan.degrees.expert:
+        notes.append(f"expert is {shape.expert} here instead of {plan.degrees.expert}")
     training = plan.training.model_copy(
         update={
             "global_batch": micro_batch * num_microbatches * degrees.data,
@@ -317,6 +331,18 @@ def _tensor_degree(plan: Plan, degree: int, profile: ModelProfile) -> int:
     if degree > 1:
         raise ValueError(f"{profile.name} cannot be cut by tensor parallelism ({rule}); give small() divisible sizes")
     return 1
+
+
+def _expert_degree(shape: Shape, profile: ModelProfile) -> int:
+    """The largest degree up to the shape's that divides its ranks and the experts. Raises ValueError if none does."""
+    if shape.expert == 1:
+        return 1
+    rules = {e: expert_rule(profile, e, shape.sequence) for e in divisors(shape.experts_over) if 1 < e <= shape.expert}
+    able = [expert for expert, rule in rules.items() if rule is None]
+    if not able:
+        why = next(iter(rules.values()), None) or f"{shape.experts_over} ranks hold tokens of their own here"
+        raise ValueError(f"{profile.name} cannot be run with spread experts ({why}); give small() more experts")
+    return able[-1]
 
 
 def _short(loaded: LoadedModel, plan: Plan) -> LoadedModel:

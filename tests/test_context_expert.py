@@ -471,7 +471,6 @@ def test_an_unknown_variant_is_refused_by_name() -> None:
             False,
             "priced, not run yet: context parallelism (context=4, ring); the executor runs",
         ),
-        ({"expert": 8}, False, "priced, not run yet: expert parallelism (expert=8)"),
         ({"offload_optimizer": True}, False, "priced, not run yet: offload to the host"),
         ({}, True, "priced, not run yet: offload to the host"),
         ({"recompute_parts": ("experts",)}, False, "priced, not run yet: recompute_parts"),
@@ -482,3 +481,15 @@ def test_what_is_only_priced_is_refused_by_the_check(changes: dict[str, object],
     plan, model = planned(mixture(), shape, cluster(per_host=8), LayerOption(offload=offload))
 
     assert any(told in violated for violated in check(plan, model))
+
+
+@pytest.mark.parametrize(("called", "told"), [("routed", []), ("", ["no rank can run a part of it"])])
+def test_only_experts_that_are_seen_to_be_routed_are_spread(called: str, told: list[str]) -> None:
+    layer = mixture()
+    layer = layer.model_copy(update={"experts": tuple(b.model_copy(update={"called": called}) for b in layer.experts)})
+    plan, model = planned(layer, Shape(1, 8, 1, 1, 1, 1, expert=8), cluster(per_host=8), LayerOption())
+
+    violated = check(plan, model)
+
+    assert [[words in rule for rule in violated] for words in told] == [[True] for _ in told]
+    assert len(violated) == len(told)
