@@ -2,8 +2,8 @@
 
 For one stage per rank the ILP chooses among all cuts. Interleaved and zero-bubble schedules have no closed form that is
 linear in the stages: a rank's memory and time join several of them. Here the space is therefore a short list of cuts,
-the ones that balance the ranks, each with the first k layers of every stage recomputed, and each is priced exactly:
-memory by the schedule's table, time by event simulation.
+the ones that balance the ranks, each with the first k layers of every stage recomputed, all in one way, and each is
+priced exactly: memory by the schedule's table, time by event simulation.
 """
 
 import math
@@ -262,7 +262,7 @@ def _choice(prices: StagePrices, composition: int, recompute: Recompute, count: 
     parts: list[tuple[int, LayerOption, int]] = []
     left = count
     for run, number in zip(range(item.first_run, item.last_run + 1), item.counts, strict=True):
-        by_way = {option.recompute: option for option in prices.options[run]}
+        by_way = {option.recompute: option for option in prices.options[run] if not option.offload}
         recomputed = min(left, number) if recompute in by_way else 0
         if "none" not in by_way:
             recomputed = number

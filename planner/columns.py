@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..profiler.model_profile import CrossingTensor, ModelProfile
 from .kept import kept
 from .kinds import Kind, kinds_of, shared_groups
-from .knapsack import Group, Packing, Turns, least_weight, lightest_in_turns
+from .knapsack import Turns, lightest, tie_prices
 from .layer_cost import P2P_EXPOSED, CostModel, Cut, LayerCost
 from .memory_cost import StateBytes, state_bytes
 from .peak import Arrivals, Moment, moments_of, running
@@ -82,16 +82,19 @@ class Chain:
         self._costs: dict[object, tuple[list[list[LayerOption]], list[list[LayerCost]]]] = {}
 
     def priced(
-        self, shape: Shape, recompute: Recompute | None, reshard: bool | None
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool
     ) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
-        """([run] -> options of its layers, what a layer costs with each): the same for all schedules of a pipeline."""
+        """([run] -> options of its layers that no other beats, what a layer costs with each): the same for all
+        schedules of a pipeline."""
         alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
-        key = alike, recompute, reshard
+        key = alike, recompute, reshard, everything
         if key not in self._costs:
             by_kind: dict[Kind, tuple[list[LayerOption], list[LayerCost]]] = {}
             for kind in {self.model.kinds[run.start] for run in self.runs}:
-                options = self.model.options(kind, shape, recompute, reshard)
-                by_kind[kind] = options, [self.model.cost(kind, shape, option) for option in options]
+                options = self.model.options(kind, shape, recompute, reshard, everything)
+                costs = [self.model.cost(kind, shape, option) for option in options]
+                best = unbeaten(costs)
+                by_kind[kind] = [options[i] for i in best], [costs[i] for i in best]
             found = [by_kind[self.model.kinds[run.start]] for run in self.runs]
             waiting = self.waiting_bytes(shape)
             self._costs[key] = (
@@ -223,6 +226,36 @@ class Chain:
         return table
 
 
+def unbeaten(costs: Sequence[LayerCost]) -> list[int]:
+    """Options, by their costs, that no other matches in time and in bytes at every moment; of equals the first."""
+    table = np.array([_felt(cost) for cost in costs])
+    no_worse = (table[:, None, :] <= table[None, :, :]).all(axis=2)
+    order = np.arange(len(costs))
+    beats = no_worse & (~no_worse.T | (order[:, None] < order[None, :]))
+    return [int(i) for i in np.flatnonzero(~beats.any(axis=0))]
+
+
+def _felt(cost: LayerCost) -> tuple[float, ...]:
+    """All that a stage feels of an option: less of each is better. What a layer keeps counts with and without what has
+    arrived, which stands in for what the stage holds of it anyway."""
+    return (
+        cost.forward_total_s,
+        cost.backward_total_s,
+        -cost.weight_s,
+        cost.once_s,
+        cost.kept_bytes,
+        cost.kept_bytes - cost.arrived_bytes,
+        cost.held_bytes,
+        cost.held_bytes - cost.released_bytes,
+        cost.accumulated_bytes,
+        cost.root_bytes,
+        cost.root_end_bytes,
+        cost.transient_bytes,
+        cost.ending_bytes,
+        cost.waiting_bytes,
+    )
+
+
 @kept
 def _passing(profile: ModelProfile) -> tuple[Floats, Floats]:
     """[layer] -> coefficients of elements, and of bytes of other dtypes, that pass by it."""
@@ -283,6 +316,7 @@ class StagePrices:
         shape: Shape,
         recompute: Recompute | None = None,
         reshard: bool | None = None,
+        everything: bool = False,
         work: "Work | None" = None,
     ) -> None:
         """work: what else the other stages can do, where they have other devices than those priced here."""
@@ -291,9 +325,11 @@ class StagePrices:
         self._work = work
         model = chain.model
         self.model = model
-        self.options, self.costs = chain.priced(shape, recompute, reshard)
+        self.options, self.costs = chain.priced(shape, recompute, reshard, everything)
         self._passes: dict[int, list[_Pass]] = {}
-        self._priced: dict[tuple[int, int], tuple[float, float, Choice] | None] = {}
+        self._known_rooms: dict[int, list[tuple[Floats, Floats]]] = {}
+        self._known_fits: dict[int, NDArray[np.bool_]] = {}
+        self._priced: dict[tuple[int, int], tuple[StageCost, Choice] | None] = {}
 
     @cached_property
     def budget(self) -> float:
@@ -355,8 +391,8 @@ class StagePrices:
             self._receives[item.first_run],
             self._sends[item.last_run],
             self._arrivals.at(composition),
-            self._shared(composition),
-            self.model.tie_s(self._tied(composition), self.shape),
+            float(self._shared_elements[composition]),
+            self.model.tie_s(float(self._tied_elements[composition]), self.shape),
             self._state,
             self.model.training,
             self.model.device,
@@ -379,159 +415,177 @@ class StagePrices:
         seconds: Floats = receives[self.chain.first_runs] + sends[self.chain.last_runs]
         return seconds
 
-    def _balanced(self, cutoff_s: float, saving_s: Floats) -> NDArray[np.bool_]:
-        """Compositions that can be part of a step below `cutoff_s`: not so long that they alone make it longer, nor so
-        short that the other stages must. saving_s: what each takes at least beyond its fastest options."""
-        shape, fastest = self.shape, self._fastest_microbatch_s
-        more = shape.num_microbatches - 1
-        if not np.isfinite(cutoff_s) or more == 0:
-            return fastest <= cutoff_s * (1 + ROUNDING)
-        if self._work is not None:
-            longest_s = (cutoff_s - self._work.pass_s) / more
-            done = self.chain.counts @ self._work.per_run
-            least = self._work.whole - self._work.others_rate * longest_s
-            return (fastest + saving_s <= longest_s * (1 + ROUNDING)) & (done >= least - ROUNDING * self._work.whole)
-        per_run = np.array([min(c.microbatch_s for c in costs) for costs in self.costs])
-        whole_s = float(np.array([run.length for run in self.chain.runs]) @ per_run)
-        longest_s = (cutoff_s - whole_s) / more
-        shortest_s = whole_s - (shape.pipeline - 1) * longest_s
-        return (fastest + saving_s <= longest_s * (1 + ROUNDING)) & (fastest >= shortest_s * (1 - ROUNDING))
+    def _weight_bounds(self, in_flight: int) -> Floats:
+        """[composition] -> weight that its options have at least: memory at a price, the best of the prices where two
+        options of a run tie, for every pass."""
+        bounds = self.chain.counts @ np.array([min(row) for row in self._weights])
+        weights = [np.array(row) for row in self._weights]
+        for one, (room, _) in zip(self._passes_of(in_flight), self._rooms(in_flight), strict=True):
+            spare = room - np.array([row.min() for row in one.ending])[self.chain.last_runs]
+            prices = tie_prices(weights, one.before)
+            least = np.array(
+                [(w + prices[:, None] * held).min(axis=1) for w, held in zip(weights, one.before, strict=True)]
+            )
+            priced = self.chain.counts @ least - spare[:, None] * prices
+            bounds = np.maximum(bounds, priced.max(axis=1, initial=-np.inf))
+        return bounds
 
-    def _saving_s(self, in_flight: int) -> Floats:
-        """[composition] -> least seconds per micro-batch that bringing its memory into the budget adds: bytes over, at
-        the price of the option that saves bytes most cheaply. 0 for a single stage, whose options trade otherwise."""
-        if self.shape.pipeline == 1:
-            return np.zeros(len(self.chain.compositions))
-        first = self._passes_of(in_flight)[0]
-        prices = []
-        for run, (costs, fast) in enumerate(zip(self.costs, self._fastest, strict=True)):
-            for option, cost in enumerate(costs):
-                saved = float(first.before[run][fast] - first.before[run][option])
-                if saved > 0:
-                    prices.append((cost.microbatch_s - costs[fast].microbatch_s) / saved)
-        before = np.array([row[fast] for row, fast in zip(first.before, self._fastest, strict=True)])
-        ending = np.array([row.min() for row in first.ending])
-        there = self.chain.counts @ before + ending[self.chain.last_runs]
-        over = np.maximum(0.0, there - self._room(first.moment, [row.max() for row in self._arrived]))
-        saving: Floats = over * min(prices, default=0.0)
-        return saving
+    def bounds(self, stage: int, cutoff_s: float = float("inf")) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """([composition] -> seconds per micro-batch at least, seconds once per step, whether those are the price).
 
-    def price(self, stage: int, cutoff_s: float = float("inf")) -> tuple[Floats, Floats]:
-        """([composition] -> seconds per micro-batch, seconds once per step) of a stage at the best options that fit.
-
-        Infinite where the composition cannot stand on that stage, where nothing fits, and where it cannot be part of
+        Infinite where the composition cannot stand on that stage, where nothing can fit, and where it cannot be part of
         a step below `cutoff_s`.
         """
         shape, chain = self.shape, self.chain
-        num_compositions = len(chain.compositions)
-        seconds, once = np.full(num_compositions, np.inf), np.full(num_compositions, np.inf)
         in_flight = shape.in_flight(stage)
-        fits = self._fits(in_flight, self._fastest)
-        may_stand = self._balanced(cutoff_s, self._saving_s(in_flight)) & (fits | self._may_fit(in_flight))
-        may_stand &= self._update_fits
+        fastest = self._fastest_microbatch_s
+        fits = self._fits(in_flight)
+        may_stand = (fits | self._may_fit(in_flight)) & self._update_fits
         if stage == 0:
             may_stand &= chain.at_start
         if stage == shape.pipeline - 1:
             may_stand &= chain.at_end
-        if self._recomputable is not None:
-            best = self._fastest_microbatch_s + self._recompute_s(in_flight, fits)
-            may_stand &= np.isfinite(best)
-            return np.where(may_stand, best, np.inf), np.where(may_stand, self._once_s, np.inf)
-        for i in np.flatnonzero(may_stand):
-            priced = self._priced_one(int(i), in_flight, bool(fits[i]), cutoff_s)
-            if priced is not None:
-                seconds[i], once[i] = priced[0], priced[1]
+        seconds = fastest.copy()
+        if shape.pipeline > 1:
+            least = self._weight_bounds(in_flight) + P2P_EXPOSED * self._waits
+            seconds = np.where(fits, fastest, np.maximum(fastest, least * (1 - ROUNDING)))
+        may_stand &= self._balanced(cutoff_s, seconds)
+        return np.where(may_stand, seconds, np.inf), np.where(may_stand, self._once_s, np.inf), fits | ~may_stand
+
+    def _balanced(self, cutoff_s: float, seconds: Floats) -> NDArray[np.bool_]:
+        """Compositions that can be part of a step below `cutoff_s`: not so long that they alone make it longer, nor so
+        short that the other stages must. seconds: [composition] -> what a micro-batch takes at least."""
+        shape, fastest = self.shape, self._fastest_microbatch_s
+        more = shape.num_microbatches - 1
+        if not np.isfinite(cutoff_s) or more == 0:
+            return seconds <= cutoff_s * (1 + ROUNDING)
+        if self._work is not None:
+            longest_s = (cutoff_s - self._work.pass_s) / more
+            done = self.chain.counts @ self._work.per_run
+            least = self._work.whole - self._work.others_rate * longest_s
+            return (seconds <= longest_s * (1 + ROUNDING)) & (done >= least - ROUNDING * self._work.whole)
+        per_run = np.array([min(c.microbatch_s for c in costs) for costs in self.costs])
+        whole_s = float(np.array([run.length for run in self.chain.runs]) @ per_run)
+        longest_s = (cutoff_s - whole_s) / more
+        shortest_s = whole_s - (shape.pipeline - 1) * longest_s
+        return (seconds <= longest_s * (1 + ROUNDING)) & (fastest >= shortest_s * (1 - ROUNDING))
+
+    def price(self, stage: int, cutoff_s: float = float("inf")) -> tuple[Floats, Floats]:
+        """([composition] -> seconds per micro-batch, seconds once per step) of a stage at the best options that fit.
+
+        Infinite where `bounds` is, and where nothing fits.
+        """
+        seconds, once, exact = self.bounds(stage, cutoff_s)
+        for i in np.flatnonzero(~exact):
+            seconds[i] = self.exact_s(int(i), stage, cutoff_s)
+            if not np.isfinite(seconds[i]):
+                once[i] = np.inf
+        if self.shape.pipeline == 1 and np.isfinite(seconds).any():
+            seconds, once = self._single_stage(seconds)
+        return seconds, once
+
+    def exact_s(self, composition: int, stage: int, cutoff_s: float = float("inf")) -> float:
+        """Seconds per micro-batch of a composition on a stage at its best options; infinite if none fit."""
+        found = self._priced_one(composition, self.shape.in_flight(stage), cutoff_s)
+        return np.inf if found is None else found[0].microbatch_s
+
+    def _single_stage(self, seconds: Floats) -> tuple[Floats, Floats]:
+        """Prices of the one composition of a pipeline of one, where what is paid once depends on the options."""
+        whole = int(np.flatnonzero(np.isfinite(seconds))[0])
+        found = self._priced_one(whole, self.shape.in_flight(0), float("inf"))
+        assert found is not None
+        once = np.full(len(seconds), np.inf)
+        seconds[whole], once[whole] = found[0].microbatch_s, found[0].once_s
         return seconds, once
 
     def choice(self, composition: int, in_flight: int) -> Choice:
         """The options behind a price."""
-        fits = bool(self._fits(in_flight, self._fastest)[composition])
-        priced = self._priced_one(composition, in_flight, fits, float("inf"))
+        priced = self._priced_one(composition, in_flight, float("inf"))
         assert priced is not None
-        return priced[2]
-
-    @cached_property
-    def _recomputable(self) -> int | None:
-        """The one run whose layers may be recomputed, if nothing else is to be decided: then the fewest recomputed
-        layers that fit are a closed form. None: it takes the knapsack."""
-        runs = [run for run, options in enumerate(self.options) if len(options) > 1]
-        if self.shape.pipeline == 1 or len(runs) != 1:
-            return None
-        run = runs[0]
-        orders = [self._order(run, self.shape.in_flight(stage)) for stage in range(self.shape.pipeline)]
-        return run if all(order == [1 - self._fastest[run], self._fastest[run]] for order in orders) else None
-
-    def _recompute_s(self, in_flight: int, fits: NDArray[np.bool_]) -> Floats:
-        """[composition] -> seconds per micro-batch that the fewest recomputed layers add; infinite if none suffice.
-
-        The recomputed ones come first, so while any layer is at work, what is there is linear in their number k.
-        """
-        run = self._recomputable
-        assert run is not None
-        fast, slow = self._fastest[run], 1 - self._fastest[run]
-        added_s = self.costs[run][slow].microbatch_s - self.costs[run][fast].microbatch_s
-        layers = self.chain.counts[:, run]
-        few, many = np.ones(len(layers)), layers - 2
-        arrived = [row[o] for row, o in zip(self._arrived, self._fastest, strict=True)]
-        arrived[run] = self._arrived[run][slow]
-        all_fit, but_one = layers > 0, layers > 1
-        for one in self._passes_of(in_flight):
-            room = self._room(one.moment, arrived)
-            before, behind, transient, joined, ending = (
-                np.array([row[o] for row, o in zip(rows, self._fastest, strict=True)])
-                for rows in (one.before, one.behind, one.transient, one.joined, one.ending)
-            )
-            starts, highest = running(before, behind, transient, self._at_end(joined, ending), self.chain.counts)
-            start, rise = starts[:, run], before[run] - behind[run]
-            is_last = self.chain.last_runs == run
-            end = np.where(is_last, ending[run], joined[run])
-            end_slow = np.where(is_last, one.ending[run][slow], one.joined[run][slow])
-            earlier = (np.max(highest[:, :run], axis=1, initial=-np.inf), one.behind[run][slow] - behind[run])
-            later = (np.max(highest[:, run + 1 :], axis=1, initial=-np.inf), one.before[run][slow] - before[run])
-            to_slow = one.before[run][slow] - behind[run]
-            own = one.before[run][slow] - one.behind[run][slow] + one.transient[run][slow]
-            first = start + own, one.behind[run][slow] - behind[run]
-            late = one.before[run][slow] - before[run]
-            mixed = [
-                (start + one.transient[run][slow], to_slow),
-                (start + layers * rise + end, late),
-            ]
-            several = [(start + rise + transient[run], to_slow), (start + (layers - 1) * rise + transient[run], late)]
-            for there, slope in (earlier, later, first, *mixed, *several):
-                if slope < 0:
-                    few = np.maximum(few, np.ceil((there - room) / -slope))
-                elif slope > 0:
-                    many = np.minimum(many, np.floor((room - there) / slope))
-                else:
-                    many = np.where(there <= room, many, -np.inf)
-            for there, slope in (earlier, later, first, *mixed):
-                but_one &= there + (layers - 1) * slope <= room
-            for there, slope in (earlier, later, (start + end_slow, to_slow)):
-                all_fit &= there + layers * slope <= room
-            inner = first[0] + layers * first[1], start + one.transient[run][slow] + (layers - 1) * to_slow
-            all_fit &= (layers == 1) | (np.maximum(*inner) <= room)
-        needed = np.select([few <= many, but_one, all_fit], [few, layers - 1, layers], np.inf)
-        seconds: Floats = np.where(fits, 0.0, needed) * added_s
-        return seconds
+        return priced[1]
 
     @cached_property
     def _once_s(self) -> Floats:
         """[composition] -> seconds once per step; the options do not change it where stages are several."""
         counts, shard = self.chain.counts, self.shape.sharded_over
         data = counts @ np.array([costs[0].once_data_s for costs in self.costs])
-        data += np.array([self.model.tie_s(self._tied(i), self.shape) for i in range(len(counts))])
+        tied = self._tied_elements
+        known = {elements: self.model.tie_s(elements, self.shape) for elements in set(tied.tolist())}
+        data += np.array([known[elements] for elements in tied.tolist()])
         trainable = counts @ np.array([costs[0].trainable_elements for costs in self.costs])
-        shared = np.array([self._shared(i) for i in range(len(counts))])
-        seconds: Floats = data + (trainable - shared) / shard * self.model.optimizer_s(1.0)
+        seconds: Floats = data + (trainable - self._shared_elements) / shard * self.model.optimizer_s(1.0)
         return seconds
 
-    def _priced_one(
-        self, composition: int, in_flight: int, fits_fastest: bool, cutoff_s: float
-    ) -> tuple[float, float, Choice] | None:
+    def _priced_one(self, composition: int, in_flight: int, cutoff_s: float) -> tuple[StageCost, Choice] | None:
         key = composition, in_flight
         if key not in self._priced:
-            self._priced[key] = self._price_one(composition, in_flight, fits_fastest, cutoff_s)
+            choice = self._best_choice(composition, in_flight, self._weight_cutoff(cutoff_s))
+            cost = None if choice is None else self.stage_cost(composition, choice, in_flight)
+            fits = cost is not None and cost.allocated_bytes <= self.budget
+            self._priced[key] = (cost, choice) if cost is not None and choice is not None and fits else None
         return self._priced[key]
+
+    def _best_choice(self, composition: int, in_flight: int, cutoff: float) -> Choice | None:
+        """Options of a composition's layers of least total weight whose memory fits, in the order of their turns."""
+        item = self.chain.compositions[composition]
+        runs = range(item.first_run, item.last_run + 1)
+        if self._fits(in_flight)[composition]:
+            fastest = [(run, self.options[run][self._fastest[run]]) for run in runs]
+            return Choice(tuple((run, option, n) for (run, option), n in zip(fastest, item.counts, strict=True)))
+        passes = self._passes_of(in_flight)
+        orders = [self._order(run, in_flight) for run in runs]
+        rows = [
+            Turns(
+                count,
+                np.array(self._weights[run])[order],
+                np.array([one.before[run][order] for one in passes]),
+                np.array([one.behind[run][order] for one in passes]),
+                np.array([one.transient[run][order] for one in passes]),
+                np.array([(one.ending if run == runs[-1] else one.joined)[run][order] for one in passes]),
+            )
+            for run, count, order in zip(runs, item.counts, orders, strict=True)
+        ]
+        rooms = np.array([room[composition] for room, _ in self._rooms(in_flight)])
+        found = lightest(rows, rooms, cutoff, self._starting(composition, orders[0], passes))
+        if found is None:
+            return None
+        parts = [
+            (run, self.options[run][o], int(n))
+            for run, order, counts in zip(runs, orders, found.counts, strict=True)
+            for o, n in zip(order, counts, strict=True)
+            if n
+        ]
+        return Choice(tuple(parts))
+
+    def _rooms(self, in_flight: int) -> list[tuple[Floats, Floats]]:
+        """[pass] -> ([composition] -> bytes that layers may hold at most, the same if the first layer takes its fastest
+        option), beyond parameters and optimizer state. The options of a stage's first layer decide what the stage
+        holds of what arrives."""
+        if in_flight not in self._known_rooms:
+            most = np.array([row.max() for row in self._arrived])
+            fastest = np.array([row[o] for row, o in zip(self._arrived, self._fastest, strict=True)])
+            found = []
+            for one in self._passes_of(in_flight):
+                moment = one.moment
+                sent = np.array([sent_bytes(cut, moment.flights) for cut in self._sends])[self.chain.last_runs]
+                room = self._free - sent + self._shared_elements * moment.shared(self._state)
+                first = self.chain.first_runs
+                held = (self._arrivals.held(moment.flights, moment.sends, row[first]) for row in (most, fastest))
+                least, usual = held
+                found.append((room - least, room - usual))
+            self._known_rooms[in_flight] = found
+        return self._known_rooms[in_flight]
+
+    @cached_property
+    def _free(self) -> Floats:
+        """[composition] -> bytes beyond parameters, optimizer state and the samples of a step."""
+        state = self._state
+        each = [
+            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
+            for costs in self.costs
+        ]
+        free: Floats = self.budget - self._batch_bytes - self.chain.counts @ np.array(each)
+        return free
 
     def _passes_of(self, in_flight: int) -> "list[_Pass]":
         """What every option of every run holds in the passes that may hold most."""
@@ -551,47 +605,32 @@ class StagePrices:
             range(len(rise)), key=lambda o: (0, float(rise[o] + most[o])) if rise[o] < 0 else (1, -float(most[o]))
         )
 
-    def _room(self, moment: Moment, arrived: Sequence[float]) -> Floats:
-        """[composition] -> bytes that layers may hold in a pass, beyond parameters and optimizer state. arrived: [run]
-        -> what a stage's first layer keeps of what arrives because it is recomputed."""
-        state = self._state
-        each = [
-            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
-            for costs in self.costs
-        ]
-        sent = np.array([sent_bytes(cut, moment.flights) for cut in self._sends])[self.chain.last_runs]
-        room: Floats = self.budget - self._batch_bytes - self.chain.counts @ np.array(each) - sent
-        room += self._shared_elements * moment.shared(state)
-        room -= self._arrivals.held(moment.flights, moment.sends, np.array(arrived)[self.chain.first_runs])
-        return room
-
     def _at_end(self, joined: Floats, ending: Floats) -> Floats:
         """[composition][run] -> transient of the run's last layer: the stage's last one has none behind it."""
         is_last = np.arange(len(joined)) == self.chain.last_runs[:, None]
         return np.where(is_last, ending, joined)
 
-    def _holds(
-        self, in_flight: int, pick: Callable[[Floats, int], float], arrived: Sequence[float]
-    ) -> NDArray[np.bool_]:
+    def _holds(self, in_flight: int, pick: Callable[[Floats, int], float], fastest: bool) -> NDArray[np.bool_]:
         """[composition] -> whether it fits with the amounts that `pick` takes of each run's options."""
         fits = np.ones(len(self.chain.compositions), dtype=bool)
-        for one in self._passes_of(in_flight):
+        for one, rooms in zip(self._passes_of(in_flight), self._rooms(in_flight), strict=True):
             before, behind, transient, joined, ending = (
                 np.array([pick(row, run) for run, row in enumerate(rows)])
                 for rows in (one.before, one.behind, one.transient, one.joined, one.ending)
             )
             _, most = running(before, behind, transient, self._at_end(joined, ending), self.chain.counts)
-            fits &= most.max(axis=1) <= self._room(one.moment, arrived)
+            fits &= most.max(axis=1) <= rooms[fastest]
         return fits
 
-    def _fits(self, in_flight: int, options: list[int]) -> NDArray[np.bool_]:
-        """[composition] -> whether it fits with the given option of each run."""
-        arrived = [row[o] for row, o in zip(self._arrived, options, strict=True)]
-        return self._holds(in_flight, lambda row, run: row[options[run]], arrived)
+    def _fits(self, in_flight: int) -> NDArray[np.bool_]:
+        """[composition] -> whether it fits with the fastest option of each run."""
+        if in_flight not in self._known_fits:
+            self._known_fits[in_flight] = self._holds(in_flight, lambda row, run: row[self._fastest[run]], True)
+        return self._known_fits[in_flight]
 
     def _may_fit(self, in_flight: int) -> NDArray[np.bool_]:
         """[composition] -> False where not even the least of every item fits."""
-        return self._holds(in_flight, lambda row, run: row.min(), [row.max() for row in self._arrived])
+        return self._holds(in_flight, lambda row, run: row.min(), False)
 
     @cached_property
     def _update_fits(self) -> NDArray[np.bool_]:
@@ -612,24 +651,20 @@ class StagePrices:
 
     @cached_property
     def _shared_elements(self) -> Floats:
-        return np.array([self._shared(i) for i in range(len(self.chain.compositions))])
+        """[composition] -> parameter elements that its layers hold together and must not be counted twice."""
+        found = np.zeros(len(self.chain.compositions))
+        for runs, elements in self._shared_by_runs:
+            found += elements * np.maximum(0.0, self.chain.counts[:, runs].sum(axis=1) - 1.0)
+        return found
 
-    def _shared(self, composition: int) -> float:
-        """Parameter elements that layers of a composition hold together and must not be counted twice."""
-        counts = self.chain.counts[composition]
-        return sum(
-            elements * max(0.0, float(sum(counts[run] for run in runs)) - 1.0)
-            for runs, elements in self._shared_by_runs
-        )
-
-    def _tied(self, composition: int) -> float:
-        """Parameter elements of a composition that other stages hold copies of."""
-        counts = self.chain.counts[composition]
-        return sum(
-            elements
-            for runs, elements in self._shared_by_runs
-            if 0 < sum(counts[run] for run in runs) < sum(self.chain.runs[run].length for run in runs)
-        )
+    @cached_property
+    def _tied_elements(self) -> Floats:
+        """[composition] -> parameter elements that other stages hold copies of."""
+        found = np.zeros(len(self.chain.compositions))
+        for runs, elements in self._shared_by_runs:
+            here = self.chain.counts[:, runs].sum(axis=1)
+            found += elements * ((here > 0) & (here < sum(self.chain.runs[run].length for run in runs)))
+        return found
 
     @cached_property
     def _shared_by_runs(self) -> list[tuple[list[int], float]]:
@@ -638,76 +673,6 @@ class StagePrices:
             (sorted({int(run_of[layer]) for layer in layers}), elements)
             for layers, elements in self.chain.shared_weights(self.shape)
         ]
-
-    def _price_one(
-        self, composition: int, in_flight: int, fits_fastest: bool, cutoff_s: float
-    ) -> tuple[float, float, Choice] | None:
-        item = self.chain.compositions[composition]
-        runs = range(item.first_run, item.last_run + 1)
-        if fits_fastest:
-            choice = Choice(
-                tuple((r, self.options[r][self._fastest[r]], n) for r, n in zip(runs, item.counts, strict=True))
-            )
-        else:
-            found = self._knapsack(composition, in_flight, self._weight_cutoff(cutoff_s))
-            if found is None:
-                return None
-            choice = found
-        cost = self.stage_cost(composition, choice, in_flight)
-        if cost.allocated_bytes > self.budget:
-            return None
-        return cost.microbatch_s, cost.once_s, choice
-
-    def _knapsack(self, composition: int, in_flight: int, cutoff: float) -> Choice | None:
-        """Least total weight whose memory fits.
-
-        First without all turns but the last, which bounds it from below: if what that finds fits, it is the best. Then
-        as if every turn came when most is kept, which gives something that fits, and at last all that may lie between.
-        """
-        item = self.chain.compositions[composition]
-        runs = list(range(item.first_run, item.last_run + 1))
-        passes = self._passes_of(in_flight)
-        rooms = [float(self._room(one.moment, [row.max() for row in self._arrived])[composition]) for one in passes]
-        orders = [self._order(run, in_flight) for run in runs]
-        room = rooms[0] - float(passes[0].ending[runs[-1]].min())
-        every = [list(range(len(self.options[run]))) for run in runs]
-        groups = self._all_groups(runs, every, item.counts, [passes[0].before[run] for run in runs])
-        relaxed = least_weight(groups, room, cutoff)
-        if relaxed is None:
-            return None
-        choice = self._choice_of(runs, every, item.counts, relaxed, orders)
-        if self._holds_choice(composition, choice, in_flight):
-            return choice
-        best, limit = self._cautious(composition, in_flight, cutoff), cutoff
-        if best is not None:
-            limit = self._weight_of(best)
-            if limit <= relaxed.weight * (1 + ROUNDING):
-                return best
-        found = lightest_in_turns(
-            [
-                Turns(
-                    count,
-                    np.array([self._weights[run][o] for o in order]),
-                    np.array([one.before[run][order] for one in passes]),
-                    np.array([one.behind[run][order] for one in passes]),
-                    np.array([one.transient[run][order] for one in passes]),
-                    np.array([(one.ending if run == runs[-1] else one.joined)[run][order] for one in passes]),
-                )
-                for run, count, order in zip(runs, item.counts, orders, strict=True)
-            ],
-            np.array(rooms),
-            limit,
-            self._starting(composition, orders[0], passes),
-        )
-        if found is None:
-            return best
-        parts = [
-            (run, self.options[run][o], int(n))
-            for run, order, counts in zip(runs, orders, found.counts, strict=True)
-            for o, n in zip(order, counts, strict=True)
-            if n
-        ]
-        return Choice(tuple(parts))
 
     def _starting(self, composition: int, order: list[int], passes: "list[_Pass]") -> Floats:
         """[pass][option, in this order] -> bytes of what arrives that the stage holds more than it must if its first
@@ -718,44 +683,6 @@ class StagePrices:
         starting: Floats = held - held.min(axis=1, keepdims=True)
         return starting
 
-    def _cautious(self, composition: int, in_flight: int, cutoff: float) -> Choice | None:
-        """The least total weight that fits even if every turn came when most is kept: the best packing over every bound
-        on the largest transient."""
-        item = self.chain.compositions[composition]
-        runs = list(range(item.first_run, item.last_run + 1))
-        passes = self._passes_of(in_flight)
-        orders = [self._order(run, in_flight) for run in runs]
-        room = min(float(self._room(one.moment, [row.min() for row in self._arrived])[composition]) for one in passes)
-        most = {run: np.max([np.maximum(one.before[run], one.behind[run]) for one in passes], axis=0) for run in runs}
-        passing = {
-            run: np.max([np.maximum(one.transient[run], one.joined[run]) for one in passes], axis=0) for run in runs
-        }
-        best: tuple[Packing, list[list[int]]] | None = None
-        for bound in sorted({float(size) for run in runs for size in passing[run]}):
-            allowed = [[o for o, size in enumerate(passing[run]) if size <= bound] for run in runs]
-            if bound > room or not all(allowed):
-                continue
-            groups = self._all_groups(runs, allowed, item.counts, [most[run] for run in runs])
-            packing = least_weight(groups, room - bound, best[0].weight if best else cutoff)
-            if packing is not None:
-                best = packing, allowed
-        return None if best is None else self._choice_of(runs, best[1], item.counts, best[0], orders)
-
-    def _holds_choice(self, composition: int, choice: Choice, in_flight: int) -> bool:
-        return self.stage_cost(composition, choice, in_flight).allocated_bytes <= self.budget
-
-    def _weight_of(self, choice: Choice) -> float:
-        return sum(self._weights[run][self.options[run].index(option)] * n for run, option, n in choice.parts)
-
-    def _all_groups(
-        self, runs: list[int], allowed: list[list[int]], counts: tuple[int, ...], memory: list[Floats]
-    ) -> list[Group]:
-        return [
-            group
-            for run, options, count, sizes in zip(runs, allowed, counts, memory, strict=True)
-            for group in self._groups(run, options, count, sizes)
-        ]
-
     def _weight_cutoff(self, cutoff_s: float) -> float:
         """Total weight above which one stage alone makes a step longer than `cutoff_s` (shared weights are updated
         once, but stand in every reader's weight)."""
@@ -765,64 +692,6 @@ class StagePrices:
             (len(layers) - 1) * self.model.optimizer_s(elements / self.shape.sharded_over)
             for layers, elements in self.chain.shared_weights(self.shape)
         )
-
-    def _groups(self, run: int, allowed: list[int], count: int, sizes: Floats) -> list[Group]:
-        """Items of the knapsack for `count` layers of a run.
-
-        Recompute and resharding add up, in time and in bytes. So where all four combinations are allowed, every layer
-        is two items with two options each instead of one with four: the same sums, and far fewer of them.
-        """
-        weights = np.array([self._weights[run][o] for o in allowed])
-        memory = sizes[allowed]
-        if not self._is_product(run, allowed) or not self._adds_up(weights, memory, self._product_order(run, allowed)):
-            return [Group(count, weights, memory)]
-        order = self._product_order(run, allowed)
-        keep, reshard, full_keep = (weights[order[0]], memory[order[0]]), order[1], order[2]
-        recompute = Group(count, np.array([keep[0], weights[full_keep]]), np.array([keep[1], memory[full_keep]]))
-        give_back = Group(
-            count,
-            np.array([0.0, weights[reshard] - keep[0]]),
-            np.array([0.0, memory[reshard] - keep[1]]),
-        )
-        return [recompute, give_back]
-
-    def _adds_up(self, weights: Floats, memory: Floats, order: list[int]) -> bool:
-        """Whether giving back and recompute change weight and memory by as much together as one by one."""
-        return all(
-            abs(x[order[0]] + x[order[3]] - x[order[1]] - x[order[2]]) <= ROUNDING * float(np.abs(x).max())
-            for x in (weights, memory)
-        )
-
-    def _is_product(self, run: int, allowed: list[int]) -> bool:
-        return len({self.options[run][o] for o in allowed}) == 4
-
-    def _product_order(self, run: int, allowed: list[int]) -> list[int]:
-        """Places in `allowed` of (none, keep), (none, reshard), (full, keep), (full, reshard)."""
-        places = {(self.options[run][o].recompute, self.options[run][o].reshard): i for i, o in enumerate(allowed)}
-        return [places["none", False], places["none", True], places["full", False], places["full", True]]
-
-    def _choice_of(
-        self,
-        runs: list[int],
-        allowed: list[list[int]],
-        counts: tuple[int, ...],
-        packing: Packing,
-        orders: list[list[int]],
-    ) -> Choice:
-        """Options of every run's layers from the packing's items."""
-        items = iter(packing.counts)
-        parts: list[tuple[int, LayerOption, int]] = []
-        for run, options, count, order in zip(runs, allowed, counts, orders, strict=True):
-            taken = [int(n) for n in next(items)]
-            places = list(range(len(options)))
-            if len(taken) != len(options):
-                full, given = taken[1], int(next(items)[1])
-                both = max(0, full + given - count)
-                places = self._product_order(run, options)
-                taken = [count - full - given + both, given - both, full - both, both]
-            number = {options[place]: n for place, n in zip(places, taken, strict=True)}
-            parts += [(run, self.options[run][o], number[o]) for o in order if number.get(o)]
-        return Choice(tuple(parts))
 
 
 @dataclass(frozen=True)

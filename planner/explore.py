@@ -171,7 +171,7 @@ class Explorer:
                     continue
                 for shape in space.shapes(item):
                     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
-                    prices = self._prices(shape, recompute, pins.reshard)
+                    prices = self._prices(shape, recompute, pins.reshard, pins.everything)
                     leaf_bound = max(bound, self._shape_bound(prices))
                     if leaf_bound < cutoff and self._may_hold(prices):
                         heapq.heappush(heap, (leaf_bound, next(order), prices))
@@ -197,11 +197,13 @@ class Explorer:
         chunked = isinstance(prices, StagePrices) and is_chunked(prices.shape.schedule)
         return chunked and self._least_with_memory_s(prices) >= cutoff_s
 
-    def _prices(self, shape: Shape, recompute: Recompute | None, reshard: bool | None) -> StagePrices | UnequalPrices:
+    def _prices(
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool = False
+    ) -> StagePrices | UnequalPrices:
         """Prices of a shape's stages, on unequal devices each on its own."""
         if shape.kind_order and self.kinds is not None:
-            return self.kinds.priced(shape, recompute, reshard)
-        return StagePrices(self.chain, shape, recompute, reshard)
+            return self.kinds.priced(shape, recompute, reshard, everything)
+        return StagePrices(self.chain, shape, recompute, reshard, everything)
 
     def _solved(self, prices: StagePrices | UnequalPrices, cutoff_s: float) -> Assignment | None:
         """The best stages of a shape."""
@@ -269,7 +271,10 @@ class Explorer:
         recompute = "none" if family.schedule in ZERO_BUBBLE else pins.recompute
         # Repeated exchanges cost least where their ranks are neighbours: those of tensor, or the others.
         orders = (AXES,) if family.context == family.expert == 1 else (AXES, TENSOR_APART)
-        prices = [StagePrices(self.chain, replace(shape, mesh_axes=o), recompute, pins.reshard) for o in orders]
+        prices = [
+            StagePrices(self.chain, replace(shape, mesh_axes=order), recompute, pins.reshard, pins.everything)
+            for order in orders
+        ]
         return min(
             cuts.least_s(
                 family.schedule,

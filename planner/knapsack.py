@@ -9,13 +9,21 @@ that price can be taken by at most (solution - L) / d_o items (Lagrangian reduce
 few combinations to try, all of which are.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+FIRST_STEP = 64
+"""Packings are looked through first up to this part of what is not proven yet, or of the widest choice; then twice as
+far, and so on: the nearer the limit, the fewer there are, whatever the number of options."""
+
+FEW = 200_000
+"""So many combinations, or fewer, are looked through at once."""
 
 SLACK = 1e-12
 """Relative: sums that differ by less are equal, whatever the order of addition."""
@@ -51,6 +59,90 @@ class Turns:
     transient: Floats
     ending: Floats
 
+    def of(self, options: slice) -> "Turns":
+        """The same items with some of their options."""
+        return Turns(
+            self.count,
+            self.weights[options],
+            self.before[:, options],
+            self.behind[:, options],
+            self.transient[:, options],
+            self.ending[:, options],
+        )
+
+
+def lightest(rows: list[Turns], rooms: Floats, cutoff: float, starting: Floats) -> Packing | None:
+    """The packing of least weight below `cutoff` that in no pass and at no turn holds more than that pass's room.
+
+    One case for each option that the very last item may take, the most promising first. starting: [pass][option] ->
+    what is held throughout, by the option that the very first item takes.
+    """
+    last = rows[-1]
+    cases = []
+    for option in range(len(last.weights)):
+        # in their order, so none behind this one
+        fixed = replace(last.of(slice(option, option + 1)), count=1)
+        others = replace(last.of(slice(0, option + 1)), count=last.count - 1, ending=last.transient[:, : option + 1])
+        case = [*rows[:-1], *([others] if last.count > 1 else []), fixed]
+        groups = [Group(row.count, row.weights, row.before[0]) for row in case]
+        bound = _best_price(groups, float(rooms[0] - fixed.ending[0, 0]))[1]
+        cases.append((bound, option, case))
+    best: tuple[Packing, int] | None = None
+    for bound, option, case in sorted(cases, key=lambda one: one[0]):
+        limit = best[0].weight if best else cutoff
+        if bound >= limit:
+            break
+        begins = starting[:, option : option + 1] if len(case) == 1 else starting
+        found = _lightest_of_case(case, rooms, limit, begins)
+        if found is not None:
+            best = found, option
+    if best is None:
+        return None
+    packing, option = best
+    counts = np.zeros(len(last.weights), dtype=np.int64)
+    counts[option] = 1
+    if last.count > 1:
+        counts[: option + 1] += packing.counts[len(rows) - 1]
+    return Packing(packing.weight, (*packing.counts[: len(rows) - 1], counts))
+
+
+def _lightest_of_case(rows: list[Turns], rooms: Floats, cutoff: float, starting: Floats) -> Packing | None:
+    """The same for a single item in the last row, with a single option.
+
+    First without all turns but the last of the first pass, which bounds it from below: if what that finds fits, it is
+    the best. Else all packings up to a little more than that are looked through, then up to twice as much more, until
+    one fits: that is the best, as all lighter ones were looked through.
+    """
+    groups = [Group(row.count, row.weights, row.before[0]) for row in rows]
+    room = float(rooms[0] - rows[-1].ending[0, 0])
+    relaxed = least_weight(groups, room, cutoff)
+    if relaxed is None:
+        return None
+    if _fits_in_turns(rows, relaxed, rooms, starting):
+        return relaxed
+    heaviest = sum(row.count * float(row.weights.max()) for row in rows)
+    heaviest = min(cutoff, heaviest + SLACK * max(1.0, heaviest))
+    widest = max(float(row.weights.max() - row.weights.min()) for row in rows)
+    step = max(relaxed.weight - _best_price(groups, room)[1], SLACK * heaviest, widest / FIRST_STEP**2) or heaviest
+    limit = relaxed.weight
+    while limit < heaviest:
+        limit, step = min(limit + step, heaviest), 2 * step
+        found = lightest_in_turns(rows, rooms, limit, starting)
+        if found is not None:
+            return found
+    return None
+
+
+def _fits_in_turns(rows: list[Turns], packing: Packing, rooms: Floats, starting: Floats) -> bool:
+    """Whether a packing holds no more than there is room for in every pass."""
+    first = int(np.argmax(packing.counts[0] > 0))
+    before, most = starting[:, first], np.full(len(rooms), -np.inf)
+    for row, counts in zip(rows, packing.counts, strict=True):
+        table = counts[None, :]
+        most = np.maximum(most + row.behind @ counts, before + _most_inside(table, row)[0])
+        before = before + row.before @ counts
+    return bool((most <= rooms).all())
+
 
 def lightest_in_turns(rows: list[Turns], rooms: Floats, limit: float, starting: Floats) -> Packing | None:
     """The packing of least weight below `limit` that in no pass and at no turn holds more than that pass's room.
@@ -83,8 +175,11 @@ def lightest_in_turns(rows: list[Turns], rooms: Floats, limit: float, starting: 
         inside = np.flatnonzero((mosts + after <= rooms).all(axis=1) & (excesses <= gap) & (weights < limit))
         if not len(inside):
             return None
-        points = np.column_stack([weights[inside], befores[inside], mosts[inside]])
-        keep = inside[_unbeaten(points)]
+        keep = inside
+        if i + 1 == len(rows):
+            keep = inside[[np.argmin(weights[inside])]]
+        elif len(inside) * math.prod(len(later) for later in tables[i + 1 :]) > FEW:
+            keep = inside[_unbeaten(np.column_stack([weights[inside], befores[inside], mosts[inside]]))]
         chosen.append((keep // len(table), keep % len(table)))
         weight, excess, before, most = weights[keep], excesses[keep], befores[keep], mosts[keep]
     return _traced(tables, chosen, weight)
@@ -130,9 +225,15 @@ def least_weight(groups: list[Group], room: float, cutoff: float = float("inf"))
         return None
     rounded = _rounded(slim, room, price)
     slack = SLACK * max(1.0, abs(bound))
-    found = rounded
-    if rounded.weight - bound > slack:
-        found = _enumerated(slim, room, price, rounded.weight - bound + slack) or rounded
+    found, gap = rounded, rounded.weight - bound
+    step = gap / FIRST_STEP
+    while gap > slack:
+        lighter = _enumerated(slim, room, price, min(step, gap) + slack)
+        if lighter is not None and lighter.weight <= bound + min(step, gap) + slack:
+            found = lighter
+        if found is lighter or step >= gap:
+            break
+        step *= 2
     if found.weight >= cutoff:
         return None
     return Packing(found.weight, tuple(_spread(c, k, g) for c, k, g in zip(found.counts, kept, groups, strict=True)))
@@ -151,16 +252,20 @@ def _spread(counts: Ints, kept: Ints, group: Group) -> Ints:
     return full
 
 
+def tie_prices(weights: list[Floats], memory: list[Floats]) -> Floats:
+    """Prices of memory at which two options of a row cost the same, in ascending order: the tightest bound is at one of
+    them, or at none."""
+    found = [np.zeros(1)]
+    for weight, size in zip(weights, memory, strict=True):
+        dearer, saved = weight[:, None] - weight[None, :], size[None, :] - size[:, None]
+        trade = (saved > 0) & (dearer > 0)
+        found.append(dearer[trade] / saved[trade])
+    return np.unique(np.concatenate(found))
+
+
 def _best_price(groups: list[Group], room: float) -> tuple[float, float]:
     """(lambda, L(lambda)) of the tightest bound; L is concave with kinks where two options of a group tie."""
-    kinks = {0.0}
-    for group in groups:
-        for a in range(len(group.weights)):
-            for b in range(a + 1, len(group.weights)):
-                saved = group.memory[b] - group.memory[a]
-                if saved > 0:
-                    kinks.add(float((group.weights[a] - group.weights[b]) / saved))
-    prices = np.array(sorted(kink for kink in kinks if kink >= 0))
+    prices = tie_prices([group.weights for group in groups], [group.memory for group in groups])
     bounds = -prices * room
     for group in groups:
         bounds += group.count * np.min(group.weights[:, None] + prices[None, :] * group.memory[:, None], axis=0)
@@ -249,15 +354,23 @@ def _counts_within(group: Group, price: float, gap: float) -> Ints:
     """[combination][option] -> items, for all combinations of a group whose reduced cost is within `gap`."""
     reduced = _reduced(group, price)
     base = int(np.argmin(reduced))
-    others = [o for o in range(len(reduced)) if o != base]
     tiny = SLACK * max(1.0, float(np.abs(group.weights).max()))
-    most = [group.count if reduced[o] <= tiny else min(group.count, int(gap / reduced[o])) for o in others]
-    grids = np.meshgrid(*(np.arange(m + 1) for m in most), indexing="ij")
-    table = np.zeros((grids[0].size if others else 1, len(reduced)), dtype=np.int64)
-    for option, grid in zip(others, grids, strict=False):
-        table[:, option] = grid.ravel()
-    table[:, base] = group.count - table.sum(axis=1)
-    return table[(table[:, base] >= 0) & (table @ reduced <= gap + tiny * group.count)]
+    within = gap + tiny * group.count
+    table = np.zeros((1, len(reduced)), dtype=np.int64)
+    left, spent = np.array([group.count]), np.zeros(1)
+    for option in np.argsort(-reduced):
+        if option == base or reduced[option] > within:
+            continue
+        most = left
+        if reduced[option] > tiny:
+            most = np.minimum(left, ((within - spent) / reduced[option]).astype(np.int64))
+        rows = np.repeat(np.arange(len(table)), most + 1)
+        taken = np.arange(len(rows)) - np.repeat(np.cumsum(most + 1) - most - 1, most + 1)
+        table = table[rows]
+        table[:, option] = taken
+        left, spent = left[rows] - taken, spent[rows] + taken * reduced[option]
+    table[:, base] = left
+    return table
 
 
 def _pareto(weight: Floats, memory: Floats) -> Ints:

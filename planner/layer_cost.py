@@ -19,7 +19,7 @@ from .kinds import Kind, kept_with_last, kinds_of
 from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_buffers, uses_fully_shard
 from .part_cost import part_cost
 from .peak import Arrivals
-from .plan import Axis, GroupAxis, Recompute
+from .plan import EXECUTABLE_RECOMPUTES, Axis, GroupAxis, Recompute
 from .sharding import padded_elements
 from .software import StackMemory, load_software
 from .strategy import Cuts, LayerOption, Shape, chosen_cuts, divisors, is_sequence_cut
@@ -673,7 +673,7 @@ class CostModel:
         if autocast and not logits:
             more = (MASTER_BYTES - self.training.compute_bytes) * autocast_elements(costs, batch)
             saved += more
-            kept += more if recompute == "none" else arriving if more else 0.0
+            kept += more if recompute in ("none", "attention") else arriving if more else 0.0
         memory, precision = self.software.memory, self.training.precision
         if logits and memory.logit_bytes is not None:
             made = memory.logit_bytes * self._num_logits(kind, shape)
@@ -824,22 +824,39 @@ class CostModel:
         return self._crossing_sizes[key]
 
     def options(
-        self, kind: Kind, shape: Shape, recompute: Recompute | None = None, reshard: bool | None = None
+        self,
+        kind: Kind,
+        shape: Shape,
+        recompute: Recompute | None = None,
+        reshard: bool | None = None,
+        everything: bool = False,
     ) -> list[LayerOption]:
-        """The options of a layer of this kind under a shape, restricted to what is pinned. Recompute is one where the
-        layer is a module and has saved something to give up."""
+        """The options of a layer of this kind under a shape, restricted to what is pinned: every kind of recompute that
+        the executor runs, where the layer is a module and has saved something to give up, and giving back parameters.
+        everything: activations may wait in the host's memory, too, which is priced, not run."""
         recomputes: tuple[Recompute, ...] = ("none",)
         if kind.can_recompute:
-            _, costs, tensor = self.mode(kind, shape)
-            batch, element_bytes = shape.samples, self.training.compute_bytes
-            kept, left = (costs_of.at(batch, element_bytes, tensor) for costs_of in (costs.saved, costs.full))
-            saves = kept + self.arriving_bytes(kind, shape, False) > left + self.arriving_bytes(kind, shape, True)
-            recomputes = (recompute,) if recompute is not None else ("none", "full") if saves else ("none",)
+            kept = self._kept_bytes(kind, shape, "none")
+            excluded = {"none"}
+            excluded |= {"selective"} if self.layer_class(kind).writes_into_kept else set()
+            excluded |= {"attention"} if self.layer_class(kind).writes_into_attention else set()
+            runs = (r for r in EXECUTABLE_RECOMPUTES if r not in excluded)
+            less = [r for r in runs if self._kept_bytes(kind, shape, r) < kept]
+            recomputes = (recompute,) if recompute is not None else ("none", *less)
         reshards: tuple[bool, ...] = (shape.reshard,)
         if shape.sharded_over > 1 and shape.pipeline == 1:
             reshards = (False, True) if reshard is None else (reshard,)
             reshards = (False,) if kind.is_in_root(shape) or not self.layer_class(kind).parameters else reshards
-        return [LayerOption(r, s) for r in recomputes for s in reshards]
+        offloads = (False, True) if everything else (False,)
+        return [LayerOption(r, s, away) for r in recomputes for s in reshards for away in offloads]
+
+    def _kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
+        """Bytes that a layer keeps of one micro-batch in the model's own numbers."""
+        _, costs, tensor = self.mode(kind, shape)
+        under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective, "full": costs.full}
+        again = recompute in ("selective", "full")
+        kept = under[recompute].at(shape.samples, self.training.compute_bytes, tensor)
+        return kept + self.arriving_bytes(kind, shape, again)
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,12 @@ class LayerPlan(_Document):
 
 
 class Stage(_Document):
-    """Consecutive layers that one pipeline coordinate holds, or one chunk of it, where it has several. Of equal
-    neighbours the recomputed ones come first."""
+    """Consecutive layers that one pipeline coordinate holds, or one chunk of it, where it has several.
+
+    Of equal neighbours those come first whose backward passes through most beyond what they keep: fully recomputed
+    ones, then those that recompute less, then those that keep everything. Their backward comes last, when least is
+    there. That is how the search orders them; the executor does with each layer what the layer says.
+    """
 
     layers: tuple[LayerPlan, ...] = Field(min_length=1)
 

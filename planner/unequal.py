@@ -180,24 +180,26 @@ class Kinds:
         self.parts = model.cluster.kinds
         self.models = [CostModel(model.profile, part, model.training, model.cluster) for part in self.parts]
         self.chains = [Chain(kind) for kind in self.models]
-        self._prices: dict[tuple[Shape, Recompute | None, bool | None], tuple[Shares, tuple[StagePrices, ...]]] = {}
+        self._prices: dict[tuple[object, ...], tuple[Shares, tuple[StagePrices, ...]]] = {}
 
     def _stages(self, pipeline: int) -> list[int]:
         """[kind] -> pipeline coordinates on it."""
         return [part.num_devices * pipeline // self.cluster.num_devices for part in self.parts]
 
-    def priced(self, shape: Shape, recompute: Recompute | None, reshard: bool | None) -> UnequalPrices:
+    def priced(
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool
+    ) -> UnequalPrices:
         """The prices of a shape whose stages are each on one kind."""
         any_order = replace(shape, kind_order=())
-        key = any_order, recompute, reshard
+        key = any_order, recompute, reshard, everything
         if key not in self._prices:
-            by_kind = [chain.priced(any_order, recompute, reshard)[1] for chain in self.chains]
+            by_kind = [chain.priced(any_order, recompute, reshard, everything)[1] for chain in self.chains]
             each = [np.array([min(c.microbatch_s for c in costs) for costs in kind]) for kind in by_kind]
             shares = self.shares(each, shape.pipeline)
             self._prices[key] = (
                 shares,
                 tuple(
-                    StagePrices(chain, any_order, recompute, reshard, shares.work(kind))
+                    StagePrices(chain, any_order, recompute, reshard, everything, shares.work(kind))
                     for kind, chain in enumerate(self.chains)
                 ),
             )

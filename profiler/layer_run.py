@@ -4,7 +4,7 @@ The model's own forward runs with every other layer module stubbed and the cross
 meters are on only within the layer. It stops after the layer's last event.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +74,10 @@ class Observation:
     arrived: dict[int, bool] = field(default_factory=dict)
     """Storage number of each arriving tensor -> whether it requires a gradient."""
     experts: dict[str, ExpertBank] = field(default_factory=dict)
+    writes_into_kept: bool = False
+    """Whether a module writes into what a matmul or attention returned before."""
+    writes_into_attention: bool = False
+    """Whether something is written into that unfused attention has read, and not made."""
 
 
 SELECTIVELY_KEPT = ("matmul", "attention")
@@ -206,6 +210,9 @@ class LayerRun:
         seen.selective = self.storages.total(around | kept, elsewhere)
         inner = self._attention_core(forward)
         seen.attention = self.storages.total(self._saved - inner, elsewhere)
+        seen.writes_into_kept = _writes_behind(inside, [op.kind in SELECTIVELY_KEPT for op in inside], kept)
+        read = {view.storage for op in forward if op.core for view in op.inputs} - inner
+        seen.writes_into_attention = _writes_behind(forward, [op.core for op in forward], read)
         seen.saves_arriving = [producer in self._saved_arriving for producer in self._arriving]
         given = {self._arrived_as[number] for number in self._given if number in self._arrived_as}
         seen.given_arriving = [producer in given for producer in self._arriving]
@@ -391,6 +398,14 @@ class LayerRun:
 
 class _Stop(BaseException):
     """The layer has run; the rest of the model need not. Not an Exception, so that no model catches it."""
+
+
+def _writes_behind(ops: Sequence[Op], begins: Sequence[bool], storages: set[int]) -> bool:
+    """Whether an operator writes into one of these storages behind the first of the operators that begin."""
+    first = next((i for i, here in enumerate(begins) if here), len(ops))
+    return any(
+        op.name.endswith("_") and any(view.storage in storages for view in op.outputs) for op in ops[first + 1 :]
+    )
 
 
 class _Gradient(torch.autograd.Function):

@@ -201,6 +201,12 @@ class LayerClass(_Document):
     )
     experts: tuple[Experts, ...] = ()
     writes_input: bool = Field(default=False, description="a module writes into what it is given")
+    writes_into_kept: bool = Field(
+        default=False, description="it writes into what a matmul or attention returned: no selective recompute"
+    )
+    writes_into_attention: bool = Field(
+        default=False, description="it writes into what unfused attention has read: attention cannot be repeated"
+    )
     input_overwritten: bool = Field(
         default=False, description="what a module is given is written into, by it or later: it cannot run on it again"
     )

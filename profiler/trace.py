@@ -290,6 +290,8 @@ def _layer_class(
         sequence_without=without,
         experts=_experts(whole),
         writes_input=layer.writes_input,
+        writes_into_kept=whole[0].writes_into_kept,
+        writes_into_attention=whole[0].writes_into_attention,
         input_overwritten=layer.input_overwritten,
     )
     return layer_class, whole[0]

@@ -57,14 +57,26 @@ def per_sample(value: float, cut: bool = False) -> Amount:
 
 
 def costs(
-    flops: float, saved: float, inputs: float, transient: float, tensor: bool = False, sequence: bool = False
+    flops: float,
+    saved: float,
+    inputs: float,
+    transient: float,
+    tensor: bool = False,
+    sequence: bool = False,
+    parts: tuple[float, float] = (0.0, 0.0),
 ) -> Costs:
-    """One matmul forward and two backward, with activation bytes given per sample (bf16 elements = bytes / 2)."""
+    """One matmul forward and two backward, with activation bytes given per sample (bf16 elements = bytes / 2). parts:
+    shares of what is saved that recompute of attention, and selective recompute, give up; each takes as large a share
+    of the forward."""
 
     def moved(value: float, cut: bool) -> Bytes:
         return Bytes(elements=per_sample(value / 2, cut))
 
-    parts = (("forward", flops), ("backward_input", flops), ("backward_weight", flops))
+    attention, selective = parts
+    rest = 1.0 - attention - selective
+    pieces = [("other", "forward", share * flops, core) for share, core in ((attention, True), (selective, False))]
+    pieces += [("matmul", "forward", rest * flops, False)]
+    pieces += [("other", part, flops, False) for part in ("backward_input", "backward_weight")]
     collectives: tuple[CollectiveProfile, ...] = ()
     if tensor:
         kinds = ("all_gather", "reduce_scatter") if sequence else ("all_reduce",)
@@ -75,10 +87,13 @@ def costs(
         )
     return Costs(
         operators=tuple(
-            OpProfile(name="mm", module="", kind="other", part=part, flops=per_sample(value, tensor))
-            for part, value in parts
+            OpProfile(name="mm", module="", kind=kind, part=part, flops=per_sample(value, tensor), core=core)  # type: ignore[arg-type]
+            for kind, part, value, core in pieces
+            if value
         ),
         saved=moved(saved, tensor),
+        attention=moved((1.0 - attention) * saved, tensor),
+        selective=moved((1.0 - attention - selective) * saved if selective else saved, tensor),
         inputs=moved(inputs, tensor and sequence),
         forward_transient=Bytes(),
         backward_transient=moved(transient, tensor),
@@ -94,18 +109,19 @@ def layer_class(
     inputs: float,
     transient: float = 0.0,
     heads: int | None = None,
+    parts: tuple[float, float] = (0.0, 0.0),
 ) -> LayerClass:
     """A class of one weight; with `heads` tensor parallelism may cut it."""
     cut = heads is not None
     return LayerClass(
         name=name,
         parameters=(ParameterProfile(name="weight", shape=(parameters,)),),
-        whole=costs(flops, saved, inputs, transient),
+        whole=costs(flops, saved, inputs, transient, parts=parts),
         cuts=(TensorCut(kind="mlp", columns=("a",), rows=("b",), units=(heads,), sharded={"weight": 0}),)
         if heads
         else (),
-        tensor=costs(flops, saved, inputs, transient, tensor=True) if cut else None,
-        sequence=costs(flops, saved, inputs, transient, tensor=True, sequence=True) if cut else None,
+        tensor=costs(flops, saved, inputs, transient, tensor=True, parts=parts) if cut else None,
+        sequence=costs(flops, saved, inputs, transient, tensor=True, sequence=True, parts=parts) if cut else None,
     )
 
 

@@ -2,15 +2,19 @@
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
+from meshwright.planner.columns import unbeaten
 from meshwright.planner.comm_cost import GroupLinks, collective_s, exposed_s
 from meshwright.planner.compute_cost import UNHIDDEN_TRAFFIC, WAVE_EXPONENT, operator_s, optimizer_s, tile_efficiency
 from meshwright.planner.estimate import estimate
-from meshwright.planner.knapsack import Group, least_weight
+from meshwright.planner.knapsack import Group, Turns, least_weight, lightest
+from meshwright.planner.layer_cost import CostModel
 from meshwright.planner.plan import Plan
 from meshwright.planner.simulate import in_flight, simulated_step_s, table
 from meshwright.planner.stage_cost import closed_form_s
@@ -353,3 +357,81 @@ def test_knapsack_finds_the_least_weight_of_all_packings(seed: int) -> None:
         found = least_weight(groups, room)
 
         assert (found.weight if found else math.inf) == pytest.approx(min(fitting, default=math.inf))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_lightest_packing_in_turns_is_that_of_all_packings(seed: int) -> None:
+    """Up to three runs of equal items with up to five options each, in two passes."""
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        rows = [
+            Turns(
+                int(rng.integers(1, 4)),
+                rng.integers(0, 20, n).astype(float),
+                rng.integers(5, 20, (2, n)).astype(float),
+                rng.integers(0, 5, (2, n)).astype(float),
+                rng.integers(0, 15, (2, n)).astype(float),
+                rng.integers(0, 25, (2, n)).astype(float),
+            )
+            for n in rng.integers(1, 6, int(rng.integers(1, 4)))
+        ]
+        rooms, starting = rng.integers(20, 120, 2).astype(float), rng.integers(0, 9, (2, len(rows[0].weights)))
+        choices = [list(itertools.combinations_with_replacement(range(len(r.weights)), r.count)) for r in rows]
+        fitting = [
+            sum(r.weights[i] for r, taken in zip(rows, packing, strict=True) for i in taken)
+            for packing in itertools.product(*choices)
+            if (_most_held(rows, packing, starting.astype(float)) <= rooms).all()
+        ]
+
+        found = lightest(rows, rooms, math.inf, starting.astype(float))
+
+        assert (found.weight if found else math.inf) == pytest.approx(min(fitting, default=math.inf))
+        if found is not None:
+            packing = [np.repeat(np.arange(len(c)), c) for c in found.counts]
+            assert (_most_held(rows, packing, starting.astype(float)) <= rooms).all()
+
+
+def _most_held(rows: list[Turns], packing: Sequence[Sequence[int]], starting: np.ndarray) -> np.ndarray:
+    """[pass] -> the most that is held at any turn, one item after the other."""
+    items = [(r, i, k + 1 == len(taken)) for r, taken in zip(rows, packing, strict=True) for k, i in enumerate(taken)]
+    most = np.full(2, -np.inf)
+    for turn, (row, option, is_end) in enumerate(items):
+        held = starting[:, items[0][1]] + sum(r.before[:, i] for r, i, _ in items[: turn + 1])
+        held = held + sum((r.behind[:, i] for r, i, _ in items[turn + 1 :]), np.zeros(2))
+        most = np.maximum(most, held + (row.ending if is_end else row.transient)[:, option])
+    return most
+
+
+def test_thirty_options_for_each_of_eighty_layers_take_few_combinations() -> None:
+    """What 24 and more options must not do: multiply. The lightest packing is between two neighbours of the hull."""
+    keep = np.linspace(0.0, 1.0, 30)
+    row = Turns(80, (1 - keep) ** 2, keep[None, :], np.zeros((1, 30)), 1 - keep[None, :], 1 - keep[None, :])
+
+    found = lightest([row], np.array([40.5]), math.inf, np.zeros((1, 30)))
+
+    assert found is not None
+    assert float(found.counts[0] @ row.before[0]) <= 40.5
+    relaxed = 80 * (1 - 40.5 / 80) ** 2
+    assert relaxed - 1e-9 <= found.weight <= relaxed * 1.02
+
+
+def test_options_that_another_beats_in_time_and_memory_are_dropped() -> None:
+    model = profile([layer_class("block", 1e12, 1_000_000, 4e8, 1e7, parts=(0.1, 0.2))], [0] * 4)
+    prices = CostModel(model, cluster(per_host=4), TrainingSpec(global_batch=8, seq_len=64))
+    shape = Shape(1, 4, 1, 1, micro_batch=1, num_microbatches=2, gradient_sync="every")
+    options = prices.options(prices.kinds[0], shape)
+    costs = [prices.cost(prices.kinds[0], shape, option) for option in options]
+
+    left = [options[i] for i in unbeaten([*costs, replace(costs[0], recompute_s=1.0)])]
+
+    assert {option.recompute for option in options} == {"none", "attention", "selective", "full"}
+    assert left == options
+
+
+def test_recompute_that_saves_nothing_is_not_offered() -> None:
+    model = profile([layer_class("block", 1e12, 1_000_000, 4e8, 1e7, parts=(0.0, 0.0))], [0] * 2)
+    prices = CostModel(model, cluster(per_host=2), TrainingSpec(global_batch=8, seq_len=64))
+
+    offered = prices.options(prices.kinds[0], Shape(2, 1, 1, 1, micro_batch=1, num_microbatches=4))
+
+    assert [option.recompute for option in offered] == ["none", "full"]

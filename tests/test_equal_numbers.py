@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,7 +49,8 @@ PIPELINE_INSIDE: tuple[Axis, ...] = ("data_shard", "tensor", "data_replicate", "
 
 @dataclass(frozen=True)
 class Case:
-    """One plan for one of the models; stages: layers per stage; fault: a mistake that must not go unseen."""
+    """One plan for one of the models; stages: layers per stage; recompute: of all layers, or of one after the other;
+    fault: a mistake that must not go unseen."""
 
     model: str
     replicate: int = 1
@@ -58,7 +60,7 @@ class Case:
     num_microbatches: int = 2
     virtual: int = 1
     more: dict[str, Any] = field(default_factory=dict)
-    recompute: Recompute = "none"
+    recompute: Recompute | tuple[Recompute, ...] = "none"
     reshard: bool = False
     fault: str = ""
 
@@ -70,6 +72,7 @@ class Case:
 
 INTERLEAVED = {"schedule": "interleaved"}
 ZB_V = {"schedule": "zb-v"}
+EVERY_KIND: tuple[Recompute, ...] = ("full", "selective", "attention", "none")
 
 ATTENTION, MLP = (
     Cuts((("LlamaDecoderLayer", (name,)),)) for name in ("attention:self_attn.o_proj", "mlp:mlp.down_proj")
@@ -190,6 +193,10 @@ RECOMPUTES = {
     "fsdp, selective recompute": Case("gpt", shard=2, reshard=True, recompute="selective"),
     "tensor 2 + sequence, selective recompute": Case("gpt", tensor=2, recompute="selective", more={"sequence": True}),
     "tensor 2, recompute of attention": Case("unfused", tensor=2, recompute="attention"),
+    "fsdp, every kind of recompute at once": Case("unfused", shard=2, reshard=True, recompute=EVERY_KIND),
+    "pipeline 2 x fsdp, three kinds of recompute in a stage": Case(
+        "gpt", shard=2, stages=(3, 3), recompute=("none", "full", "selective")
+    ),
     "interleaved 2x2, recompute of attention": Case(
         "unfused", stages=(1, 1, 1, 1), virtual=2, num_microbatches=4, recompute="attention", more=INTERLEAVED
     ),
@@ -379,9 +386,10 @@ def _plan(case: Case) -> Plan:
     )
     layers = iter(profile.layers)
     option = LayerOption(reshard=case.reshard)
+    kinds = cycle([case.recompute] if isinstance(case.recompute, str) else case.recompute)
     stages = [
         [
-            replace(option, recompute=case.recompute) if layer.modules == (layer.root,) else option
+            replace(option, recompute=next(kinds)) if layer.modules == (layer.root,) else option
             for _, layer in zip(range(size), layers, strict=False)
         ]
         for size in case.stages or (len(profile.layers),)

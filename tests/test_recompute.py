@@ -220,3 +220,22 @@ def test_a_mask_that_is_written_into_before_backward_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match=r"Masked has given attention a mask.*recompute=full"):
         loss.backward()
+
+
+@pytest.mark.parametrize(("module", "kept", "attention"), [(Writes, True, False), (nn.Identity, False, False)])
+def test_a_profile_says_where_selective_recompute_cannot_be(
+    module: type[nn.Module], kept: bool, attention: bool
+) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), module())
+
+    loaded = load_model(
+        model,
+        batch=lambda size: (torch.randn(size, WIDTH), torch.randn(size, WIDTH)),
+        loss=lambda output, batch: functional.mse_loss(output, batch[1]),
+    )
+
+    classes = trace(loaded).classes
+
+    assert any(c.writes_into_kept for c in classes) == kept
+    assert any(c.writes_into_attention for c in classes) == attention

@@ -1,8 +1,10 @@
 """The search against brute force: scan, master ILP and exhaustive enumeration agree on small instances."""
 
 import itertools
+import math
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
 from synthetic import cluster, device, layer_class, profile
@@ -13,7 +15,7 @@ from meshwright.planner.estimate import estimate
 from meshwright.planner.explore import Explorer
 from meshwright.planner.ilp import solve_master
 from meshwright.planner.layer_cost import CostModel
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, Recompute
 from meshwright.planner.scan import scan
 from meshwright.planner.search import InfeasibleError, search
 from meshwright.planner.simulate import ZERO_BUBBLE, is_chunked
@@ -22,7 +24,7 @@ from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, sha
 from meshwright.planner.tensor_choice import CutChoice
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Link
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.model_profile import LayerClass, ModelProfile
 
 NUM_RANDOM = 200
 
@@ -39,6 +41,7 @@ def random_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]
             inputs=rng.uniform(1e5, 5e7),
             transient=rng.uniform(0, 1e8),
             heads=rng.choice([None, 2, 4, 4]),
+            parts=rng.choice([(0.0, 0.0), (0.0, 0.0), (0.0, 0.2), (0.1, 0.1), (0.2, 0.0)]),
         )
         for i in range(rng.randint(1, 3))
     ]
@@ -66,29 +69,40 @@ def every_plan(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> 
 
 
 def plans_of(shape: Shape, model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> "list[Plan]":
-    """All cuts and all per-layer options of a shape; of chunked ones the first k layers of every stage recomputed."""
+    """All cuts and all per-layer options of a shape; of chunked ones the first k layers of every stage recomputed, all
+    in one way."""
     num_layers = len(model.layers)
     if is_chunked(shape.schedule):
         return [
-            make_plan(model, on, training, shape, first_recomputed((0, *cuts, num_layers), k, shape.reshard))
+            make_plan(model, on, training, shape, first_recomputed((0, *cuts, num_layers), way, k, shape.reshard))
             for cuts in itertools.combinations(range(1, num_layers), shape.pipeline * shape.virtual_stages - 1)
+            for way in ways_of(model.classes)
             for k in range(1 if shape.schedule in ZERO_BUBBLE else num_layers)
         ]
     reshards = (False, True) if shape.sharded_over > 1 and shape.pipeline == 1 else (shape.reshard,)
-    options = [LayerOption(r, s) for r in ("none", "full") for s in reshards]  # type: ignore[arg-type]
+    ways = [ways_of([model.classes[layer.layer_class]]) for layer in model.layers]
+    options = [[LayerOption(r, s) for r in ("none", *each) for s in reshards] for each in ways]
     plans = []
     for cuts in itertools.combinations(range(1, num_layers), shape.pipeline - 1):
         bounds = (0, *cuts, num_layers)
-        for choice in itertools.product(options, repeat=num_layers):
+        for choice in itertools.product(*options):
             stages = [choice[a:b] for a, b in itertools.pairwise(bounds)]
             plans.append(make_plan(model, on, training, shape, stages))
     return plans
 
 
-def first_recomputed(bounds: tuple[int, ...], k: int, reshard: bool) -> list[list[LayerOption]]:
+def ways_of(classes: Sequence[LayerClass]) -> list[Recompute]:
+    """Kinds of recompute that make a difference to one of the classes."""
+    costs = [c.whole for c in classes]
+    found: list[Recompute] = ["full"]
+    found += ["selective"] if any(c.selective != c.saved for c in costs) else []
+    return found + (["attention"] if any(c.attention != c.saved for c in costs) else [])
+
+
+def first_recomputed(bounds: tuple[int, ...], way: Recompute, k: int, reshard: bool) -> list[list[LayerOption]]:
     """Options of stages between these bounds, with the first k layers of each recomputed."""
-    full, none = LayerOption("full", reshard), LayerOption("none", reshard)
-    return [[full if i - a < k else none for i in range(a, b)] for a, b in itertools.pairwise(bounds)]
+    again, none = LayerOption(way, reshard), LayerOption("none", reshard)
+    return [[again if i - a < k else none for i in range(a, b)] for a, b in itertools.pairwise(bounds)]
 
 
 def brute_force(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> float | None:
@@ -100,7 +114,8 @@ def brute_force(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) ->
 def small(seed: int) -> bool:
     """Whether an instance has few enough plans to enumerate in a test."""
     model, _, _ = random_instance(seed)
-    return len(model.layers) <= 3
+    ways = (1 + len(ways_of([model.classes[layer.layer_class]])) for layer in model.layers)
+    return len(model.layers) <= 3 and math.prod(ways) <= 12
 
 
 BRUTE_SEEDS = [seed for seed in range(1000) if small(seed)][:40]

@@ -24,7 +24,16 @@ from meshwright.planner.estimate import estimate
 from meshwright.planner.explore import Explorer
 from meshwright.planner.ilp import solve_master
 from meshwright.planner.layer_cost import CostModel
-from meshwright.planner.plan import AXES, EXECUTABLE_SCHEDULES, Axis, ContextKind, Plan, Recompute, Schedule
+from meshwright.planner.plan import (
+    AXES,
+    EXECUTABLE_RECOMPUTES,
+    EXECUTABLE_SCHEDULES,
+    Axis,
+    ContextKind,
+    Plan,
+    Recompute,
+    Schedule,
+)
 from meshwright.planner.scan import scan
 from meshwright.planner.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.space import MOST_CHUNKS, Space
@@ -43,9 +52,6 @@ from meshwright.planner.strategy import (
 )
 
 from .instances import Instance, instance
-
-RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
-"""What the search chooses between for a layer, where nothing is pinned."""
 
 EXACT = 1e-9
 """Relative difference between brute force, search and scan: rounding."""
@@ -106,7 +112,8 @@ def agreement(asked: Instance) -> Agreement:
     chain = Chain(CostModel(asked.profile, asked.cluster, asked.training))
 
     def prices() -> list[StagePrices]:
-        return [StagePrices(chain, shape, asked.pins.recompute, asked.pins.reshard) for shape in shapes]
+        pins = asked.pins
+        return [StagePrices(chain, shape, pins.recompute, pins.reshard, pins.everything) for shape in shapes]
 
     scanned = [found.seconds for found in map(scan, prices()) if found is not None]
     solved = [solve_master(prices(), solver=name) if shapes else None for name in ("HiGHS", "CBC")]
@@ -247,14 +254,14 @@ def _with_shards(order: tuple[Axis, ...]) -> tuple[Axis, ...]:
 
 def every_assignment(asked: Instance, shape: Shape) -> Iterator[list[list[LayerOption]]]:
     """All cuts of a shape with all options of every layer; where ranks hold several stages or split their backward, the
-    first k layers of every stage are recomputed, which is the space that the search states."""
+    first k layers of every stage are recomputed, all in one way, which is the space that the search states."""
     num_layers = len(asked.profile.layers)
     for cuts in combinations(range(1, num_layers), shape.pipeline * shape.virtual_stages - 1):
         bounds = (0, *cuts, num_layers)
         if is_chunked(shape.schedule):
-            for k in _first_recomputed(asked, shape, bounds):
+            for way, k in _first_recomputed(asked, shape, bounds):
                 yield [
-                    [LayerOption(_of_chunked(asked, shape, i, i - a < k), shape.reshard) for i in range(a, b)]
+                    [LayerOption(_of_chunked(asked, i, way, i - a < k), shape.reshard) for i in range(a, b)]
                     for a, b in pairwise(bounds)
                 ]
             continue
@@ -266,36 +273,47 @@ def _num_assignments(asked: Instance, shape: Shape) -> int:
     num_layers = len(asked.profile.layers)
     cuts = math.comb(num_layers - 1, shape.pipeline * shape.virtual_stages - 1)
     if is_chunked(shape.schedule):
-        return cuts * num_layers
+        return cuts * num_layers * len(_ways(asked, shape))
     return cuts * math.prod(len(options) for options in _options(asked, shape))
 
 
 def _options(asked: Instance, shape: Shape) -> list[list[LayerOption]]:
-    """[layer] -> recompute x whether parameters are given back."""
+    """[layer] -> recompute x whether parameters are given back x whether activations wait on the host."""
     reshards: tuple[bool, ...] = (shape.reshard,)
     if shape.sharded_over > 1 and shape.pipeline == 1:
         reshards = (False, True) if asked.pins.reshard is None else (asked.pins.reshard,)
-    return [[LayerOption(r, s) for r, s in product(each, reshards)] for each in _recomputes(asked)]
+    aways = (False, True) if asked.pins.everything else (False,)
+    return [[LayerOption(r, s, away) for r, s, away in product(each, reshards, aways)] for each in _recomputes(asked)]
 
 
 def _recomputes(asked: Instance) -> list[tuple[Recompute, ...]]:
-    """[layer] -> what it may run again."""
-    pinned = asked.pins.recompute
-    wanted = RECOMPUTES if pinned is None else (pinned,)
-    return [wanted if can_recompute(asked.profile, layer) else ("none",) for layer in asked.profile.layers]
+    """[layer] -> what it may run again, as far as that makes a difference."""
+    found: list[tuple[Recompute, ...]] = []
+    for layer in asked.profile.layers:
+        costs = asked.profile.classes[layer.layer_class].whole
+        wanted = [r for r in EXECUTABLE_RECOMPUTES if r != "attention" or costs.attention != costs.saved]
+        pinned = asked.pins.recompute
+        able = can_recompute(asked.profile, layer)
+        found.append(("none",) if not able else tuple(wanted) if pinned is None else (pinned,))
+    return found
 
 
-def _first_recomputed(asked: Instance, shape: Shape, bounds: tuple[int, ...]) -> range:
-    """Numbers of layers at the head of every stage that may be recomputed."""
+def _ways(asked: Instance, shape: Shape) -> list[Recompute]:
+    """Ways to recompute the first layers of stages; "none" where there is none."""
+    ways = {way for each in _recomputes(asked) for way in each} - {"none"}
+    return ["none"] if shape.schedule in ZERO_BUBBLE else sorted(ways) or ["none"]
+
+
+def _first_recomputed(asked: Instance, shape: Shape, bounds: tuple[int, ...]) -> Iterator[tuple[Recompute, int]]:
+    """Ways, and numbers of layers at the head of every stage that may be recomputed so."""
     longest = max(b - a for a, b in pairwise(bounds))
-    if shape.schedule in ZERO_BUBBLE or asked.pins.recompute == "none":
-        return range(1)
-    return range(longest + 1) if asked.pins.recompute is None else range(longest, longest + 1)
+    for way in _ways(asked, shape):
+        counts = range(1) if way == "none" else range(longest + 1)
+        yield from ((way, k) for k in (counts if asked.pins.recompute is None else counts[-1:]))
 
 
-def _of_chunked(asked: Instance, shape: Shape, layer: int, again: bool) -> Recompute:
-    recomputes = _recomputes(asked)[layer]
-    return recomputes[-1] if again and shape.schedule not in ZERO_BUBBLE else "none"
+def _of_chunked(asked: Instance, layer: int, way: Recompute, again: bool) -> Recompute:
+    return way if again and way in _recomputes(asked)[layer] else "none"
 
 
 def instances(count: int, most_plans: int, first: int = 0) -> Iterator[Instance]:

@@ -1,7 +1,7 @@
 """Random small planning problems made of plain numbers: few enough plans to price every one of them."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.planner.strategy import Pins
 from meshwright.planner.training import TrainingSpec
@@ -79,12 +79,16 @@ def instance(seed: int) -> Instance:
         precision=draw.choice(("bf16", "bf16", "fp32")),
         optimizer=draw.choice(("adamw", "adamw", "sgd")),
     )
+    chain, pins = _chain(draw, classes, order), draw.choice(PINS)
+    if pins.everything:  # offload doubles the options of every layer; fewer of the others, so that plans stay few
+        recompute = draw.choice((None, "none", "selective", "full"))
+        pins = replace(pins, recompute=recompute, reshard=draw.choice((None, False, True)))
     return Instance(
         seed,
-        _chain(draw, classes, order),
+        chain,
         ClusterSpec(name=f"{hosts} x {per_host}", hosts=(group,), network=network),
         training,
-        draw.choice(PINS),
+        pins,
     )
 
 
