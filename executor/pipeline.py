@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -87,6 +87,7 @@ class StageModule(nn.Module):
         self._calls: Counter[str] = Counter()
         self._queue: deque[MicroBatch] = deque()
         self._received: tuple[torch.Tensor, ...] = ()
+        self._exchange = _NOTHING
         self._autocast: torch.autocast | nullcontext[None] = nullcontext()
         self._placeholders = _strip(model, parameters_of_stages(model, plan)[stage], foreign)
         for name in foreign:
@@ -129,7 +130,7 @@ class StageModule(nn.Module):
         """Crossing tensors for the next stage, or the scaled loss on the last one."""
         micro_batch = self._queue.popleft()
         self._calls.clear()
-        exchange = _Exchange(
+        exchange = self._exchange = _Exchange(
             arrived={
                 crossing.producer: self._arrived(crossing, tensor)
                 for crossing, tensor in zip(self.incoming, self._received, strict=True)
@@ -140,11 +141,13 @@ class StageModule(nn.Module):
         self._received = ()
         try:
             with self._tokens(), self._autocast:
-                with Producers(self.model, self._plan.model.layer_modules, replace=exchange.replace):
+                with self._producers:
                     output = self.model(*micro_batch.args, **micro_batch.kwargs)
                 loss = self._loss_of(output, micro_batch.batch) if self.is_last else None
         except _CompleteError:
             return self._checked(exchange)
+        finally:
+            self._exchange = _NOTHING
         exchange.check_all_seen()
         if loss is None:
             missing = next(p for p in exchange.wanted if p not in exchange.made)
@@ -165,9 +168,18 @@ class StageModule(nn.Module):
     def _loss_of(self, output: Any, batch: Any) -> torch.Tensor:
         return loss_of(output) if self._loss is None else self._loss(output, batch)
 
+    @cached_property
+    def _producers(self) -> Producers:
+        crossing = {tensor.producer for tensor in (*self.incoming, *self.outgoing)}
+        return Producers(self.model, self._plan.model.layer_modules, replace=self._replace, only=crossing)
+
+    def _replace(self, producer: Producer, tensor: torch.Tensor) -> torch.Tensor:
+        return self._exchange.replace(producer, tensor)
+
+    @cached_property
     def fsdp_units(self) -> list[tuple[FSDPModule, bool]]:
         """FSDP modules in the order of their forward (what is inside of another one before it), each with whether it
-        gives parameters back (not the root)."""
+        gives parameters back (not the root). To be asked for once the stage is sharded."""
         modules: list[tuple[nn.Module, bool]] = [
             (module, layer.reshard)
             for layer in self._plan.stages[self.stage].layers
@@ -286,7 +298,7 @@ class PipelineRunner:
         last = next((stage for stage in self._stages if stage.is_last), None)
         self._schedule.step(target=None if last is None else torch.zeros(count), return_outputs=False)
         for stage in self._stages:
-            for unit, _ in stage.fsdp_units():
+            for unit, _ in stage.fsdp_units:
                 unit.reshard()  # a stage whose outputs want no gradient has had no backward to do it
         return [] if last is None else last.losses
 
@@ -307,7 +319,7 @@ class PipelineRunner:
 
     def _torch_stage(self, module: StageModule) -> LeanPipelineStage:
         before = None
-        for unit, _ in module.fsdp_units():
+        for unit, _ in module.fsdp_units:
             # FSDP guesses by the order of all forwards so far: the first unit, and the root whenever one of its outputs
             # gets its gradient, would gather the last unit once more. What prefetches itself gathers nothing.
             unit.set_modules_to_backward_prefetch([unit if before is None or isinstance(unit, StageModule) else before])
@@ -335,7 +347,7 @@ class PipelineRunner:
     def _before_weights(self, stage: StageModule) -> None:
         """torch does a backward for weights past fully_shard's hooks, which would gather parameters; and the parameters
         that it looks for beforehand are the gathered ones."""
-        for unit, _ in stage.fsdp_units():
+        for unit, _ in stage.fsdp_units:
             unit.unshard()
 
     def _after_weights(self, stage: StageModule, last: bool) -> None:
@@ -347,7 +359,7 @@ class PipelineRunner:
 
 def _set_sync(stage: StageModule, reduce: bool, release: bool) -> None:
     """Whether a backward reduces gradients, and gives back those parameters, too, that the plan keeps."""
-    for module, gives_back in stage.fsdp_units():
+    for module, gives_back in stage.fsdp_units:
         module.set_requires_gradient_sync(reduce, recurse=False)
         module.set_is_last_backward(reduce)
         module.set_reshard_after_backward(release or gives_back, recurse=False)
@@ -479,6 +491,9 @@ class _Exchange:
         for producer in self.arrived:
             if producer not in self._seen:
                 raise RuntimeError(f"{_words(producer)} arrived, which the model never made: {_STALE}")
+
+
+_NOTHING = _Exchange({}, (), {})
 
 
 @dataclass(frozen=True)

@@ -268,4 +268,5 @@ def _move_buffers(infos: Iterable[Any], device: torch.device) -> None:
     """Empty buffers on a device in place of those of a micro-batch's receives (root arguments have none)."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
-            info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=False)
+            like = info.buffer
+            info.buffer = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)

@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .model_profile import Producer
@@ -32,6 +33,11 @@ class Producers(TorchFunctionMode):
     on_produced: sees every produced tensor, after replacement.
     on_start: called with (kind, name, call) before a layer module or glue function runs. A glue function that turns out
         to return no tensor is not counted: the next call of it starts with the same number.
+
+    only: producers for which replace and on_produced are called, if not for all (others that share their names, too).
+
+    Inside layer modules, where nothing is counted, it steps off the stack of function modes, so that their functions
+    cost what they cost without it.
     """
 
     def __init__(
@@ -41,19 +47,23 @@ class Producers(TorchFunctionMode):
         replace: Replace | None = None,
         on_produced: Notice | None = None,
         on_start: Start | None = None,
+        only: Iterable[Producer] | None = None,
     ) -> None:
         super().__init__()
         self._modules = {name: root.get_submodule(name) for name in layer_modules}
         self._replace = replace
         self._on_produced = on_produced
         self._on_start = on_start
+        self._only = None if only is None else {(producer.kind, producer.name) for producer in only}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._depth = 0
         self._handles: list[Any] = []
+        self._is_aside = False
 
     def __enter__(self) -> Self:
         self._calls.clear()
         self._depth = 0
+        self._is_aside = False
         for name, module in self._modules.items():
             self._handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
             self._handles.append(module.register_forward_hook(self._leaving(name)))
@@ -65,7 +75,8 @@ class Producers(TorchFunctionMode):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        if not self._is_aside:  # it is where a layer has raised
+            super().__exit__(kind, error, trace)
         torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
         for handle in self._handles:
             handle.remove()
@@ -104,6 +115,7 @@ class Producers(TorchFunctionMode):
         def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
             if self._depth == 0:
                 self._start("module", name)
+                self._step_aside()
             self._depth += 1
 
         return enter
@@ -111,9 +123,22 @@ class Producers(TorchFunctionMode):
     def _leaving(self, name: str) -> Callable[..., Any]:
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             self._depth -= 1
-            return self._produced("module", name, output) if self._depth == 0 else output
+            if self._depth:
+                return output
+            self._step_back()
+            return self._produced("module", name, output)
 
         return leave
+
+    def _step_aside(self) -> None:
+        if _get_current_function_mode() is self:  # not where the model has put another one on top
+            super().__exit__(None, None, None)
+            self._is_aside = True
+
+    def _step_back(self) -> None:
+        if self._is_aside:
+            super().__enter__()
+            self._is_aside = False
 
     def _start(self, kind: str, name: str) -> None:
         if self._on_start is not None:
@@ -143,7 +168,15 @@ class Producers(TorchFunctionMode):
             return output
         call = self._calls[kind, name]
         self._calls[kind, name] += 1
+        if self._only is not None and (kind, name) not in self._only:
+            return output
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                leaves[i] = self._hand_over(Producer(kind=kind, name=name, call=call, leaf=i), leaf)
+                leaves[i] = self._hand_over(_producer(kind, name, call, i), leaf)
         return leaves[0] if tree is None else tree_unflatten(leaves, tree)
+
+
+@lru_cache(maxsize=10_000)
+def _producer(kind: Any, name: str, call: int, leaf: int) -> Producer:
+    """The same ones come in every forward."""
+    return Producer(kind=kind, name=name, call=call, leaf=leaf)

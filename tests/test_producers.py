@@ -1,7 +1,9 @@
 """Producers names every tensor of a forward, the same with stubs in place of layer modules."""
 
+import pytest
 import torch
 from torch import nn
+from torch._C import _len_torch_function_stack
 
 from meshwright.profiler.model_profile import Producer
 from meshwright.profiler.producers import Producers
@@ -96,3 +98,41 @@ def test_callbacks_are_no_part_of_the_model() -> None:
         model(x)
 
     assert seen == ["mul", "block", "dropout", "add", "block", "add"]
+
+
+def test_functions_inside_of_layers_run_without_the_mode() -> None:
+    model = _Twice()
+    depths: list[int] = []
+    model.block[1].register_forward_hook(lambda *args: depths.append(_len_torch_function_stack()))
+    x = torch.ones(1, 4)
+
+    with Producers(model, ["block"]):
+        outside = _len_torch_function_stack()
+        model(x)
+
+    assert depths == [outside - 1] * 2
+
+
+def test_a_layer_that_raises_leaves_the_modes_as_they_were() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError
+
+    model = nn.Sequential(Fails())
+    before = _len_torch_function_stack()
+
+    with pytest.raises(ArithmeticError), Producers(model, ["0"]):
+        model(torch.ones(1))
+
+    assert _len_torch_function_stack() == before
+
+
+def test_only_named_producers_are_seen() -> None:
+    model = _Twice()
+    seen: list[tuple[str, int]] = []
+    first = Producer(kind="glue", name="add", call=0, leaf=0)
+
+    with Producers(model, ["block"], on_produced=lambda p, t: seen.append((p.name, p.call)), only=[first]):
+        model(torch.ones(1, 4))
+
+    assert seen == [("add", 0), ("add", 1)]  # counted as ever
