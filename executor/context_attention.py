@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function, once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -80,7 +81,9 @@ class _Attention(Function):
     ) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
             ctx.options = is_causal, scale, kind, group
-            output, *saved = torch.ops.meshwright.scaled_dot_product_of_ranks(query, key, value, mask, *ctx.options)
+            # One operator, of which selective recompute keeps what it returns; its parts, where they are to be counted.
+            run = _forward if isinstance(query, FakeTensor) else torch.ops.meshwright.scaled_dot_product_of_ranks
+            output, *saved = run(query, key, value, mask, *ctx.options)
             if kind != "all_to_all":
                 saved = [query, key, value, output, saved[-1]]
             ctx.save_for_backward(*saved, mask)

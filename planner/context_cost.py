@@ -11,7 +11,7 @@ from ..profiler.cluster import Device
 from ..profiler.model_profile import Costs, LayerClass, amount_at
 from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
 from .compute_cost import operator_s
-from .plan import ContextKind
+from .plan import ContextKind, Recompute
 
 Sizes = tuple[float, float]
 """Bytes of (queries, keys and values) of the whole sequence."""
@@ -28,13 +28,25 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ContextCost:
-    """Exposed seconds of one layer's exchanges for one micro-batch, their traffic, and the bytes of buffers."""
+    """Exposed seconds of one layer's exchanges for one micro-batch, their traffic, and the bytes of buffers.
+
+    kept_bytes: what is kept beside what attention keeps in one process. kept_selectively_bytes: the same under
+    selective recompute.
+    """
 
     forward_s: float
     backward_s: float
     forward: tuple[Exchange, ...]
     backward: tuple[Exchange, ...]
     buffer_bytes: float
+    kept_bytes: float = 0.0
+    kept_selectively_bytes: float = 0.0
+
+    def kept(self, recompute: Recompute) -> float:
+        """Bytes that are kept more under a kind of recompute."""
+        if recompute == "full":
+            return 0.0
+        return self.kept_selectively_bytes if recompute == "selective" else self.kept_bytes
 
 
 NOTHING = ContextCost(0.0, 0.0, (), (), 0.0)
@@ -129,4 +141,7 @@ def context_cost(
         "all_to_all": (2 * sizes[0] + sizes[1]) / context,
         "all_gather": sizes[1],
     }
-    return ContextCost(seconds[0], seconds[1], forward, backward, buffers[kind])
+    # All-to-all: attention keeps its output by heads, and what follows it keeps the same by tokens. Selective recompute
+    # keeps what the exchanged attention returns, and that includes its exchanged inputs.
+    more = (sizes[0] / context, (2 * sizes[0] + sizes[1]) / context) if kind == "all_to_all" else (0.0, 0.0)
+    return ContextCost(seconds[0], seconds[1], forward, backward, buffers[kind], *more)

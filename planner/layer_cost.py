@@ -514,10 +514,11 @@ class CostModel:
         freed *= self.software.memory.kept(option.recompute, self.training.precision)
         if freed:
             kept, working = kept - freed, replace(working, backward=working.backward + freed)
+        kept += context.kept(option.recompute)
         repeats_attention = option.recompute in ("attention", "full")
         repeats_collectives = option.recompute in ("selective", "full")
         away_s = self._away_s(kept) if option.offload else 0.0
-        buffers = context.buffer_bytes
+        buffers = context.buffer_bytes + (context.kept_bytes if full else 0.0)
         if option.offload:  # one layer's on their way, the next one's arriving
             kept, buffers = 0.0, buffers + 2 * kept
         again = option.recompute in ("selective", "full")
@@ -568,7 +569,9 @@ class CostModel:
         """Collectives of one layer with context ranks and expert ranks for one micro-batch."""
         context, traffic = self._context(kind, shape), []
         for exchanges, times in ((context.forward, 2.0 if repeats_attention else 1.0), (context.backward, 1.0)):
-            traffic += [Traffic("context", e.kind, e.num_bytes, times * e.calls, False) for e in exchanges]
+            for e in exchanges:
+                ends = 2.0 if e.kind == "p2p" else 1.0  # each rank of a ring sends one block and receives another
+                traffic.append(Traffic("context", e.kind, e.num_bytes, ends * times * e.calls, False))
         _, num_bytes, calls = self._dispatch(kind, shape)
         if calls:
             passes = 6 if repeats_experts else 4
@@ -651,7 +654,7 @@ class CostModel:
     def batch_bytes(self, shape: Shape) -> float:
         """Bytes of a rank's share of the global batch, which every stage holds."""
         each = sum(math.prod(tensor.shape) * _dtype_bytes(tensor.dtype) for tensor in self.profile.batch)
-        return float(shape.samples * shape.num_microbatches * each)
+        return float(shape.micro_batch * shape.num_microbatches * each)
 
     def _activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "_Working"]:
         """(kept bytes, bytes beyond them while at work) for one micro-batch; in the backward recomputed layers pass

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -91,8 +92,8 @@ class TokenSlices(TorchFunctionMode):
                 return func(*args, **kwargs)
             held = self.begun(dim)
             args = (set_mark(taken(whole, held), held), *args[1:])
-        elif name in _BLIND:
-            return func(*args, **kwargs)
+        elif name in _BLIND or (isinstance(func, OpOverload) and func.namespace in ("aten", "prim")):
+            return func(*args, **kwargs)  # torch's own operators come from below the functions that are followed
         elif all(isinstance(mark, Share) for mark in marks):
             return _of_shares(func, name, args, kwargs)
         rule = _RULES.get(name)

@@ -34,6 +34,11 @@ CASES = {
     "pipeline x ddp": Case("gpt", replicate=4, pipeline=2, num_microbatches=4, precision="fp32"),
     "pipeline x fsdp, gpipe": Case("gpt", shard=16, pipeline=2, num_microbatches=2, schedule="gpipe"),
     "pipeline x fsdp x tensor": Case("bert_large", shard=8, tensor=2, pipeline=2, num_microbatches=2),
+    "context in a ring x pipeline": Case("gpt", shard=2, context=4, pipeline=2, num_microbatches=2, recompute="full"),
+    "context, heads for tokens": Case("gpt", shard=4, context=2, context_kind="all_to_all", reshard=True),
+    "context, gathered x tensor + sequence": Case(
+        "llama3_8b", shard=2, tensor=2, sequence=True, context=2, context_kind="all_gather", reshard=True, micro_batch=1
+    ),
     "convolutions": Case("unet", shard=8, reshard=True, micro_batch=16, precision="fp32"),
 }
 

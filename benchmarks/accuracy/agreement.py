@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from meshwright.planner.comm_cost import Collective
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.plan import Axis, Plan, Schedule
+from meshwright.planner.plan import Axis, ContextKind, Plan, Schedule
 from meshwright.planner.strategy import LayerOption, Shape, can_recompute, legal_cuts, make_plan, shape_of
 from meshwright.planner.training import Precision, TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
@@ -50,6 +50,8 @@ class Case:
     sync: Literal["every", "last"] = "last"
     recompute: Literal["none", "half", "full"] = "none"
     precision: Precision = "bf16"
+    context: int = 1
+    context_kind: ContextKind = "ring"
 
 
 def _gpt(**changes: Any) -> Case:
@@ -93,6 +95,16 @@ CASES = (
     _llama(shard=8, tensor=8, pipeline=8, sequence=True, num_microbatches=8),
     _llama(replicate=4, shard=8, tensor=4, pipeline=8, sequence=True, num_microbatches=8, recompute="half"),
     _llama(replicate=8, pipeline=8, num_microbatches=8, schedule="gpipe"),
+    _gpt(shard=4, context=2, reshard=True),
+    _gpt(shard=2, context=4, num_microbatches=2),
+    _gpt(shard=4, context=2, reshard=True, context_kind="all_to_all"),
+    _gpt(shard=4, context=2, reshard=True, context_kind="all_gather", precision="fp32"),
+    _llama(shard=4, context=4, reshard=True, recompute="full"),
+    _llama(shard=4, context=2, reshard=True, context_kind="all_gather"),
+    _llama(shard=4, context=2, reshard=True, context_kind="all_to_all"),
+    _llama(shard=32, tensor=2, context=4, sequence=True, reshard=True),
+    _llama(shard=2, pipeline=2, context=2, num_microbatches=4),
+    Case("bert_large", shard=8, context=2, reshard=True, micro_batch=8, num_microbatches=2),
     Case("bert_large", replicate=64),
     Case("bert_large", replicate=64, num_microbatches=2, precision="fp32"),
     Case("bert_large", shard=64, reshard=True, micro_batch=8),
@@ -167,6 +179,8 @@ def plan_of(case: Case) -> Plan:
         schedule=case.schedule if case.pipeline > 1 else "none",
         gradient_sync=case.sync,
         reshard=case.reshard,
+        context=case.context,
+        context_kind=case.context_kind,
     )
     options, candidates = [], 0
     for layer in profile.layers:
@@ -184,7 +198,7 @@ def plan_of(case: Case) -> Plan:
         seq_len=profile.seq_len,
         precision=case.precision,
     )
-    ranks = case.replicate * case.shard * case.tensor * case.pipeline
+    ranks = case.replicate * case.shard * case.tensor * case.context * case.pipeline
     stages = [options[first:end] for first, end in zip(cuts, ends, strict=True)]
     return make_plan(profile, cluster_of(load_device("h100-80gb"), ranks), training, shape, stages)
 
@@ -219,7 +233,7 @@ def rows_of(case: Case) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict
 def label(case: Case, plan: Plan) -> str:
     """What a table calls a plan."""
     words = [shape_of(plan).label, case.precision, f"{case.num_microbatches} x {case.micro_batch}"]
-    sharded = case.shard > 1 or case.tensor > 1
+    sharded = max(case.shard, case.tensor, case.context) > 1
     words += ["reshard" if case.reshard else "kept"] if sharded else []
     words += ["reduced every"] if case.sync == "every" else []
     words += [f"recompute {case.recompute}"] if case.recompute != "none" else []

@@ -1,5 +1,6 @@
 """Plays one rank of a job of any size in this process: fake process group, fake tensors, the project's own executor."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -89,8 +90,12 @@ def by_axis(ours: Trainer, traffic: Traffic) -> dict[tuple[GroupAxis, Collective
 
 
 def axis_of(ours: Trainer, ranks: tuple[int, ...], kind: Collective) -> GroupAxis:
-    """The axis that ranks lie on; those that hold tied weights, or the same experts, are a part of their axis."""
+    """The axis that ranks lie on; those that hold tied weights, or the same experts, are a part of their axis.
+    Parameters that are sharded over context ranks, too, pass along data_shard, as the planner says it."""
     spread = ours.mesh.spread
+    sharded = ours.plan.degrees.context > 1 and kind in ("all_gather", "reduce_scatter")
+    if sharded and set(ranks) == set(dist.get_process_group_ranks(ours.mesh.shard_mesh.get_group())):
+        return "data_shard"
     if kind == "all_to_all" and spread and set(ranks) == set(dist.get_process_group_ranks(spread.get_group("expert"))):
         return "expert"
     for axis in AXES:
@@ -116,6 +121,9 @@ def _without_numbers(fake: FakeTensorMode) -> ExitStack:
     many tokens go to every expert."""
     stack = ExitStack()
     stack.enter_context(mock.patch.object(apply, "initial_values", lambda *args: _values(fake, *args)))
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is not None:  # from fake positions it cannot see that no sample is packed, and would build T x T masks
+        stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
     stack.enter_context(mock.patch.object(trainer, "data_parallel", _replicas))
     stack.enter_context(mock.patch.object(expert_exchange, "count_rows", _equal_rows))
     return stack
