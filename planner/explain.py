@@ -1,5 +1,6 @@
 """Why one plan and not another, in words with numbers."""
 
+import math
 from collections.abc import Iterator
 
 from ..profiler.units import format_bytes, format_seconds
@@ -95,9 +96,10 @@ def _why_on_kinds(plan: Plan, found: Estimate) -> Iterator[str]:
     kinds = stage_kinds(cluster, shape)
     if kinds is None:
         slowest, smallest = cluster.device.name, format_bytes(cluster.device.memory)
+        own = cluster.num_devices // math.gcd(*(part.num_devices for part in cluster.kinds))
         yield (
             f"every stage has devices of several kinds, so all count as the slowest ({slowest}) with the least memory "
-            f"({smallest})"
+            f"({smallest}); a pipeline of {own} stages, or a multiple, would give each its own kind"
         )
         return
     held: dict[str, tuple[int, int]] = {}

@@ -301,7 +301,7 @@ def cluster_of(device: Device, num_devices: int, devices_per_host: int | None = 
 def load_cluster(path: Path) -> ClusterSpec:
     """Read a cluster TOML.
 
-        [network]                    # optional: the first device's usual network
+        [network]                    # optional: the slowest of the devices' usual networks
         bandwidth = "50 GB/s"        # per host, one direction
         latency = "10 us"
 
@@ -310,6 +310,9 @@ def load_cluster(path: Path) -> ClusterSpec:
         device = "h100-80gb"         # a preset, or the path of a device TOML
         gpus = 8                     # optional: the device's usual number
         link = { bandwidth = "265 GB/s", latency = "8 us" }   # optional
+
+        [[hosts]]                    # hosts of another kind; a job's hosts are taken in this order
+        device = "a100-40gb"
 
     Raises ValueError that says which key is wrong.
     """
@@ -320,16 +323,35 @@ def load_cluster(path: Path) -> ClusterSpec:
     if unknown or not isinstance(data.get("hosts"), list) or not data["hosts"]:
         found = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no [[hosts]]"
         raise ValueError(f"{path}: {found}; a cluster file holds name, [network] and [[hosts]] (count, device, gpus)")
-    hosts = [_host_group(entry, path) for entry in data["hosts"]]
-    network = _validated(Link, data["network"], f"{path} [network]") if "network" in data else hosts[0].device.network
+    each = enumerate(data["hosts"], 1)
+    hosts = [_host_group(entry, f"{path} [[hosts]] {number} of {len(data['hosts'])}") for number, entry in each]
+    usual = min((group.device.network for group in hosts), key=lambda link: link.bandwidth)
+    network = _network(data["network"], path) if "network" in data else usual
     return ClusterSpec(name=str(data.get("name", path.stem)), hosts=tuple(hosts), network=network)
 
 
-def _host_group(entry: dict[str, Any], path: Path) -> HostGroup:
+def _network(entry: object, path: Path) -> Link:
+    """The network of a cluster file. Raises ValueError, also where hosts would not reach each other."""
+    try:
+        return _validated(Link, entry, f"{path} [network]")
+    except ValueError as error:
+        if "bandwidth: Input should be greater" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}: hosts could not reach each other; give what one host gets in large collectives, in one "
+            'direction, such as bandwidth = "50 GB/s"'
+        ) from None
+
+
+def _host_group(entry: dict[str, Any], where: str) -> HostGroup:
+    """A [[hosts]] entry. Raises ValueError that says which, and what is wrong with it."""
     unknown = set(entry) - {"count", "device", "gpus", "link"}
     if unknown or "device" not in entry:
         found = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no device"
-        raise ValueError(f"{path} [[hosts]]: {found}; the keys are count, device, gpus, link")
+        raise ValueError(f"{where}: {found}; the keys are count, device, gpus, link")
+    for key in ("count", "gpus"):
+        if key in entry and (isinstance(entry[key], bool) or not isinstance(entry[key], int) or entry[key] < 1):
+            raise ValueError(f"{where}: {key} = {entry[key]!r} is no number of at least 1")
     device = load_device(str(entry["device"]))
     fields = {
         "count": entry.get("count", 1),
@@ -337,7 +359,7 @@ def _host_group(entry: dict[str, Any], path: Path) -> HostGroup:
         "device": device,
         "link": entry.get("link", device.link),
     }
-    return _validated(HostGroup, fields, f"{path} [[hosts]]")
+    return _validated(HostGroup, fields, where)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

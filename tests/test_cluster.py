@@ -132,7 +132,11 @@ def test_unequal_devices_count_as_the_slowest_with_the_least_memory(tmp_path: Pa
     [
         ("[network]", "[netwrok]", "unknown key 'netwrok'"),
         ('device = "h100-80gb"', 'device = "h100-80g"', "did you mean h100-80gb"),
-        ("count = 2", "count = 0", "count"),
+        ("count = 2", "count = 0", r"\[\[hosts\]\] 1 of 2: count = 0 is no number of at least 1"),
+        ("gpus = 4", "gpus = -4", r"\[\[hosts\]\] 2 of 2: gpus = -4 is no number of at least 1"),
+        ("gpus = 4", "gpus = true", "gpus = True is no number"),
+        ('"50 GB/s"', '"0 GB/s"', "found '0 GB/s'.*hosts could not reach each other.*50 GB/s"),
+        ('"20 GB/s"', '"0 GB/s"', "2 of 2: link.bandwidth: Input should be greater than 0"),
         ("gpus = 8", "cards = 8", "unknown key 'cards'"),
         ('bandwidth = "50 GB/s"', 'bandwidth = "50 GB"', "cannot read '50 GB'"),
         ("[[hosts]]", "hosts = ", "not TOML"),
@@ -141,6 +145,23 @@ def test_unequal_devices_count_as_the_slowest_with_the_least_memory(tmp_path: Pa
 def test_what_is_wrong_with_a_cluster_file_is_said(tmp_path: Path, old: str, new: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         load_cluster(cluster_file(tmp_path, CLUSTER.replace(old, new)))
+
+
+def test_without_a_network_it_is_the_slowest_of_the_usual_ones(tmp_path: Path) -> None:
+    hosts = CLUSTER[CLUSTER.index("[[hosts]]") :]
+
+    cluster = load_cluster(cluster_file(tmp_path, hosts))
+
+    assert cluster.network == load_device("a100-40gb").network
+    assert cluster.network.bandwidth < load_device("h100-80gb").network.bandwidth
+
+
+def test_a_device_without_memory_is_refused(tmp_path: Path) -> None:
+    text = (HARDWARE_FOLDER / "a100-80gb.toml").read_text().replace('"79.15 GiB"', '"-40 GiB"')
+    (tmp_path / "mine.toml").write_text(text)
+
+    with pytest.raises(ValueError, match=r"mine.toml: memory: Input should be greater than 0 \(found '-40 GiB'\)"):
+        load_device(str(tmp_path / "mine.toml"))
 
 
 def test_a_cluster_file_that_is_not_there(tmp_path: Path) -> None:

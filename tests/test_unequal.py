@@ -307,6 +307,7 @@ def test_the_reason_says_what_becomes_of_unequal_devices() -> None:
 
     assert "8 layers in 1 stage on fast, 4 layers in 1 stage on slow" in reasons[0]
     assert "all count as the slowest (slow) with the least memory (74.5 GiB)" in reasons[1]
+    assert "a pipeline of 2 stages, or a multiple, would give each its own kind" in reasons[1]
 
 
 def test_a_saved_plan_knows_the_budget_of_every_stage() -> None:
