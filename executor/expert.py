@@ -15,7 +15,7 @@ from ..profiler.model_profile import Experts
 from .expert_exchange import run_spread
 from .expert_mesh import ExpertPlace
 from .mesh import RankMesh
-from .torch_compat import in_backward, set_gradient_divisor
+from .torch_compat import hide_from_selective_recompute, in_backward, set_gradient_divisor
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ def shard_experts(
         )
         if layer.reshard:
             unit.register_forward_pre_hook(_stay_in_backward)
+        if layer.recompute == "selective":
+            hide_from_selective_recompute(unit)
         set_gradient_divisor(unit, plan.degrees.sharded_over * plan.degrees.data_replicate, num_shards)
         units.append(unit)
     return units

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """all_gather_single(output, input, group=...); torch before 2.13 calls it all_gather_into_tensor."""
@@ -213,6 +216,25 @@ def custom_schedule(
 def reduce_gradients(root: FSDPModule) -> None:
     """What fully_shard does behind the last backward of a step; after a backward for weights nothing else calls it."""
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def hide_from_selective_recompute(unit: FSDPModule) -> None:
+    """Let selective recompute not see what fully_shard's hooks on a unit inside of a recomputed layer do.
+
+    It counts operators, and raises where the repetition has more of one kind than the forward had (seen in 2.13). A
+    unit that is still gathered in the forward, and is gathered anew for the repetition, has.
+    """
+    module: Any = unit
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            hooks[key] = partial(_unseen, hook)
+
+
+def _unseen(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+        with _pop_mode_temporarily():
+            return hook(*args, **kwargs)
+    return hook(*args, **kwargs)
 
 
 def in_backward() -> bool:

@@ -82,6 +82,14 @@ CASES = {
     "mixtral, tensor, permuted": Case("mixtral", 2, shard=2, tensor=2, more={"mesh_axes": SHARDS_INSIDE}),
     "qwen3, pipeline": Case("qwen3", 2, shard=2, stages=(2, 3)),
     "mixtral, zero bubble": Case("mixtral", 2, shard=2, stages=(2, 3), more={"schedule": "zb-h1"}, reshard=False),
+    "mixtral, tensor + sequence": Case("mixtral", 2, tensor=2, more={"sequence": True}),
+    "qwen3, tensor + sequence, over all, recompute": Case(
+        "qwen3", 4, shard=2, tensor=2, recompute="full", more={"sequence": True}
+    ),
+    "mixtral, tensor + sequence, over half, permuted": Case(
+        "mixtral", 2, shard=2, tensor=2, more={"sequence": True, "mesh_axes": SHARDS_INSIDE}
+    ),
+    "deepseek, tensor, selective recompute": Case("deepseek", 2, shard=2, tensor=2, recompute="selective"),
     "own, looked up, every token to one rank": Case("one-sided", 2, shard=2),
     "deepseek, interleaved, recompute": Case(
         "deepseek", 2, shard=2, stages=(1, 1, 1, 2), virtual=2, more={"schedule": "interleaved"}, recompute="full"
@@ -439,4 +447,5 @@ def test_experts_that_scale_their_tokens_are_not_spread() -> None:
 def test_experts_need_tokens_of_their_own_on_every_rank() -> None:
     assert expert_rule(_profile("mixtral"), 2) is None
     assert expert_rule(_profile("mixtral"), 3) == "expert=3 does not divide 4 experts"
-    assert "hold the same tokens in MixtralDecoderLayer" in str(expert_rule(_profile("mixtral"), 2, sequence=True))
+    assert expert_rule(_profile("mixtral"), 2, sequence=True) is None
+    assert "the same tokens in DeepseekV3DecoderLayer.2" in str(expert_rule(_profile("deepseek"), 2, sequence=True))

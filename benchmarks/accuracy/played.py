@@ -92,15 +92,20 @@ def by_axis(ours: Trainer, traffic: Traffic) -> dict[tuple[GroupAxis, Collective
 def axis_of(ours: Trainer, ranks: tuple[int, ...], kind: Collective) -> GroupAxis:
     """The axis that ranks lie on; those that hold tied weights, or the same experts, are a part of their axis.
     Parameters that are sharded over context ranks, too, pass along data_shard, as the planner says it."""
-    spread = ours.mesh.spread
-    sharded = ours.plan.degrees.context > 1 and kind in ("all_gather", "reduce_scatter")
-    if sharded and set(ranks) == set(dist.get_process_group_ranks(ours.mesh.shard_mesh.get_group())):
-        return "data_shard"
-    if kind == "all_to_all" and spread and set(ranks) == set(dist.get_process_group_ranks(spread.get_group("expert"))):
-        return "expert"
+    mesh, of_shards = ours.mesh, kind in ("all_gather", "reduce_scatter")
+    groups: list[tuple[dist.ProcessGroup, GroupAxis]] = []
+    if of_shards and ours.plan.degrees.context > 1:
+        groups.append((mesh.shard_mesh.get_group(), "data_shard"))
+    if of_shards and mesh.spread is not None:
+        groups.append((mesh.spread.get_group("expert_shard"), "data_shard"))
+    if kind == "all_to_all" and mesh.spread is not None:
+        groups.append((mesh.spread.get_group("expert"), "expert"))
+    for group, axis in groups:
+        if set(ranks) == set(dist.get_process_group_ranks(group)):
+            return axis
     for axis in AXES:
-        group = ours.mesh.group(axis)
-        if group is not None and set(ranks) <= set(dist.get_process_group_ranks(group)):
+        along = mesh.group(axis)
+        if along is not None and set(ranks) <= set(dist.get_process_group_ranks(along)):
             return axis
     raise AssertionError(f"ranks {ranks} are on no axis of the mesh")
 
