@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..planner.plan import AXES, Axis, Plan
 from ..profiler.local import preset_of
 from .expert_mesh import ExpertPlace, expert_mesh, expert_place
-from .torch_compat import accelerator
+from .torch_compat import accelerator, joined_axes, side_by_side
 
 Mechanism = Literal["plain", "ddp", "fsdp"]
 
@@ -88,14 +88,16 @@ class RankMesh:
         """What fully_shard runs over: the axis of shard_mesh, and data_replicate before it for HSDP."""
         assert self.device_mesh is not None
         if self.plan.degrees.data_replicate > 1:
-            return self.device_mesh["data_replicate", shard_axis(self.plan)]
+            return side_by_side(self.device_mesh["data_replicate"], self.shard_mesh)
         return self.shard_mesh
 
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The one axis that parameters are sharded over: data_shard, with the context ranks of its samples."""
         assert self.device_mesh is not None
-        return self.device_mesh[shard_axis(self.plan)]
+        if self.plan.degrees.context > 1:
+            return joined_axes(self.device_mesh, ("data_shard", "context"))
+        return self.device_mesh["data_shard"]
 
     @property
     def expert_mesh(self) -> DeviceMesh:
@@ -113,11 +115,6 @@ class RankMesh:
         """The tensor-parallel axis."""
         assert self.device_mesh is not None
         return self.device_mesh["tensor"]
-
-
-def shard_axis(plan: Plan) -> str:
-    """Name of the axis of a rank's mesh that parameters are sharded over."""
-    return "data_shard_x_context" if plan.degrees.context > 1 else "data_shard"
 
 
 def world_size() -> int:
@@ -229,5 +226,5 @@ def _device_mesh(plan: Plan, device_type: str, processes: tuple[int, ...]) -> De
     used = [axis for axis in AXES if degrees.of(axis) > 1 or (axis == "data_shard" and sharded)]
     mesh = DeviceMesh(device_type, ranks.reshape([degrees.of(axis) for axis in used]), mesh_dim_names=tuple(used))
     if degrees.context > 1:
-        mesh["data_shard", "context"]._flatten(shard_axis(plan))
+        joined_axes(mesh, ("data_shard", "context"))  # makes a process group, which all ranks have to do now
     return mesh

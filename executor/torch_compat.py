@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import Function
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
@@ -70,6 +71,16 @@ def detached(x: torch.Tensor) -> torch.Tensor:
     """x.detach() that still knows how often x is written into; inside of a dispatch mode it otherwise does not."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()
+
+
+def joined_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """One axis of several neighbouring ones; the first call for a mesh makes its process group."""
+    return mesh[axes]._flatten("_x_".join(axes))
+
+
+def side_by_side(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """A mesh of two axes that are parts of one mesh, joined ones included."""
+    return DeviceMesh._concatenate([outer, inner])
 
 
 def solid(x: torch.Tensor) -> torch.Tensor:
