@@ -207,8 +207,12 @@ def _replace_forwards(stage: nn.Module, prefix: str, cut: TensorCut, region: "_R
         if cut.kind == "embedding":
             module.forward = _embedding_forward(module, region.group)
         else:
-            gathered = region.group if cut.kind == "head" else None
-            module.forward = _column_forward(module, shared, gathered)
+            enter = _as_it_is if cut.inputs.get(name) == "" else shared
+            forward = _column_forward(module, enter)
+            module.forward = _gathered(forward, shared, region.group) if cut.kind == "head" else forward
+    for name in () if around else cut.entries:
+        module = _submodule(stage, prefix, name)
+        module.forward = _entry_forward(module, region.column_input(sliced))
     for name in cut.rows:
         module = _submodule(stage, prefix, name)
         module.forward = _row_forward(module, shared, region.row_output(sliced))
@@ -293,14 +297,17 @@ class SharedGradients(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         if self._is_muted:
             return output
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        read = args[1:] if func is torch.Tensor.copy_ else args  # what is written over counts no more
+        given = [x for x in tree_leaves((read, kwargs)) if isinstance(x, torch.Tensor)]
         made = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
-        if any(x in self._differs for x in given):
+        if any(self._does_differ(x) for x in given):
             for x in given:
-                if x.requires_grad and x not in self._differs:
+                if x.requires_grad and not self._does_differ(x):
                     self._found |= self._names_behind(x, func)
             for x in made:
                 self.mark(x, differs=True)
+            if func is torch.Tensor.copy_ and args[0]._base is not None:
+                self.mark(args[0]._base, differs=True)
             return output
         known = [self._known(x) for x in given]
         names = frozenset().union(*(names for names in known if names))
@@ -311,6 +318,10 @@ class SharedGradients(TorchFunctionMode):
             else:
                 self._used_whole |= names - self._layout.partial
         return output
+
+    def _does_differ(self, x: torch.Tensor) -> bool:
+        """Whether x, or what it is a view of, differs between tensor ranks."""
+        return x in self._differs or (x._base is not None and x._base in self._differs)
 
     def _known(self, x: torch.Tensor) -> frozenset[str]:
         """Names of the parameters that x is, or is computed from alone; none if it is something else."""
@@ -381,18 +392,38 @@ class _SharedInput:
 
 
 def _column_forward(
-    module: nn.Module, shared: _SharedInput, gathered: dist.ProcessGroup | None
+    module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _product(module, shared(x))
-        if module.bias is not None:
-            y = y + _local(module.bias)  # type: ignore[arg-type]
-        if gathered is None:
-            return y
-        shared.clear()
-        return _call(_GatherAlike, y, y.ndim - 1, gathered)
+        y = _product(module, enter(x))
+        return y if module.bias is None else y + _local(module.bias)  # type: ignore[arg-type]
 
-    return _unwatched(forward, differs=gathered is None)
+    return _unwatched(forward, differs=True)
+
+
+def _gathered(
+    column: Callable[[torch.Tensor], torch.Tensor], shared: _SharedInput, group: dist.ProcessGroup
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A column's forward, then all ranks' features; no row follows."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = column(x)
+        shared.clear()
+        return _call(_GatherAlike, y, y.ndim - 1, group)
+
+    return _unwatched(forward, differs=False)
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _entry_forward(
+    module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A whole module's forward, of whose output each rank reads what its own features need: gradients are shares."""
+    forward = module.forward
+    return _unwatched(lambda x: enter(forward(x)), differs=True)
 
 
 def _row_forward(

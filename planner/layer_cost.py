@@ -50,12 +50,14 @@ class Traffic:
 @dataclass(frozen=True)
 class Held:
     """A parameter of a layer class on one tensor rank. elements: padded to what data shards divide evenly; whole: not
-    cut by tensor parallelism."""
+    cut by tensor parallelism; partial: read between cut modules, so that each tensor rank has a share of its
+    gradient."""
 
     name: str
     elements: int
     trainable: bool
     whole: bool
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -313,13 +315,17 @@ class CostModel:
         if key not in self._held:
             layer_class = self.layer_class(kind)
             cut_dims = {name: dim for i in chosen for name, dim in layer_class.cuts[i].sharded.items()}
+            partial = {name for i in chosen for name in layer_class.cuts[i].partial}
             held = []
             for parameter in layer_class.parameters:
                 local = list(parameter.shape)
                 if parameter.name in cut_dims:
                     local[cut_dims[parameter.name]] //= tensor
                 elements = padded_elements(tuple(local), shape.sharded_over)
-                held.append(Held(parameter.name, elements, parameter.trainable, parameter.name not in cut_dims))
+                is_partial = parameter.name in partial
+                held.append(
+                    Held(parameter.name, elements, parameter.trainable, parameter.name not in cut_dims, is_partial)
+                )
             self._held[key] = tuple(held)
         return self._held[key]
 

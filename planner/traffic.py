@@ -67,7 +67,7 @@ def rank_tallies(plan: Plan, model: CostModel, shape: Shape) -> list[Tally]:
                 _add_banks(tally, model, shape, stages[stage], reshards)
         elif shape.data_replicate > 1:
             _add_replicas(tally, model, shape, layers)
-        if shape.sequence:
+        if shape.tensor > 1:
             _add_partial(tally, model, shape, layers)
         tallies.append(tally)
     places = [tallies[plan.position_of(stage)] for stage in range(len(stages))]
@@ -154,7 +154,7 @@ def _own_parameters(model: CostModel, shape: Shape, stages: Sequence[range]) -> 
 def _add_replicas(tally: Tally, model: CostModel, shape: Shape, layers: Sequence[int]) -> None:
     """Gradients of whole replicas: by DDP in its buckets, as backward comes to them; in a pipeline, and where replicas
     decide by values, once a step in flat buffers."""
-    sizes = _sizes(model, shape, layers, lambda item: item.trainable)
+    sizes = _sizes(model, shape, layers, lambda _, item: item.trainable)
     if shape.pipeline > 1 or model.profile.decides_by_values:
         tally.add("data_replicate", "all_reduce", MASTER_BYTES * sum(sizes), num_buffers(sizes))
         return
@@ -164,17 +164,22 @@ def _add_replicas(tally: Tally, model: CostModel, shape: Shape, layers: Sequence
 
 
 def _add_partial(tally: Tally, model: CostModel, shape: Shape, layers: Sequence[int]) -> None:
-    """Gradients of which each tensor rank has the share of its slice of the sequence: summed once a step, in flat
-    buffers of a rank's shards."""
+    """Gradients of which each tensor rank has the share of its slice of the sequence, or of its heads: summed once a
+    step, in flat buffers of a rank's shards."""
     sliced = [layer for layer in layers if _is_sliced(model, shape, layer)]
     spread = set[str]().union(*(model.spread_names(model.kinds[layer], shape) for layer in sliced))
-    sizes = _sizes(model, shape, sliced, lambda item: item.whole and item.trainable and item.name not in spread)
+
+    def is_share(layer: int, item: Held) -> bool:
+        share = item.whole and item.name not in spread if _is_sliced(model, shape, layer) else item.partial
+        return item.trainable and share
+
+    sizes = _sizes(model, shape, layers, is_share)
     if sizes:
         shards = [size / shape.sharded_over for size in sizes]
         tally.add("tensor", "all_reduce", MASTER_BYTES * sum(shards), num_buffers(shards))
 
 
-def _sizes(model: CostModel, shape: Shape, layers: Iterable[int], wanted: Callable[[Held], bool]) -> list[int]:
+def _sizes(model: CostModel, shape: Shape, layers: Iterable[int], wanted: Callable[[int, Held], bool]) -> list[int]:
     """Elements of the wanted parameters of layers in their order; those that several share, with the first of them."""
     shared = _shared_names(model.profile)
     known: dict[int, list[int]] = {}
@@ -183,12 +188,12 @@ def _sizes(model: CostModel, shape: Shape, layers: Iterable[int], wanted: Callab
     for layer in layers:
         kind, names = model.kinds[layer], shared[layer]
         if names:
-            held = filter(wanted, model.held(kind, shape))
+            held = [item for item in model.held(kind, shape) if wanted(layer, item)]
             sizes += [item.elements for item in held if names.get(item.name) not in seen]
             seen.update(names.values())
         else:
             if kind.layer_class not in known:
-                known[kind.layer_class] = [item.elements for item in filter(wanted, model.held(kind, shape))]
+                known[kind.layer_class] = [item.elements for item in model.held(kind, shape) if wanted(layer, item)]
             sizes += known[kind.layer_class]
     return sizes
 

@@ -152,7 +152,16 @@ class TensorCut(_Document):
         default={}, description="module -> its integer attributes that must be divided by the degree (n_head, ...)"
     )
     inputs: dict[str, str] = Field(
-        default={}, description="column -> the first module that is given the same tensor: one collective for all"
+        default={},
+        description="column -> the first module that is given the same tensor: one collective for all; '': it reads "
+        "what has entered already",
+    )
+    entries: tuple[str, ...] = Field(
+        default=(),
+        description="whole modules whose output enters, not their input: a column's input and more is made of it",
+    )
+    partial: tuple[str, ...] = Field(
+        default=(), description="whole parameters read between entry and row: each rank has a share of their gradient"
     )
     gather: str = Field(
         default="",

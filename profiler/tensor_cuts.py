@@ -232,10 +232,14 @@ class _Probe:
         group = _columns_of(flow, row)
         if isinstance(group, str):
             return group
-        columns, between = group
-        return self.try_group(flow, row, columns, between) if columns and not used & set(columns) else ""
+        columns, between, entries = group
+        if not columns or used & {*columns, *entries}:
+            return ""
+        return self.try_group(flow, row, columns, between, entries)
 
-    def try_group(self, flow: _Flow, row: str, columns: tuple[str, ...], between: set[int]) -> TensorCut | str:
+    def try_group(
+        self, flow: _Flow, row: str, columns: tuple[str, ...], between: set[int], entries: tuple[str, ...]
+    ) -> TensorCut | str:
         """The group as a cut, with what must be divided for it to work; else the reason against it."""
         parts = {}
         for column in columns:
@@ -249,11 +253,35 @@ class _Probe:
         for column in columns:
             sharded |= self.sharded(column, _output_dim(flow.taps[column].module), bias=True)
         sharded |= self.sharded(row, 1 - _output_dim(flow.taps[row].module), bias=False)
-        inputs = {column: flow.taps[column].like for column in columns}
+        entered = {column for column in columns if _sources(flow, column) & set(entries)}
         cut = TensorCut(
-            kind=kind, columns=columns, rows=(row,), parts=parts, inputs=inputs, units=units, sharded=sharded
+            kind=kind,
+            columns=columns,
+            rows=(row,),
+            parts=parts,
+            inputs={column: "" if column in entered else flow.taps[column].like for column in columns},
+            entries=entries,
+            partial=self._partial(flow, row, between, sharded),
+            units=units,
+            sharded=sharded,
         )
         return self._try_with_attributes(cut)
+
+    def _partial(self, flow: _Flow, row: str, between: set[int], sharded: dict[str, int]) -> tuple[str, ...]:
+        """Trained parameters that are joined with what differs between ranks before the row, by themselves or cast."""
+        differs = _cut_storages(flow, between) - set(flow.parameters)
+        prefix = self.layer.root + "." if self.layer.root else ""
+        known = {number: {name.removeprefix(prefix)} for number, name in flow.parameters.items()}
+        found: set[str] = set()
+        for op in flow.ops:
+            read = {view.storage for view in op.inputs}
+            if read & differs and op.module != row:
+                found |= {name for storage in read for name in known.get(storage, ())}
+            elif read and read <= set(known):
+                for storage in _made(op):
+                    known.setdefault(storage, set()).update(*(known[s] for s in read))
+        named = dict(self.fake.module.named_parameters(remove_duplicate=False))
+        return tuple(sorted(n for n in found - set(sharded) if named[prefix + n].requires_grad))
 
     def sharded(self, name: str, dim: int, bias: bool) -> dict[str, int]:
         """Parameters of a cut module (and other names of the same ones in this layer) with the dim that is cut."""
@@ -335,12 +363,13 @@ def layer_modules(fake: FakeModel, chain: Chain, index: int) -> dict[str, nn.Mod
     return found
 
 
-def _columns_of(flow: _Flow, row: str) -> tuple[tuple[str, ...], set[int]] | str:
-    """(column modules, storages between them and the row); or why the row's input does not come from linears alone.
+def _columns_of(flow: _Flow, row: str) -> tuple[tuple[str, ...], set[int], tuple[str, ...]] | str:
+    """(column modules, storages between them and the row, entries); or why the row's input does not come from linears
+    alone. An entry is a linear whose output the row's input is made of, and a column's input as well.
 
     An empty reason: the row simply starts from the layer's input, as every column does.
     """
-    linears = {tap.output.storage: name for name, tap in flow.taps.items() if is_linear(tap.module)}
+    linears = _outputs_of_linears(flow)
     tables = {tap.output.storage: name for name, tap in flow.taps.items() if isinstance(tap.module, nn.Embedding)}
     columns: set[str] = set()
     between: set[int] = set()
@@ -361,9 +390,37 @@ def _columns_of(flow: _Flow, row: str) -> tuple[tuple[str, ...], set[int]] | str
             todo += flow.made_from.get(storage, ())
     if reason:
         return reason if _has_attention(flow, between) and columns else ""
+    entries = {entry for column in columns for entry in _sources(flow, column) & columns}
+    columns -= entries
+    for column in columns:
+        if _sources(flow, column) & entries:
+            between |= _upstream(flow, column)
     if columns and (leak := _leak(flow, row, between)):
         return leak
-    return tuple(name for name in flow.taps if name in columns), between
+    return tuple(n for n in flow.taps if n in columns), between, tuple(n for n in flow.taps if n in entries)
+
+
+def _outputs_of_linears(flow: _Flow) -> dict[int, str]:
+    return {tap.output.storage: name for name, tap in flow.taps.items() if is_linear(tap.module)}
+
+
+def _upstream(flow: _Flow, name: str) -> set[int]:
+    """Storages that a module's input is made of, as far as the outputs of linears."""
+    linears = _outputs_of_linears(flow)
+    found: set[int] = set()
+    todo = [flow.taps[name].input.storage]
+    while todo:
+        storage = todo.pop()
+        if storage not in found:
+            found.add(storage)
+            todo += () if storage in linears else flow.made_from.get(storage, ())
+    return found
+
+
+def _sources(flow: _Flow, name: str) -> set[str]:
+    """Linears whose outputs a module's input is made of."""
+    linears = _outputs_of_linears(flow)
+    return {linears[storage] for storage in _upstream(flow, name) if storage in linears}
 
 
 def _has_attention(flow: _Flow, between: set[int]) -> bool:
@@ -457,7 +514,11 @@ def _kind_and_units(
     if heads is None:
         return "mlp", tuple(dict.fromkeys([row_width, *widths]))
     head_width = row_width // heads
-    counts = [width // head_width for width in widths if width % head_width == 0]
+    counts = [
+        heads if width % heads == 0 and width >= row_width else width // head_width
+        for width in widths
+        if width % head_width == 0
+    ]
     return "attention", tuple(dict.fromkeys([heads, *counts]))
 
 
@@ -647,6 +708,7 @@ class _Rank:
         with ExitStack() as undo:
             for cut in self._cuts:
                 self._cut_parameters(cut, undo)
+                self._without_padding(cut, undo)
                 for name, attributes in cut.attributes.items():
                     for attribute in attributes:
                         self._divide(self._modules[name], attribute, undo)
@@ -667,6 +729,14 @@ class _Rank:
                 module._parameters[key] = nn.Parameter(torch.empty(shape, dtype=whole.dtype), whole.requires_grad)
                 undo.callback(module._parameters.__setitem__, key, whole)
 
+    def _without_padding(self, cut: TensorCut, undo: ExitStack) -> None:
+        """A padding row may be on another rank."""
+        for name in cut.columns:
+            module = self._modules[name]
+            if getattr(module, "padding_idx", None) is not None:
+                undo.callback(setattr, module, "padding_idx", module.padding_idx)
+                module.padding_idx = None
+
     def _dims_of(self, cut: TensorCut, name: str, module: nn.Module) -> dict[str, int]:
         prefix = name + "." if name else ""
         return {key: cut.sharded[prefix + key] for key in module._parameters if prefix + key in cut.sharded}
@@ -686,16 +756,22 @@ class _Rank:
             if cut.kind == "embedding":
                 undo.callback(module.register_forward_hook(self._reduce_output).remove)
                 continue
-            if not gathered_outside:
+            if not gathered_outside and cut.inputs.get(name, name):
                 hook = self._column_input(cut.inputs.get(name, name))
                 undo.callback(module.register_forward_pre_hook(hook).remove)
             if cut.kind == "head":
                 undo.callback(module.register_forward_hook(self._gather_output).remove)
+        for name in () if gathered_outside else cut.entries:
+            hook = self._entry_output(name)
+            undo.callback(self._modules[name].register_forward_hook(hook).remove)
         for name in cut.rows:
             undo.callback(self._modules[name].register_forward_hook(self._reduce_output).remove)
 
     def _column_input(self, entry: str) -> Callable[..., tuple[Any, ...]]:
         return lambda module, args: (self._entering(args[0], entry), *args[1:])
+
+    def _entry_output(self, entry: str) -> Callable[..., torch.Tensor]:
+        return lambda module, args, output: self._entering(output, entry)
 
     def _module_input(self, door: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,139 @@
+"""Every kind of module that tensor parallelism cuts trains as in one process, and passes what the estimate says."""
+
+import functools
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from synthetic import cluster
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.accuracy.cases import small
+from benchmarks.accuracy.counters import Traffic
+from meshwright.executor import parallelize
+from meshwright.executor.verify import VerifyReport, beside_one_process
+from meshwright.planner.estimate import estimate
+from meshwright.planner.plan import Plan
+from meshwright.planner.strategy import Cuts, LayerOption, Shape, make_plan
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.load import LoadedModel
+from meshwright.profiler.model_profile import ModelProfile, TensorCut
+from meshwright.profiler.trace import trace
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
+GLOBAL_BATCH = 4
+NUM_STEPS = 4
+SMALLEST_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the zoo, small, on tensor ranks. cuts: only those of these names; (): all that are cut by default."""
+
+    model: str
+    tensor: int = 2
+    sequence: bool = False
+    cuts: tuple[str, ...] = ()
+    shard: int = 1
+
+
+CASES = {
+    "latent attention": Case("deepseek_v3"),
+    "latent attention on slices": Case("deepseek_v3", sequence=True),
+    "tied vocabulary with a padding row": Case("whisper_large_v3"),
+    "norms of heads beside experts": Case("qwen3_30b_a3b"),
+}
+
+
+@functools.cache
+def _loaded(name: str) -> LoadedModel:
+    loaded = small(MODELS / name)
+    build = loaded.build
+
+    def noisy() -> torch.nn.Module:
+        model = build().float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        return model
+
+    return replace(loaded, build=noisy, name=name)
+
+
+@functools.cache
+def _profile(name: str) -> ModelProfile:
+    return trace(_loaded(name))
+
+
+@functools.cache
+def _plan(case: Case) -> Plan:
+    profile = _profile(case.model)
+    wanted = [(c.name, tuple(cut.name for cut in c.cuts if cut.name in case.cuts)) for c in profile.classes]
+    shape = Shape(
+        1,
+        case.shard,
+        case.tensor,
+        1,
+        GLOBAL_BATCH // case.shard // 2,
+        2,
+        sequence=case.sequence,
+        cuts=Cuts(tuple(wanted)) if case.cuts else None,
+    )
+    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32")
+    options = [LayerOption() for _ in profile.layers]
+    return make_plan(profile, cluster(1, case.tensor * case.shard), training, shape, [options])
+
+
+def _cuts(case: Case) -> list[TensorCut]:
+    return [cut for layer_class in _plan(case).classes for cut in layer_class.cuts]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cut_model_trains_as_in_one_process(name: str) -> None:
+    case = CASES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        batches = [_loaded(case.model).batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
+
+    report = beside_one_process(VerifyReport(name, (), {}), _plan(case), _loaded(case.model), batches, timeout_s=120.0)
+
+    assert report.ok, "\n".join(report.lines)
+
+
+def _second_step(case: Case) -> dict[str, tuple[int, int]]:
+    loaded = _loaded(case.model)
+    trainer = parallelize(loaded.build, _plan(case), lambda ps: torch.optim.AdamW(ps, lr=1e-3), loss=loaded.loss)
+    batch: Any = loaded.batch(trainer.samples_per_step)
+    trainer.step(batch)
+    with Traffic(SMALLEST_BYTES) as traffic:
+        trainer.step(batch)
+    return {kind: (passed.bytes, passed.calls) for (_, kind), passed in traffic.passed.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.shard == 1])
+def test_traffic_of_a_cut_model_is_as_planned(name: str) -> None:
+    case = CASES[name]
+    planned = {c.kind: c for c in estimate(_plan(case), _profile(case.model)).collectives if c.axis == "tensor"}
+
+    counted = run_ranks(_second_step, case.tensor, case, timeout=100)[0]
+
+    assert {kind: item.bytes for kind, item in planned.items()} == pytest.approx(
+        {kind: num_bytes for kind, (num_bytes, _) in counted.items()}, rel=0.01
+    )
+    assert {kind: item.calls for kind, item in planned.items()} == {kind: calls for kind, (_, calls) in counted.items()}
+
+
+def test_latent_attention_enters_where_keys_and_queries_part() -> None:
+    cut = next(cut for cut in _cuts(CASES["latent attention"]) if cut.kind == "attention")
+
+    assert cut.columns == ("self_attn.q_b_proj", "self_attn.kv_b_proj")
+    assert cut.entries == ("self_attn.kv_a_proj_with_mqa",)
+    assert cut.partial == ("self_attn.kv_a_layernorm.weight",)
