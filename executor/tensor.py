@@ -206,6 +206,8 @@ def _replace_forwards(stage: nn.Module, prefix: str, cut: TensorCut, region: "_R
         module = _submodule(stage, prefix, name)
         if cut.kind == "embedding":
             module.forward = _embedding_forward(module, region.group)
+        elif cut.kind == "table":
+            module.forward = _table_forward(module, region.group)
         else:
             enter = _as_it_is if cut.inputs.get(name) == "" else shared
             forward = _column_forward(module, enter)
@@ -213,6 +215,9 @@ def _replace_forwards(stage: nn.Module, prefix: str, cut: TensorCut, region: "_R
     for name in () if around else cut.entries:
         module = _submodule(stage, prefix, name)
         module.forward = _entry_forward(module, region.column_input(sliced))
+    for name in cut.between:
+        module = _submodule(stage, prefix, name)
+        module.forward = _norm_forward(module)
     for name in cut.rows:
         module = _submodule(stage, prefix, name)
         module.forward = _row_forward(module, shared, region.row_output(sliced))
@@ -344,17 +349,15 @@ class SharedGradients(TorchFunctionMode):
         return names
 
 
-def _unwatched(
-    forward: Callable[[torch.Tensor], torch.Tensor], differs: bool
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _unwatched(forward: Callable[..., torch.Tensor], differs: bool) -> Callable[..., torch.Tensor]:
     """forward, out of the watch's sight but for whether its result differs between tensor ranks."""
 
-    def watched(x: torch.Tensor) -> torch.Tensor:
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
         watch = _watch
         if watch is None:
-            return forward(x)
+            return forward(*args, **kwargs)
         with watch.muted():
-            y = forward(x)
+            y = forward(*args, **kwargs)
         watch.mark(y, differs)
         return y
 
@@ -366,9 +369,24 @@ def _product(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     weight = _local(module.weight)  # type: ignore[arg-type]
     if isinstance(module, nn.Linear):
         return F.linear(x, weight)
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return module._conv_forward(x, weight, None)
     if type(module).__name__ == "Conv1D":  # transformers: weight is [in, out]
         return x @ weight
-    raise ValueError(f"cannot cut a {type(module).__name__}; tensor parallelism knows Linear, Conv1D and Embedding")
+    raise ValueError(
+        f"cannot cut a {type(module).__name__}; tensor parallelism knows Linear, Conv1D, convolutions, Embedding and "
+        "EmbeddingBag"
+    )
+
+
+def _with_bias(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    """y and the module's local bias, if it has one."""
+    if module.bias is None:
+        return y
+    bias = _local(module.bias)  # type: ignore[arg-type]
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        bias = bias.view(-1, *(1,) * len(module.kernel_size))
+    return y + bias
 
 
 class _SharedInput:
@@ -395,8 +413,7 @@ def _column_forward(
     module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _product(module, enter(x))
-        return y if module.bias is None else y + _local(module.bias)  # type: ignore[arg-type]
+        return _with_bias(module, _product(module, enter(x)))
 
     return _unwatched(forward, differs=True)
 
@@ -431,8 +448,7 @@ def _row_forward(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         shared.clear()
-        y = reduce(_product(module, x))
-        return y if module.bias is None else y + module.bias  # type: ignore[operator]
+        return _with_bias(module, reduce(_product(module, x)))
 
     return _unwatched(forward, differs=False)
 
@@ -460,6 +476,44 @@ def _embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[
         return _call(_SumAlike, y.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
 
     return _unwatched(forward, differs=False)
+
+
+def _table_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
+    """Bags of this rank's features of the rows, then those of all ranks."""
+    if (
+        not isinstance(module, nn.EmbeddingBag)
+        or module.max_norm is not None
+        or module.scale_grad_by_freq
+        or module.sparse
+    ):
+        raise ValueError(f"cannot cut {module}: only a plain nn.EmbeddingBag can be cut by its features")
+
+    def forward(
+        rows: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = F.embedding_bag(
+            rows,
+            _local(module.weight),
+            offsets,
+            mode=module.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=module.include_last_offset,
+            padding_idx=module.padding_idx,
+        )
+        return _call(_GatherAlike, y, y.ndim - 1, group)
+
+    return _unwatched(forward, differs=False)
+
+
+def _norm_forward(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A group norm of this rank's groups of channels."""
+    if not isinstance(module, nn.GroupNorm):
+        raise ValueError(f"cannot cut {module}: of norms between cut modules only nn.GroupNorm is known")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.group_norm(x, module.num_groups, _local(module.weight), _local(module.bias), module.eps)
+
+    return _unwatched(forward, differs=True)
 
 
 def is_sliced(plan: Plan, layer: LayerPlan) -> bool:

@@ -316,7 +316,7 @@ def tensor_rule(profile: ModelProfile, tensor: int) -> str | None:
 
 def inner_cuts(profile: ModelProfile) -> list[tuple[str, TensorCut]]:
     """(class, cut) of what lies between embedding and head."""
-    return [(c.name, cut) for c in profile.classes for cut in c.cuts if cut.kind in ("attention", "mlp")]
+    return [(c.name, cut) for c in profile.classes for cut in c.cuts if cut.kind in ("attention", "mlp", "table")]
 
 
 def _undivided(cuts: Sequence[tuple[str, TensorCut]], tensor: int) -> str | None:

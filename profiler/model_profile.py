@@ -138,11 +138,12 @@ class TensorCut(_Document):
     """A group of modules that tensor parallelism may cut together; found in the data flow and tried on fake tensors.
 
     columns give each rank a slice of their output features, rows take that slice as input and give a partial sum.
-    kind "head": columns whose output is gathered again (logits). kind "embedding": a vocabulary-cut nn.Embedding.
+    kind "head": columns whose output is gathered again (logits). kind "embedding": a vocabulary-cut nn.Embedding. kind
+    "table": an nn.EmbeddingBag of which each rank holds some features of every row, gathered behind it.
     Module names are relative to the layer's root module.
     """
 
-    kind: Literal["attention", "mlp", "head", "embedding"]
+    kind: Literal["attention", "mlp", "head", "embedding", "table"]
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     parts: dict[str, tuple[int, ...]] = Field(
@@ -159,6 +160,9 @@ class TensorCut(_Document):
     entries: tuple[str, ...] = Field(
         default=(),
         description="whole modules whose output enters, not their input: a column's input and more is made of it",
+    )
+    between: tuple[str, ...] = Field(
+        default=(), description="modules between columns and row that hold a parameter for each cut feature"
     )
     partial: tuple[str, ...] = Field(
         default=(), description="whole parameters read between entry and row: each rank has a share of their gradient"

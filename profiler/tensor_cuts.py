@@ -69,14 +69,15 @@ def find_cuts(fake: FakeModel, chain: Chain, index: int, shapes: Sequence[Shapes
     problems: dict[str, str] = {}
     for row, tap in flow.taps.items():
         used = {name for cut in cuts for name in (*cut.columns, *cut.rows)}
-        if row in used or not is_linear(tap.module):
+        if row in used or not is_product(tap.module):
             continue
         outcome = probe.group_of(flow, row, used)
         if isinstance(outcome, TensorCut):
             cuts.append(outcome)
         elif outcome:
             problems[row] = outcome
-    for name, outcome in (*_head_cuts(probe, flow, cuts), *_embedding_cuts(probe, flow, shapes)):
+    others = (*_head_cuts(probe, flow, cuts), *_embedding_cuts(probe, flow, shapes), *_table_cuts(probe, flow))
+    for name, outcome in others:
         if isinstance(outcome, TensorCut):
             cuts.append(outcome)
         else:
@@ -164,14 +165,24 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
+def is_convolution(module: nn.Module) -> bool:
+    """A convolution whose output channels each read all input channels."""
+    return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1
+
+
+def is_product(module: nn.Module) -> bool:
+    """A module that may be cut by its output features, or by its input features."""
+    return is_linear(module) or is_convolution(module)
+
+
 def _features(module: nn.Module) -> tuple[int, int]:
-    """(input, output) features of a linear module, from its weight."""
-    first, second = module.get_parameter("weight").shape
-    return (second, first) if isinstance(module, nn.Linear) else (first, second)
+    """(input, output) features of a linear module or channels of a convolution, from its weight."""
+    first, second = module.get_parameter("weight").shape[:2]
+    return (second, first) if _output_dim(module) == 0 else (first, second)
 
 
 def _output_dim(module: nn.Module) -> int:
-    return 0 if isinstance(module, nn.Linear) else 1
+    return 0 if isinstance(module, nn.Linear) or is_convolution(module) else 1
 
 
 class _Probe:
@@ -211,7 +222,7 @@ class _Probe:
         handles = [
             module.register_forward_hook(tap(name))
             for name, module in self.modules.items()
-            if is_linear(module) or isinstance(module, nn.Embedding)
+            if is_product(module) or isinstance(module, nn.Embedding | nn.EmbeddingBag)
         ]
         whole = run.run(backward=False)
         for handle in handles:
@@ -243,7 +254,7 @@ class _Probe:
         """The group as a cut, with what must be divided for it to work; else the reason against it."""
         parts = {}
         for column in columns:
-            found = _parts(flow, column)
+            found = _channels(flow, column) if is_convolution(flow.taps[column].module) else _parts(flow, column)
             if isinstance(found, str):
                 return found
             if len(found) > 1:
@@ -253,6 +264,9 @@ class _Probe:
         for column in columns:
             sharded |= self.sharded(column, _output_dim(flow.taps[column].module), bias=True)
         sharded |= self.sharded(row, 1 - _output_dim(flow.taps[row].module), bias=False)
+        norms = _group_norms(flow, self.modules, between)
+        for name in norms:
+            sharded |= self.sharded(name, 0, bias=True)
         entered = {column for column in columns if _sources(flow, column) & set(entries)}
         cut = TensorCut(
             kind=kind,
@@ -261,8 +275,9 @@ class _Probe:
             parts=parts,
             inputs={column: "" if column in entered else flow.taps[column].like for column in columns},
             entries=entries,
+            between=tuple(norms),
             partial=self._partial(flow, row, between, sharded),
-            units=units,
+            units=tuple(dict.fromkeys([*units, *norms.values()])),
             sharded=sharded,
         )
         return self._try_with_attributes(cut)
@@ -320,6 +335,7 @@ class _Probe:
     def _dividing(self, cut: TensorCut, chosen: tuple[tuple[str, str], ...]) -> TensorCut:
         """The cut, with these attributes divided by the degree (and Conv1D's own width, which it reshapes by)."""
         attributes: dict[str, tuple[str, ...]] = {c: ("nf",) for c in cut.columns if hasattr(self.modules[c], "nf")}
+        attributes |= dict.fromkeys(cut.between, ("num_groups", "num_channels"))
         for module, attribute in chosen:
             attributes[module] = (*attributes.get(module, ()), attribute)
         return cut.model_copy(update={"attributes": attributes})
@@ -401,7 +417,7 @@ def _columns_of(flow: _Flow, row: str) -> tuple[tuple[str, ...], set[int], tuple
 
 
 def _outputs_of_linears(flow: _Flow) -> dict[int, str]:
-    return {tap.output.storage: name for name, tap in flow.taps.items() if is_linear(tap.module)}
+    return {tap.output.storage: name for name, tap in flow.taps.items() if is_product(tap.module)}
 
 
 def _upstream(flow: _Flow, name: str) -> set[int]:
@@ -447,7 +463,7 @@ def _leak(flow: _Flow, row: str, between: set[int]) -> str:
 
 def _cut_storages(flow: _Flow, between: set[int]) -> set[int]:
     """Storages between columns and row that come from a column."""
-    linears = {tap.output.storage for tap in flow.taps.values() if is_linear(tap.module)}
+    linears = {tap.output.storage for tap in flow.taps.values() if is_product(tap.module)}
     cut = linears & between
     for op in flow.ops:
         if not op.is_view and any(view.storage in cut for view in op.inputs):
@@ -491,6 +507,26 @@ def _parts(flow: _Flow, column: str) -> tuple[int, ...] | str:
     if position != width:
         return f"because part of the output of {column} is not used"
     return tuple(length for _, length in ordered)
+
+
+def _channels(flow: _Flow, column: str) -> tuple[int, ...] | str:
+    """The width of a convolution's output, which must be read as a whole."""
+    tap = flow.taps[column]
+    size = math.prod(tap.output.shape)
+    if any(math.prod(view.shape) != size for view in _readers(flow.ops, tap.output.storage)):
+        return f"because {column} is read in parts"
+    return (_features(tap.module)[1],)
+
+
+def _group_norms(flow: _Flow, modules: dict[str, nn.Module], between: set[int]) -> dict[str, int]:
+    """Group norms that lie between columns and row, with the number of their groups."""
+    cut = _cut_storages(flow, between)
+    found = {}
+    for op in flow.ops:
+        module = modules.get(op.module)
+        if isinstance(module, nn.GroupNorm) and module.affine and {view.storage for view in op.inputs} & cut:
+            found[op.module] = module.num_groups
+    return found
 
 
 def _readers(ops: Sequence[Op], storage: int) -> list[View]:
@@ -559,6 +595,22 @@ def _embedding_cuts(probe: _Probe, flow: _Flow, shapes: Sequence[Shapes]) -> lis
     return outcomes
 
 
+def _table_cuts(probe: _Probe, flow: _Flow) -> list[tuple[str, TensorCut | str]]:
+    """Bags of rows of a large table: features of a row are added up one by one, whatever the bag."""
+    outcomes: list[tuple[str, TensorCut | str]] = []
+    for name, tap in flow.taps.items():
+        table = tap.module
+        if not isinstance(table, nn.EmbeddingBag) or table.num_embeddings < SMALLEST_VOCABULARY:
+            continue
+        if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
+            outcomes.append((name, "because it norms its rows, or its gradients are sparse"))
+            continue
+        width = table.embedding_dim
+        cut = TensorCut(kind="table", columns=(name,), units=(width,), sharded=probe.sharded(name, 1, bias=False))
+        outcomes.append((name, _tried(probe, cut, f"{width} features")))
+    return outcomes
+
+
 def _tried(probe: _Probe, cut: TensorCut, what: str) -> TensorCut | str:
     degree = common_degree([cut])
     if degree is None:
@@ -613,13 +665,23 @@ def _reduction_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -
             return where
         if a.name in _NORMS and a.arguments[:1] != b.arguments[:1]:
             return where
-        if a.name in _WHOLE_SHAPE:
+        if a.name in _WHOLE_SHAPE and not _reduces_as_before(a, b):
             return where
         if a.name in _PRODUCTS and a.shape and b.shape and a.shape[1] != b.shape[1]:
             return where
         if a.kind == "attention" and (a.inputs[1].shape[-2:] != b.inputs[1].shape[-2:]):
             return where
     return ""
+
+
+def _reduces_as_before(a: Op, b: Op) -> bool:
+    """Whether a convolution still sums over all its inputs, or a group norm has groups of the size they had."""
+    if a.name == "convolution":
+        return a.shape is not None and b.shape is not None and a.shape[1] == b.shape[1]
+    if a.name == "native_group_norm":
+        (_, channels, _, groups, *_), (_, fewer, _, cut_groups, *_) = a.arguments, b.arguments
+        return bool(channels * cut_groups == fewer * groups)
+    return False
 
 
 def _reduced(op: Op) -> tuple[int, ...]:
@@ -645,6 +707,10 @@ def _leading_problem(probe: _Probe, whole: Sequence[Op], cut: Sequence[Op], tria
     for a, b in zip(whole, cut, strict=True):
         for u, v in zip(a.inputs, b.inputs, strict=True):
             if a.is_view or u.storage not in made or u.shape == v.shape:
+                continue
+            if is_convolution(probe.modules[made[u.storage]]):
+                if _changed(u, v) != [1] or len(u.shape) < 3:
+                    return f"because the channels of {made[u.storage]} are read in another order"
                 continue
             width = width_of[made[u.storage]]
             leading = max((s, i) for i, s in enumerate(u.strides) if s < width and u.shape[i] > 1)[1]
@@ -719,7 +785,7 @@ class _Rank:
                 self._entered.clear()
 
     def _cut_parameters(self, cut: TensorCut, undo: ExitStack) -> None:
-        for name in (*cut.columns, *cut.rows):
+        for name in (*cut.columns, *cut.rows, *cut.between):
             module = self._modules[name]
             for key, dim in self._dims_of(cut, name, module).items():
                 whole = module._parameters[key]
@@ -755,6 +821,9 @@ class _Rank:
             module = self._modules[name]
             if cut.kind == "embedding":
                 undo.callback(module.register_forward_hook(self._reduce_output).remove)
+                continue
+            if cut.kind == "table":
+                undo.callback(module.register_forward_hook(self._gather_output).remove)
                 continue
             if not gathered_outside and cut.inputs.get(name, name):
                 hook = self._column_input(cut.inputs.get(name, name))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from synthetic import cluster
+from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -22,7 +23,7 @@ from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import Cuts, LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.load import LoadedModel
+from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile, TensorCut
 from meshwright.profiler.trace import trace
 
@@ -49,16 +50,40 @@ CASES = {
     "latent attention": Case("deepseek_v3"),
     "latent attention on slices": Case("deepseek_v3", sequence=True),
     "tied vocabulary with a padding row": Case("whisper_large_v3"),
+    "convolutions around a group norm": Case("unet.py"),
+    "convolutions around a group norm, sharded, on four ranks": Case("unet.py", shard=2),
+    "tables by features": Case("bags", tensor=4),
     "norms of heads beside experts": Case("qwen3_30b_a3b"),
 }
 
 
+class _Bags(nn.Module):
+    """A small recommender with a table that is large enough to be cut, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, 16, mode=mode) for rows, mode in ((1500, "sum"), (8, "mean")))
+        self.top = nn.Linear(32, 1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found = [table(rows % table.num_embeddings) for table in self.tables]
+        return self.top(torch.cat(found, dim=1)).squeeze(1)
+
+
+def _bags(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(1500, (size, 3)), torch.rand(size)
+
+
+def _squares(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(output.float(), batch[1].float())
+
+
 @functools.cache
 def _loaded(name: str) -> LoadedModel:
-    loaded = small(MODELS / name)
+    loaded = load_model(_Bags, batch=_bags, loss=_squares) if name == "bags" else small(MODELS / name)
     build = loaded.build
 
-    def noisy() -> torch.nn.Module:
+    def noisy() -> nn.Module:
         model = build().float()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -129,6 +154,16 @@ def test_traffic_of_a_cut_model_is_as_planned(name: str) -> None:
         {kind: num_bytes for kind, (num_bytes, _) in counted.items()}, rel=0.01
     )
     assert {kind: item.calls for kind, item in planned.items()} == {kind: calls for kind, (_, calls) in counted.items()}
+
+
+def test_channels_are_cut_with_the_groups_of_the_norm_between() -> None:
+    cut = _cuts(CASES["convolutions around a group norm"])[0]
+
+    assert (cut.columns, cut.between, cut.rows) == (("conv1",), ("norm1",), ("conv2",))
+    assert cut.units == (8,)
+    assert cut.sharded == {
+        "conv1.weight": 0, "conv1.bias": 0, "norm1.weight": 0, "norm1.bias": 0, "conv2.weight": 1
+    }  # fmt: skip
 
 
 def test_latent_attention_enters_where_keys_and_queries_part() -> None:
