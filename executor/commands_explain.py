@@ -164,7 +164,7 @@ def _answers(
     from ..planner.setups import parse_setup
 
     explorer = Explorer(profile, plan.cluster, plan.training)
-    frameworks = {rule.name: rule.attempts for rule in named_rules(plan.cluster)}
+    frameworks = {rule.name: rule.attempts for rule in named_rules(plan.cluster, profile)}
     count, per_host = plan.cluster.num_devices, plan.cluster.devices_per_host
 
     def answer(text: str) -> "Answer":

@@ -122,8 +122,10 @@ def compare(
     except InfeasibleError as error:
         first = Candidate(label=PLANNED, plan=None, estimate=None, verdict=f"does not fit: {error}")
     explorer = Explorer(profile, cluster, training)
+    rules = {rule.name: rule for rule in named_rules(cluster, profile)}
+    setups = [rules[asked.name] if isinstance(asked, RuleOfThumb) else asked for asked in setups]
     named = {asked.name for asked in setups if isinstance(asked, RuleOfThumb)}
-    frameworks = [rule for rule in named_rules(cluster) if all_baselines and rule.name not in named]
+    frameworks = [rule for rule in rules.values() if all_baselines and rule.name not in named]
     manual: list[Candidate] = []
     for asked in (*setups, *frameworks):
         if isinstance(asked, Setup):

@@ -98,7 +98,7 @@ def alternatives(plan: Plan, found: Estimate, profile: ModelProfile, seconds: fl
     explorer = Explorer(profile, plan.cluster, plan.training)
     deadline = time.monotonic() + seconds
     seen = {_identity(plan)}
-    for rule in (*rules_of_thumb(plan.cluster, plan.training), *named_rules(plan.cluster)):
+    for rule in (*rules_of_thumb(plan.cluster, plan.training), *named_rules(plan.cluster, profile)):
         candidate = followed(explorer, rule, deadline)
         if candidate.estimate is not None:
             candidate = replace(candidate, verdict=compared(candidate.estimate, found, _WHY_NOT))

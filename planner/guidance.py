@@ -1,12 +1,15 @@
 """The rules of thumb people use, as data: questions, each with its reason, and the set-ups that they lead to."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..profiler.cluster import ClusterSpec
+from ..profiler.model_profile import ModelProfile
 from ..profiler.units import format_bytes
-from .strategy import Pins, divisors
+from .plan import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS
+from .strategy import Pins, divisors, expert_rule, has_sequence_attention
 from .training import TrainingSpec
 
 _MOST_STAGES = 64
@@ -67,56 +70,93 @@ def rules_of_thumb(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Rul
         )
 
 
+LONG_SEQUENCE = 8192
+"""Tokens from which people split the sequence between GPUs (Megatron-LM's guide to context parallelism: 8K and up)."""
+
 NAMED_RULES = ("megatron", "torchtitan", "deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
 """What people call the set-ups of the frameworks they know."""
 
 
-def named_rules(cluster: ClusterSpec) -> tuple[RuleOfThumb, ...]:
-    """The set-ups of well-known frameworks on a cluster, in the order of NAMED_RULES.
+def named_rules(cluster: ClusterSpec, profile: ModelProfile | None = None) -> tuple[RuleOfThumb, ...]:
+    """The set-ups of well-known frameworks on a cluster, in the order of NAMED_RULES; for a model with what its experts
+    and its sequences call for.
 
     Megatron-LM: the least model parallelism that fits, tensor parallel inside the node first, then 1F1B stages, the
     optimizer sharded over data ranks (Narayanan et al., SC21, takeaways 1 and 2; --use-distributed-optimizer).
     torchtitan: FSDP over all ranks, tensor parallel inside the node where that does not fit, then stages (its
     train_configs of Llama 3 at 8B, 70B and 405B). DeepSpeed: ZeRO over all ranks (Rajbhandari et al., SC20).
+    What both guides say beyond that, as far as the executor runs it: experts are spread inside the node (Megatron
+    Core's guide to mixtures prefers that to cutting them by tensor parallelism), and from LONG_SEQUENCE tokens on
+    context ranks come before stages.
     """
     count, per_host = cluster.num_devices, cluster.devices_per_host
     inside = [t for t in reversed(divisors(per_host)) if t > 1]
     stages = [p for p in divisors(count) if 1 < p <= _MOST_STAGES]
-    fewest = [(t, 1) for t in divisors(per_host) if count % t == 0]
-    deeper = [(t, p) for p in stages for t in inside or [1] if count % (t * p) == 0]
+    fewest = [_Split(t) for t in divisors(per_host) if count % t == 0]
+    longer = _context_splits(cluster, profile)
+    deeper = [_Split(t, pipeline=p) for p in stages for t in inside or [1] if count % (t * p) == 0]
 
-    def megatron(tensor: int, pipeline: int) -> Pins:
+    def pins(split: _Split, **more: Any) -> Pins:
+        ways = split.tensor * split.context * split.pipeline
         return Pins(
-            tensor=tensor,
-            pipeline=pipeline,
-            data_shard=count // tensor // pipeline,
-            schedule="1f1b" if pipeline > 1 else "none",
-            gradient_sync="last",
-            reshard=False,
+            tensor=split.tensor,
+            pipeline=split.pipeline,
+            context=split.context if split.context > 1 else None,
+            data_shard=count // ways,
+            expert=_experts_inside(cluster, profile, count // (split.tensor * split.pipeline)),
+            **more,
         )
+
+    def megatron(split: _Split) -> Pins:
+        return pins(split, schedule="1f1b" if split.pipeline > 1 else "none", gradient_sync="last", reshard=False)
 
     def zero(stage: int) -> Pins:
         sync: Literal["every", "last"] = "last" if stage == 1 else "every"
         return Pins(tensor=1, pipeline=1, data_shard=count, gradient_sync=sync, reshard=stage == 3)
 
-    sharded = [(1, 1), *((t, 1) for t in inside if count % t == 0), *deeper]
+    sharded = [_Split(), *(_Split(t) for t in inside if count % t == 0), *longer, *deeper]
     return (
         RuleOfThumb(
             "megatron",
             "the least model parallelism that fits, tensor parallel in the node first; optimizer sharded",
-            tuple(megatron(t, p) for t, p in (*fewest, *deeper)),
+            tuple(megatron(split) for split in (*fewest, *longer, *deeper)),
         ),
         RuleOfThumb(
             "torchtitan",
             "FSDP over all GPUs, then tensor parallel in the node, then stages",
-            tuple(Pins(tensor=t, pipeline=p, data_shard=count // t // p) for t, p in sharded),
+            tuple(pins(split) for split in sharded),
         ),
         *(RuleOfThumb(f"deepspeed-zero{stage}", f"ZeRO-{stage} over all GPUs", (zero(stage),)) for stage in (1, 2, 3)),
     )
 
 
-LONG_SEQUENCE = 8192
-"""Tokens from which people split the sequence between GPUs (Megatron-LM's guide to context parallelism: 8K and up)."""
+@dataclass(frozen=True)
+class _Split:
+    """Ways that the model and its sequences are split."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+
+def _context_splits(cluster: ClusterSpec, profile: ModelProfile | None) -> list[_Split]:
+    """Tensor parallelism in the node with more and more context ranks, where sequences are long and the executor runs
+    any kind of context parallelism."""
+    if profile is None or not (has_sequence_attention(profile) and EXECUTABLE_CONTEXTS):
+        return []
+    if (profile.seq_len or 0) < LONG_SEQUENCE:
+        return []
+    tensor = cluster.devices_per_host
+    return [_Split(tensor, context) for context in divisors(cluster.num_devices // tensor) if context > 1]
+
+
+def _experts_inside(cluster: ClusterSpec, profile: ModelProfile | None, ranks: int) -> int | None:
+    """Ranks of a node over which so many ranks that hold different tokens spread the experts; None without experts."""
+    counts = [bank.count for layer_class in profile.classes for bank in layer_class.experts] if profile else []
+    if not (profile and counts and EXECUTES_EXPERTS):
+        return None
+    expert = math.gcd(cluster.devices_per_host, ranks, *counts)
+    return expert if expert_rule(profile, expert) is None else None
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
 import re
 
 import pytest
+from synthetic import layer_class, profile
+from test_wide_space import with_attention, with_experts
 
-from meshwright.planner.guidance import NAMED_RULES, named_rules
+from meshwright.planner import guidance
+from meshwright.planner.guidance import LONG_SEQUENCE, NAMED_RULES, named_rules
 from meshwright.planner.setups import Setup, parse_limits, parse_pins, parse_setup
 from meshwright.profiler.cluster import cluster_of, load_device
 
@@ -216,3 +219,32 @@ def test_zero_stages_are_resharding_and_synchronisation() -> None:
         "deepspeed-zero2": (False, "every"),
         "deepspeed-zero3": (True, "every"),
     }
+
+
+def test_experts_are_spread_inside_the_node_by_those_who_know_mixtures() -> None:
+    mixture = profile([with_experts(layer_class("mixture", 1e9, 1000, saved=1e6, inputs=1e5), 4)], [0, 0])
+    on = cluster_of(load_device("h100-80gb"), 64, 8)
+
+    megatron, torchtitan, *zero = named_rules(on, mixture)
+
+    assert {pins.expert for rule in (megatron, torchtitan) for pins in rule.attempts if pins.pipeline == 1} == {4}
+    assert all((pins.data_shard or 1) % (pins.expert or 1) == 0 for pins in megatron.attempts)
+    assert {pins.expert for rule in zero for pins in rule.attempts} == {None}
+    assert all(pins.expert is None for rule in named_rules(on) for pins in rule.attempts)
+
+
+@pytest.mark.parametrize(("tokens", "asked"), [(LONG_SEQUENCE // 2, []), (LONG_SEQUENCE, [2, 4, 8])])
+def test_long_sequences_are_split_before_the_layers_are_once_that_runs(
+    tokens: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guidance, "EXECUTABLE_CONTEXTS", ("ring",))
+    block = with_attention(layer_class("block", 1e12, 1000, saved=1e6, inputs=1e5, heads=8), 8, 1e9)
+    model = profile([block], [0, 0]).model_copy(update={"seq_len": tokens, "attention_modules": ("attention",)})
+
+    megatron, *_ = named_rules(cluster_of(load_device("h100-80gb"), 64, 8), model)
+
+    attempts = [(pins.context, pins.pipeline) for pins in megatron.attempts if pins.context or pins.pipeline != 1]
+    assert [context for context, pipeline in attempts if context] == asked
+    assert [pipeline for _, pipeline in attempts[: len(asked)]] == [1] * len(asked)
+    for pins in megatron.attempts:
+        assert (pins.data_shard or 1) * (pins.tensor or 1) * (pins.pipeline or 1) * (pins.context or 1) == 64

@@ -208,7 +208,7 @@ def _tokens(asked: Instance, tensor: int, context: int, shard: int) -> Iterator[
             continue
         ranks = shard * context * (tensor if sequence else 1)
         experts = divisors(ranks) if asked.pins.everything and has_experts(profile) else [1]
-        yield from ((kind, sequence, expert) for expert in experts if expert_rule(profile, expert) is None)
+        yield from ((kind, sequence, expert) for expert in experts if expert_rule(profile, expert, sequence) is None)
 
 
 def _schedules(asked: Instance, pipeline: int, count: int) -> Iterator[tuple[Schedule, int]]:
