@@ -26,8 +26,10 @@ from meshwright.planner.ilp import solve_master
 from meshwright.planner.layer_cost import CostModel
 from meshwright.planner.plan import (
     AXES,
+    EXECUTABLE_CONTEXTS,
     EXECUTABLE_RECOMPUTES,
     EXECUTABLE_SCHEDULES,
+    EXECUTES_EXPERTS,
     Axis,
     ContextKind,
     Plan,
@@ -38,6 +40,7 @@ from meshwright.planner.scan import scan
 from meshwright.planner.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.space import MOST_CHUNKS, Space
 from meshwright.planner.strategy import (
+    Cuts,
     LayerOption,
     Shape,
     can_recompute,
@@ -133,7 +136,7 @@ def agreement(asked: Instance) -> Agreement:
 
 
 def _shapes_of_space(asked: Instance) -> Iterator[Shape]:
-    space = Space(asked.profile, asked.cluster, asked.training, asked.pins)
+    space = Space(asked.profile, asked.cluster, asked.training, asked.pins, asked.choice.faster)
     for family in list(space.families()):
         yield from space.shapes(family)
 
@@ -158,7 +161,7 @@ def every_shape(asked: Instance) -> Iterator[Shape]:
     """Every legal shape that agrees with the pins, by plain loops."""
     profile, cluster, training, pins = asked.profile, asked.cluster, asked.training, asked.pins
     num_devices = cluster.num_devices
-    contexts = divisors(num_devices) if pins.everything else [1]
+    contexts = divisors(num_devices) if pins.everything or EXECUTABLE_CONTEXTS else [1]
     for tensor, pipeline, context in product(divisors(num_devices), divisors(num_devices), contexts):
         data, rest = divmod(num_devices, tensor * pipeline * context)
         if rest or training.global_batch % data or pipeline > len(profile.layers) or tensor_rule(profile, tensor):
@@ -193,22 +196,40 @@ def every_shape(asked: Instance) -> Iterator[Shape]:
                         expert=expert,
                     )
                     if pins.allows_shape(shape):
-                        yield from (replace(shape, mesh_axes=order) for order in _orders(asked, shape))
+                        orders, choices = _orders(asked, shape), _cut_choices(asked, shape)
+                        yield from (replace(shape, mesh_axes=o, cuts=cuts) for o, cuts in product(orders, choices))
 
 
 def _tokens(asked: Instance, tensor: int, context: int, shard: int) -> Iterator[tuple[ContextKind, bool, int]]:
     """(kind of context parallelism, whether tensor ranks hold slices of the sequence, expert degree): how the tokens of
     a micro-batch are spread over the ranks that share it."""
     profile = asked.profile
-    kinds: tuple[ContextKind, ...] = get_args(ContextKind) if context > 1 else ("ring",)
+    run = get_args(ContextKind) if asked.pins.everything else EXECUTABLE_CONTEXTS
+    kinds: tuple[ContextKind, ...] = run if context > 1 else ("ring",)
     for kind, sequence in product(kinds, (False, True)):
         if context_rule(profile, context, tensor, kind):
             continue
         if sequence and (tensor == 1 or sequence_rule(profile, tensor, context)):
             continue
         ranks = shard * context * (tensor if sequence else 1)
-        experts = divisors(ranks) if asked.pins.everything and has_experts(profile) else [1]
+        spread = has_experts(profile) and (EXECUTES_EXPERTS or asked.pins.everything)
+        experts = divisors(ranks) if spread else [1]
         yield from ((kind, sequence, expert) for expert in experts if expert_rule(profile, expert, sequence) is None)
+
+
+def _cut_choices(asked: Instance, shape: Shape) -> list[Cuts | None]:
+    """What tensor parallelism cuts: all that its degree divides, or what the integer program of tensor_choice.py (which
+    has a brute force of its own in its tests) finds worth leaving whole for any micro-batch."""
+    found: dict[Cuts | None, None] = {None: None}
+    if shape.tensor > 1:
+        share = shape.micro_batch * shape.num_microbatches
+        for size in divisors(share):
+            if asked.pins.allows("micro_batch", size):
+                whole = Shape(
+                    1, shape.data, shape.tensor, 1, size, share // size, shape.sequence, context=shape.context
+                )
+                found[asked.choice.faster(whole)] = None
+    return list(found)
 
 
 def _schedules(asked: Instance, pipeline: int, count: int) -> Iterator[tuple[Schedule, int]]:

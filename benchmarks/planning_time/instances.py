@@ -2,8 +2,11 @@
 
 import random
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from meshwright.planner.layer_cost import CostModel
 from meshwright.planner.strategy import Pins
+from meshwright.planner.tensor_choice import CutChoice
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
 from meshwright.profiler.model_profile import (
@@ -61,6 +64,11 @@ class Instance:
     cluster: ClusterSpec
     training: TrainingSpec
     pins: Pins
+
+    @cached_property
+    def choice(self) -> CutChoice:
+        """Which cuts tensor parallelism applies."""
+        return CutChoice(CostModel(self.profile, self.cluster, self.training))
 
 
 def instance(seed: int) -> Instance:
