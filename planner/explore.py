@@ -171,7 +171,7 @@ class Explorer:
                     continue
                 for shape in space.shapes(item):
                     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
-                    prices = self._prices(shape, recompute, pins.reshard, pins.everything)
+                    prices = self.priced(shape, recompute, pins.reshard, pins.everything)
                     leaf_bound = max(bound, self._shape_bound(prices))
                     if leaf_bound < cutoff and self._may_hold(prices):
                         heapq.heappush(heap, (leaf_bound, next(order), prices))
@@ -197,7 +197,7 @@ class Explorer:
         chunked = isinstance(prices, StagePrices) and is_chunked(prices.shape.schedule)
         return chunked and self._least_with_memory_s(prices) >= cutoff_s
 
-    def _prices(
+    def priced(
         self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool = False
     ) -> StagePrices | UnequalPrices:
         """Prices of a shape's stages, on unequal devices each on its own."""

@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 
 from ..profiler.cluster import ClusterSpec, cluster_of, device_names, load_device
 from ..profiler.units import format_bytes, format_seconds
-from .columns import StagePrices
 from .estimate import Estimate, estimate
 from .explain import does_not_fit
 from .explore import Explorer, Solved
 from .pins import blamed, in_words
-from .plan import Plan
+from .plan import Plan, rank_and_chunk
 from .scan import scan
 from .simulate import ZERO_BUBBLE, is_chunked
 from .space import Space
+from .stage_cost import budget_bytes
 from .strategy import LayerOption, Pins, Shape, divisors, make_plan, shape_of
+from .unequal import stage_models
 
 MOST_GPUS = 64
 """How many times more GPUs are tried before giving up on the smallest number that would do."""
@@ -107,7 +108,8 @@ def _frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
 
 
 def _even_stages(explorer: Explorer, shape: Shape, pins: Pins) -> list[list[LayerOption]]:
-    """As many layers on each stage as on any other, at the options that hold least."""
+    """Layers by the memory of the stages' devices, as many on each where they are equal, at the options that hold
+    least."""
     model, kinds = explorer.model, explorer.model.kinds
     frugal = {}
     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
@@ -116,8 +118,12 @@ def _even_stages(explorer: Explorer, shape: Shape, pins: Pins) -> list[list[Laye
         frugal[kind] = min(options, key=lambda o: _held(explorer, kind, shape, o))
     num_layers, stages, first = len(kinds), [], 0
     num_stages = shape.pipeline * shape.virtual_stages
+    devices = [each.device for each in stage_models(model, shape)]
+    places = (rank_and_chunk(shape.schedule, stage, shape.pipeline)[0] for stage in range(num_stages))
+    rooms = [max(1, int(budget_bytes(devices[place], model.training))) for place in places]
     for stage in range(num_stages):
-        last = (stage + 1) * num_layers // num_stages
+        last = min(sum(rooms[: stage + 1]) * num_layers // sum(rooms), num_layers - num_stages + stage + 1)
+        last = max(last, first + 1)
         stages.append([frugal[kind] for kind in kinds[first:last]])
         first = last
     return stages
@@ -266,7 +272,9 @@ def _changes(explorer: Explorer, pins: Pins, smallest: int | None, closest: Clos
     if margin is not None:
         yield f"a memory margin of {margin:.1%} (--memory-margin {margin:.3f})"
     if smallest is not None:
-        yield f"{smallest} GPUs of this kind (--gpus {smallest})"
+        cluster = explorer.cluster
+        kind = "of this kind" if len(cluster.kinds) == 1 else f"like {cluster.device.name}, all of them,"
+        yield f"{smallest} GPUs {kind} (--gpus {smallest})"
     memory = explorer.cluster.device.memory
     larger = sorted((d for d in map(load_device, device_names()) if d.memory > memory), key=lambda d: d.memory)
     for device in larger:
@@ -349,6 +357,6 @@ def _solved(explorer: Explorer, shape: Shape, pins: Pins) -> Solved | None:
     """The best assignment of a shape, if it fits."""
     if is_chunked(shape.schedule):
         return None
-    prices = StagePrices(explorer.chain, shape, pins.recompute, pins.reshard)
+    prices = explorer.priced(shape, pins.recompute, pins.reshard)
     found = scan(prices)
     return None if found is None else Solved(shape, prices, found)

@@ -45,11 +45,12 @@ def stage_kinds(cluster: ClusterSpec, shape: Shape) -> tuple[int, ...] | None:
 
 
 def stage_models(model: CostModel, shape: Shape) -> list[CostModel]:
-    """[pipeline coordinate] -> the cost model of its devices. model: of the whole cluster, in the order of ranks."""
+    """[pipeline coordinate] -> the cost model of its devices. model: of the whole cluster."""
     kinds = stage_kinds(model.cluster, shape)
     if kinds is None:
         return [model] * shape.pipeline
-    models = [CostModel(model.profile, part, model.training, model.cluster) for part in model.cluster.kinds]
+    parts = model.cluster.in_order(shape.kind_order).kinds
+    models = [CostModel(model.profile, part, model.training, model.cluster) for part in parts]
     return [models[kind] for kind in kinds]
 
 

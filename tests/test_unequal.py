@@ -21,6 +21,7 @@ from meshwright.planner.estimate import estimate
 from meshwright.planner.explain import reason
 from meshwright.planner.explore import Explorer
 from meshwright.planner.ilp import solve_master
+from meshwright.planner.infeasible import closest_plan
 from meshwright.planner.plan import Plan, placements
 from meshwright.planner.scan import scan
 from meshwright.planner.search import InfeasibleError, search
@@ -132,8 +133,8 @@ def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
     explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())
     shapes = [shape for family in list(space.families()) for shape in space.shapes(family)]
 
-    scanned = [found.seconds for found in (scan(explorer._prices(s, None, None)) for s in shapes) if found is not None]
-    solved = solve_master([explorer._prices(s, None, None) for s in shapes])
+    scanned = [found.seconds for found in (scan(explorer.priced(s, None, None)) for s in shapes) if found is not None]
+    solved = solve_master([explorer.priced(s, None, None) for s in shapes])
     explored = explorer.explore(Pins(), time.monotonic() + 60).best
 
     assert (solved is None) == (explored is None) == (not scanned)
@@ -337,3 +338,14 @@ def test_prices_and_devices_of_a_cluster_count_every_kind() -> None:
     assert on.price_per_hour == pytest.approx((2 * 4.0 + 6 * 1.0) / 8)
     assert on.devices == "2 x fast + 6 x slow"
     assert mixed((1, 2, dear), (3, 2, SLOW)).price_per_hour is None
+
+
+def test_the_closest_that_does_not_fit_is_cut_by_memory() -> None:
+    heavy = profile([layer_class("block", 1e12, 100_000_000, 3e7, 1e6, heads=8)], [0] * 12)
+    on = mixed((1, 2, replace_device(SLOW, 3e9)), (1, 2, replace_device(FAST, 6e9)))
+
+    closest = closest_plan(Explorer(heavy, on, JOB), Pins(pipeline=2, data_replicate=2))
+
+    assert closest is not None
+    assert closest.over_bytes > 0
+    assert sorted(len(stage.layers) for stage in closest.plan.stages) == [4, 8]
