@@ -139,10 +139,10 @@ class Explorer:
         space = Space(self.profile, self.cluster, self.training, pins, self.choice.faster)
         outcome = Outcome()
         order = itertools.count()
-        heap: list[tuple[float, int, Split | Family | StagePrices | UnequalPrices]] = []
+        heap: list[tuple[float, int, Split | Family | StagePrices | UnequalPrices, bool]] = []
         for split in space.splits():
             outcome.total += space.num_shapes_of(split)
-            heapq.heappush(heap, (self._split_bound(split, space), next(order), split))
+            heapq.heappush(heap, (self._split_bound(split, space), next(order), split, False))
         outcome.rejected = dict(space.rejected)
         outcome.total += sum(space.rejected.values())
         best = cutoff_s
@@ -159,24 +159,27 @@ class Explorer:
                 outcome.complete = False
                 outcome.bound = min(outcome.bound, bound)
                 break
-            _, _, item = heapq.heappop(heap)
+            _, _, item, raised = heapq.heappop(heap)
+            if not raised:  # dearer bounds wait until it is an item's turn by its cheap one
+                least_s = self._least_with_recompute_s(item, pins, cutoff)
+                if least_s >= cutoff:
+                    continue
+                if least_s > bound:
+                    heapq.heappush(heap, (least_s, next(order), item, True))
+                    continue
             if isinstance(item, Split):
                 for family in space.families_of(item):
                     family_bound = max(bound, self._family_bound(family))
                     if np.isfinite(family_bound) and family_bound < cutoff:
-                        heapq.heappush(heap, (family_bound, next(order), family))
+                        heapq.heappush(heap, (family_bound, next(order), family, False))
                 continue
             if isinstance(item, Family):
-                if is_chunked(item.schedule) and self._least_of_chunked_s(item, pins, cutoff) >= cutoff:
-                    continue
                 for shape in space.shapes(item):
                     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
                     prices = self.priced(shape, recompute, pins.reshard, pins.everything)
                     leaf_bound = max(bound, self._shape_bound(prices))
                     if leaf_bound < cutoff and self._may_hold(prices):
-                        heapq.heappush(heap, (leaf_bound, next(order), prices))
-                continue
-            if self._is_too_slow(item, cutoff):
+                        heapq.heappush(heap, (leaf_bound, next(order), prices, False))
                 continue
             extra += bound >= best
             outcome.num_solved += 1
@@ -192,10 +195,15 @@ class Explorer:
         outcome.bound = min([outcome.bound, *(s.seconds for s in outcome.solved)])
         return outcome
 
-    def _is_too_slow(self, prices: StagePrices | UnequalPrices, cutoff_s: float) -> bool:
-        """Whether a chunked shape has no cuts that may be faster, with the recompute that memory asks for."""
-        chunked = isinstance(prices, StagePrices) and is_chunked(prices.shape.schedule)
-        return chunked and self._least_with_memory_s(prices) >= cutoff_s
+    def _least_with_recompute_s(
+        self, item: Split | Family | StagePrices | UnequalPrices, pins: Pins, cutoff_s: float
+    ) -> float:
+        """Seconds that chunked shapes take at least with the recompute that memory asks for; 0 for all others."""
+        if isinstance(item, Family):
+            return self._least_of_chunked_s(item, pins, cutoff_s) if is_chunked(item.schedule) else 0.0
+        if isinstance(item, StagePrices):
+            return self._least_with_memory_s(item) if is_chunked(item.shape.schedule) else 0.0
+        return 0.0
 
     def priced(
         self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool = False

@@ -5,6 +5,7 @@ Every shape is counted. What is not expanded, and whole subtrees that a rule exc
 """
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -158,6 +159,7 @@ class Space:
         self._spreads_experts = (pins.expert or 1) > 1 or (
             has_experts(profile) and (EXECUTES_EXPERTS or pins.everything)
         )
+        self._context_is_free = _context_is_free(pins)
         self._groups: dict[tuple[int, int], tuple[Group, ...]] = {}
         self._known_passes: dict[tuple[int, int], _Passes] = {}
         self._known_placed: dict[tuple[int, int, int, int, int], tuple[_Placed, ...]] = {}
@@ -189,7 +191,7 @@ class Space:
                         continue
                     sharded = tensor > 1 or context > 1 or (pipeline > 1 and mixed)
                     rule = by_tensor or (self._sharding_rule if sharded else None) or self._degree_rule(pipeline, data)
-                    passes = self._passes(pipeline, data)
+                    passes = self._passes(pipeline, data, context)
                     for kind, sequence in product(kinds, modes):
                         tokens_over = tensor if sequence else 1
                         for expert in self._experts(data * context * tokens_over):
@@ -237,7 +239,7 @@ class Space:
 
     def families_of(self, split: Split) -> Iterator[Family]:
         """The legal families of a legal split."""
-        for schedule, virtual, micro_batch, count in self._passes(split.pipeline, split.data).legal:
+        for schedule, virtual, micro_batch, count in self._passes(split.pipeline, split.data, split.context).legal:
             yield Family(
                 split.tensor,
                 split.pipeline,
@@ -255,16 +257,16 @@ class Space:
 
     def micro_batches(self, split: Split) -> Iterator[tuple[int, int]]:
         """(micro-batch, how many of them) of its legal families."""
-        passes = self._passes(split.pipeline, split.data)
+        passes = self._passes(split.pipeline, split.data, split.context)
         yield from dict.fromkeys((micro_batch, count) for _, _, micro_batch, count in passes.legal)
 
-    def _passes(self, pipeline: int, data: int) -> _Passes:
-        key = pipeline, data
+    def _passes(self, pipeline: int, data: int, context: int) -> _Passes:
+        key = pipeline, data, context if self._context_is_free else 1
         if key not in self._known_passes:
-            self._known_passes[key] = self._found_passes(pipeline, data)
+            self._known_passes[key] = self._found_passes(*key)
         return self._known_passes[key]
 
-    def _found_passes(self, pipeline: int, data: int) -> _Passes:
+    def _found_passes(self, pipeline: int, data: int, context: int) -> _Passes:
         share = max(1, self.training.global_batch // data)
         legal: list[tuple[Schedule, int, int, int]] = []
         rejected: dict[str, Number] = {}
@@ -272,17 +274,27 @@ class Space:
         for micro_batch in divisors(share):
             if not self.pins.allows("micro_batch", micro_batch):
                 continue
-            count, few = share // micro_batch, None
-            if micro_batch < self.profile.smallest_micro_batch:
-                few = f"a batch norm of the model needs micro-batches of {self.profile.smallest_micro_batch} samples"
+            count, by_size = share // micro_batch, self._size_rule(micro_batch, context)
             for schedule, virtual in schedules:
-                rule = few or self._schedule_rule(schedule, pipeline, count)
+                rule = by_size or self._schedule_rule(schedule, pipeline, count)
                 if rule is None:
                     legal.append((schedule, virtual, micro_batch, count))
                 else:
                     several, one = rejected.get(rule, (0, 0))
                     rejected[rule] = (several + 1, one) if count > 1 else (several, one + 1)
         return _Passes(tuple(legal), rejected)
+
+    def _size_rule(self, micro_batch: int, context: int) -> str | None:
+        """The rule that excludes a micro-batch beside a context degree, or None if it is legal. Where both have a
+        common divisor, the same ranks as data ranks hold as much of each micro-batch, shard as much, and exchange
+        less."""
+        fewest = self.profile.smallest_micro_batch
+        if micro_batch < fewest:
+            return f"a batch norm of the model needs micro-batches of {fewest} samples"
+        common = math.gcd(micro_batch, context)
+        if common > 1 and micro_batch // common >= fewest:
+            return "context: data ranks with smaller micro-batches hold as much and exchange less"
+        return None
 
     def _schedules(self, pipeline: int) -> list[tuple[Schedule, int]]:
         """(schedule, stages of each rank) pairs that the pins allow, legal or not."""
@@ -332,7 +344,7 @@ class Space:
 
     def num_shapes_of(self, split: Split) -> int:
         """Shapes of all legal families of a split."""
-        return _times(self._passes(split.pipeline, split.data).num_legal, self._leaves(split))
+        return _times(self._passes(split.pipeline, split.data, split.context).num_legal, self._leaves(split))
 
     def num_shapes(self, family: Family) -> int:
         """Shapes of a family."""
@@ -465,6 +477,12 @@ def _context_kinds(profile: ModelProfile, pins: Pins) -> tuple[ContextKind, ...]
     if pins.everything or pins.context_kind is not None or (asked and not run):
         return allowed
     return run
+
+
+def _context_is_free(pins: Pins) -> bool:
+    """Whether the pins allow to have data ranks for context ranks, with smaller micro-batches."""
+    pinned = pins.context, pins.sequence_ways, pins.micro_batch, pins.data_shard, pins.data_replicate
+    return all(pin is None for pin in pinned) and not any(name == "data_shard" for name, _ in pins.most)
 
 
 def _modes(pins: Pins, pipeline: int, sharded: bool, count: int) -> list[tuple[Literal["every", "last"], bool]]:

@@ -2,6 +2,7 @@
 of brute force."""
 
 import itertools
+import math
 import random
 import time
 from dataclasses import replace
@@ -19,6 +20,7 @@ from meshwright.planner.not_run import not_run
 from meshwright.planner.plan import AXES, EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Axis, ContextKind, Plan
 from meshwright.planner.search import pins_of, search
 from meshwright.planner.setups import parse_setup
+from meshwright.planner.simulate import is_chunked
 from meshwright.planner.space import Space
 from meshwright.planner.strategy import (
     LayerOption,
@@ -172,6 +174,7 @@ def by_hand(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> tup
                     any(rules)
                     or pipeline > most
                     or training.global_batch % data
+                    or math.gcd(micro_batch, context) > 1
                     or (schedule == "gpipe" and count >= pipeline)
                     or (schedule not in ("none", "gpipe") and count < pipeline)
                     or (schedule == "interleaved" and count % max(1, count // pipeline))
@@ -220,6 +223,23 @@ def test_every_place_of_context_and_expert_groups_is_tried_once(seed: int) -> No
         ]
         assert {places(shape, order) for order in orders} == {places(shape, order) for order in legal}
         assert len(orders) == len({places(shape, order) for order in orders})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_data_ranks_with_smaller_micro_batches_are_never_slower_than_context_ranks_beside_them(seed: int) -> None:
+    model, on, training = wide_instance(seed)
+    training = training.model_copy(update={"global_batch": 8})
+    shapes = shapes_of(Space(model, on, training, Pins(everything=True, context=2)))
+    even = [shape for shape in shapes if shape.micro_batch % 2 == 0 and not is_chunked(shape.schedule)]
+    for shape in random.Random(seed).sample(even, min(10, len(even))):
+        fewer = {"micro_batch": shape.micro_batch // 2, "data_shard": 2 * shape.data_shard, "context": 1}
+        instead = replace(shape, context_kind="ring", **fewer)
+        plans = zip(*(plans_of(each, model, on, training) for each in (shape, instead)), strict=True)
+        for with_context, without in itertools.islice(plans, 4):
+            slow, fast = estimate(with_context, model), estimate(without, model)
+            assert fast.closed_form_s <= slow.closed_form_s * (1 + 1e-9)
+            for less, more in zip(fast.memory, slow.memory, strict=True):
+                assert less.device_bytes <= more.device_bytes * (1 + 1e-9)
 
 
 PARTS: dict[str, list[Pins]] = {
