@@ -55,7 +55,7 @@ def spread_experts(stage: nn.Module, plan: Plan, layers: Iterable[LayerPlan], me
     names = {id(p): n for n, p in stage.named_parameters()}
     num_shards = plan.experts_over // plan.degrees.expert
     for module, bank in _banks(stage, plan, layers):
-        run_spread(module, bank.count, bank.attributes, mesh.expert_mesh.get_group("expert"))
+        run_spread(module, bank, mesh.expert_mesh.get_group("expert"))
         part = HeldExperts(bank.count, plan.degrees.expert, num_shards, mesh.expert_place)
         held |= {names[id(p)]: part for p in module.parameters()}
     return held

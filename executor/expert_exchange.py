@@ -7,16 +7,17 @@
 Ranks may send any number of rows, none included. What each will get is told by a small all-to-all before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import Function, once_differentiable
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..profiler.expert_banks import routing_of
+from ..profiler.model_profile import Experts
 
 
 class _Exchange(Function):
@@ -113,8 +114,31 @@ class Bank:
         return self.forward(*given_args, **given_kwargs)[:count]
 
 
-def run_spread(module: Any, count: int, attributes: Sequence[str], group: dist.ProcessGroup) -> None:
-    """From now on a module that held `count` experts has its share of them, and is called as before."""
-    for name in attributes:
+@dataclass(frozen=True)
+class StackedBank:
+    """The same of a bank that is called with as many tokens for each expert, [experts, tokens, width]."""
+
+    forward: Callable[..., torch.Tensor]
+    group: dist.ProcessGroup
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the whole bank would return for this rank's tokens."""
+        (tokens,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        num_ranks = dist.get_world_size(self.group)
+        each = [tokens.shape[0] // num_ranks] * num_ranks
+        arrived = _Exchange.apply(tokens, each, each, self.group)
+        own = arrived.unflatten(0, (num_ranks, -1)).transpose(0, 1).flatten(1, 2)
+        given_args, given_kwargs = tree_map(lambda leaf: own if leaf is tokens else leaf, (args, kwargs))
+        made = self.forward(*given_args, **given_kwargs).unflatten(1, (num_ranks, -1)).transpose(0, 1).flatten(0, 1)
+        returned: torch.Tensor = _Exchange.apply(made, each, each, self.group)
+        return returned
+
+
+def run_spread(module: Any, bank: Experts, group: dist.ProcessGroup) -> None:
+    """From now on a module that held a bank of experts has its share of them, and is called as before."""
+    for name in bank.attributes:
         setattr(module, name, getattr(module, name) // dist.get_world_size(group))
-    module.forward = Bank(module.forward, count, group)
+    if bank.called == "stacked":
+        module.forward = StackedBank(module.forward, group)
+    else:
+        module.forward = Bank(module.forward, bank.count, group)

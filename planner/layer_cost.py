@@ -287,16 +287,17 @@ class CostModel:
                     batch=shape.samples,
                     tensor=tensor,
                     expert=shape.expert,
-                    imbalance=self.imbalance(shape),
+                    imbalance=self.imbalance(kind, shape),
                 )
             self._seconds[key] = layer_seconds(
                 costs, self.device, self.training.precision, self.training.compute_bytes, shape.samples, tensor, as_run
             )
         return self._seconds[key]
 
-    def imbalance(self, shape: Shape) -> float:
-        """Tokens of the rank whose experts get most, over the mean."""
-        return self.training.expert_imbalance if shape.expert > 1 else 1.0
+    def imbalance(self, kind: Kind, shape: Shape) -> float:
+        """Tokens of the rank whose experts get most, over the mean; 1 where each expert gets as many."""
+        uneven = any(bank.called != "stacked" for bank in self.layer_class(kind).experts)
+        return self.training.expert_imbalance if shape.expert > 1 and uneven else 1.0
 
     def elements(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[float, float]:
         """(all, trainable) parameter elements of a layer on one tensor rank, before data sharding, with its padding."""
@@ -446,7 +447,7 @@ class CostModel:
         seconds = total = 0.0
         for bank in banks:
             num_bytes = routed_bytes(bank, whole, shape.samples, slices, self.training.compute_bytes)
-            busiest = num_bytes * self.imbalance(shape)
+            busiest = num_bytes * self.imbalance(kind, shape)
             num_copies = copies(bank, self.profile.tokens_per_sample)
             seconds += exchange_of(busiest, num_copies, links, self.software.dispatches_once_per_host)
             total += num_bytes
@@ -582,9 +583,9 @@ class CostModel:
         if calls:
             passes = 6 if repeats_experts else 4
             traffic.append(Traffic("expert", "all_to_all", num_bytes / calls, passes * calls, False))
-            told = (2.0 if repeats_experts else 1.0) * calls
-            counts = sum(bank.count for bank in self.layer_class(kind).experts)
-            traffic.append(Traffic("expert", "all_to_all", COUNT_BYTES * counts / calls, told, False))
+            told = 2.0 if repeats_experts else 1.0
+            counts = [bank.count for bank in self.layer_class(kind).experts if bank.called != "stacked"]
+            traffic += [Traffic("expert", "all_to_all", float(COUNT_BYTES * count), told, False) for count in counts]
         return tuple(traffic)
 
     def _parts(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float]:

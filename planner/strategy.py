@@ -391,7 +391,8 @@ def expert_rule(profile: ModelProfile, expert: int, sequence: bool = False) -> s
         if not bank.called:
             return (
                 f"expert: {bank.module or layer_class.name} is not called with tokens, the experts of each and their "
-                "weights, by which it multiplies what its experts return, so no rank can run a part of it"
+                "weights, by which it multiplies what its experts return, nor with as many tokens for each expert, so "
+                "no rank can run a part of it"
             )
     whole = [c.name for c in classes if c.sequence is None]
     if sequence and whole:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,14 +18,26 @@ _LINEAR = frozenset((*_JOINING, *_MOVING, "scatter_add", "scatter_add_", "zeros_
 _BILINEAR = frozenset(("mul", "mul_", "mm", "bmm", "baddbmm", "addmm", "_grouped_mm"))
 """Operators that are linear in each of their tensors, so in one that depends on the weights if no other does."""
 
+_COPYING = ("_to_copy", "clone", "copy_", "zeros_like", "ones_like", "empty_like", "empty", "_unsafe_view")
+
 
 @dataclass(frozen=True)
-class RoutedCall:
-    """A call with tokens, the experts of each and their weights: storages of weights and output, and pairs of both."""
+class BankCall:
+    """A call of a module with stacked parameters. rows: tokens through all experts. weights, output: storages of those
+    by which experts are weighed, and of what is returned; of stacked calls there are none."""
 
-    weights: int
-    output: int
+    kind: Literal["routed", "stacked"]
     rows: int
+    weights: int = -1
+    output: int = -1
+
+
+def stacked_of(args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
+    """What a module is given, if that is one tensor [experts, tokens, width] and it returns another such."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if len(given) != 1 or not isinstance(output, torch.Tensor) or given[0].dim() != 3:
+        return None
+    return given[0] if output.dim() == 3 and output.shape[:2] == given[0].shape[:2] else None
 
 
 def routing_of(args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -58,6 +70,17 @@ def is_linear_in(weights: int, output: int, operators: Iterable[Op]) -> bool:
         else:
             return False
     return output in follows
+
+
+def keeps_apart(count: int, operators: Iterable[Op]) -> bool:
+    """Whether what is stacked over `count` experts stays so in all that a module does: batched products with experts as
+    their first dim, and work on single elements."""
+    for op in operators:
+        shapes = [view.shape for view in (*op.inputs, *op.outputs)]
+        batched = op.name in ("bmm", "baddbmm") and all(shape[0] == count for shape in shapes)
+        if not (op.is_view or batched or op.kind == "elementwise" or op.name in _COPYING):
+            return False
+    return True
 
 
 def stacked_over(module: nn.Module) -> int:

@@ -7,14 +7,22 @@ meters are on only within the layer. It stops after the layer's last event.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .chain import Chain, Crossing, Cursor, Layer, Shapes, TensorSpec, stubbed
-from .expert_banks import RoutedCall, counts_of, is_linear_in, routing_of, stacked_over
+from .expert_banks import (
+    BankCall,
+    counts_of,
+    is_linear_in,
+    keeps_apart,
+    routing_of,
+    stacked_of,
+    stacked_over,
+)
 from .fake import FakeModel
 from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import Producer
@@ -39,7 +47,7 @@ class ExpertBank:
     count: int
     rows: float
     parameters: list[str]
-    routed: bool = False
+    called: Literal["", "routed", "stacked"] = ""
     attributes: tuple[str, ...] = ()
 
 
@@ -121,7 +129,7 @@ class LayerRun:
         self._leaves: dict[Producer, torch.Tensor] = {}
         self._slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._of_node: dict[int, str] = {}
-        self._routed: dict[str, list[RoutedCall]] = {}
+        self._bank_calls: dict[str, list[BankCall | None]] = {}
 
     def run(self, arrive: Arrive = lambda crossing, tensor: tensor, backward: bool = True) -> Observation:
         """Observe the layer. arrive: may cut an arriving tensor (to a slice of the sequence)."""
@@ -273,14 +281,20 @@ class LayerRun:
                 name, count = weight
                 bank = self.observation.experts.setdefault(op.module, ExpertBank(count, op.shape[0], []))
                 bank.parameters.append(name)
-        for name, calls in self._routed.items():
+        for name, calls in self._bank_calls.items():
             module = self.fake.module.get_submodule((prefix + name).removesuffix("."))
-            count = stacked_over(module)
+            count, call = stacked_over(module), calls[0]
+            if not count or len(calls) > 1 or call is None:
+                continue
             inside = [op for op in forward if f"{op.module}.".startswith(f"{name}.")]
-            if count and len(calls) == 1 and is_linear_in(calls[0].weights, calls[0].output, inside):
+            if call.kind == "routed":
+                able = is_linear_in(call.weights, call.output, inside)
+            else:
+                able = keeps_apart(count, inside)
+            if able:
                 found = [f"{name}.{own}" for own, _ in module.named_parameters()]
                 attributes = counts_of(module, count)
-                self.observation.experts[name] = ExpertBank(count, calls[0].rows, found, True, attributes)
+                self.observation.experts[name] = ExpertBank(count, call.rows, found, call.kind, attributes)
 
     def _start(self, kind: str, name: str, call: int) -> None:
         self._cursor.start(kind, name, call)
@@ -385,13 +399,19 @@ class LayerRun:
         self._modules.pop()
 
     def _called(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
-        """Notes calls with tokens, the experts of each and their weights."""
+        """Notes how a module with stacked parameters is called."""
 
         def called(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found = routing_of(args, kwargs) if self.recorder.active else None
-            if found and isinstance(output, torch.Tensor) and output.shape[:-1] == found[0].shape[:-1]:
-                numbers = self.storages.number(found[2]), self.storages.number(output)
-                self._routed.setdefault(name, []).append(RoutedCall(*numbers, found[1].numel()))
+            if not self.recorder.active:
+                return
+            routing, stacked = routing_of(args, kwargs), stacked_of(args, kwargs, output)
+            call = None
+            if routing and isinstance(output, torch.Tensor) and output.shape[:-1] == routing[0].shape[:-1]:
+                weights, returned = self.storages.number(routing[2]), self.storages.number(output)
+                call = BankCall("routed", routing[1].numel(), weights, returned)
+            elif stacked is not None and stacked.shape[0] == stacked_over(module):
+                call = BankCall("stacked", stacked.shape[0] * stacked.shape[1])
+            self._bank_calls.setdefault(name, []).append(call)
 
         return called
 

@@ -187,9 +187,10 @@ class Experts(_Document):
     count: int
     parameters: tuple[str, ...] = Field(description="relative names; dim 0 counts the experts")
     routed: Amount = Field(description="tokens through all experts of a micro-batch: its tokens times the top-k")
-    called: Literal["", "routed"] = Field(
+    called: Literal["", "routed", "stacked"] = Field(
         default="",
         description="routed: with tokens, the experts of each and their weights, in which what it returns is linear; "
+        "stacked: with as many tokens for each expert, [experts, tokens, width], none of which sees another's; "
         "'': otherwise",
     )
     attributes: tuple[str, ...] = Field(default=(), description="the module's own numbers of experts")

@@ -155,7 +155,9 @@ def sequence_problem(
         if tuple(expected) != sliced.shape:
             return f"an output has shape {sliced.shape} where the slice is {tuple(expected)}"
     rows = {row for group in cuts for row in group.rows}
-    banks = tuple(f"{name}." for name, bank in whole.experts.items() if bank.routed)  # each token goes through alone
+    banks = tuple(
+        f"{name}." for name, bank in whole.experts.items() if bank.called == "routed"
+    )  # each token goes through alone
     runs = ([op for op in _forward(seen) if not f"{op.module}.".startswith(banks)] for seen in (whole, cut))
     return _reduction_problem(*runs, rows)
 

@@ -477,7 +477,7 @@ def _experts(whole: Sequence[Observation]) -> tuple[Experts, ...]:
                 count=seen.count,
                 parameters=names,
                 routed=_fit(routed, 1, whole[0].size),
-                called="routed" if all(run.experts[module].routed for run in whole) else "",
+                called=seen.called if all(run.experts[module].called == seen.called for run in whole) else "",
                 attributes=seen.attributes,
             )
         )

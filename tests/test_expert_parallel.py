@@ -90,7 +90,10 @@ CASES = {
         "mixtral", 2, shard=2, tensor=2, more={"sequence": True, "mesh_axes": SHARDS_INSIDE}
     ),
     "deepseek, tensor, selective recompute": Case("deepseek", 2, shard=2, tensor=2, recompute="selective"),
+    "deepseek, tensor + sequence": Case("deepseek", 2, tensor=2, more={"sequence": True}),
     "own, looked up, every token to one rank": Case("one-sided", 2, shard=2),
+    "own, stacked, hybrid": Case("stacked", 2, replicate=2, shard=2),
+    "own, stacked, over half of the shards, recompute": Case("stacked", 2, shard=4, recompute="full"),
     "deepseek, interleaved, recompute": Case(
         "deepseek", 2, shard=2, stages=(1, 1, 1, 2), virtual=2, more={"schedule": "interleaved"}, recompute="full"
     ),
@@ -130,6 +133,38 @@ class _Experts(nn.Module):
         return y.view(*experts.shape, -1).sum(1)
 
 
+class _StackedExperts(nn.Module):
+    """All tokens of all experts at once, [experts, tokens, width]; mixes: they see each other, so stay together."""
+
+    def __init__(self, count: int, width: int, mixes: bool) -> None:
+        super().__init__()
+        self.count, self.mixes = count, mixes
+        self.up = nn.Parameter(torch.empty(count, width, 2 * width))
+        self.down = nn.Parameter(torch.empty(count, 2 * width, width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(torch.bmm(tokens, self.up))
+        if self.mixes:
+            hidden = hidden - hidden.mean(1, keepdim=True)
+        return torch.bmm(hidden, self.down.view(self.count, -1, tokens.shape[2]))
+
+
+class _StackedBlock(nn.Module):
+    """Each expert gets the tokens that chose it, and zeros for the others."""
+
+    def __init__(self, count: int, width: int, mixes: bool) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, count)
+        self.experts = _StackedExperts(count, width, mixes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x).flatten(0, 1)
+        shares, chosen = self.gate(y).softmax(-1).topk(2)
+        weights = torch.zeros(len(y), self.gate.out_features, device=x.device, dtype=y.dtype).scatter(1, chosen, shares)
+        given = y.unsqueeze(0) * (weights > 0).T.unsqueeze(-1).to(y.dtype)
+        return x + (self.experts(given) * weights.T.unsqueeze(-1)).sum(0).view_as(x)
+
+
 class _Block(nn.Module):
     """route: "even": every expert gets as many tokens; "one-sided": all go to the first half; "learned"."""
 
@@ -149,10 +184,15 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    def __init__(self, route: str, count: int = 8, width: int = 32, scales_before: bool = False) -> None:
+    def __init__(
+        self, route: str, count: int = 8, width: int = 32, scales_before: bool = False, mixes: bool = False
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(_Block(count, width, route, scales_before) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            _StackedBlock(count, width, mixes) if route == "stacked" else _Block(count, width, route, scales_before)
+            for _ in range(3)
+        )
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -172,7 +212,7 @@ def _config(name: str) -> Any:
 
 
 def _build(name: str) -> nn.Module:
-    if name in ("even", "one-sided", "learned"):
+    if name in ("even", "one-sided", "learned", "stacked"):
         model: nn.Module = _Model(name)
     else:
         model = transformers.AutoModelForCausalLM.from_config(_config(name))
@@ -335,6 +375,7 @@ COUNTED = {
     "bf16, selective recompute, kept": Case(
         "even", 2, shard=4, recompute="selective", reshard=False, precision="bf16", more={"gradient_sync": "every"}
     ),
+    "stacked": Case("stacked", 4, shard=4),
     "hybrid, pipeline": Case("even", 2, replicate=2, shard=2, stages=(2, 3)),
 }
 
@@ -444,8 +485,15 @@ def test_experts_that_scale_their_tokens_are_not_spread() -> None:
     assert expert_rule(profile, 2) == "expert: the model has no banks of experts"
 
 
+def test_experts_whose_tokens_see_each_other_are_not_spread() -> None:
+    profile = trace(load_model(functools.partial(_Model, "stacked", mixes=True), batch=_batch, loss=_loss))
+
+    assert [bank.called for c in profile.classes for bank in c.experts] == [""]
+    assert "no rank can run a part of it" in str(expert_rule(profile, 2))
+
+
 def test_experts_need_tokens_of_their_own_on_every_rank() -> None:
     assert expert_rule(_profile("mixtral"), 2) is None
     assert expert_rule(_profile("mixtral"), 3) == "expert=3 does not divide 4 experts"
     assert expert_rule(_profile("mixtral"), 2, sequence=True) is None
-    assert "the same tokens in DeepseekV3DecoderLayer.2" in str(expert_rule(_profile("deepseek"), 2, sequence=True))
+    assert "hold the same tokens in _Block" in str(expert_rule(_profile("learned"), 2, sequence=True))
