@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from .report_facts import Facts
 
 _ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "transient")
+_WIDE = 100
+"""Columns of a terminal in which memory is shown beside device and budget of each stage, where they differ."""
+
 _HEADINGS = ("params", "grads", "optim", "gathered", "activ", "transient")
 _QUIET_SECONDS = 1.0
 
@@ -181,11 +184,13 @@ def print_breakdown(console: Console, estimate: "Estimate") -> None:
 
 def print_memory(console: Console, stages: Sequence["StageMemory"], margin: float, band: Band | None = None) -> None:
     """Peak memory of one GPU of each stage against the budget, itemised, and the band of the fullest."""
-    unequal = len({stage.budget_bytes for stage in stages}) > 1
+    budgets = list(dict.fromkeys(_gib(stage.budget_bytes) for stage in stages))
+    unequal = len(budgets) > 1 and console.width >= _WIDE
+    named = stages[0].device != "" and console.width >= _WIDE
     table = make_table()
     table.add_column("stage", no_wrap=True)
-    if stages[0].device:
-        table.add_column("device")
+    if named:
+        table.add_column("device", no_wrap=True)
     for heading in (*_HEADINGS, "other", "total", *(["budget"] if unequal else []), "free"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, stage in _collapsed(stages):
@@ -193,15 +198,15 @@ def print_memory(console: Console, stages: Sequence["StageMemory"], margin: floa
         free = stage.budget_bytes - stage.device_bytes
         table.add_row(
             name,
-            *([stage.device] if stage.device else []),
+            *([stage.device] if named else []),
             *(_gib(num_bytes) for num_bytes in shown),
             _gib(stage.device_bytes - sum(shown)),
             Text(_gib(stage.device_bytes), style="bold"),
             *([_gib(stage.budget_bytes)] if unequal else []),
             Text(_gib(free), style="green" if free >= 0 else "bold red"),
         )
-    budget = "" if unequal else f"budget {_gib(stages[0].budget_bytes)}: "
-    print_titled(console, f"Memory per GPU, GiB ({budget}{margin:.0%} of the device is left free)", table)
+    budget = f"budget {' or '.join(budgets)}: {margin:.0%} of the device is left free"
+    print_titled(console, f"Memory per GPU, GiB ({budget})", table)
     console.print(
         Text("  other: allocator reserve, CUDA context, communication buffers", style="dim"),
     )

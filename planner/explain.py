@@ -28,6 +28,7 @@ def does_not_fit(found: Estimate) -> str:
     stage, memory = max(enumerate(found.memory), key=lambda pair: pair[1].over_bytes)
     name, size = max(memory.items.items(), key=lambda item: item[1])
     where = f"stage {stage}" if len(found.memory) > 1 else "every GPU"
+    where += f" ({memory.device})" if memory.device and len(found.memory) > 1 else ""
     return (
         f"does not fit: {where} needs {format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)} "
         f"({name} {format_bytes(size)})"

@@ -349,3 +349,17 @@ def test_the_closest_that_does_not_fit_is_cut_by_memory() -> None:
     assert closest is not None
     assert closest.over_bytes > 0
     assert sorted(len(stage.layers) for stage in closest.plan.stages) == [4, 8]
+
+
+def test_the_check_names_the_stage_whose_own_device_is_too_small() -> None:
+    on = mixed((1, 2, replace_device(SLOW, 0.6e9)), (1, 2, replace_device(FAST, 8e9)))
+    plan = search(BLOCKS, on, replace_margin(JOB), pins=Pins(pipeline=2, schedule="1f1b", micro_batch=2)).plan
+    turned = plan.model_copy(update={"cluster": plan.cluster.in_order((1, 0))})
+    heavy = max(range(2), key=lambda stage: len(plan.stages[stage].layers))
+
+    found = check(turned, BLOCKS)
+
+    assert check(plan, BLOCKS) == []
+    assert len(found) == 1
+    assert found[0].startswith(f"does not fit: stage {heavy} (slow) needs")
+    assert "of 572 MiB" in found[0]
