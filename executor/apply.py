@@ -21,7 +21,8 @@ from .expert import HeldExperts, shard_experts, spread_experts
 from .initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
 from .mesh import Mechanism, RankMesh, mechanism
 from .recompute import check_recompute, recompute
-from .tensor import ParameterCut, TensorLayout, apply_tensor_parallel
+from .tensor import apply_tensor_parallel
+from .tensor_layout import ParameterCut, TensorLayout
 from .torch_compat import solid
 
 Loss = Callable[[Any, Any], torch.Tensor]

@@ -61,7 +61,7 @@ from ..planner.sharding import shard_dim
 from .apply import AppliedModel
 from .checkpoint_folder import Progress, complete_checkpoints, latest_checkpoint, read_progress
 from .mesh import RankMesh
-from .tensor import ParameterCut
+from .tensor_layout import ParameterCut
 
 _PARTIAL, _DISCARDED = ".partial-", ".discarded-"
 

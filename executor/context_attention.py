@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from ..planner.plan import ContextKind
 from ..profiler.held_tokens import Held, Spans, joined, taken
 from .attention_kernels import attention_backward, attention_forward
-from .tensor import hand_on_difference
+from .shared_gradients import hand_on_difference
 from .torch_compat import all_gather_single, reduce_scatter_single
 
 Pair = tuple[torch.Tensor, torch.Tensor]

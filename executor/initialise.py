@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .expert import HeldExperts
-from .tensor import ParameterCut
+from .tensor_layout import ParameterCut
 from .torch_compat import replaced_truncated_normal
 
 BUILD_LIMIT_BYTES = 4 * 2**30

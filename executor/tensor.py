@@ -14,66 +14,32 @@ gathered where the cut's `gather` module begins, because attention modules read 
 before they use it, or else by the columns themselves.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import Function, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..planner.plan import LayerPlan, Plan
-from ..profiler.held_tokens import Held, Mark, divided, mark_of, own_shape, set_mark
+from ..profiler.held_tokens import own_shape
 from ..profiler.model_profile import CrossingTensor, TensorCut
-from .torch_compat import all_gather_single, reduce_scatter_single
-
-
-@dataclass(frozen=True)
-class ParameterCut:
-    """How a parameter is divided over tensor ranks.
-
-    parts: sizes along `dim` that are divided one by one (a fused qkv); a rank's shard is the concatenation of its
-    slices of them. One part: the usual contiguous division.
-    """
-
-    dim: int
-    parts: tuple[int, ...]
-    degree: int
-
-    def local(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """The shard of one rank, contiguous."""
-        pieces = [
-            part.narrow(self.dim, rank * (part.shape[self.dim] // self.degree), part.shape[self.dim] // self.degree)
-            for part in full.split(self.parts, self.dim)
-        ]
-        return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].contiguous()
-
-    def full(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """The whole parameter from the shards of all ranks, in rank order."""
-        widths = [part // self.degree for part in self.parts]
-        split = [shard.split(widths, self.dim) for shard in shards]
-        return torch.cat([piece for part in zip(*split, strict=True) for piece in part], self.dim)
-
-
-@dataclass
-class TensorLayout:
-    """What tensor parallelism did to a stage.
-
-    cuts: parameter -> how it is divided. partial: whole parameters of which every tensor rank sees a share of the
-    uses (a slice of the sequence, some of the heads), so that their gradients must be summed over tensor ranks.
-    """
-
-    cuts: dict[str, ParameterCut] = field(default_factory=dict)
-    partial: set[str] = field(default_factory=set)
+from .tensor_collectives import Alike, GatherAlike, GatherSum, Slice, SumAlike, SumSlice, call
+from .tensor_forwards import (
+    SharedInput,
+    as_it_is,
+    column_forward,
+    embedding_forward,
+    entry_forward,
+    gathered_forward,
+    norm_forward,
+    row_forward,
+    table_forward,
+)
+from .tensor_layout import ParameterCut, TensorLayout
 
 
 def apply_tensor_parallel(
@@ -99,10 +65,14 @@ def apply_tensor_parallel(
             continue
         done.add(layer.name)
         prefix = layer.root + "." if layer.root else ""
-        for cut in plan.class_plan(layer.layer_class).cuts:
+        cuts = plan.class_plan(layer.layer_class).cuts
+        inputs = _shared_inputs(cuts, region, sliced)
+        for name in layer.modules:
+            stage.get_submodule(name).register_forward_pre_hook(_forgetting(inputs.values()))
+        for cut in cuts:
             _cut_parameters(stage, prefix, cut, mesh, layout, replaced, names)
             _divide_attributes(stage, prefix, cut, mesh.size())
-            _replace_forwards(stage, prefix, cut, region, sliced)
+            _replace_forwards(stage, prefix, cut, inputs[cut.name], region, sliced)
         if sliced:
             layout.partial.update(names[id(stage.get_parameter(name))] for name in layer.parameters)
         region.hook(stage, layer, gather_after=sliced and next_layer is not None and not is_sliced(plan, next_layer))
@@ -195,325 +165,65 @@ def _check_ties(plan: Plan) -> None:
             )
 
 
-def _replace_forwards(stage: nn.Module, prefix: str, cut: TensorCut, region: "_Region", sliced: bool) -> None:
+def _shared_inputs(cuts: Sequence[TensorCut], region: "_Region", sliced: bool) -> dict[str, SharedInput]:
+    """Cut -> what its columns are given; cuts whose columns read one tensor share it."""
+    groups: list[tuple[list[str], set[str]]] = []
+    shared: dict[str, SharedInput] = {}
+    for cut in cuts:
+        if sliced and cut.gather:
+            shared[cut.name] = SharedInput(as_it_is)
+            continue
+        read = set(cut.inputs.values()) - {""}
+        same = [group for group in groups if group[1] & read]
+        groups = [group for group in groups if group not in same]
+        names = [name for members, _ in same for name in members]
+        groups.append(([*names, cut.name], read.union(*(tensors for _, tensors in same))))
+    for names, _ in groups:
+        shared |= dict.fromkeys(names, SharedInput(region.column_input(sliced), len(names)))
+    return shared
+
+
+def _forgetting(inputs: Iterable[SharedInput]) -> Callable[..., None]:
+    """A hook for the beginning of a forward."""
+    every = list(dict.fromkeys(inputs))
+
+    def hook(module: nn.Module, args: Any) -> None:
+        for shared in every:
+            shared.clear()
+
+    return hook
+
+
+def _replace_forwards(
+    stage: nn.Module, prefix: str, cut: TensorCut, shared: SharedInput, region: "_Region", sliced: bool
+) -> None:
     around = cut.gather if sliced else ""
-    if not around:
-        shared = _SharedInput(region.column_input(sliced))
-    else:
-        shared = _SharedInput(lambda x: x)
+    if around:
         _submodule(stage, prefix, around).register_forward_pre_hook(region.gather_sum, with_kwargs=True)
     for name in cut.columns:
         module = _submodule(stage, prefix, name)
         if cut.kind == "embedding":
-            module.forward = _embedding_forward(module, region.group)
+            module.forward = embedding_forward(module, region.group)
         elif cut.kind == "table":
-            module.forward = _table_forward(module, region.group)
+            module.forward = table_forward(module, region.group)
         else:
-            enter = _as_it_is if cut.inputs.get(name) == "" else shared
-            forward = _column_forward(module, enter)
-            module.forward = _gathered(forward, shared, region.group) if cut.kind == "head" else forward
+            enter = as_it_is if cut.inputs.get(name) == "" else shared
+            forward = column_forward(module, enter)
+            module.forward = gathered_forward(forward, shared, region.group) if cut.kind == "head" else forward
     for name in () if around else cut.entries:
         module = _submodule(stage, prefix, name)
-        module.forward = _entry_forward(module, region.column_input(sliced))
+        module.forward = entry_forward(module, region.column_input(sliced))
     for name in cut.between:
         module = _submodule(stage, prefix, name)
-        module.forward = _norm_forward(module)
+        module.forward = norm_forward(module)
     for name in cut.rows:
         module = _submodule(stage, prefix, name)
-        module.forward = _row_forward(module, shared, region.row_output(sliced))
+        module.forward = row_forward(module, shared, region.row_output(sliced))
 
 
 def _submodule(stage: nn.Module, prefix: str, name: str) -> nn.Module:
     """The module `name`, relative to the layer's root; '' is the root itself."""
     return stage.get_submodule((prefix + name).removesuffix("."))
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-_watch: "SharedGradients | None" = None
-"""The watch that is running, if one is."""
-
-
-class SharedGradients(TorchFunctionMode):
-    """Watches the first step for whole parameters that are used between columns and rows.
-
-    There each tensor rank has its own features or heads, and sees only their share of the gradient of, say, a norm of
-    the queries. Follows every tensor that differs between ranks through torch functions: a parameter that meets one
-    (or meets it as something computed from parameters alone) is added to layout.partial. Anything else that meets one
-    and wants a gradient would get a share for the whole without anyone noticing, and so would a parameter that is used
-    elsewhere, too: ValueError.
-
-    Where layers run on slices of the sequence nothing is left to find: all their whole parameters are partial.
-    """
-
-    def __init__(self, stage: nn.Module, layout: TensorLayout) -> None:
-        super().__init__()
-        self._stage = stage
-        self._layout = layout
-        self._differs = WeakIdKeyDictionary()
-        self._origins = WeakIdKeyDictionary()
-        self._parameters: dict[int, tuple[str, nn.Parameter]] = {}
-        self._found: set[str] = set()
-        self._used_whole: set[str] = set()
-        self._is_muted = False
-
-    def __enter__(self) -> Self:
-        global _watch
-        _watch = self
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        global _watch
-        super().__exit__(*raised)
-        _watch = None
-        for name in sorted(self._found & self._used_whole) if raised[0] is None else ():
-            raise ValueError(
-                f"{name} is read between features that tensor parallelism cuts and outside of them; plan with tensor=1"
-            )
-        self._layout.partial |= self._found
-
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Leave out our own functions, which join what differs with what does not and know why."""
-        was_muted, self._is_muted = self._is_muted, True
-        try:
-            yield
-        finally:
-            self._is_muted = was_muted
-
-    def differs(self, x: torch.Tensor) -> bool:
-        """Whether x differs between tensor ranks."""
-        return x in self._differs
-
-    def mark(self, x: torch.Tensor, differs: bool) -> None:
-        """Say whether x differs between tensor ranks."""
-        if differs:
-            self._differs[x] = True
-        else:
-            self._differs.pop(x, None)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run `func`, and follow what goes in and out."""
-        output = func(*args, **(kwargs or {}))
-        if self._is_muted:
-            return output
-        read = args[1:] if func is torch.Tensor.copy_ else args  # what is written over counts no more
-        given = [x for x in tree_leaves((read, kwargs)) if isinstance(x, torch.Tensor)]
-        made = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
-        if any(self._does_differ(x) for x in given):
-            for x in given:
-                if x.requires_grad and not self._does_differ(x):
-                    self._found |= self._names_behind(x, func)
-            for x in made:
-                self.mark(x, differs=True)
-            if func is torch.Tensor.copy_ and args[0]._base is not None:
-                self.mark(args[0]._base, differs=True)
-            return output
-        known = [self._known(x) for x in given]
-        names = frozenset().union(*(names for names in known if names))
-        if names and made:
-            if all(known):
-                for x in made:
-                    self._origins[x] = names
-            else:
-                self._used_whole |= names - self._layout.partial
-        return output
-
-    def _does_differ(self, x: torch.Tensor) -> bool:
-        """Whether x, or what it is a view of, differs between tensor ranks."""
-        return x in self._differs or (x._base is not None and x._base in self._differs)
-
-    def _known(self, x: torch.Tensor) -> frozenset[str]:
-        """Names of the parameters that x is, or is computed from alone; none if it is something else."""
-        if x in self._origins:
-            names: frozenset[str] = self._origins[x]
-            return names
-        if not isinstance(x, nn.Parameter):
-            return frozenset()
-        if id(x) not in self._parameters:
-            self._parameters = {id(p): (name, p) for name, p in self._stage.named_parameters()}
-        return frozenset([self._parameters[id(x)][0]]) if id(x) in self._parameters else frozenset()
-
-    def _names_behind(self, x: torch.Tensor, func: Callable[..., Any]) -> frozenset[str]:
-        names = self._known(x)
-        if not names:
-            raise ValueError(
-                f"{getattr(func, '__name__', func)} joins features that tensor parallelism cuts with a whole tensor of "
-                f"{tuple(x.shape)} that wants a gradient, of which each rank would see a share; plan with tensor=1"
-            )
-        return names
-
-
-def _unwatched(forward: Callable[..., torch.Tensor], differs: bool) -> Callable[..., torch.Tensor]:
-    """forward, out of the watch's sight but for whether its result differs between tensor ranks."""
-
-    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
-        watch = _watch
-        if watch is None:
-            return forward(*args, **kwargs)
-        with watch.muted():
-            y = forward(*args, **kwargs)
-        watch.mark(y, differs)
-        return y
-
-    return watched
-
-
-def _product(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """x times the module's local weight, no bias."""
-    weight = _local(module.weight)  # type: ignore[arg-type]
-    if isinstance(module, nn.Linear):
-        return F.linear(x, weight)
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return module._conv_forward(x, weight, None)
-    if type(module).__name__ == "Conv1D":  # transformers: weight is [in, out]
-        return x @ weight
-    raise ValueError(
-        f"cannot cut a {type(module).__name__}; tensor parallelism knows Linear, Conv1D, convolutions, Embedding and "
-        "EmbeddingBag"
-    )
-
-
-def _with_bias(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
-    """y and the module's local bias, if it has one."""
-    if module.bias is None:
-        return y
-    bias = _local(module.bias)  # type: ignore[arg-type]
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        bias = bias.view(-1, *(1,) * len(module.kernel_size))
-    return y + bias
-
-
-class _SharedInput:
-    """Converts the input of a group's columns once per tensor, though each column asks for it."""
-
-    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._convert = convert
-        self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        for source, converted in self._converted:
-            if source is x:
-                return converted
-        converted = self._convert(x)
-        self._converted.append((x, converted))
-        return converted
-
-    def clear(self) -> None:
-        """Forget (the group's rows are reached, so its columns have run)."""
-        self._converted.clear()
-
-
-def _column_forward(
-    module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return _with_bias(module, _product(module, enter(x)))
-
-    return _unwatched(forward, differs=True)
-
-
-def _gathered(
-    column: Callable[[torch.Tensor], torch.Tensor], shared: _SharedInput, group: dist.ProcessGroup
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A column's forward, then all ranks' features; no row follows."""
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = column(x)
-        shared.clear()
-        return _call(_GatherAlike, y, y.ndim - 1, group)
-
-    return _unwatched(forward, differs=False)
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def _entry_forward(
-    module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A whole module's forward, of whose output each rank reads what its own features need: gradients are shares."""
-    forward = module.forward
-    return _unwatched(lambda x: enter(forward(x)), differs=True)
-
-
-def _row_forward(
-    module: nn.Module, shared: _SharedInput, reduce: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        shared.clear()
-        return _with_bias(module, reduce(_product(module, x)))
-
-    return _unwatched(forward, differs=False)
-
-
-def _embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    if (
-        not isinstance(module, nn.Embedding)
-        or module.max_norm is not None
-        or module.scale_grad_by_freq
-        or module.sparse
-    ):
-        raise ValueError(f"cannot cut {module}: only a plain nn.Embedding can be cut by its vocabulary")
-    rank = dist.get_rank(group)
-
-    def forward(tokens: torch.Tensor) -> torch.Tensor:
-        weight = _local(module.weight)
-        first = rank * weight.shape[0]
-        elsewhere = (tokens < first) | (tokens >= first + weight.shape[0])
-        if module.padding_idx is not None:
-            ours = (tokens - first).masked_fill(elsewhere, 0)
-            here = first <= module.padding_idx < first + weight.shape[0]
-            y = F.embedding(ours, weight, module.padding_idx - first if here else None)
-        else:
-            y = F.embedding((tokens - first).masked_fill(elsewhere, 0), weight)
-        return _call(_SumAlike, y.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
-
-    return _unwatched(forward, differs=False)
-
-
-def _table_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
-    """Bags of this rank's features of the rows, then those of all ranks."""
-    if (
-        not isinstance(module, nn.EmbeddingBag)
-        or module.max_norm is not None
-        or module.scale_grad_by_freq
-        or module.sparse
-    ):
-        raise ValueError(f"cannot cut {module}: only a plain nn.EmbeddingBag can be cut by its features")
-
-    def forward(
-        rows: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        y = F.embedding_bag(
-            rows,
-            _local(module.weight),
-            offsets,
-            mode=module.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=module.include_last_offset,
-            padding_idx=module.padding_idx,
-        )
-        return _call(_GatherAlike, y, y.ndim - 1, group)
-
-    return _unwatched(forward, differs=False)
-
-
-def _norm_forward(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A group norm of this rank's groups of channels."""
-    if not isinstance(module, nn.GroupNorm):
-        raise ValueError(f"cannot cut {module}: of norms between cut modules only nn.GroupNorm is known")
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return F.group_norm(x, module.num_groups, _local(module.weight), _local(module.bias), module.eps)
-
-    return _unwatched(forward, differs=True)
 
 
 def is_sliced(plan: Plan, layer: LayerPlan) -> bool:
@@ -551,8 +261,8 @@ class _Region:
     def column_input(self, sliced: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         """What a column does to its input."""
         if sliced:
-            return lambda x: _call(_GatherSum, x, self.sequence_dim, self.group)
-        return lambda x: _call(_Alike, x, self.group)
+            return lambda x: call(GatherSum, x, self.sequence_dim, self.group)
+        return lambda x: call(Alike, x, self.group)
 
     def gather_sum(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Hook: gather every slice that enters a module; gradients that come back are shares, to be summed."""
@@ -561,7 +271,7 @@ class _Region:
             found = self._length(x)
             if found is None or own_shape(x)[found[0]] == found[1]:
                 return x
-            return _call(_GatherSum, x, found[0], self.group)
+            return call(GatherSum, x, found[0], self.group)
 
         seen: dict[int, Any] = {}
         return tree_map(lambda x: seen.setdefault(id(x), gather(x)), (args, kwargs))
@@ -569,8 +279,8 @@ class _Region:
     def row_output(self, sliced: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         """What a row does to its product."""
         if sliced:
-            return lambda y: _call(_SumSlice, y, self.sequence_dim, self.group)
-        return lambda y: _call(_SumAlike, y, self.group)
+            return lambda y: call(SumSlice, y, self.sequence_dim, self.group)
+        return lambda y: call(SumAlike, y, self.group)
 
     def hook(self, stage: nn.Module, layer: LayerPlan, gather_after: bool) -> None:
         """Slice or gather what enters the layer's modules, and gather what leaves them if the next layer needs it."""
@@ -612,152 +322,15 @@ class _Region:
         found = self._length(x)
         if found is None:
             return x
-        return _call(_Slice, x, found[0], self.group) if own_shape(x)[found[0]] == found[1] else x
+        return call(Slice, x, found[0], self.group) if own_shape(x)[found[0]] == found[1] else x
 
     def _gather(self, x: Any) -> Any:
         found = self._length(x)
         if found is None or own_shape(x)[found[0]] == found[1]:
             return x
-        return _call(_GatherAlike, x, found[0], self.group)
+        return call(GatherAlike, x, found[0], self.group)
 
 
 def _before_other_hooks(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
     """Run on the module's output before anything else sees it."""
     return module.register_forward_hook(hook, prepend=True)
-
-
-def _call(function: type[Function], x: torch.Tensor, *args: Any) -> torch.Tensor:
-    mark = mark_of(x)
-    if mark is None:
-        plain: torch.Tensor = function.apply(x, *args)
-        return plain
-    with torch._C.DisableTorchFunction():
-        result: torch.Tensor = function.apply(x, *args)
-    return set_mark(result, _mark_after(function, mark, args))
-
-
-def _mark_after(function: type[Function], mark: Mark, args: tuple[Any, ...]) -> Mark:
-    """Which tokens there are behind a collective; args: its dim, if it has one, and its group."""
-    if not isinstance(mark, Held) or len(args) < 2 or args[0] != mark.dim:
-        return mark
-    group = args[1]
-    if function in (_Slice, _SumSlice):
-        return divided(mark, dist.get_rank(group), dist.get_world_size(group))
-    return replace(mark, spans=mark.within, within=())
-
-
-def hand_on_difference(made: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-    """What a function that no watch sees made of something: it differs between tensor ranks if that does."""
-    if _watch is not None and any(_watch.differs(x) for x in given):
-        _watch.mark(made, differs=True)
-    return made
-
-
-def _all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Concatenation along `dim` of all ranks' tensors."""
-    degree = dist.get_world_size(group)
-    gathered = x.new_empty(degree * x.shape[0], *x.shape[1:])
-    all_gather_single(gathered, x.contiguous(), group=group)
-    return gathered if dim == 0 else torch.cat(gathered.chunk(degree), dim)
-
-
-def _reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's slice along `dim` of the sum of all ranks' tensors."""
-    degree = dist.get_world_size(group)
-    stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(degree, dim))
-    reduced = stacked.new_empty(stacked.shape[0] // degree, *stacked.shape[1:])
-    reduce_scatter_single(reduced, stacked, group=group)
-    return reduced
-
-
-def _own_slice(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
-
-
-def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-class _Alike(Function):
-    """Nothing / all-reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
-
-
-class _SumAlike(Function):
-    """All-reduce / nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _all_reduce(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _GatherSum(Function):
-    """All-gather / reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_gather(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
-
-
-class _SumSlice(Function):
-    """Reduce-scatter / all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _reduce_scatter(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_gather(grad, ctx.dim, ctx.group), None, None
-
-
-class _Slice(Function):
-    """Slice / all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _own_slice(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_gather(grad, ctx.dim, ctx.group), None, None
-
-
-class _GatherAlike(Function):
-    """All-gather / slice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_gather(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own_slice(grad, ctx.dim, ctx.group), None, None

@@ -39,8 +39,8 @@ from .gradients import Gradients, local_gradient
 from .initialise import empty_values
 from .mesh import RankMesh, check_world_size, connect
 from .pipeline import PipelineRunner, loss_of, split_micro_batches, stages_in
+from .shared_gradients import SharedGradients
 from .telemetry import Telemetry
-from .tensor import SharedGradients
 from .torch_compat import accelerator, data_parallel
 from .weights import Loading, Weights
 

@@ -53,6 +53,7 @@ CASES = {
     "convolutions around a group norm": Case("unet.py"),
     "convolutions around a group norm, sharded, on four ranks": Case("unet.py", shard=2),
     "tables by features": Case("bags", tensor=4),
+    "groups that read one tensor": Case("parallel"),
     "norms of heads beside experts": Case("qwen3_30b_a3b"),
 }
 
@@ -70,6 +71,36 @@ class _Bags(nn.Module):
         return self.top(torch.cat(found, dim=1)).squeeze(1)
 
 
+class _Parallel(nn.Module):
+    """Attention's projections and a feed-forward beside it, all of one tensor."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.out(torch.tanh(self.value(y))) + self.down(nn.functional.gelu(self.up(y)))
+
+
+class _Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Parallel() for _ in range(2))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).squeeze(-1)
+
+
+def _points(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 16), torch.randn(size)
+
+
 def _bags(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(1500, (size, 3)), torch.rand(size)
 
@@ -80,7 +111,8 @@ def _squares(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 
 @functools.cache
 def _loaded(name: str) -> LoadedModel:
-    loaded = load_model(_Bags, batch=_bags, loss=_squares) if name == "bags" else small(MODELS / name)
+    own = {"bags": (_Bags, _bags), "parallel": (_Beside, _points)}
+    loaded = load_model(own[name][0], batch=own[name][1], loss=_squares) if name in own else small(MODELS / name)
     build = loaded.build
 
     def noisy() -> nn.Module:
@@ -164,6 +196,16 @@ def test_channels_are_cut_with_the_groups_of_the_norm_between() -> None:
     assert cut.sharded == {
         "conv1.weight": 0, "conv1.bias": 0, "norm1.weight": 0, "norm1.bias": 0, "conv2.weight": 1
     }  # fmt: skip
+
+
+def test_groups_that_read_one_tensor_sum_its_gradient_once() -> None:
+    profile = _profile("parallel")
+    block = profile.classes[profile.layers[0].layer_class]
+
+    backward = [c for c in (block.tensor or block.whole).collectives if c.part == "backward"]
+
+    assert len(block.cuts) == 2
+    assert [c.entry for c in backward] == ["value"]
 
 
 def test_latent_attention_enters_where_keys_and_queries_part() -> None:

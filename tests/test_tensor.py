@@ -10,8 +10,9 @@ from ranks import RankError, run_ranks
 from synthetic import cluster
 from torch import nn
 
-from meshwright.executor import parallelize, tensor
-from meshwright.executor.tensor import ParameterCut, SharedGradients, TensorLayout
+from meshwright.executor import parallelize, tensor_collectives
+from meshwright.executor.shared_gradients import SharedGradients, unwatched
+from meshwright.executor.tensor_layout import ParameterCut, TensorLayout
 from meshwright.planner.plan import ClassPlan, Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
@@ -81,16 +82,16 @@ def _collectives(plan: Plan) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
-        original = getattr(tensor, name)
+        original = getattr(tensor_collectives, name)
 
         def call(*args: Any) -> torch.Tensor:
-            counts[name.removeprefix("_")] += 1
+            counts[name] += 1
             return original(*args)
 
         return call
 
-    for name in ("_all_reduce", "_all_gather", "_reduce_scatter"):
-        setattr(tensor, name, counted(name))
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        setattr(tensor_collectives, name, counted(name))
     trainer = parallelize(_build, plan, functools.partial(torch.optim.SGD, lr=0.1))
     trainer.step(_batch(2))
     return counts
@@ -169,8 +170,8 @@ class _Gated(nn.Module):
 
 def _watched(**how: bool) -> set[str]:
     module, layout = _Gated(), TensorLayout()
-    module.up.forward = tensor._unwatched(module.up.forward, differs=True)  # type: ignore[method-assign]
-    module.down.forward = tensor._unwatched(module.down.forward, differs=False)  # type: ignore[method-assign]
+    module.up.forward = unwatched(module.up.forward, differs=True)  # type: ignore[method-assign]
+    module.down.forward = unwatched(module.down.forward, differs=False)  # type: ignore[method-assign]
     with SharedGradients(module, layout):
         module(torch.ones(2, 4), **how)
     return layout.partial

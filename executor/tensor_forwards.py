@@ -1,0 +1,177 @@
+"""Forwards of modules that tensor parallelism cuts: the local part of the work, and the collectives around it."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .shared_gradients import unwatched
+from .tensor_collectives import GatherAlike, SumAlike, call
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def product(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """x times the module's local weight, no bias."""
+    weight = local(module.weight)  # type: ignore[arg-type]
+    if isinstance(module, nn.Linear):
+        return F.linear(x, weight)
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return module._conv_forward(x, weight, None)
+    if type(module).__name__ == "Conv1D":  # transformers: weight is [in, out]
+        return x @ weight
+    raise ValueError(
+        f"cannot cut a {type(module).__name__}; tensor parallelism knows Linear, Conv1D, convolutions, Embedding and "
+        "EmbeddingBag"
+    )
+
+
+def with_bias(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    """y and the module's local bias, if it has one."""
+    if module.bias is None:
+        return y
+    bias = local(module.bias)  # type: ignore[arg-type]
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        bias = bias.view(-1, *(1,) * len(module.kernel_size))
+    return y + bias
+
+
+class SharedInput:
+    """Converts the input of columns once per tensor, though each column of some groups asks for it."""
+
+    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor], num_groups: int = 1) -> None:
+        self._convert = convert
+        self._num_groups = num_groups
+        self._num_done = 0
+        self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for source, converted in self._converted:
+            if source is x:
+                return converted
+        converted = self._convert(x)
+        self._converted.append((x, converted))
+        return converted
+
+    def done(self) -> None:
+        """A group's row is reached, so its columns have run; after the last one all is forgotten."""
+        self._num_done += 1
+        if self._num_done == self._num_groups:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget all, for a forward that begins."""
+        self._num_done = 0
+        self._converted.clear()
+
+
+def column_forward(
+    module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return with_bias(module, product(module, enter(x)))
+
+    return unwatched(forward, differs=True)
+
+
+def gathered_forward(
+    column: Callable[[torch.Tensor], torch.Tensor], shared: SharedInput, group: dist.ProcessGroup
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A column's forward, then all ranks' features; no row follows."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = column(x)
+        shared.done()
+        return call(GatherAlike, y, y.ndim - 1, group)
+
+    return unwatched(forward, differs=False)
+
+
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def entry_forward(
+    module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A whole module's forward, of whose output each rank reads what its own features need: gradients are shares."""
+    forward = module.forward
+    return unwatched(lambda x: enter(forward(x)), differs=True)
+
+
+def row_forward(
+    module: nn.Module, shared: SharedInput, reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        shared.done()
+        return with_bias(module, reduce(product(module, x)))
+
+    return unwatched(forward, differs=False)
+
+
+def embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    if (
+        not isinstance(module, nn.Embedding)
+        or module.max_norm is not None
+        or module.scale_grad_by_freq
+        or module.sparse
+    ):
+        raise ValueError(f"cannot cut {module}: only a plain nn.Embedding can be cut by its vocabulary")
+    rank = dist.get_rank(group)
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        weight = local(module.weight)
+        first = rank * weight.shape[0]
+        elsewhere = (tokens < first) | (tokens >= first + weight.shape[0])
+        if module.padding_idx is not None:
+            ours = (tokens - first).masked_fill(elsewhere, 0)
+            here = first <= module.padding_idx < first + weight.shape[0]
+            y = F.embedding(ours, weight, module.padding_idx - first if here else None)
+        else:
+            y = F.embedding((tokens - first).masked_fill(elsewhere, 0), weight)
+        return call(SumAlike, y.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
+
+    return unwatched(forward, differs=False)
+
+
+def table_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
+    """Bags of this rank's features of the rows, then those of all ranks."""
+    if (
+        not isinstance(module, nn.EmbeddingBag)
+        or module.max_norm is not None
+        or module.scale_grad_by_freq
+        or module.sparse
+    ):
+        raise ValueError(f"cannot cut {module}: only a plain nn.EmbeddingBag can be cut by its features")
+
+    def forward(
+        rows: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = F.embedding_bag(
+            rows,
+            local(module.weight),
+            offsets,
+            mode=module.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=module.include_last_offset,
+            padding_idx=module.padding_idx,
+        )
+        return call(GatherAlike, y, y.ndim - 1, group)
+
+    return unwatched(forward, differs=False)
+
+
+def norm_forward(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A group norm of this rank's groups of channels."""
+    if not isinstance(module, nn.GroupNorm):
+        raise ValueError(f"cannot cut {module}: of norms between cut modules only nn.GroupNorm is known")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.group_norm(x, module.num_groups, local(module.weight), local(module.bias), module.eps)
+
+    return unwatched(forward, differs=True)
