@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .columns import Chain, Choice, StagePrices
+from .knapsack import tie_prices
 from .memory_cost import state_bytes
 from .plan import Recompute, Schedule, stage_of
 from .scan import Assignment
@@ -46,6 +47,11 @@ class Chunking:
         """Stages of a rank, in the order of its chunks."""
         return [stage_of(self.schedule, rank, chunk, self.num_ranks) for chunk in range(self.virtual)]
 
+    @property
+    def holds(self) -> Floats:
+        """[rank][stage] -> 1 where the rank holds the stage."""
+        return _holds(self)
+
 
 @dataclass(frozen=True)
 class Cuts:
@@ -74,44 +80,79 @@ class Cuts:
 
 
 @lru_cache(maxsize=256)
+def _holds(frame: Chunking) -> Floats:
+    found = np.zeros((frame.num_ranks, frame.num_stages))
+    for rank in range(frame.num_ranks):
+        found[rank, frame.stages(rank)] = 1.0
+    return found
+
+
+@lru_cache(maxsize=256)
 def _flights(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[float, ...]:
     """[stage] -> micro-batches whose activations it holds when its rank holds most."""
     shape = Shape(1, 1, 1, num_ranks, 1, num_microbatches, schedule=schedule, virtual_stages=virtual)
     return tuple(float(shape.in_flight(stage)) for stage in range(num_ranks * virtual))
 
 
-def least_recompute_s(prices: StagePrices, cuts: Cuts) -> Floats:
-    """[rank] -> seconds per micro-batch that bringing its memory into the budget adds at least: the bytes over, at the
-    price of the layers that give bytes back most cheaply; infinite where all of them do not do."""
-    shape, state = prices.shape, state_bytes(prices.shape, prices.model.training)
-    frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
-    flights = np.array(_flights(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages))
-    if shape.virtual_stages == 1:  # the peak is a running maximum: one micro-batch may be there in part
-        flights -= 1
-    held = flights[:, None] * cuts.stages
-    gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
-    fast = [min(costs, key=lambda cost: cost.microbatch_s) for costs in prices.costs]
-    static = np.array([c.elements * state.sharded_parameters + c.trainable_elements * (gradients + state.optimizer)
-                       for c in fast])  # fmt: skip
-    shared = sum(n * (len(layers) - 1) for layers, n in prices.chain.shared_weights(shape))
-    budget = prices.budget + shared * (state.sharded_parameters + gradients + state.optimizer)
-    kept = np.array([cost.kept_bytes for cost in fast])
-    saved = kept - np.array([min(cost.kept_bytes for cost in costs) for costs in prices.costs])
-    rates = [
-        (cost.microbatch_s - best.microbatch_s) / (best.kept_bytes - cost.kept_bytes)
-        for costs, best in zip(prices.costs, fast, strict=True)
-        for cost in costs
-        if cost.kept_bytes < best.kept_bytes
-    ]
-    added = np.zeros(frame.num_ranks)
-    for rank in range(frame.num_ranks):
-        mine = held[frame.stages(rank)].sum(axis=0)
-        over = float(cuts.work[rank] @ static + mine @ kept) - budget
-        if over > float(mine @ saved):
-            added[rank] = np.inf
-        elif over > 0:
-            added[rank] = over * min(rates) / float(flights[frame.stages(rank)].max())
-    return added
+@dataclass(frozen=True)
+class LeastRecompute:
+    """What bringing the memory of a chunked shape's ranks into the budget adds at least: bytes at a price, the best of
+    several prices, with layers' transients at their least.
+
+    least: [stage][price][run] -> least seconds and priced bytes of a layer beyond its fastest option. fewest:
+    [stage][run] -> bytes of activations. static, passing: [run] -> bytes held, and there only in a layer's turn.
+    """
+
+    frame: Chunking
+    rates: Floats
+    least: Floats
+    fewest: Floats
+    static: Floats
+    passing: Floats
+    free: float
+
+    @classmethod
+    def of(cls, prices: StagePrices) -> "LeastRecompute":
+        """That of a shape."""
+        shape, state, model = prices.shape, state_bytes(prices.shape, prices.model.training), prices.model
+        flights = np.array(_flights(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages))
+        several = shape.virtual_stages > 1
+        if not several:  # the peak is a running maximum: one micro-batch may be there in part
+            flights -= 1
+        gradients = state.sharded_gradients if several or shape.num_microbatches > 1 else 0.0
+        static = np.array([
+            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * (gradients + state.optimizer)
+            + (min(c.held_bytes + c.root_bytes + c.accumulated_bytes for c in costs) if several else 0.0)
+            for costs in prices.costs
+        ])  # fmt: skip
+        weights = [np.array([cost.microbatch_s for cost in costs]) for costs in prices.costs]
+        kept = [np.array([cost.kept_bytes for cost in costs]) for costs in prices.costs]
+        kinds = [model.kinds[run.start] for run in prices.chain.runs]
+        passing = np.array([model.least_transient_bytes(kind, shape) for kind in kinds]) * several
+        shared = sum(n * (len(layers) - 1) for layers, n in prices.chain.shared_weights(shape))
+        twice = state.sharded_parameters + gradients + state.optimizer + max(0.0, state.copied_twice)
+        ties = tie_prices(weights, kept)
+        rates = np.unique(np.concatenate([ties / n for n in (1.0, max(1.0, flights.max()), max(1.0, flights.mean()))]))
+        distinct, place = np.unique(flights, return_inverse=True)
+        priced = (distinct[:, None] * rates)[:, :, None]
+        least = [(w - w.min() + priced * held).min(axis=2) for w, held in zip(weights, kept, strict=True)]
+        return cls(
+            Chunking(shape.schedule, shape.pipeline, shape.virtual_stages),
+            rates,
+            np.stack(least, axis=2)[place],
+            flights[:, None] * np.array([held.min() for held in kept]),
+            static,
+            passing,
+            prices.budget + shared * (twice + state.accumulated),
+        )
+
+    def added_s(self, cuts: Cuts) -> Floats:
+        """[rank] -> seconds per micro-batch; infinite where all recompute there is does not do."""
+        room = self.free - cuts.work @ self.static - np.where(cuts.work > 0, self.passing, 0.0).max(axis=1)
+        holds = self.frame.holds
+        dear = holds @ (cuts.stages[:, None, :] * self.least).sum(axis=2) - room[:, None] * self.rates
+        fits = holds @ (cuts.stages * self.fewest).sum(axis=1) <= room
+        return np.where(fits, dear.max(axis=1), np.inf)
 
 
 def chunkings(chain: Chain, frame: Chunking, per_run_s: Floats) -> list[Cuts]:

@@ -21,6 +21,7 @@ from .layer_cost import P2P_EXPOSED, CostModel, Cut, LayerCost
 from .memory_cost import StateBytes, state_bytes
 from .peak import Arrivals, Moment, moments_of, running
 from .plan import Recompute
+from .relaxed import least_slowest_s
 from .stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
 from .strategy import LayerOption, Shape, legal_cuts
 
@@ -429,6 +430,23 @@ class StagePrices:
             priced = self.chain.counts @ least - spare[:, None] * prices
             bounds = np.maximum(bounds, priced.max(axis=1, initial=-np.inf))
         return bounds
+
+    def least_slowest_s(self) -> float:
+        """Seconds per micro-batch that the slowest stage takes at least, with the options that memory asks for, if
+        layers could be divided (relaxed.py)."""
+        shape, state = self.shape, self._state
+        each = np.array([
+            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
+            for costs in self.costs
+        ])  # fmt: skip
+        shared = sum(n * (len(layers) - 1) for layers, n in self.chain.shared_weights(shape))
+        passes = [self._passes_of(shape.in_flight(stage))[0] for stage in range(shape.pipeline)]
+        twice = shared * max(one.moment.shared(state) for one in passes)
+        rooms = np.full(shape.pipeline, self.budget - self._batch_bytes + twice)
+        rooms -= [min(float(row.min()) for row in one.ending) for one in passes[:-1]] + [passes[-1].ending[-1].min()]
+        memory = [np.array([one.before[run] for one in passes]) + fixed for run, fixed in enumerate(each)]
+        weights = [np.array(row) for row in self._weights]
+        return least_slowest_s(weights, memory, self.chain.lengths, rooms)
 
     def bounds(self, stage: int, cutoff_s: float = float("inf")) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """([composition] -> seconds per micro-batch at least, seconds once per step, whether those are the price).

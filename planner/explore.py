@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 
 from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import ModelProfile
-from .chunked import Chunking, Cuts, best_chunking, chunkings, least_recompute_s
+from .chunked import Chunking, Cuts, LeastRecompute, best_chunking, chunkings
 from .columns import Chain, StagePrices
 from .comm_cost import collective_s
 from .ilp import solve_master
+from .kinds import Kind
 from .layer_cost import CostModel
 from .memory_cost import state_bytes
-from .plan import AXES, Axis, ContextKind, Plan, Recompute
+from .plan import AXES, EXECUTABLE_RECOMPUTES, Axis, ContextKind, Plan, Recompute
+from .relaxed import least_of_one_s, least_slowest_s
 from .scan import Assignment, scan
 from .simulate import ZERO_BUBBLE, is_chunked
 from .space import Family, Space, Split
@@ -96,11 +98,23 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Least:
-    """[run] -> least seconds of a layer for one micro-batch, forward and in all; trainable elements of all layers."""
+    """[run] -> least seconds of a layer for one micro-batch, in all and forward; trainable elements of all layers.
+
+    weights: [run][way to recompute] -> the same with what is run again. held: [run] -> ([way] -> bytes that a layer
+    keeps of a micro-batch, bytes that it holds anyway). twice: bytes of weights that more than one layer counts.
+    fewest_bytes: activations of all layers at least. whole, whole_trainable: elements of all layers, before they are
+    sharded over data ranks.
+    """
 
     seconds: Floats
     forward_s: Floats
     elements: float
+    weights: list[Floats]
+    held: list[tuple[Floats, float]]
+    twice: float
+    fewest_bytes: float
+    whole: float
+    whole_trainable: float
 
 
 _Frame = tuple[Chunking, int, int, bool, int, ContextKind, int]
@@ -148,7 +162,12 @@ class Explorer:
         best = cutoff_s
         window = WINDOW if near > 0 else 0.0
         extra = 0
-        while heap:
+        later: list[tuple[float, int, Family, bool]] = []
+        while heap or later:
+            if later and (not heap or heap[0][0] >= best):
+                heap += later  # now that there is a plan to be compared with
+                heapq.heapify(heap)
+                later = []
             bound = heap[0][0]
             layouts = {solved.shape.layout for solved in outcome.solved}
             few = near > 0 and extra < MAX_NEAR + MAX_SLOW and len(layouts) <= ALTERNATIVES
@@ -157,7 +176,7 @@ class Explorer:
             cutoff = best * (SLOWEST if few else 1 + window)
             if time.monotonic() > deadline_s:
                 outcome.complete = False
-                outcome.bound = min(outcome.bound, bound)
+                outcome.bound = min([outcome.bound, bound, *(entry[0] for entry in later)])
                 break
             _, _, item, raised = heapq.heappop(heap)
             if not raised:  # dearer bounds wait until it is an item's turn by its cheap one
@@ -171,10 +190,16 @@ class Explorer:
                 for family in space.families_of(item):
                     family_bound = max(bound, self._family_bound(family))
                     if np.isfinite(family_bound) and family_bound < cutoff:
-                        heapq.heappush(heap, (family_bound, next(order), family, False))
+                        entry = family_bound, next(order), family, False
+                        if is_chunked(family.schedule) and best >= cutoff_s:
+                            later.append(entry)
+                        else:
+                            heapq.heappush(heap, entry)
                 continue
             if isinstance(item, Family):
                 for shape in space.shapes(item):
+                    if not self._may_be_held(shape, item):
+                        continue
                     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
                     prices = self.priced(shape, recompute, pins.reshard, pins.everything)
                     leaf_bound = max(bound, self._shape_bound(prices))
@@ -198,11 +223,18 @@ class Explorer:
     def _least_with_recompute_s(
         self, item: Split | Family | StagePrices | UnequalPrices, pins: Pins, cutoff_s: float
     ) -> float:
-        """Seconds that chunked shapes take at least with the recompute that memory asks for; 0 for all others."""
+        """Seconds that shapes take at least with the recompute that memory asks for; 0 where nothing is known."""
         if isinstance(item, Family):
-            return self._least_of_chunked_s(item, pins, cutoff_s) if is_chunked(item.schedule) else 0.0
+            if is_chunked(item.schedule):
+                return self._least_of_chunked_s(item, pins, cutoff_s)
+            return self._bound_with_memory(item, pins)
         if isinstance(item, StagePrices):
-            return self._least_with_memory_s(item) if is_chunked(item.shape.schedule) else 0.0
+            shape = item.shape
+            if is_chunked(shape.schedule):
+                return self._least_with_memory_s(item)
+            if shape.pipeline > 1:
+                pass_s = float(self.chain.lengths @ self._fastest_s(item)[0])
+                return (shape.num_microbatches - 1) * item.least_slowest_s() + pass_s
         return 0.0
 
     def priced(
@@ -218,6 +250,20 @@ class Explorer:
         if isinstance(prices, StagePrices) and is_chunked(prices.shape.schedule):
             return best_chunking(prices, self._cuts[self._frame_of(prices.shape)], cutoff_s)
         return scan(prices, cutoff_s)
+
+    def _may_be_held(self, shape: Shape, family: Family) -> bool:
+        """The same before anything is priced; True where stages are on unequal devices."""
+        if shape.kind_order:
+            return True
+        frugal = _frugal_shape(family)
+        least = self._least(replace(frugal, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else frugal)
+        if least is None:
+            return False
+        state = state_bytes(shape, self.training)
+        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
+        need = least.fewest_bytes + least.whole * state.sharded_parameters
+        need += least.whole_trainable * (gradients + state.optimizer)
+        return need <= allocatable_bytes(shape, self.model.device, self.training) * shape.pipeline
 
     def _may_hold(self, prices: StagePrices | UnequalPrices) -> bool:
         """False where all ranks of the pipeline together cannot hold the least that every layer keeps."""
@@ -258,8 +304,9 @@ class Explorer:
         """The same with the recompute that memory asks for."""
         shape = prices.shape
         each, forward = self._fastest_s(prices)
+        recompute = LeastRecompute.of(prices)
         return min(
-            cuts.least_s(shape.schedule, shape.num_microbatches, each, forward, least_recompute_s(prices, cuts))
+            cuts.least_s(shape.schedule, shape.num_microbatches, each, forward, recompute.added_s(cuts))
             for cuts in self._cuts[self._frame_of(shape)]
         )
 
@@ -289,9 +336,9 @@ class Explorer:
                 family.num_microbatches,
                 least.seconds,
                 least.forward_s,
-                least_recompute_s(each, cuts),
+                each.added_s(cuts),
             )
-            for each in prices
+            for each in map(LeastRecompute.of, prices)
             for cuts in self._cuts[self._frame_of(shape)]
         )
 
@@ -370,32 +417,66 @@ class Explorer:
         state = state_bytes(shape, self.training)
         # With one micro-batch a gradient comes when its layer's activations go.
         gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
-        seconds, forward, elements, kept, passing = [], [], [], [], []
+        seconds, forward, elements, weights, held, passing = [], [], [], [], [], []
         for run in runs:
             kind = model.kinds[run.start]
             pass_s, forward_s = _pass_s(model, run.start, shape)
             exchange_s = model.least_exchange_s(kind, shape)
             total, trainable = model.stored_elements(kind, shape)
-            _, costs, tensor = model.mode(kind, shape)
-            saved = costs.saved.at(shape.samples, self.training.compute_bytes, tensor)
-            kept_bytes = saved + model.arriving_bytes(kind, shape, recomputed=False)
-            if kind.can_recompute:
-                full = costs.full.at(shape.samples, self.training.compute_bytes, tensor)
-                kept_bytes = min(kept_bytes, full + model.arriving_bytes(kind, shape, recomputed=True))
-            if not model.keeps_as_traced:
-                kept_bytes = saved = 0.0
+            saved, kept, again_s = self._ways(model, kind, shape)
             seconds.append(pass_s + sum(exchange_s))
             forward.append(forward_s + exchange_s[0])
             elements.append(trainable)
-            kept.append(total * state.sharded_parameters + trainable * (gradients + state.optimizer) + kept_bytes)
+            weights.append(seconds[-1] + again_s)
+            held.append((kept, total * state.sharded_parameters + trainable * (gradients + state.optimizer)))
             passing.append(saved)
         shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
-        per_element = state.sharded_parameters + gradients + state.optimizer
-        need = float(counts @ np.array(kept)) - per_element * shared
+        twice = (state.sharded_parameters + gradients + state.optimizer) * shared
+        need = float(counts @ np.array([kept.min() + fixed for kept, fixed in held])) - twice
         if need > room or max(passing) > room:
             return None
         trainable_elements = max(0.0, float(counts @ np.array(elements)) - shared)
-        return _Least(np.array(seconds), np.array(forward), trainable_elements)
+        unsharded = replace(shape, data_replicate=shape.data, data_shard=1)
+        whole = np.array([model.stored_elements(model.kinds[run.start], unsharded) for run in runs])
+        total, trainable = np.maximum(0.0, counts @ whole - shared)
+        fewest = float(counts @ np.array([kept.min() for kept, _ in held]))
+        return _Least(
+            np.array(seconds), np.array(forward), trainable_elements, weights, held, twice, fewest, total, trainable
+        )
+
+    def _ways(self, model: CostModel, kind: Kind, shape: Shape) -> tuple[float, Floats, Floats]:
+        """(bytes that a layer saves, [way to recompute] -> bytes that it keeps, seconds that it runs again) at least,
+        for one micro-batch."""
+        if not model.keeps_as_traced:
+            return 0.0, np.zeros(1), np.zeros(1)
+        _, costs, tensor = model.mode(kind, shape)
+        ways: tuple[Recompute, ...] = EXECUTABLE_RECOMPUTES if kind.can_recompute else ("none",)
+        kept = np.array([model.kept_bytes(kind, shape, way) for way in ways])
+        again_s = np.array([model.compute(kind, shape).repeated[way] for way in ways])
+        return costs.saved.at(shape.samples, self.training.compute_bytes, tensor), kept, again_s
+
+    def _bound_with_memory(self, family: Family, pins: Pins) -> float:
+        """Seconds that no shape of a family of one stage per rank can beat, with the recompute that memory asks for
+        where everything is sharded over all data ranks."""
+        if pins.everything or self.kinds is not None or is_chunked(family.schedule):
+            return 0.0
+        shape = _frugal_shape(family)
+        count, stages = shape.num_microbatches, shape.pipeline
+        least = self._least(replace(shape, schedule="1f1b", virtual_stages=1) if stages > 1 else shape)
+        if least is None:
+            return float("inf")
+        counts = self.chain.lengths
+        # At the last layer's turn all but one micro-batch are there; the last one's too, if there is no other.
+        flights = np.array([float(max(1, min(shape.in_flight(s), count - 1))) for s in range(stages)])
+        rooms = np.full(stages, allocatable_bytes(shape, self.model.device, self.training) + least.twice)
+        update = self.model.optimizer_s(least.elements / shape.sharded_over / stages)
+        if stages == 1:
+            memory = [flights[0] * kept + fixed for kept, fixed in least.held]
+            return count * least_of_one_s(least.weights, memory, counts, float(rooms[0])) + update
+        slowest = least_slowest_s(
+            least.weights, [flights[:, None] * kept + fixed for kept, fixed in least.held], counts, rooms
+        )
+        return (count - 1) * slowest + float(counts @ least.seconds) + update
 
     def _shape_bound(self, prices: StagePrices | UnequalPrices) -> float:
         """Seconds that no assignment of a shape can beat: fastest options, memory and integrality relaxed."""

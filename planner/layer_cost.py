@@ -181,6 +181,7 @@ class CostModel:
         self._neighbours: dict[tuple[Kind, bool], Kind | None] = {}
         self._seconds: dict[tuple[object, ...], Seconds] = {}
         self._contexts: dict[tuple[object, ...], ContextCost] = {}
+        self._activations: dict[tuple[object, ...], tuple[float, _Working]] = {}
         self._part_costs: dict[tuple[object, ...], tuple[float, float]] = {}
         self._links: dict[tuple[int, int], GroupLinks] = {}
         self._links_of_stages: dict[tuple[int, int], GroupLinks] = {}
@@ -666,6 +667,13 @@ class CostModel:
     def _activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "_Working"]:
         """(kept bytes, bytes beyond them while at work) for one micro-batch; in the backward recomputed layers pass
         through everything that they would have saved."""
+        buffers, sharded = uses_buffers(shape, self.training), uses_fully_shard(shape, self.training)
+        key = kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute, buffers, sharded
+        if key not in self._activations:
+            self._activations[key] = self._found_activation_bytes(kind, shape, recompute)
+        return self._activations[key]
+
+    def _found_activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "_Working"]:
         batch, element_bytes = shape.samples, self.training.compute_bytes
         _, costs, tensor = self.mode(kind, shape)
         logits = self._logits_bytes(kind, shape)
@@ -695,6 +703,11 @@ class CostModel:
         kept, arriving = (part * memory.kept(recompute, precision) for part in (kept, arriving))
         backward += max(0.0, saved - kept)
         return kept + arriving, _Working(forward, backward, max(saved, kept), logits)
+
+    def least_transient_bytes(self, kind: Kind, shape: Shape) -> float:
+        """Bytes that are there only during a layer's turn, at least, whatever its option and however data is split."""
+        working = self._activation_bytes(kind, shape, "none")[1]
+        return max(working.forward, working.backward)
 
     def _gathered_again(self, kind: Kind, shape: Shape) -> float:
         """Bytes of gathered inputs of matmuls beyond a rank's slice, where the stack does not keep them."""
@@ -846,12 +859,12 @@ class CostModel:
         everything: activations may wait in the host's memory, too, which is priced, not run."""
         recomputes: tuple[Recompute, ...] = ("none",)
         if kind.can_recompute:
-            kept = self._kept_bytes(kind, shape, "none")
+            kept = self.kept_bytes(kind, shape, "none")
             excluded = {"none"}
             excluded |= {"selective"} if self.layer_class(kind).writes_into_kept else set()
             excluded |= {"attention"} if self.layer_class(kind).writes_into_attention else set()
             runs = (r for r in EXECUTABLE_RECOMPUTES if r not in excluded)
-            less = [r for r in runs if self._kept_bytes(kind, shape, r) < kept]
+            less = [r for r in runs if self.kept_bytes(kind, shape, r) < kept]
             recomputes = (recompute,) if recompute is not None else ("none", *less)
         reshards: tuple[bool, ...] = (shape.reshard,)
         if shape.sharded_over > 1 and shape.pipeline == 1:
@@ -860,7 +873,7 @@ class CostModel:
         offloads = (False, True) if everything else (False,)
         return [LayerOption(r, s, away) for r in recomputes for s in reshards for away in offloads]
 
-    def _kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
+    def kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
         """Bytes that a layer keeps of one micro-batch in the model's own numbers."""
         _, costs, tensor = self.mode(kind, shape)
         under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective, "full": costs.full}
@@ -896,6 +909,7 @@ def _spans(profile: ModelProfile) -> _Spans:
     )
 
 
+@kept
 def _has_loss(costs: Costs) -> bool:
     return any(op.kind == "loss" for op in costs.operators)
 

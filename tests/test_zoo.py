@@ -25,6 +25,7 @@ PARAMETERS = {
     "gpt.py": 124_439_808,
     "gpt2": 124_439_808,
     "gpt2_xl": 1_557_611_200,
+    "gpt3_175b": 174_604_259_328,
     "llama31_405b": 405_853_388_800,
     "llama3_70b": 70_553_706_496,
     "llama3_8b": 8_030_261_248,
@@ -41,7 +42,7 @@ PARAMETERS = {
     "whisper_large_v3": 1_543_490_560,
 }
 
-SLOW = {"deepseek_v3", "gpt2_xl", "llama31_405b", "llama3_70b", "t5_3b"}
+SLOW = {"deepseek_v3", "gpt2_xl", "gpt3_175b", "llama31_405b", "llama3_70b", "t5_3b"}
 """Profiled by `pytest -m slow` only: smaller ones of the same kind are profiled always."""
 
 PROFILED = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PARAMETERS]

@@ -1,66 +1,165 @@
-"""Wall time, CPU time and memory of `plan` from the shell on three models, beside their targets; prints Markdown.
+"""Seconds and memory of planning beside their targets: of the search alone, and from the shell; Markdown, JSON, a plot.
 
-python -m benchmarks.planning_time
+    python -m benchmarks.planning_time [--only WORDS] [--out FOLDER]
+
+Search alone: `certificate.search_seconds` of `plan` on a saved profile, the median of three runs. From the shell: one
+run with the model profiled anew. On a machine that does nothing else.
 """
 
+import argparse
+import json
 import os
 import shutil
+import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MODELS = Path(__file__).parent.parent / "models"
+from .cases import CASES, MOST_GROWTH, SCALES, Case
+
+RUNS = 3
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call of `plan`, and the wall seconds it may take."""
+class Timing:
+    """What one case took. shapes: total, rejected, pruned, solved; the plan as words; peak_gib: of the process that
+    plans from the saved profile."""
 
     name: str
-    arguments: tuple[str, ...]
-    target_s: float
+    plan: str
+    status: str
+    shapes: dict[str, int]
+    search_s: float
+    search_target_s: float | None
+    shell_s: float | None
+    shell_target_s: float | None
+    peak_gib: float
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the targets are met; None where there are none."""
+        pairs = ((self.search_s, self.search_target_s), (self.shell_s, self.shell_target_s))
+        met = [found <= target for found, target in pairs if found is not None and target is not None]
+        return all(met) if met else None
 
 
-CASES = (
-    Case("GPT-2-sized model.py, 8 GPUs", (str(MODELS / "gpt.py"), "--gpus", "8"), 5.0),
-    Case("Llama-3-8B config.json, 8 H100", (str(MODELS / "llama3_8b" / "config.json"), "--gpus", "8"), 8.0),
-    Case(
-        "Llama-3.1-405B, 16,384 H100",
-        (
-            str(MODELS / "llama31_405b" / "config.json"),
-            *("--gpus", "16384", "--global-batch", "2048", "--seq-len", "8192"),
-        ),
-        20.0,
-    ),
-)
-
-
-def run(case: Case) -> tuple[float, float, float]:
-    """(wall seconds, CPU seconds, peak GiB) of one run of `plan` as a process of its own."""
+def run(arguments: Sequence[str], out: Path) -> tuple[float, float]:
+    """(wall seconds, peak GiB) of one run of `plan` as a process of its own, whose output goes to a file."""
     command = shutil.which("plan")
     if command is None:
         raise SystemExit("no `plan` on PATH: pip install -e . first")
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        arguments = [command, *case.arguments, "--device", "h100-80gb", "-o", f"{folder}/plan.json"]
+    with out.open("w") as told, open(os.devnull, "w") as nowhere:
         start = time.monotonic()
-        actions = [(os.POSIX_SPAWN_DUP2, nowhere.fileno(), stream) for stream in (1, 2)]
+        actions = [(os.POSIX_SPAWN_DUP2, told.fileno(), 1), (os.POSIX_SPAWN_DUP2, nowhere.fileno(), 2)]
         environment = {**os.environ, "MESHWRIGHT_CACHE": "off"}  # what a first call takes
-        process = os.posix_spawn(command, arguments, environment, file_actions=actions)
+        process = os.posix_spawn(command, [command, *arguments], environment, file_actions=actions)
         _, status, usage = os.wait4(process, 0)
         wall_s = time.monotonic() - start
     if os.waitstatus_to_exitcode(status) != 0:
-        raise SystemExit(f"failed: {' '.join(arguments)}")
-    return wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
+        raise SystemExit(f"failed: plan {' '.join(arguments)}")
+    return wall_s, usage.ru_maxrss / 2**20
+
+
+def timed(case: Case, folder: Path, from_shell: bool) -> Timing:
+    """What a case takes. folder: keeps profiles for the cases that share them."""
+    profile = folder / f"{case.model}_{case.seq_len}.json"
+    if not profile.exists():
+        run(["profile", str(case.path), "-o", str(profile), *case.length], folder / "said")
+    where = ["--gpus", str(case.gpus), "--device", case.device]
+    if case.cluster is not None:
+        (folder / "cluster.toml").write_text(case.cluster)
+        where = ["--cluster", str(folder / "cluster.toml")]
+    job = [*where, *case.job, "--json", "-o", str(folder / "plan.json")]
+    found, peaks = [], []
+    for _ in range(RUNS):
+        _, peak_gib = run([str(profile), *job], folder / "said")
+        found.append(json.loads((folder / "said").read_text()))
+        peaks.append(peak_gib)
+    certificate = found[0]["certificate"]
+    return Timing(
+        name=case.name,
+        plan=_words(found[0]["plan"]),
+        status=certificate["status"],
+        shapes=certificate["shapes"],
+        search_s=statistics.median(each["certificate"]["search_seconds"] for each in found),
+        search_target_s=case.search_s,
+        shell_s=run([str(case.path), *job], folder / "said")[0] if from_shell else None,
+        shell_target_s=case.shell_s,
+        peak_gib=max(peaks),
+    )
+
+
+def _words(plan: dict[str, dict[str, int]]) -> str:
+    degrees = {name: degree for name, degree in plan["degrees"].items() if degree > 1}
+    return ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one device"
+
+
+def table(timings: Sequence[Timing]) -> str:
+    """Markdown, a line for each case."""
+    lines = [
+        "| work | plan | shapes | rejected | pruned | solved | search s | target s | from the shell s | target s "
+        "| peak GiB | met |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for each in timings:
+        counts = " | ".join(f"{each.shapes[name]:,}" for name in ("total", "rejected", "pruned", "solved"))
+        times = (each.search_s, each.search_target_s, each.shell_s, each.shell_target_s)
+        seconds = " | ".join("" if value is None else f"{value:.2f}" for value in times)
+        met = {None: "", True: "yes", False: "**no**"}[each.is_met]
+        met += "" if each.status == "optimal" else f" ({each.status})"
+        lines.append(f"| {each.name} | {each.plan} | {counts} | {seconds} | {each.peak_gib:.2f} | {met} |")
+    return "\n".join(lines)
+
+
+def growth(scales: Sequence[Timing]) -> str:
+    """How much longer the search takes on the most GPUs than on the fewest."""
+    times = scales[-1].search_s / scales[0].search_s
+    met = "met" if times <= MOST_GROWTH else "**not met**"
+    return f"{scales[-1].name} / {scales[0].name}: {times:.1f} times as long; target at most {MOST_GROWTH:.0f}: {met}"
+
+
+def plot(scales: Sequence[Timing], path: Path) -> None:
+    """Search seconds over GPUs; nothing without matplotlib."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print("no matplotlib, so no plot")
+        return
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    axes.loglog([case.gpus for case in SCALES[: len(scales)]], [each.search_s for each in scales], marker="o", base=2)
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("search, s")
+    axes.set_title("Llama-3-8B, eight samples per GPU")
+    axes.grid(visible=True, alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    """Best of three runs of every case."""
-    print("| case | wall s | CPU s | peak GiB | target s |")
-    print("|---|---|---|---|---|")
-    for case in CASES:
-        wall_s, cpu_s, peak_gib = min(run(case) for _ in range(3))
-        print(f"| {case.name} | {wall_s:.1f} | {cpu_s:.1f} | {peak_gib:.2f} | {case.target_s:.0f} |")
+    """Time all cases, or those whose name holds some words."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning_time", description=__doc__)
+    parser.add_argument("--only", metavar="WORDS", default="", help="cases whose name holds these words; no plot")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, default=RESULTS, help="where results are written")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        timings = []
+        for case in (case for case in CASES if asked.only.lower() in case.name.lower()):
+            timings.append(timed(case, Path(name), from_shell=case.cluster is None))
+            print(table(timings).splitlines()[-1], flush=True)
+        scales = [] if asked.only else [timed(case, Path(name), from_shell=False) for case in SCALES]
+    asked.out.mkdir(parents=True, exist_ok=True)
+    cores = os.cpu_count()
+    text = f"# Planning time\n\n`python -m benchmarks.planning_time`, {cores} cores\n\n{table(timings)}\n"
+    if scales:
+        text += f"\n{growth(scales)}\n\n{table(scales)}\n"
+        plot(scales, asked.out / "scaling.png")
+    (asked.out / "planning_time.md").write_text(text)
+    document = {"cases": [asdict(each) for each in timings], "scales": [asdict(each) for each in scales]}
+    (asked.out / "planning_time.json").write_text(json.dumps(document, indent=1) + "\n")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""What a pipeline takes at least under its memory, layers taken as fluid: bounds before any stage is priced.
+
+A stage with room R holds fractions of layers, each at one of its options (seconds w, bytes m). With memory at a price
+lambda, a stage that takes no longer than T does at most
+
+    work(T) = min over lambda of (T + lambda R) / c(lambda),    c(lambda) = min over layers, options of
+                                                                            (w + lambda m) / worth of the layer
+
+of any kind of work that every layer is worth something of, since sum worth x <= sum (w + lambda m) x / c. All stages
+together must do all layers' worth, so the least T is where their work adds up to that. Any worth gives a bound; tried
+are what layers cost at each of some prices of memory, as then no kind of layer looks like a bargain.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .knapsack import tie_prices
+
+Floats = NDArray[np.float64]
+
+MOST_PRICES = 24
+"""Prices of memory that are tried, spread over all: any of them gives a bound."""
+
+MOST_WORTHS = 4
+"""Prices at whose cost the layers' worth is taken, of these."""
+
+STEPS = 8
+"""Of Newton's method, from below: work(T) is concave, so no step goes too far, and fewer give a bound as well."""
+
+
+def least_slowest_s(weights: Sequence[Floats], memory: Sequence[Floats], counts: Floats, rooms: Floats) -> float:
+    """Seconds per micro-batch that the slowest stage takes at least; infinite if the layers cannot be held.
+
+    weights: [run][option] -> seconds of a layer; memory: [run] -> [stage][option] bytes of it there; counts: [run] ->
+    layers; rooms: [stage] -> bytes.
+    """
+    prices = tie_prices(list(weights), [held[0] for held in memory])
+    prices = prices[_spread(len(prices), MOST_PRICES)]
+    # [stage][price][run]
+    cost = np.stack(
+        [
+            (w[None, None, :] + prices[None, :, None] * held[:, None, :]).min(axis=2)
+            for w, held in zip(weights, memory, strict=True)
+        ],
+        axis=2,
+    )
+    there = prices[None, :] * rooms[:, None]
+    slowest = 0.0
+    for worth in cost.mean(axis=0)[_spread(len(prices), MOST_WORTHS)]:
+        slowest = _slowest_s(cost, there, worth, counts, slowest)
+    return slowest
+
+
+def _slowest_s(cost: Floats, there: Floats, worth: Floats, counts: Floats, slowest: float) -> float:
+    """The least T with one worth of each run, if it is more than `slowest`. there: [stage][price] -> what the room is
+    worth at the price."""
+    some = worth > 0
+    if not some.any():
+        return slowest
+    each = (cost[:, :, some] / worth[some]).min(axis=2)
+    whole, stages = float(counts @ worth), np.arange(len(cost))
+    for _ in range(STEPS):
+        work = np.divide(slowest + there, each, out=np.full_like(each, np.inf), where=each > 0)
+        tightest = work.argmin(axis=1)
+        missing = whole - float(np.maximum(work[stages, tightest], 0.0).sum())
+        if missing <= 0:
+            break
+        slowest += missing / float((1 / each[stages, tightest]).sum())
+    return slowest
+
+
+def least_of_one_s(weights: Sequence[Floats], memory: Sequence[Floats], counts: Floats, room: float) -> float:
+    """Seconds that all layers take at least on one device with so many bytes of room; the same arguments."""
+    prices = tie_prices(list(weights), list(memory))
+    least = np.array([(w + prices[:, None] * m).min(axis=1) for w, m in zip(weights, memory, strict=True)])
+    return float((counts @ least - prices * room).max())
+
+
+def _spread(number: int, most: int) -> NDArray[np.int64]:
+    """All of so many places, or `most` of them, from the first to the last."""
+    return np.unique(np.linspace(0, number - 1, min(number, most)).astype(np.int64))
