@@ -234,10 +234,11 @@ def best_chunking(prices: StagePrices, cuts_tried: Sequence[Cuts], cutoff_s: flo
     best: Assignment | None = None
     known: _Known = {}
     for cuts in cuts_tried:
+        compositions = [int(prices.chain.composition_of[a, b]) for a, b in pairwise(cuts.places)]
         for recompute in _recomputes(prices):
-            found = _least_recomputed(prices, cuts.places, recompute, known)
-            if found is not None and found.seconds < (best.seconds if best else cutoff_s):
-                best = found
+            fitting = _least_recomputed(prices, compositions, recompute, known)
+            found = None if fitting is None else _played(prices, fitting, best.seconds if best else cutoff_s)
+            best = found or best
     return best
 
 
@@ -247,28 +248,36 @@ def _recomputes(prices: StagePrices) -> Iterator[Recompute]:
     yield from sorted(ways) or ["none"]
 
 
+@dataclass(frozen=True)
+class _Fitting:
+    """Stages whose memory fits every rank. costs: [stage]; once_s: [rank]."""
+
+    compositions: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    costs: list[StageCost]
+    once_s: list[float]
+
+
 def _least_recomputed(
-    prices: StagePrices, cuts: Sequence[int], recompute: Recompute, known: _Known
-) -> Assignment | None:
+    prices: StagePrices, compositions: Sequence[int], recompute: Recompute, known: _Known
+) -> _Fitting | None:
     """With the fewest layers recomputed in each stage, equally many, whose memory fits every rank."""
-    compositions = [int(prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
-    most = max(b - a for a, b in pairwise(cuts))
-    low, high = 0, most
-    if _priced(prices, compositions, recompute, high, known) is None:
-        return None
-    while low < high:
+    low, high = 0, max(sum(prices.chain.compositions[c].counts) for c in compositions)
+    best = _fitting(prices, compositions, recompute, high, known)
+    while best is not None and low < high:
         middle = (low + high) // 2
-        if _priced(prices, compositions, recompute, middle, known) is None:
+        found = _fitting(prices, compositions, recompute, middle, known)
+        if found is None:
             low = middle + 1
         else:
-            high = middle
-    return _priced(prices, compositions, recompute, high, known)
+            best, high = found, middle
+    return best
 
 
-def _priced(
+def _fitting(
     prices: StagePrices, compositions: Sequence[int], recompute: Recompute, count: int, known: _Known
-) -> Assignment | None:
-    """The step with up to `count` layers of every stage recomputed, or None if a rank's memory does not do."""
+) -> _Fitting | None:
+    """The stages with up to `count` layers of each recomputed, or None if a rank's memory does not do."""
     shape: Shape = prices.shape
     frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
     choices = {c: _choice(prices, c, recompute, count) for c in set(compositions)}
@@ -286,15 +295,26 @@ def _priced(
             return None
         once_s.append(whole.once_s)
     in_order = [stages[stage] for stage in range(frame.num_stages)]
+    return _Fitting(tuple(compositions), tuple(choices[c] for c in compositions), in_order, once_s)
+
+
+def _played(prices: StagePrices, fitting: _Fitting, cutoff_s: float) -> Assignment | None:
+    """The step by event simulation, or None if it is not below `cutoff_s`: not even what the busiest rank has to do may
+    reach that."""
+    shape, costs = prices.shape, fitting.costs
+    frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+    busy_s = frame.holds @ np.array([cost.forward_s + cost.backward_s for cost in costs])
+    if shape.num_microbatches * float(busy_s.max()) >= cutoff_s:
+        return None
     step_s = simulated_step_s(
         shape.schedule,
-        [stage.forward_s for stage in in_order],
-        [stage.backward_s for stage in in_order],
-        once_s,
+        [cost.forward_s for cost in costs],
+        [cost.backward_s for cost in costs],
+        fitting.once_s,
         shape.num_microbatches,
-        [stage.weight_s for stage in in_order],
+        [cost.weight_s for cost in costs],
     )
-    return Assignment(step_s, tuple(compositions), tuple(choices[c] for c in compositions))
+    return Assignment(step_s, fitting.compositions, fitting.choices) if step_s < cutoff_s else None
 
 
 def _choice(prices: StagePrices, composition: int, recompute: Recompute, count: int) -> Choice:
