@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-PROFILE_SCHEMA_VERSION = 1
+PROFILE_SCHEMA_VERSION = 2
 
 Amount = tuple[float, float, float, float]
 """(fixed, per sample, fixed / tensor, per sample / tensor); see amount_at."""
@@ -290,7 +290,7 @@ class BatchTensor(_Document):
 class ModelProfile(_Document):
     """What the planner knows of a model, at one sequence length."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     kind: Literal["meshwright-profile"] = "meshwright-profile"
     name: str
     source: str = Field(description="what it was made from: model.py, file.py:function, config.json, or a class name")
