@@ -1,0 +1,89 @@
+"""Our pick beside set-ups that people chose: which rows count, who is faster, and what is said about it."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from test_published import row
+
+from benchmarks.published.experts import Beside, answered, outside_of_space, questions, summary
+from benchmarks.published.pricing import Pricer
+from benchmarks.published.rows import Row
+
+
+def chosen(**changes: object) -> Row:
+    return replace(row(**changes), file="torchtitan")
+
+
+@pytest.fixture(scope="module")
+def found() -> Beside:
+    (asked,) = questions([chosen()])
+    return answered(asked, time_limit_s=60.0)
+
+
+def test_of_one_question_the_fastest_per_gpu_is_what_people_chose() -> None:
+    rows = [
+        chosen(id="slow", measured__step_time_s=0.02),
+        chosen(id="fast", measured__step_time_s=0.01),
+        chosen(id="more", measured__step_time_s=0.015, config__global_batch=32),
+        chosen(id="other", config__framework="Megatron-LM", cluster__n_gpus=4, config__global_batch=8, config__dp=4),
+    ]
+
+    assert [asked.row.id for asked in questions(rows)] == ["other", "more"]
+
+
+def test_rows_of_sweeps_that_failed_or_do_not_count_are_left_out() -> None:
+    rows = [
+        chosen(measured__oom=True),
+        replace(chosen(), quality="C"),
+        replace(chosen(), file="llm_foundry"),
+        chosen(measured__step_time_s=None),
+    ]
+
+    assert questions(rows) == []
+
+
+def test_our_pick_is_no_slower_and_says_why_it_differs(found: Beside) -> None:
+    assert found.proven
+    assert found.our_s is not None
+    assert found.ratio == pytest.approx(found.our_s / found.their_s)
+    assert found.ratio <= 1.0 + 1e-6
+    assert found.same or found.why
+
+
+def test_a_device_is_taken_to_hold_what_ran_on_it() -> None:
+    small = {"cluster__gpu": "of another kind", "cluster__gpu_mem_gb": 0.8}
+    (asked,) = questions([chosen(**small)])
+
+    over = answered(asked, time_limit_s=60.0)
+
+    assert over.over_bytes > 0
+    assert over.ratio is not None
+    assert over.ratio <= 1.0 + 1e-6
+
+
+def test_what_the_space_does_not_hold_is_named() -> None:
+    (asked,) = questions([chosen()])
+    pricer = Pricer()
+    plan, profile = pricer.estimate(asked.setting, asked.cluster)[1], pricer.profile(asked.setting.sizes, "small")
+    parts = plan.model_copy(update={"recompute_parts": ("mlp",)})
+    torn = plan.model_copy(update={"degrees": plan.degrees.model_copy(update={"tensor": 3})})
+
+    assert outside_of_space(plan, profile, everything=False) == ()
+    assert outside_of_space(parts, profile, everything=False) == ("recompute of single modules",)
+    assert "tensor=3" in outside_of_space(torn, profile, everything=False)[0]
+
+
+def test_the_summary_counts_and_lists(found: Beside) -> None:
+    slower = replace(found, id="other", ratio=1.2, our_s=1.2 * found.their_s)
+
+    text = summary([found, slower, replace(found, id="none", ratio=None, our_s=None, ours="", why="nothing fits")])
+
+    assert "3 questions" in text
+    assert "more than 1% slower in 1" in text
+    assert text.index("| other |") < text.index(f"| {found.id} |")
+    assert "none (" in text.partition("Without an answer")[2]
