@@ -38,7 +38,8 @@ def shrunken_config(config: dict[str, Any], degrees: Degrees, max_ranks: int) ->
     layers = max(2, min(degrees.pipeline, max_ranks))
     heads = next((config[k] for k in _HEADS if isinstance(config.get(k), int)), 2)
     kv_heads = next((config[k] for k in _KV_HEADS if isinstance(config.get(k), int)), heads)
-    small_kv_heads = tensor if tensor > 1 else min(kv_heads, 2)
+    spread = min(degrees.tensor * degrees.context, max_ranks)
+    small_kv_heads = spread if spread > 1 else min(kv_heads, 2)
     small_heads = small_kv_heads * min(heads // kv_heads, 2)
     width = small_heads * _HEAD_WIDTH
     vocabulary = 64 * tensor

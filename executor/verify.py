@@ -23,6 +23,7 @@ from ..planner.strategy import (
     LayerOption,
     Shape,
     can_recompute,
+    context_rule,
     divisors,
     expert_rule,
     legal_cuts,
@@ -237,7 +238,8 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
             f"{2 * degrees.pipeline - 1}; give small() more layers"
         )
     degrees = degrees.model_copy(update={"virtual_stages": virtual})
-    for axis in ("data_replicate", "data_shard", "tensor", "pipeline", "virtual_stages"):
+    degrees = degrees.model_copy(update={"context": _context_degree(plan, degrees, profile)})
+    for axis in ("data_replicate", "data_shard", "context", "tensor", "pipeline", "virtual_stages"):
         old, new = getattr(plan.degrees, axis), getattr(degrees, axis)
         if old != new:
             notes.append(f"{axis} is {new} here instead of {old}")
@@ -248,6 +250,7 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
         data_replicate=degrees.data_replicate,
         data_shard=degrees.data_shard,
         tensor=degrees.tensor,
+        context=degrees.context,
         pipeline=degrees.pipeline,
         virtual_stages=degrees.virtual_stages,
         micro_batch=micro_batch,
@@ -272,7 +275,7 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
 
 def shrunken_degrees(degrees: Degrees, max_ranks: int) -> Degrees:
     """Degrees that multiply to at most max_ranks, as far as that goes with none falling from above 1 to below 2."""
-    axes = ("data_replicate", "data_shard", "pipeline", "tensor")
+    axes = ("data_replicate", "data_shard", "context", "pipeline", "tensor")
     while degrees.num_devices > max_ranks:
         axis = max(axes, key=lambda a: getattr(degrees, a))
         degree: int = getattr(degrees, axis)
@@ -333,6 +336,19 @@ def _tensor_degree(plan: Plan, degree: int, profile: ModelProfile) -> int:
     return 1
 
 
+def _context_degree(plan: Plan, degrees: Degrees, profile: ModelProfile) -> int:
+    rule = None
+    for smaller in range(degrees.context, 1, -1):
+        rule = context_rule(profile, smaller, degrees.tensor, plan.context_kind)
+        if rule is None and plan.sequence_parallel:
+            rule = sequence_rule(profile, degrees.tensor, smaller)
+        if rule is None:
+            return smaller
+    if degrees.context > 1:
+        raise ValueError(f"{profile.name} cannot be split over context ranks ({rule}); give small() divisible sizes")
+    return 1
+
+
 def _expert_degree(shape: Shape, profile: ModelProfile) -> int:
     """The largest degree up to the shape's that divides its ranks and the experts. Raises ValueError if none does."""
     if shape.expert == 1:
@@ -346,10 +362,10 @@ def _expert_degree(shape: Shape, profile: ModelProfile) -> int:
 
 
 def _short(loaded: LoadedModel, plan: Plan) -> LoadedModel:
-    """The model with sequences that are short, and divisible by every tensor degree this may come down to."""
-    tensor = min(plan.degrees.tensor, MAX_RANKS)
-    if loaded.seq_len is not None and loaded.seq_len > 8 * tensor:
-        loaded = loaded.with_seq_len(8 * tensor)
+    """The model with sequences that are short, and divisible by every degree this may come down to."""
+    length = 8 * min(plan.degrees.tensor, MAX_RANKS) * min(plan.degrees.context, MAX_RANKS)
+    if loaded.seq_len is not None and loaded.seq_len > length:
+        loaded = loaded.with_seq_len(length)
     build = loaded.build
     return replace(loaded, build=lambda: build().float())
 

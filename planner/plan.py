@@ -31,7 +31,7 @@ Schedule = Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb
 
 EXECUTABLE_RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
 EXECUTABLE_SCHEDULES: tuple[Schedule, ...] = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
-EXECUTABLE_CONTEXTS: tuple[ContextKind, ...] = ()
+EXECUTABLE_CONTEXTS: tuple[ContextKind, ...] = ("ring", "all_to_all", "all_gather")
 EXECUTES_EXPERTS: bool = True
 """What the executor runs: kinds of recompute, schedules, kinds of context parallelism, and expert parallelism. The
 default search stays inside; `Pins.everything` and pins by name or degree go beyond."""

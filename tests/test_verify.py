@@ -153,6 +153,7 @@ def test_ranks_answer_in_order() -> None:
             Degrees(data_replicate=2, data_shard=2, tensor=2, pipeline=2),
         ),
         (Degrees(pipeline=13), Degrees(pipeline=2)),
+        (Degrees(data_shard=4, context=16, tensor=2), Degrees(data_shard=2, context=2, tensor=2)),
         (Degrees(tensor=2), Degrees(tensor=2)),
     ],
 )
