@@ -1,6 +1,7 @@
 """Ranks that hold parts of the same sequences train as one process does."""
 
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from synthetic import cluster
 from torch.nn import functional
 
 from meshwright.executor.context_attention import ContextAttention, own_spans
+from meshwright.executor.trainer import parallelize
 from meshwright.executor.verify import VerifyReport, beside_one_process
 from meshwright.planner.plan import ContextKind, Plan, Recompute
 from meshwright.planner.strategy import LayerOption, Shape, can_recompute, context_rule, make_plan
@@ -125,6 +127,38 @@ def test_a_plan_that_splits_sequences_gives_the_numbers_of_one_process(case: str
     report = beside_one(name, planned(name, chosen, recompute))
 
     assert report.ok, [*report.lines, report.detail]
+
+
+def losses(plan: Plan, steps: range, folder: Path | None = None, save: bool = False) -> list[float]:
+    """Losses of some steps of a run, which go on from a folder, or are saved in it."""
+    loaded = small_model("root parameter")
+    trainer = parallelize(loaded.build, plan, torch.optim.AdamW, loaded.loss, max_grad_norm=0.5, device="cpu")
+    if folder is not None and not save:
+        trainer.resume(folder)
+    torch.manual_seed(1)
+    batches = [loaded.batch(GLOBAL_BATCH) for _ in range(steps.stop)]
+    share = GLOBAL_BATCH // trainer.data_size
+    place = slice(trainer.data_rank * share, (trainer.data_rank + 1) * share)
+    found = [trainer.step(tuple(x[place] for x in batches[i])).loss for i in steps]
+    if folder is not None and save:
+        trainer.save(folder)
+    trainer.close()
+    return found
+
+
+def test_runs_go_on_with_and_without_context_ranks(tmp_path: Path) -> None:
+    name, split = "root parameter", shape(tensor=2)
+    plans = [planned(name, split), planned(name, Shape(1, 2, 1, 1, 2, GLOBAL_BATCH // 4))]
+    [straight] = run_ranks(losses, 1, planned(name, Shape(1, 1, 1, 1, 2, GLOBAL_BATCH // 2)), range(4))
+    for i, plan in enumerate(plans):
+        run_ranks(losses, plan.degrees.num_devices, plan, range(2), tmp_path / str(i), True)
+
+    resumed = [
+        run_ranks(losses, plan.degrees.num_devices, plan, range(2, 4), tmp_path / str(1 - i))[0]
+        for i, plan in enumerate(plans)
+    ]
+
+    assert resumed == [pytest.approx(straight[2:], rel=1e-5)] * 2
 
 
 @pytest.mark.parametrize(
