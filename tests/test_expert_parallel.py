@@ -65,7 +65,8 @@ class Case:
     @property
     def num_ranks(self) -> int:
         """Ranks of the plan."""
-        return self.replicate * self.shard * self.tensor * max(1, len(self.stages) // self.virtual)
+        each = self.shard * self.tensor * self.more.get("context", 1)
+        return self.replicate * each * max(1, len(self.stages) // self.virtual)
 
 
 CASES = {
@@ -91,6 +92,11 @@ CASES = {
     ),
     "deepseek, tensor, selective recompute": Case("deepseek", 2, shard=2, tensor=2, recompute="selective"),
     "deepseek, tensor + sequence": Case("deepseek", 2, tensor=2, more={"sequence": True}),
+    "mixtral, context": Case("mixtral", 2, more={"context": 2}),
+    "qwen3, context and shards, over half": Case(
+        "qwen3", 2, shard=2, more={"context": 2, "context_kind": "all_gather"}
+    ),
+    "mixtral, context and shards": Case("mixtral", 4, shard=2, more={"context": 2, "context_kind": "all_to_all"}),
     "own, looked up, every token to one rank": Case("one-sided", 2, shard=2),
     "own, stacked, hybrid": Case("stacked", 2, replicate=2, shard=2),
     "own, stacked, over half of the shards, recompute": Case("stacked", 2, shard=4, recompute="full"),
@@ -98,6 +104,18 @@ CASES = {
         "deepseek", 2, shard=2, stages=(1, 1, 1, 2), virtual=2, more={"schedule": "interleaved"}, recompute="full"
     ),
 }
+
+SLOW = {
+    "deepseek, experts over all of four shards",
+    "deepseek, tensor, selective recompute",
+    "mixtral, context and shards",
+    "mixtral, selective recompute, reduced every micro-batch",
+    "mixtral, tensor + sequence, over half, permuted",
+    "mixtral, tensor, permuted",
+    "own, stacked, over half of the shards, recompute",
+    "qwen3, experts over all shards",
+}
+"""What other cases cover in part; run by pytest -m slow."""
 
 _CONFIG = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -353,18 +371,18 @@ def _run_cases(names: list[str]) -> dict[str, dict[str, float]]:
 
 
 @functools.cache
-def _outcomes(num_ranks: int) -> dict[str, dict[str, float]]:
-    """Errors of every case for that many ranks; they run in one fork."""
-    names = [n for n, case in CASES.items() if case.num_ranks == num_ranks]
+def _outcomes(num_ranks: int, slow: bool) -> dict[str, dict[str, float]]:
+    """Errors of every case for that many ranks, slow or not; they run in one fork."""
+    names = [n for n, case in CASES.items() if case.num_ranks == num_ranks and (n in SLOW) == slow]
     for name in names:  # before the fork, so that ranks inherit it
         _reference(CASES[name].model)
         _plan(CASES[name])
     return run_ranks(_run_cases, num_ranks, names, timeout=200)[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_spread_experts_give_the_numbers_of_one_process(name: str) -> None:
-    errors = _outcomes(CASES[name].num_ranks)[name]
+    errors = _outcomes(CASES[name].num_ranks, name in SLOW)[name]
 
     assert max(errors.values()) < TOLERANCE, errors
 
@@ -461,8 +479,8 @@ def _resumed(case: Case, folder: Path) -> Numbers:
     ("saved", "resumed"),
     [
         (Case("qwen3", 2, shard=4), Case("qwen3", 2, shard=2, num_microbatches=1)),
-        (Case("qwen3", 2, shard=2), Case("qwen3", 4, shard=4)),
-        (Case("qwen3", 2, shard=2), Case("qwen3", 1, replicate=2)),
+        pytest.param(Case("qwen3", 2, shard=2), Case("qwen3", 4, shard=4), marks=pytest.mark.slow),
+        pytest.param(Case("qwen3", 2, shard=2), Case("qwen3", 1, replicate=2), marks=pytest.mark.slow),
         (Case("qwen3", 1, shard=2), Case("qwen3", 2, shard=2, stages=(2, 3))),
     ],
 )
