@@ -15,6 +15,7 @@ from .torch_compat import all_gather_single, reduce_scatter_single
 
 
 def call(function: type[Function], x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """A collective with its gradient; marks of the tokens that are held go along."""
     mark = mark_of(x)
     if mark is None:
         plain: torch.Tensor = function.apply(x, *args)
@@ -52,10 +53,12 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
 
 
 def own_slice(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part along `dim`."""
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks, as a new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

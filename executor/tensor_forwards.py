@@ -13,6 +13,7 @@ from .tensor_collectives import GatherAlike, SumAlike, call
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -73,6 +74,8 @@ class SharedInput:
 def column_forward(
     module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
+    """This rank's output features. enter: what is done to the input first."""
+
     def forward(x: torch.Tensor) -> torch.Tensor:
         return with_bias(module, product(module, enter(x)))
 
@@ -93,6 +96,7 @@ def gathered_forward(
 
 
 def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    """x itself: it has entered already."""
     return x
 
 
@@ -107,6 +111,8 @@ def entry_forward(
 def row_forward(
     module: nn.Module, shared: SharedInput, reduce: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The sum over ranks of products with their input features. reduce: sums, or sums and slices."""
+
     def forward(x: torch.Tensor) -> torch.Tensor:
         shared.done()
         return with_bias(module, reduce(product(module, x)))
@@ -115,6 +121,7 @@ def row_forward(
 
 
 def embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rows of this rank's vocabulary, 0 for the others, summed over ranks."""
     if (
         not isinstance(module, nn.Embedding)
         or module.max_norm is not None

@@ -41,7 +41,9 @@ from .model_profile import (
     TensorCut,
 )
 from .positions import longest
-from .tensor_cuts import Found, common_degree, find_cuts, gathering_ways, run_cut, sequence_problem
+from .tensor_cuts import Found, common_degree, find_cuts, gathering_ways
+from .tensor_rank import run_cut
+from .tensor_trial import sequence_problem
 
 Dim = Literal["batch", "sequence", "other"]
 
