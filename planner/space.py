@@ -117,11 +117,11 @@ class _Passes:
 
 @dataclass(frozen=True)
 class _Placed:
-    """An order of the mesh axes: where each group sits, and how far neighbours are apart that hold other tokens
-    (without and with those of sequence parallelism)."""
+    """An order of the mesh axes: a number for where its groups sit, equal where all sit alike, and how far neighbours
+    are apart that hold other tokens (without and with those of sequence parallelism)."""
 
     axes: tuple[Axis, ...]
-    places: tuple[tuple[Group, ...], ...]
+    places: int
     expert_strides: tuple[int, int]
     outermost: Axis | None
 
@@ -160,7 +160,8 @@ class Space:
             has_experts(profile) and (EXECUTES_EXPERTS or pins.everything)
         )
         self._context_is_free = _context_is_free(pins)
-        self._groups: dict[tuple[int, int], tuple[Group, ...]] = {}
+        self._places: dict[tuple[int, int], int] = {}
+        self._numbers: dict[tuple[Group | int, ...], int] = {}
         self._known_passes: dict[tuple[int, int], _Passes] = {}
         self._known_placed: dict[tuple[int, int, int, int, int], tuple[_Placed, ...]] = {}
         self._known_orders: dict[tuple[object, ...], tuple[Placing, ...]] = {}
@@ -399,11 +400,11 @@ class Space:
         if key not in self._known_orders:
             orders: dict[tuple[object, ...], Placing] = {}
             for placed in self._placed(replicate, shard, split.context, split.tensor, split.pipeline):
-                places = placed.places
+                expert = 0
                 if split.expert > 1:
-                    places += (self._group(split.expert, placed.expert_strides[tokens_over > 1]),)
+                    expert = self._place(split.expert, placed.expert_strides[tokens_over > 1])
                 for kinds in self._kind_orders(split.pipeline, placed.outermost):
-                    orders.setdefault((places, kinds), (placed.axes, kinds))
+                    orders.setdefault((placed.places, expert, kinds), (placed.axes, kinds))
             self._known_orders[key] = tuple(orders.values())
         return self._known_orders[key]
 
@@ -432,33 +433,35 @@ class Space:
         units: tuple[tuple[Axis, ...], ...] = (("pipeline",), ("data_replicate",), joined, ("tensor",))
         active = [unit for unit in units if any(degrees[axis] > 1 for axis in unit)]
         if self.cluster.num_hosts == 1 or len(active) < 2:
-            return (_Placed(AXES, (), (1, 1), active[0][0] if active else None),)
-        used = {axis for unit in active for axis in unit}
+            return (_Placed(AXES, 0, (1, 1), active[0][0] if active else None),)
+        used = [axis for unit in active for axis in unit]
         idle = tuple(axis for axis in AXES if axis not in used)
         found = []
         for order in permutations(active):
-            axes = tuple(axis for unit in order for axis in unit)
+            axes = tuple([axis for unit in order for axis in unit])
             strides: dict[Axis, int] = {}
             stride = 1
             for axis in reversed(axes):
                 strides[axis] = stride
                 stride *= degrees[axis]
-            places = [self._group(degrees[axis], strides[axis]) for axis in AXES if axis in used]
+            places = [self._place(degrees[axis], strides[axis]) for axis in used]
             if len(joined) > 1:
-                places.append(self._group(degrees["data_shard"] * degrees["context"], strides["context"]))
+                places.append(self._place(degrees["data_shard"] * degrees["context"], strides["context"]))
             held = [strides[axis] for axis in joined if degrees[axis] > 1]
             sliced = [*held, strides["tensor"]] if degrees["tensor"] > 1 else held
             apart = min(held, default=1), min(sliced, default=1)
-            found.append(_Placed(idle + axes, tuple(places), apart, order[0][0]))
+            together = self._numbers.setdefault(tuple(places), len(self._numbers))
+            found.append(_Placed(idle + axes, together, apart, order[0][0]))
         return tuple(found)
 
-    def _group(self, size: int, stride: int) -> tuple[Group, ...]:
-        """Where a group sits: on the cluster, and on the hosts of each kind."""
+    def _place(self, size: int, stride: int) -> int:
+        """A number for where a group sits on the cluster, and on the hosts of each kind."""
         key = size, stride
-        if key not in self._groups:
+        if key not in self._places:
             alone = self._device_kinds if len(self._device_kinds) > 1 else ()
-            self._groups[key] = tuple(part.group(size, stride) for part in (self.cluster, *alone))
-        return self._groups[key]
+            groups = tuple(part.group(size, stride) for part in (self.cluster, *alone))
+            self._places[key] = self._numbers.setdefault(groups, len(self._numbers))
+        return self._places[key]
 
 
 def _times(pairs: Number, leaves: Number) -> int:
