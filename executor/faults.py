@@ -1,6 +1,7 @@
 """A job that cannot go on ends on every rank, soon, with one message that names the rank and why."""
 
 import json
+import math
 import os
 import sys
 import threading
@@ -20,6 +21,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ..planner.memory_cost import state_bytes
 from ..planner.plan import Plan
+from ..planner.software import load_software
+from ..planner.stage_cost import outside_bytes
 from ..planner.strategy import shape_of
 from ..profiler.units import GIB
 from .local_ranks import is_echo
@@ -286,6 +289,38 @@ def check_finite(
     )
 
 
+def largest_elements(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """[tensor] -> its largest magnitude, 0 if it is empty; not finite if an element is not."""
+    held = [i for i, tensor in enumerate(tensors) if tensor.numel()]
+    found = torch.zeros(len(tensors), device=tensors[0].device if tensors else None)
+    if held:
+        norms = torch._foreach_norm([tensors[i] for i in held], ord=math.inf)
+        found[held] = torch.stack([norm.float() for norm in norms])
+    return found
+
+
+def raise_spoiled(mesh: RankMesh, step: int, names: list[str], largest: torch.Tensor) -> None:
+    """Raise NonFiniteError on every rank: say which ranks and stages have parameters that are no numbers.
+
+    Every rank must call it. names, largest: this rank's parameters, and their largest_elements behind that step.
+    """
+    bad = [name for name, value in zip(names, largest.tolist(), strict=True) if not math.isfinite(value)]
+    found: list[Any] = [(bad[:1], len(bad), mesh.rank)]
+    if mesh.device_mesh is not None:
+        found = [None] * mesh.plan.degrees.num_devices
+        dist.all_gather_object(found, (bad[:1], len(bad), mesh.rank))
+    parts = [
+        f"{count} parameters {_seat(mesh.plan, rank)}, the first of them {first[0]}"
+        for first, count, rank in sorted(found, key=lambda f: int(f[2]))
+        if first
+    ]
+    more = f" ({len(parts) - 4} more)" if len(parts) > 4 else ""
+    raise NonFiniteError(
+        f"step {step}: loss and gradients are finite, but the optimizer left {'; '.join(parts[:4])}{more} not finite. "
+        "Go on from the last checkpoint with a smaller learning rate or a larger eps"
+    )
+
+
 def _seat(plan: Plan, rank: int) -> str:
     stages = plan.stages_of(plan.coordinates(rank)["pipeline"])
     stage = f", stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}" if len(plan.stages) > 1 else ""
@@ -331,7 +366,9 @@ def out_of_memory_message(plan: Plan, rank: int, num_elements: int, held: Held) 
 
     num_elements: of the parameters that this rank holds, before sharding over data.
     """
-    shape, training, device = shape_of(plan), plan.training, plan.cluster.device_of(rank)
+    shape, training = shape_of(plan), plan.training
+    device = load_software(training.software).on(plan.cluster.device_of(rank), plan.degrees.num_devices)
+    outside = outside_bytes(shape, device)
     state = state_bytes(shape, training)
     position = plan.coordinates(rank)["pipeline"]
     predicted_total = plan.prediction.stage_memory_bytes[position] if plan.prediction is not None else None
@@ -342,12 +379,12 @@ def out_of_memory_message(plan: Plan, rank: int, num_elements: int, held: Held) 
     }
     found = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
     if predicted_total is not None:
-        inside = (predicted_total - device.context) / (1 + device.fragmentation)
+        inside = (predicted_total - outside) / (1 + device.fragmentation)
         predicted["activations and gathered copies"] = max(0.0, inside - sum(predicted.values()))
         found["activations and gathered copies"] = max(0.0, held.allocated - sum(found.values()))
         predicted["fragmentation"] = inside * device.fragmentation
         found["fragmentation"] = max(0.0, held.reserved - held.allocated)
-    predicted["outside of torch"] = device.context
+    predicted["outside of torch"] = outside
     found["outside of torch"] = held.others
     item = max(predicted, key=lambda name: found[name] - predicted[name])
     account = ", ".join(f"{name} {found[name] / GIB:.2f} ({predicted[name] / GIB:.2f})" for name in predicted)

@@ -32,7 +32,9 @@ from .faults import (
     check_finite,
     check_own_device,
     held_memory,
+    largest_elements,
     out_of_memory_message,
+    raise_spoiled,
     watched,
 )
 from .gradients import Gradients, local_gradient
@@ -155,6 +157,7 @@ class Trainer:
         self._read = Progress()  # how far `loader` is ahead
         self._watch: Watch | None = None
         self._telemetry: Telemetry | None = None
+        self._largest: torch.Tensor | None = None  # magnitude of each parameter behind the last step
         self._skip = 0  # samples that the next `loader` leaves out
         if plan.degrees.tensor > 1:
             self._first_step = SharedGradients(model.model, model.layout)
@@ -171,7 +174,7 @@ class Trainer:
 
         Ranks that differ only in their tensor, context or pipeline coordinate must give the same share (`loader` does).
         Afterwards the gradients, clipped, stay until the next step. Raises NonFiniteError, on every rank, when the loss
-        or a gradient is no number any more.
+        or a gradient is no number any more, or a parameter has not been since the step before.
         """
         step = self.progress.steps + 1
         if self._watch is not None:
@@ -200,13 +203,17 @@ class Trainer:
             self._first_step = None
             self._compile()
         self._gradients.reduce()
-        loss, squared_norm = self._totals(losses, scales)
-        norm = squared_norm.sqrt()
+        totals = self._totals(losses, scales)
+        norm = totals[1].sqrt()
         if self._max_grad_norm is not None:
             # What is not finite stays as it is, so that it can be found.
             self._gradients.clip(self._max_grad_norm, norm.nan_to_num(0.0, posinf=0.0))
         self.optimizer.step()
-        found_loss, found_norm = loss.item(), norm.item()
+        before, self._largest = self._largest, largest_elements(self._local_parameters())
+        found_loss, squared_norm, num_spoiled = totals.tolist()
+        found_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
+        if num_spoiled and before is not None:
+            raise_spoiled(self.mesh, step - 1, list(self._applied.parameters()), before)
         if not (math.isfinite(found_loss) and math.isfinite(found_norm)):
             parameters = self._applied.parameters()
             grads = {n: g for n, p in parameters.items() if (g := local_gradient(p)) is not None}
@@ -239,13 +246,15 @@ class Trainer:
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None, **stateful: Stateful) -> None:
         """Write a checkpoint into a run's folder, which all ranks must see: parameters, optimizer, random states,
-        number of steps and place in the data. All ranks must call it.
+        number of steps and place in the data. All ranks must call it. Raises NonFiniteError if a parameter is not
+        finite.
 
         It appears as `step-<number>` once it is complete, so that a process that dies at any moment leaves the last
         complete one. wait: False returns when the numbers are copied, and writes beside the following steps; an error
         is raised by the next save or by close. keep: how many checkpoints to keep; None: all. stateful: what else
         (scheduler=...) to save, as the first rank has it.
         """
+        self._check_parameters()
         self._writer().save(Path(folder), self.progress, stateful, wait, keep)
 
     def resume(self, folder: str | Path, *, missing_ok: bool = False, **stateful: Stateful) -> int:
@@ -262,6 +271,7 @@ class Trainer:
             raise ValueError(f"no checkpoint in {folder}: train with trainer.save({str(folder)!r}) first")
         self.progress = self._read = writer.load(found, stateful)
         self._skip = self.progress.samples
+        self._largest = None
         return self.progress.steps
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -377,16 +387,34 @@ class Trainer:
             unit.set_reshard_after_backward(now or reshard, recurse=False)
         return self._replicas.no_sync() if self._replicas is not None and not now else nullcontext()
 
-    def _totals(self, losses: list[torch.Tensor], scales: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss, squared gradient norm) of the whole job, with one small all-reduce."""
+    def _totals(self, losses: list[torch.Tensor], scales: list[float]) -> torch.Tensor:
+        """[loss, squared gradient norm, parameters that the last step left not finite] of the whole job, with one small
+        all-reduce."""
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.coordinates["tensor"] == 0:  # on earlier stages there are no losses
             for found, scale in zip(losses, scales, strict=False):
                 loss += found.double() * scale / (self.data_size * self.plan.degrees.context)
-        totals = torch.stack([loss, self._gradients.squared_norm()])
+        totals = torch.stack([loss, self._gradients.squared_norm(), self._num_spoiled()])
         if self.mesh.device_mesh is not None:
             dist.all_reduce(totals)
-        return totals[0], totals[1]
+        return totals
+
+    def _num_spoiled(self) -> torch.Tensor:
+        if self._largest is None:
+            return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        return (~torch.isfinite(self._largest)).sum().double()
+
+    def _local_parameters(self) -> list[torch.Tensor]:
+        parameters = (p.detach() for p in self._applied.parameters().values())
+        return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+
+    def _check_parameters(self) -> None:
+        """Raise NonFiniteError on every rank if parameters are not finite; what was just trained was not looked at."""
+        count = self._num_spoiled()
+        if self.mesh.device_mesh is not None:
+            dist.all_reduce(count)
+        if count.item() and self._largest is not None:
+            raise_spoiled(self.mesh, self.progress.steps, list(self._applied.parameters()), self._largest)
 
     def _gathered(self, tensors: dict[str, torch.Tensor], buffers: bool) -> dict[str, torch.Tensor]:
         keep = all(at == 0 for axis, at in self.mesh.coordinates.items() if axis != "pipeline")

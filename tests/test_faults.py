@@ -17,6 +17,9 @@ from test_checkpoint import TiedNet, adamw, batch_of, loss, plan_of, samples
 from meshwright.executor import faults, parallelize
 from meshwright.executor.faults import Held, NonFiniteError, out_of_memory_message
 from meshwright.planner.plan import Plan, Prediction
+from meshwright.planner.software import load_software
+from meshwright.planner.stage_cost import outside_bytes
+from meshwright.planner.strategy import shape_of
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.trace import trace
@@ -188,6 +191,35 @@ def test_a_loss_that_is_no_number_is_named_with_step_and_stage(profile: ModelPro
     assert "the loss of micro-batch 0 on rank 1, stage 1 is not finite" in first
 
 
+def _spoiled(plan: Plan, folder: Path | None) -> tuple[str, str]:
+    """Messages of the next step and of a save, behind a step in which the optimizer of one stage overflowed."""
+    found = []
+    for follow in ("step", "save"):
+        trainer = parallelize(TiedNet, plan, adamw, loss=loss)
+        share = next(trainer.loader(samples))
+        trainer.step(share)
+        if trainer.mesh.coordinates["pipeline"] == 0:
+            trainer.optimizer.param_groups[0]["lr"] = float("inf")
+        trainer.step(share)
+        with pytest.raises(NonFiniteError) as caught:
+            trainer.step(share) if follow == "step" else trainer.save(folder or ".")
+        found.append(str(caught.value))
+        trainer.close()
+    return found[0], found[1]
+
+
+def test_parameters_that_the_optimizer_spoils_are_named_with_step_and_stage(
+    profile: ModelProfile, tmp_path: Path
+) -> None:
+    first, second = run_ranks(_spoiled, 2, plan_of(profile, stages=(2, 2)), tmp_path)
+
+    assert first == second
+    for message in first:
+        assert "step 2: loss and gradients are finite, but the optimizer left" in message
+        assert "parameters on rank 0, stage 0, the first of them tokens.weight not finite" in message
+    assert list(tmp_path.iterdir()) == []
+
+
 def predicted(plan: Plan, num_bytes: float) -> Plan:
     prediction = Prediction(
         step_time_s=1.0, tokens_per_s=1.0, mfu=0.5, stage_memory_bytes=(num_bytes,) * 2, budget_bytes=2 * num_bytes
@@ -208,14 +240,15 @@ def test_out_of_memory_names_the_item_that_was_exceeded(excess: dict[str, float]
     """A gibi of parameters, as many gradients, two of optimizer, three of activations; then more of one of them."""
     plan = some_plan(shard=1, pipeline=2)
     device = plan.cluster.device
-    plan = predicted(plan, 7 * GIB * (1 + device.fragmentation) + device.context)
+    outside = outside_bytes(shape_of(plan), device)
+    plan = predicted(plan, 7 * GIB * (1 + device.fragmentation) + outside)
     found = {
         "parameters": 1.0,
         "gradients": 1.0,
         "optimizer": 2.0,
         "allocated": 7.0,
         "reserved": 7 * (1 + device.fragmentation),
-        "others": device.context / GIB,
+        "others": outside / GIB,
         "total": 80.0,
     }
 
@@ -226,6 +259,18 @@ def test_out_of_memory_names_the_item_that_was_exceeded(excess: dict[str, float]
     assert item in message
     assert f"by {max(excess.values()):.2f} GiB" in message
     assert advice in message
+
+
+def test_out_of_memory_is_told_by_the_memory_of_the_plans_software() -> None:
+    plan = some_plan(shard=2)
+    training = plan.training.model_copy(update={"software": "megatron-2021+deepspeed"})
+    device = load_software(training.software).on(plan.cluster.device, 2)
+    held = Held(0.0, 0.0, 0.0, 0.0, 0.0, others=outside_bytes(shape_of(plan), device), total=80.0 * GIB)
+
+    message = out_of_memory_message(plan.model_copy(update={"training": training}), 0, 0, held)
+
+    assert device.context != plan.cluster.device.context
+    assert f"outside of torch {held.others / GIB:.2f} ({held.others / GIB:.2f})" in message
 
 
 class TooLarge(TiedNet):
