@@ -76,9 +76,13 @@ def nothing() -> None:
     pass
 
 
-def _train(plan: Plan, happens: Callable[[], None], rank: int, timeout_s: float = 60.0, hangs_at: int = -1) -> None:
-    trainer = parallelize(lambda: Fragile(happens, rank), plan, adamw, loss=loss, timeout_s=timeout_s)
+def _train(plan: Plan, happens: Callable[[], None], rank: int, quick_at: int = -1, hangs_at: int = -1) -> None:
+    """Train; HANG_S is a hang in the step `quick_at` (counted from 0), where there is one, and behind it; the steps
+    before may take as long as a busy machine needs."""
+    trainer = parallelize(lambda: Fragile(happens, rank), plan, adamw, loss=loss, timeout_s=300.0)
     for index, share in enumerate(trainer.loader(samples)):
+        if index == quick_at and trainer._watch is not None:
+            trainer._watch.hang_s = HANG_S
         if index == hangs_at and os.environ["RANK"] == str(rank):
             wait_for_data()
         trainer.step(share)
@@ -121,7 +125,7 @@ def test_a_rank_that_is_killed_ends_all_with_its_name(profile: ModelProfile, tmp
 
 
 def test_a_rank_that_hangs_in_the_model_is_named_with_the_line(profile: ModelProfile, tmp_path: Path) -> None:
-    endings = launch(_train, 2, tmp_path, plan_of(profile, shard=2), hangs_in_forward, 1, HANG_S)
+    endings = launch(_train, 2, tmp_path, plan_of(profile, shard=2), hangs_in_forward, 1, 2)
 
     assert [ending.exit_code for ending in endings] == [1, 1]
     assert len(messages(endings)) == 1
@@ -133,7 +137,7 @@ def test_a_rank_that_hangs_in_the_model_is_named_with_the_line(profile: ModelPro
 
 
 def test_a_rank_that_hangs_in_its_data_is_named_with_the_line(profile: ModelProfile, tmp_path: Path) -> None:
-    endings = launch(_train, 2, tmp_path, plan_of(profile, replicate=2), nothing, 0, HANG_S, 4)
+    endings = launch(_train, 2, tmp_path, plan_of(profile, replicate=2), nothing, 0, 4, 4)
 
     assert [ending.exit_code for ending in endings] == [1, 1]
     assert len(messages(endings)) == 1
