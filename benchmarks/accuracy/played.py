@@ -65,10 +65,10 @@ def play(loaded: LoadedModel, plan: Plan, rank: int, meter: type[PeakMeter] = Pe
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.degrees.num_devices)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with meter(fake) as memory, _without_numbers(fake):
-            ours = parallelize(loaded.build, plan, _adamw, loss=loaded.loss, max_grad_norm=1.0, device="cpu")
-            with fake, _Ones():
-                batch = tree_map(lambda leaf: _of_size(leaf, ours.samples_per_step), loaded.batch(1))
+        with meter(fake) as memory, without_numbers(fake):
+            ours = parallelize(loaded.build, plan, adamw, loss=loaded.loss, max_grad_norm=1.0, device="cpu")
+            with fake, Ones():
+                batch = batch_of(loaded, ours.samples_per_step)
                 ours.step(batch)  # makes optimizer state
                 memory.restart()
                 with Traffic(SMALLEST_BYTES) as traffic:
@@ -110,9 +110,14 @@ def axis_of(ours: Trainer, ranks: tuple[int, ...], kind: Collective) -> GroupAxi
     raise AssertionError(f"ranks {ranks} are on no axis of the mesh")
 
 
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters: Any) -> torch.optim.Optimizer:
     """As on a GPU, where foreach is the default."""
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+
+
+def batch_of(loaded: LoadedModel, size: int) -> Any:
+    """A batch of so many samples; made from one sample, so under fake tensors without its numbers."""
+    return tree_map(lambda leaf: _of_size(leaf, size), loaded.batch(1))
 
 
 def _of_size(leaf: Any, size: int) -> Any:
@@ -121,7 +126,7 @@ def _of_size(leaf: Any, size: int) -> Any:
     return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype)
 
 
-def _without_numbers(fake: FakeTensorMode) -> ExitStack:
+def without_numbers(fake: FakeTensorMode) -> ExitStack:
     """Where the executor makes initial values, and where DDP hands a reduced bucket back, it gets fake tensors; and as
     many tokens go to every expert."""
     stack = ExitStack()
@@ -203,7 +208,7 @@ def _reduced(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures
     return future
 
 
-class _Ones(TorchDispatchMode):
+class Ones(TorchDispatchMode):
     """Answers 1 where a program asks a fake tensor for its number."""
 
     def __torch_dispatch__(
