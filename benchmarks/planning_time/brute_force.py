@@ -366,7 +366,7 @@ _USES = {
 """What an optimum uses -> the words of its label that say so."""
 
 
-def summary(found: list[Agreement], seconds: float) -> str:
+def summary(found: list[Agreement], most_plans: int, seconds: float) -> str:
     """The result in Markdown."""
     wrong = [each for each in found if not each.agrees]
     uses = Counter(name for each in found for name, words in _USES.items() if words in each.label)
@@ -375,7 +375,7 @@ def summary(found: list[Agreement], seconds: float) -> str:
     told = "all ways agree in every one" if not wrong else f"they DIFFER in seeds {[each.seed for each in wrong]}"
     return (
         "# The search against brute force\n\n"
-        f"`python -m benchmarks.planning_time.brute_force --instances {len(found)}`\n\n"
+        f"`python -m benchmarks.planning_time.brute_force --instances {len(found)} --most-plans {most_plans}`\n\n"
         f"{len(found)} random instances, {sum(each.plans for each in found):,} plans priced one by one in "
         f"{seconds:.0f} CPU s: {told}.\n"
         "Ways: brute force, search, scan (dynamic programming), one ILP over all shapes by HiGHS, the same by CBC.\n\n"
@@ -395,7 +395,7 @@ def main() -> int:
         found.append(agreement(asked))
         if not found[-1].agrees:
             print(found[-1], file=sys.stderr, flush=True)
-    text = summary(found, time.process_time() - start)
+    text = summary(found, arguments.most_plans, time.process_time() - start)
     print(text)
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -250,7 +250,7 @@ def summary(found: Sequence[Beside]) -> str:
         + (", ".join(f"{count} ({words})" for words, count in outside.most_common()) or "none")
         + ".",
         f"Theirs is predicted not to fit in {sum(each.over_bytes > 0 for each in found)}: it ran, so the devices are "
-        "given as much memory as it is predicted to need.",
+        "given as much memory as it is predicted to need. Both plan with a memory margin of 0.",
         "",
         "| row | GPUs | theirs | ours | theirs s | ours s | ratio |",
         "|---|---|---|---|---|---|---|",
