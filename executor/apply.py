@@ -228,7 +228,7 @@ def _shard(
     for layer in layers:
         for bank in shard_experts(model, plan, layer, mesh, policy, materialise):
             bank.register_forward_hook(_without_views)
-            units.append((bank, layer.reshard))
+            units.append((bank, layer.reshard))  # type: ignore[arg-type]
         owned = [model.get_submodule(name) for name in layer.modules]
         owned = [m for m in owned if next(m.parameters(), None) is not None and not isinstance(m, FSDPModule)]
         outside = _outside(model, layer, layers)

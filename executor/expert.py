@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -68,14 +69,14 @@ def shard_experts(
     mesh: RankMesh,
     policy: MixedPrecisionPolicy,
     materialise: Callable[[list[nn.Module]], None],
-) -> list[FSDPModule]:
+) -> list[nn.Module]:
     """fully_shard the layer's banks over the ranks that hold the same experts; the units. materialise: gives a module
     its numbers, which this does one bank after another.
 
     Each of those has tokens of all ranks that it shares experts with, so that the sum over them is the sum over all
     tokens. Like other gradients it is divided by the ranks that have samples, or parts of samples, of their own.
     """
-    units: list[FSDPModule] = []
+    units: list[nn.Module] = []
     if plan.degrees.expert == 1:
         return units
     replicated = plan.degrees.data_replicate > 1
@@ -93,15 +94,15 @@ def shard_experts(
             shard_placement_fn=lambda parameter: Shard(shard_dim(tuple(parameter.shape), num_shards)),
         )
         if layer.reshard:
-            unit.register_forward_pre_hook(_stay_in_backward)
+            module.register_forward_pre_hook(partial(_stay_in_backward, unit))
         if layer.recompute == "selective":
             hide_from_selective_recompute(unit)
         set_gradient_divisor(unit, plan.degrees.sharded_over * plan.degrees.data_replicate, num_shards)
-        units.append(unit)
+        units.append(module)
     return units
 
 
-def _stay_in_backward(unit: FSDPModule, args: object) -> None:
+def _stay_in_backward(unit: FSDPModule, *call: object) -> None:
     """Recompute runs the forward in the middle of the backward, which needs the parameters right after it."""
     unit.set_reshard_after_forward(not in_backward(), recurse=False)
 

@@ -91,7 +91,8 @@ class Bank:
         placed = torch.empty_like(order)
         placed[order] = torch.arange(order.shape[0], device=order.device)
         terms = back[placed].view(-1, slots, back.shape[-1]) * weights.unsqueeze(-1)
-        return terms.sum(1).to(back.dtype)
+        total: torch.Tensor = terms.sum(1).to(back.dtype)
+        return total
 
     def _own(
         self,
