@@ -74,12 +74,24 @@ def _runs(profile: ModelProfile) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+@dataclass(frozen=True)
+class Fastest:
+    """[run] -> least seconds of a layer: per micro-batch, of its forward, of reductions and gathers once per step, and
+    of a whole step on one stage."""
+
+    microbatch_s: Floats
+    forward_s: Floats
+    once_s: Floats
+    step_s: Floats
+
+
 class Chain:
     """The model's chain as runs, with every interval's composition; the same for all shapes."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self.num_layers = len(model.profile.layers)
+        self._fastest: dict[tuple[object, ...], Fastest] = {}
         self._costs: dict[object, tuple[list[list[LayerOption]], list[list[LayerCost]]]] = {}
 
     def priced(
@@ -103,6 +115,24 @@ class Chain:
                 [[cost.with_waiting(size) for cost in costs] for (_, costs), size in zip(found, waiting, strict=True)],
             )
         return self._costs[key]
+
+    def fastest(self, shape: Shape, recompute: Recompute | None, reshard: bool | None) -> "Fastest":
+        """What layers take at least, at the options that are fastest: nothing is run again unless that is pinned."""
+        alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
+        key = alike, recompute, reshard
+        if key not in self._fastest:
+            by_kind: dict[Kind, list[LayerCost]] = {}
+            for kind in {self.model.kinds[run.start] for run in self.runs}:
+                options = self.model.options(kind, shape, recompute or "none", reshard)
+                by_kind[kind] = [self.model.cost(kind, shape, option) for option in options]
+            costs, count = [by_kind[self.model.kinds[run.start]] for run in self.runs], shape.num_microbatches
+            self._fastest[key] = Fastest(
+                np.array([min(c.microbatch_s for c in row) for row in costs]),
+                np.array([min(c.forward_total_s for c in row) for row in costs]),
+                np.array([min(c.once_data_s for c in row) for row in costs]),
+                np.array([min(count * c.microbatch_s + c.once_s for c in row) for row in costs]),
+            )
+        return self._fastest[key]
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -326,11 +356,30 @@ class StagePrices:
         self._work = work
         model = chain.model
         self.model = model
-        self.options, self.costs = chain.priced(shape, recompute, reshard, everything)
+        self._pinned = recompute, reshard, everything
         self._passes: dict[int, list[_Pass]] = {}
         self._known_rooms: dict[int, list[tuple[Floats, Floats]]] = {}
         self._known_fits: dict[int, NDArray[np.bool_]] = {}
         self._priced: dict[tuple[int, int], tuple[StageCost, Choice] | None] = {}
+
+    @property
+    def options(self) -> list[list[LayerOption]]:
+        """[run] -> options of its layers."""
+        return self._priced_options[0]
+
+    @property
+    def costs(self) -> list[list[LayerCost]]:
+        """[run][option] -> what a layer costs."""
+        return self._priced_options[1]
+
+    @cached_property
+    def _priced_options(self) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
+        return self.chain.priced(self.shape, *self._pinned)
+
+    @property
+    def fastest(self) -> Fastest:
+        """What layers take at least, before all options are priced."""
+        return self.chain.fastest(self.shape, *self._pinned[:2])
 
     @cached_property
     def budget(self) -> float:

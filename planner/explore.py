@@ -203,7 +203,7 @@ class Explorer:
                     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
                     prices = self.priced(shape, recompute, pins.reshard, pins.everything)
                     leaf_bound = max(bound, self._shape_bound(prices))
-                    if leaf_bound < cutoff and self._may_hold(prices):
+                    if leaf_bound < cutoff:
                         heapq.heappush(heap, (leaf_bound, next(order), prices, False))
                 continue
             extra += bound >= best
@@ -228,6 +228,10 @@ class Explorer:
             if is_chunked(item.schedule):
                 return self._least_of_chunked_s(item, pins, cutoff_s)
             return self._bound_with_memory(item, pins)
+        if isinstance(item, Split):
+            return 0.0
+        if not self._may_hold(item):
+            return float("inf")
         if isinstance(item, StagePrices):
             shape = item.shape
             if is_chunked(shape.schedule):
@@ -344,8 +348,7 @@ class Explorer:
 
     def _fastest_s(self, prices: StagePrices) -> tuple[Floats, Floats]:
         """[run] -> least seconds of a layer for one micro-batch, and of its forward."""
-        each = np.array([min(c.microbatch_s for c in costs) for costs in prices.costs])
-        return each, np.array([min(c.forward_total_s for c in costs) for costs in prices.costs])
+        return prices.fastest.microbatch_s, prices.fastest.forward_s
 
     def _split_bound(self, split: Split, space: Space) -> float:
         """Seconds that no shape of a split can beat: compute of all micro-batches, tensor traffic at its best place,
@@ -486,17 +489,15 @@ class Explorer:
         counts = np.array([run.length for run in runs], dtype=float)
         more = shape.num_microbatches
         if shape.pipeline == 1:
-            weights = [min(more * c.microbatch_s + c.once_s for c in costs) for costs in prices.costs]
             shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
             twice_s = self.model.optimizer_s(shared / shape.sharded_over)
-            return float(counts @ np.array(weights)) - twice_s
+            return float(counts @ prices.fastest.step_s) - twice_s
         each, forward = self._fastest_s(prices)
         if is_chunked(shape.schedule):
             return self._least_chunked_s(shape, each, forward)
         pass_s = float(counts @ each)
         slowest = max(pass_s / shape.pipeline, float(each.max()))
-        once = np.array([min(c.once_data_s for c in costs) for costs in prices.costs])
-        return (more - 1) * slowest + pass_s + float(counts @ once) / shape.pipeline
+        return (more - 1) * slowest + pass_s + float(counts @ prices.fastest.once_s) / shape.pipeline
 
     def plan_of(self, solved: Solved) -> Plan:
         """The plan of an assignment: equal layers take their options in the order of the choice."""
