@@ -197,8 +197,9 @@ class Explorer:
                             heapq.heappush(heap, entry)
                 continue
             if isinstance(item, Family):
+                alike = 0.0 if self.kinds is None else self._bound_of_equal(item)
                 for shape in space.shapes(item):
-                    if not self._may_be_held(shape, item):
+                    if not self._may_be_held(shape, item) or (alike >= cutoff and not shape.kind_order):
                         continue
                     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
                     prices = self.priced(shape, recompute, pins.reshard, pins.everything)
