@@ -3,7 +3,8 @@ it would cost to follow the advice where it does not."""
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import get_args
 
 from ..profiler.model_profile import ModelProfile, amount_at
 from ..profiler.units import format_bytes
@@ -24,8 +25,8 @@ from .guidance import (
 )
 from .infeasible import Closest, closest_plan
 from .pins import blamed
-from .plan import Plan
-from .strategy import Pins, divisors
+from .plan import ContextKind, Plan
+from .strategy import Pins, context_rule, divisors
 
 _MOST_STAGES = 64
 
@@ -149,8 +150,25 @@ def _long(case: _Case) -> Step:
     legal = [pins for pins in attempts if case.fits(pins) is not None]
     if not (legal or agrees):
         rule = case.numbers(attempts[0], None, "") if attempts else "one GPU in a node"
-        return Step(LONG, True, numbers, False, f"the plan cannot: {rule}")
-    return case.answered(LONG, numbers, legal, agrees)
+        return Step(LONG, True, numbers, False, f"the plan cannot: {rule}{_with_context(case)}")
+    step = case.answered(LONG, numbers, legal, agrees)
+    return replace(step, verdict=step.verdict + _with_context(case))
+
+
+def _with_context(case: _Case) -> str:
+    """What the least context parallelism beside the plan's tensor and pipeline degrees would do, or the rule that
+    excludes it; nothing where the plan has it."""
+    degrees, profile = case.plan.degrees, case.explorer.profile
+    if degrees.context > 1 or degrees.num_devices // degrees.tensor // degrees.pipeline % 2:
+        return ""
+    rules = [context_rule(profile, 2, degrees.tensor, kind) for kind in get_args(ContextKind)]
+    if all(rules):
+        return f". {rules[0]}"
+    pins = Pins(tensor=degrees.tensor, pipeline=degrees.pipeline, context=2)
+    other = best_of(case.explorer, pins, case.deadline)
+    if other is None:
+        return ". With context=2 no plan of these degrees was found"
+    return f". {priced_answer('With context=2 it', *other, case.plan, case.found).sentence}"
 
 
 def _attention_share(profile: ModelProfile) -> float:

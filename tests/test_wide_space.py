@@ -16,6 +16,7 @@ from meshwright.planner.asked import why_not
 from meshwright.planner.check import check
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.explore import Explorer
+from meshwright.planner.guidance import LONG, LONG_SEQUENCE
 from meshwright.planner.not_run import not_run
 from meshwright.planner.plan import AXES, EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Axis, ContextKind, Plan
 from meshwright.planner.search import pins_of, search
@@ -34,6 +35,7 @@ from meshwright.planner.strategy import (
     tensor_rule,
 )
 from meshwright.planner.training import TrainingSpec
+from meshwright.planner.walk import walk
 from meshwright.profiler.cluster import ClusterSpec, Link
 from meshwright.profiler.model_profile import (
     Bytes,
@@ -383,3 +385,16 @@ def test_search_over_everything_finds_the_optimum_of_brute_force(seed: int) -> N
     assert (outcome.best is None) == (expected is None)
     if outcome.best is not None:
         assert outcome.best.seconds == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_question_of_long_sequences_prices_context_ranks() -> None:
+    model, _, _ = wide_instance(WITH_EXPERTS)
+    longer = model.model_copy(update={"seq_len": LONG_SEQUENCE})
+    training = TrainingSpec(global_batch=8, seq_len=LONG_SEQUENCE, memory_margin=0.0)
+    result = search(longer, cluster(1, 4, device(memory=64e9)), training, pins=Pins(tensor=1, pipeline=1, context=1))
+
+    step = next(s for s in walk(result.plan, result.estimate, longer) if s.question == LONG)
+
+    assert step.yes
+    assert "With context=2 it (" in step.verdict
+    assert "CP 2" in step.verdict
