@@ -610,10 +610,22 @@ def _whole_layers(plan: Plan, row: BlockRow | None) -> list[str]:
         for place, layer in enumerate(_layers(plan))
         if not row.holds(place) and layer.parameters and layer.layer_class not in cut
     ]
-    return [
+    notes = [
         f"{', '.join(whole)} stay whole in the plan, on each of {plan.degrees.tensor} tensor ranks; the target may cut "
         "them: less memory"
     ] * bool(whole)
+    return notes + _whole_attention(plan)
+
+
+def _whole_attention(plan: Plan) -> list[str]:
+    """Attention that stays whole in layers of which the rest is cut."""
+    uncut = {c.name for c in plan.classes if c.cuts and all(cut.kind != "attention" for cut in c.cuts)}
+    roots = [layer.root for layer in _layers(plan) if layer.layer_class in uncut and layer.root]
+    count = sum(any(name.startswith(f"{root}.") for name in plan.model.attention_modules) for root in roots)
+    return [
+        f"the attention of {count} layers stays whole in the plan, on each of {plan.degrees.tensor} tensor ranks; the "
+        "target cuts it, or refuses where its heads do not divide: other times and memory than the plan's"
+    ] * bool(count)
 
 
 def _header(plan: Plan, target: Target, notes: list[str]) -> list[str]:

@@ -302,6 +302,17 @@ def test_an_order_of_ranks_that_a_target_does_not_have_is_said_aloud() -> None:
         assert any("orders ranks tensor > pipeline > data_shard, outermost first" in note for note in notes)
 
 
+def test_attention_that_a_plan_leaves_whole_is_said_aloud() -> None:
+    plan = planned(EVEN)
+    attention = tuple(f"model.layers.{i}.attention" for i in range(NUM_BLOCKS))
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"attention_modules": attention})})
+
+    for target in ("megatron", "torchtitan"):
+        notes = export(plan, target).notes
+
+        assert any("the attention of 8 layers stays whole in the plan, on each of 2 tensor ranks" in n for n in notes)
+
+
 def test_stages_become_a_layout_string_only_where_they_are_uneven() -> None:
     even, uneven = export(planned(EVEN), "megatron"), export(planned(EVEN, (4, 6)), "megatron")
 
