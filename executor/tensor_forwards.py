@@ -23,7 +23,8 @@ def product(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if isinstance(module, nn.Linear):
         return F.linear(x, weight)
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return module._conv_forward(x, weight, None)
+        y: torch.Tensor = module._conv_forward(x, weight, None)
+        return y
     if type(module).__name__ == "Conv1D":  # transformers: weight is [in, out]
         return x @ weight
     raise ValueError(

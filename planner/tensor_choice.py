@@ -175,10 +175,11 @@ class CutChoice:
         beside = tuple(layer_class.cuts[i].name for i in left)
         with_it = replace(shape, cuts=Cuts(((layer_class.name, (*beside, own.name)),)))
         without = replace(shape, cuts=Cuts(((layer_class.name, beside),)))
-        entries: Counter[str] = Counter()
+        entries: dict[str, float] = {}
         for entry, seconds in self._collectives_s(self.model.mode(kind, with_it)[1], with_it):
             if entry in own.inputs.values() or (entry and entry == own.gather):
-                entries[f"{index}:{entry}"] += count * seconds
+                name = f"{index}:{entry}"
+                entries[name] = entries.get(name, 0.0) + count * seconds
         model = self.model
         once_s = model.whole_gradients_s(kind, with_it) - model.whole_gradients_s(kind, without)
         return _Part(
@@ -263,8 +264,10 @@ def tied_cuts(profile: ModelProfile, cuts: Sequence[CutOf]) -> list[list[CutOf]]
                 full = {prefix + name for name in cut.sharded}
                 names[layer.layer_class, i] |= {first_of.get(name, name) for name in full}
     groups: list[tuple[list[CutOf], set[str]]] = []
-    for cut, own in names.items():
+    for member, own in names.items():
         same = [group for group in groups if group[1] & own]
         groups = [group for group in groups if group not in same]
-        groups.append(([*(c for members, _ in same for c in members), cut], own.union(*(found for _, found in same))))
+        groups.append(
+            ([*(c for members, _ in same for c in members), member], own.union(*(found for _, found in same)))
+        )
     return [sorted(members) for members, _ in groups]

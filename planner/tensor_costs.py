@@ -6,7 +6,7 @@ amount changes by what each cut changes alone; only the highest of several peaks
 
 from collections import Counter
 
-from ..profiler.model_profile import Amount, Bytes, Costs, LayerClass, OpProfile
+from ..profiler.model_profile import Amount, Bytes, CollectiveProfile, Costs, LayerClass, OpProfile
 from .kept import kept
 
 _Key = tuple[str, str, str, int]
@@ -24,7 +24,7 @@ def mode_costs(layer_class: LayerClass, chosen: tuple[int, ...], sequence: bool)
 @kept
 def _known(layer_class: LayerClass) -> dict[tuple[tuple[int, ...], bool], Costs]:
     every = tuple(range(len(layer_class.cuts)))
-    found = {((), False): layer_class.whole}
+    found: dict[tuple[tuple[int, ...], bool], Costs] = {((), False): layer_class.whole}
     if layer_class.tensor is not None:
         found[every, False] = layer_class.tensor
     if layer_class.sequence is not None:
@@ -71,11 +71,11 @@ def _changed(base: Costs, alone: list[Costs], peaks_fall: bool) -> Costs:
     )
 
 
-def _collectives(base: Costs, alone: list[Costs]) -> tuple:  # type: ignore[type-arg]
+def _collectives(base: Costs, alone: list[Costs]) -> tuple[CollectiveProfile, ...]:
     """Those of the base, without what each change takes away, and with what each brings."""
     kept_ones = Counter(base.collectives)
-    gone: Counter[object] = Counter()
-    new: Counter[object] = Counter()
+    gone: Counter[CollectiveProfile] = Counter()
+    new: Counter[CollectiveProfile] = Counter()
     for costs in alone:
         there = Counter(costs.collectives)
         gone += kept_ones - there
