@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 Spans = tuple[tuple[int, int], ...]
 """Ranges of places, in ascending order: (first, behind the last)."""
@@ -43,11 +42,13 @@ class Held:
 
     def at(self, dim: int) -> "Held":
         """The same tokens along another dim."""
-        return replace(self, dim=dim)
+        if dim == self.dim:
+            return self
+        return Held(dim, self.length, self.spans, self.before, self.after, self.within)
 
     def same_tokens(self, other: "Held") -> bool:
         """Whether two tensors hold the same, wherever their dims are."""
-        return self.at(0) == other.at(0)
+        return self == other.at(self.dim)
 
 
 @dataclass(frozen=True)
@@ -59,20 +60,21 @@ SHARE = Share()
 
 Mark = Held | Share
 
-_marks = WeakIdKeyDictionary()
+_MARK = "_held_tokens"
+"""Attribute of marked tensors; results of functions do not inherit it."""
 
 
 def mark_of(tensor: object) -> Mark | None:
     """What is known of a tensor; None: it is whole, and the same on every rank."""
-    return _marks.get(tensor) if isinstance(tensor, torch.Tensor) else None
+    return tensor.__dict__.get(_MARK) if isinstance(tensor, torch.Tensor) else None
 
 
 def set_mark(tensor: torch.Tensor, mark: Mark | None) -> torch.Tensor:
     """The tensor, marked; None takes a mark off."""
     if mark is not None:
-        _marks[tensor] = mark
-    elif tensor in _marks:
-        del _marks[tensor]
+        tensor.__dict__[_MARK] = mark
+    else:
+        tensor.__dict__.pop(_MARK, None)
     return tensor
 
 

@@ -11,7 +11,10 @@ from ranks import run_ranks
 from small_models import GLOBAL_BATCH, small_model, small_profile
 from synthetic import cluster
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
+from meshwright.executor import attention_kernels
+from meshwright.executor.attention_kernels import attention_backward, attention_forward
 from meshwright.executor.context_attention import ContextAttention, own_spans
 from meshwright.executor.trainer import parallelize
 from meshwright.executor.verify import VerifyReport, beside_one_process
@@ -85,6 +88,29 @@ def test_attention_of_ranks_is_that_of_one_process(num_ranks: int) -> None:
     assert [(what, gap) for what, gap in differences if gap > 1e-5] == []
 
 
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("form", ["causal", "all", "mask"])
+def test_plain_products_give_what_the_fused_kernel_gives(
+    heads: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    query, grad = torch.randn(2, 4, TOKENS, 8), torch.randn(2, 4, TOKENS, 8)
+    key, value = torch.randn(2, heads, TOKENS, 8), torch.randn(2, heads, TOKENS, 8)
+    mask = torch.rand(2, 1, TOKENS, TOKENS) > 0.7 if form == "mask" else None
+    if mask is not None:
+        mask[:, :, 3] = False  # a query that meets no key at all
+
+    def run() -> tuple[torch.Tensor, ...]:
+        output, lse = attention_forward(query, key, value, mask, form == "causal", 0.3)
+        found = attention_backward(grad, query, key, value, output, lse, mask, form == "causal", 0.3)
+        return output, lse, *found
+
+    fused = run()
+    monkeypatch.setattr(attention_kernels, "_on_cpu_kernel", lambda *_: False)
+
+    torch.testing.assert_close(run(), fused)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_hold_every_token_once(kind: ContextKind) -> None:
     spans = [own_spans(kind, 24, rank, 3) for rank in range(3)]
@@ -127,6 +153,23 @@ def test_a_plan_that_splits_sequences_gives_the_numbers_of_one_process(case: str
     report = beside_one(name, planned(name, chosen, recompute))
 
     assert report.ok, [*report.lines, report.detail]
+
+
+def told_by_step(plan: Plan, length: int) -> str:
+    """What a step says of a batch of that length."""
+    loaded = small_model("llama")
+    trainer = parallelize(loaded.build, plan, torch.optim.AdamW, loaded.loss, device="cpu")
+    batch = tree_map(lambda x: x[:, :length], loaded.batch(GLOBAL_BATCH))
+    try:
+        trainer.step(batch)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_batch_of_another_length_than_planned_is_refused() -> None:
+    for message in run_ranks(told_by_step, 2, planned("llama", shape()), 8):
+        assert "splits sequences of 16 tokens over 2 ranks" in message
 
 
 def losses(plan: Plan, steps: range, folder: Path | None = None, save: bool = False) -> list[float]:
