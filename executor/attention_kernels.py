@@ -112,4 +112,5 @@ def _spread(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 def _gathered(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Gradients of heads that share one of keys or values, added up."""
-    return grad.unflatten(1, (like.shape[1], -1)).sum(2).to(like.dtype)
+    total: torch.Tensor = grad.unflatten(1, (like.shape[1], -1)).sum(2)
+    return total.to(like.dtype)

@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function, once_differentiable
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..planner.plan import ContextKind
 from ..profiler.held_tokens import Held, Spans, joined, taken
 from .attention_kernels import attention_backward, attention_forward
 from .shared_gradients import hand_on_difference
-from .torch_compat import all_gather_single, reduce_scatter_single
+from .torch_compat import all_gather_single, group_of_name, reduce_scatter_single
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -95,7 +94,7 @@ class _Attention(Function):
         with torch._C.DisableTorchFunction():
             query, key, value, output, lse, mask = ctx.saved_tensors
             is_causal, scale, kind, name = ctx.options
-            group = _resolve_process_group(name)
+            group = group_of_name(name)
             backward = _BACKWARDS[kind]
             grads = backward(grad, query, key, value, output, lse, mask, is_causal, scale, group)
             return (*grads, None, None, None, None, None)
@@ -112,11 +111,11 @@ def _forward(
     group: str,
 ) -> list[torch.Tensor]:
     """Output and log-sum-exp; of all-to-all (output, queries, keys, values, output and log-sum-exp of own heads)."""
-    own = _resolve_process_group(group)
+    own = group_of_name(group)
     if kind == "all_to_all":
-        given = [_to_heads(x, own) for x in (query, key, value)]
-        output, lse = attention_forward(*given, _of_own_heads(mask, own), is_causal, scale)
-        return [_to_tokens(output, own), *given, output, lse]
+        query, key, value = (_to_heads(x, own) for x in (query, key, value))
+        output, lse = attention_forward(query, key, value, _of_own_heads(mask, own), is_causal, scale)
+        return [_to_tokens(output, own), query, key, value, output, lse]
     blocks = _passed_on(key, value, own) if kind == "ring" else _gathered(key, value, own)
     merged: _Merged | None = None
     for source, (keys, values) in blocks:
@@ -171,18 +170,16 @@ class _Merged:
 
 
 def _backward_blocks(
+    blocks: Iterator[tuple[int, Pair]],
+    returned: Callable[[int, Pair], None],
     grad: torch.Tensor,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
     mask: torch.Tensor | None,
     is_causal: bool,
     scale: float,
     group: dist.ProcessGroup,
-    blocks: Iterator[tuple[int, Pair]],
-    returned: Callable[[int, Pair], None],
 ) -> torch.Tensor:
     """Gradient of the queries. returned: is given (rank, gradients of its keys and values) as they are found."""
     query_grad = torch.zeros_like(query, dtype=torch.float32)
@@ -231,7 +228,7 @@ def _ring_backward(
             stacked += travelling.pop()()
         travelling.append(_shifted(stacked, group, tag=1))
 
-    query_grad = _backward_blocks(grad, query, key, value, *rest, _passed_on(key, value, group), returned)
+    query_grad = _backward_blocks(_passed_on(key, value, group), returned, grad, query, *rest)
     key_grad, value_grad = own[0]
     others = travelling[0]()
     return query_grad, key_grad + others[0], value_grad + others[1]
@@ -247,7 +244,7 @@ def _gather_backward(
     def returned(source: int, grads: Pair) -> None:
         stacked[source, 0], stacked[source, 1] = grads
 
-    query_grad = _backward_blocks(grad, query, key, value, *rest, _gathered(key, value, group), returned)
+    query_grad = _backward_blocks(_gathered(key, value, group), returned, grad, query, *rest)
     own = torch.empty_like(stacked[0])
     reduce_scatter_single(own.flatten(0, 1), stacked.flatten(0, 2), group=group)
     return query_grad, own[0], own[1]

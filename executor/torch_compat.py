@@ -73,6 +73,12 @@ def detached(x: torch.Tensor) -> torch.Tensor:
         return x.detach()
 
 
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """The process group of that group_name, as an operator can be given it."""
+    found: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    return found
+
+
 def joined_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """One axis of several neighbouring ones; the first call for a mesh makes its process group."""
     return mesh[axes]._flatten("_x_".join(axes))
