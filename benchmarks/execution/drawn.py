@@ -18,7 +18,7 @@ from meshwright.planner.columns import Chain
 from meshwright.planner.layer_cost import CostModel
 from meshwright.planner.plan import AXES, EXECUTABLE_RECOMPUTES, Plan, Recompute
 from meshwright.planner.simulate import ZERO_BUBBLE
-from meshwright.planner.space import Space
+from meshwright.planner.space import Family, Space
 from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
@@ -94,26 +94,31 @@ def profile_of(model: str) -> ModelProfile:
     return cases.profile_of(small(model))
 
 
+@functools.cache
+def _space(model: str, num_devices: int, hosts: int) -> tuple[Space, list[Family], CostModel]:
+    """The planner's space for a model on so many ranks, its families, and what layers cost in it."""
+    profile = profile_of(model)
+    machines = cluster_of(load_device("h100-80gb"), num_devices, num_devices // hosts)
+    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32")
+    space = Space(profile, machines, training, Pins())
+    return space, list(space.families()), CostModel(profile, machines, training)
+
+
 @st.composite
-def plans(draw: Callable[[st.SearchStrategy[Any]], Any], profile: ModelProfile, num_devices: int) -> Plan:
+def plans(draw: Callable[[st.SearchStrategy[Any]], Any], model: str, num_devices: int) -> Plan:
     """A plan of a model for so many ranks, on one host or two, in fp32."""
 
     def pick(choices: list[Any]) -> Any:
         return draw(st.sampled_from(choices))
 
-    hosts = pick([1, 2])
-    machines = cluster_of(load_device("h100-80gb"), num_devices, num_devices // hosts)
-    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32")
-    space = Space(profile, machines, training, Pins())
-    families = list(space.families())
-    degrees = pick(sorted({(f.tensor, f.pipeline) for f in families}))
-    families = [f for f in families if (f.tensor, f.pipeline) == degrees]
+    space, families, costs = _space(model, num_devices, pick([1, 2]))
+    degrees = pick(sorted({(f.tensor, f.pipeline, f.context, f.expert) for f in families}))
+    families = [f for f in families if (f.tensor, f.pipeline, f.context, f.expert) == degrees]
     schedule = pick(sorted({f.schedule for f in families}))
     family = pick([f for f in families if f.schedule == schedule])
     shape = pick(list(space.shapes(family)))
-    costs = CostModel(profile, machines, training)
-    plan = make_plan(profile, machines, training, shape, _stages(pick, costs, shape))
-    assert check(plan, profile) == [], plan
+    plan = make_plan(space.profile, space.cluster, space.training, shape, _stages(pick, costs, shape))
+    assert check(plan, space.profile) == [], plan
     return plan
 
 
@@ -151,7 +156,7 @@ def draw(model: str, num_devices: int, count: int, number: int = 0) -> list[Draw
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(plans(profile_of(model), num_devices))
+    @given(plans(model, num_devices))
     def note(plan: Plan) -> None:
         shape = shape_of(plan)
         found[(*shape.layout, shape.gradient_sync, shape.reshard)] = plan
