@@ -468,7 +468,7 @@ class StagePrices:
     def _weight_bounds(self, in_flight: int) -> Floats:
         """[composition] -> weight that its options have at least: memory at a price, the best of the prices where two
         options of a run tie, for every pass."""
-        bounds = self.chain.counts @ np.array([min(row) for row in self._weights])
+        bounds: Floats = self.chain.counts @ np.array([min(row) for row in self._weights])
         weights = [np.array(row) for row in self._weights]
         for one, (room, _) in zip(self._passes_of(in_flight), self._rooms(in_flight), strict=True):
             spare = room - np.array([row.min() for row in one.ending])[self.chain.last_runs]
