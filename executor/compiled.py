@@ -70,7 +70,7 @@ def compile_layers(model: nn.Module, layers: list[LayerPlan], backend: str) -> l
                 if inner is not module:
                     _leave_hooks(inner)
             forward = CompiledForward(module.forward, backend)
-            module.forward = forward  # type: ignore[assignment]
+            module.forward = forward
             made.append(forward)
     return made
 

@@ -318,14 +318,13 @@ def offloaded(explorer: Explorer, pins: Pins) -> Offloaded | None:
     micro-batches of the fastest of these; None if none fits, or if there is no state."""
     if explorer.training.state_bytes == 0:
         return None
-    lean = []
+    lean: list[tuple[float, int, Shape]] = []
     for shape in (replace(each, offload_optimizer=True) for each in _frugal_shapes(explorer, pins)):
         stages = _even_stages(explorer, shape, pins)
-        found = estimate(
-            make_plan(explorer.profile, explorer.cluster, explorer.training, shape, stages), explorer.profile
-        )
-        if found.fits:
-            lean.append((found.step_time_s, len(lean), shape))
+        plan = make_plan(explorer.profile, explorer.cluster, explorer.training, shape, stages)
+        priced = estimate(plan, explorer.profile)
+        if priced.fits:
+            lean.append((priced.step_time_s, len(lean), shape))
     fastest = [shape for _, _, shape in sorted(lean)[:OFFLOADED_TRIED]]
     solved = [found for found in (_solved(explorer, shape, pins) for shape in fastest) if found is not None]
     if not solved:

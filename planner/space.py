@@ -162,7 +162,7 @@ class Space:
         self._context_is_free = _context_is_free(pins)
         self._places: dict[tuple[int, int], int] = {}
         self._numbers: dict[tuple[Group | int, ...], int] = {}
-        self._known_passes: dict[tuple[int, int], _Passes] = {}
+        self._known_passes: dict[tuple[int, int, int], _Passes] = {}
         self._known_placed: dict[tuple[int, int, int, int, int], tuple[_Placed, ...]] = {}
         self._known_orders: dict[tuple[object, ...], tuple[Placing, ...]] = {}
         self._known_leaves: dict[tuple[object, ...], Number] = {}

@@ -114,7 +114,7 @@ class TensorRank:
             module = self._modules[name]
             if getattr(module, "padding_idx", None) is not None:
                 undo.callback(setattr, module, "padding_idx", module.padding_idx)
-                module.padding_idx = None
+                setattr(module, "padding_idx", None)  # noqa: B010
 
     def _dims_of(self, cut: TensorCut, name: str, module: nn.Module) -> dict[str, int]:
         prefix = name + "." if name else ""
@@ -144,8 +144,7 @@ class TensorRank:
             if cut.kind == "head":
                 undo.callback(module.register_forward_hook(self._gather_output).remove)
         for name in () if gathered_outside else cut.entries:
-            hook = self._entry_output(name)
-            undo.callback(self._modules[name].register_forward_hook(hook).remove)
+            undo.callback(self._modules[name].register_forward_hook(self._entry_output(name)).remove)
         for name in cut.rows:
             undo.callback(self._modules[name].register_forward_hook(self._reduce_output).remove)
 

@@ -25,8 +25,11 @@ def sequence_problem(
     banks = tuple(
         f"{name}." for name, bank in whole.experts.items() if bank.called == "routed"
     )  # each token goes through alone
-    runs = ([op for op in forward_ops(seen) if not f"{op.module}.".startswith(banks)] for seen in (whole, cut))
-    return reduction_problem(*runs, rows)
+
+    def outside_banks(seen: Observation) -> list[Op]:
+        return [op for op in forward_ops(seen) if not f"{op.module}.".startswith(banks)]
+
+    return reduction_problem(outside_banks(whole), outside_banks(cut), rows)
 
 
 def forward_ops(seen: Observation) -> list[Op]:
