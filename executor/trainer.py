@@ -210,9 +210,9 @@ class Trainer:
             self._gradients.clip(self._max_grad_norm, norm.nan_to_num(0.0, posinf=0.0))
         self.optimizer.step()
         before, self._largest = self._largest, largest_elements(self._local_parameters())
-        found_loss, squared_norm, num_spoiled = totals.tolist()
+        found_loss, squared_norm, spoiled = totals.tolist()
         found_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
-        if num_spoiled and before is not None:
+        if not math.isfinite(spoiled) and before is not None:
             raise_spoiled(self.mesh, step - 1, list(self._applied.parameters()), before)
         if not (math.isfinite(found_loss) and math.isfinite(found_norm)):
             parameters = self._applied.parameters()
@@ -388,21 +388,22 @@ class Trainer:
         return self._replicas.no_sync() if self._replicas is not None and not now else nullcontext()
 
     def _totals(self, losses: list[torch.Tensor], scales: list[float]) -> torch.Tensor:
-        """[loss, squared gradient norm, parameters that the last step left not finite] of the whole job, with one small
-        all-reduce."""
+        """[loss, squared gradient norm, what is finite unless the last step left parameters that are not] of the whole
+        job, with one small all-reduce."""
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.coordinates["tensor"] == 0:  # on earlier stages there are no losses
             for found, scale in zip(losses, scales, strict=False):
                 loss += found.double() * scale / (self.data_size * self.plan.degrees.context)
-        totals = torch.stack([loss, self._gradients.squared_norm(), self._num_spoiled()])
+        totals = torch.stack([loss, self._gradients.squared_norm(), self._spoiled()])
         if self.mesh.device_mesh is not None:
             dist.all_reduce(totals)
         return totals
 
-    def _num_spoiled(self) -> torch.Tensor:
+    def _spoiled(self) -> torch.Tensor:
+        """0, or NaN if a parameter of this rank is not finite."""
         if self._largest is None:
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        return (~torch.isfinite(self._largest)).sum().double()
+        return (self._largest * 0.0).sum().double()
 
     def _local_parameters(self) -> list[torch.Tensor]:
         parameters = (p.detach() for p in self._applied.parameters().values())
@@ -410,10 +411,10 @@ class Trainer:
 
     def _check_parameters(self) -> None:
         """Raise NonFiniteError on every rank if parameters are not finite; what was just trained was not looked at."""
-        count = self._num_spoiled()
+        spoiled = self._spoiled()
         if self.mesh.device_mesh is not None:
-            dist.all_reduce(count)
-        if count.item() and self._largest is not None:
+            dist.all_reduce(spoiled)
+        if not math.isfinite(spoiled.item()) and self._largest is not None:
             raise_spoiled(self.mesh, self.progress.steps, list(self._applied.parameters()), self._largest)
 
     def _gathered(self, tensors: dict[str, torch.Tensor], buffers: bool) -> dict[str, torch.Tensor]:
