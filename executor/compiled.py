@@ -8,9 +8,7 @@ from torch import nn
 
 from ..planner.plan import LayerPlan, Plan
 from ..planner.simulate import ZERO_BUBBLE
-
-COMPILING_SOFTWARE = "fsdp2-compile"
-"""The training stack whose predictions are of compiled layers."""
+from ..planner.software import COMPILING
 
 
 class CompiledForward:
@@ -38,7 +36,7 @@ def backend_of(compile: bool | str | None, plan: Plan) -> str | None:
     compile: as parallelize takes it. Raises ValueError where the plan cannot run compiled layers.
     """
     if compile is None:
-        compile = plan.training.software == COMPILING_SOFTWARE
+        compile = plan.training.software == COMPILING
     if compile is False:
         return None
     if plan.schedule in ZERO_BUBBLE:

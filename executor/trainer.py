@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, default_collate
 
+from ..planner.not_run import not_run
 from ..planner.plan import Plan, load_plan
 from ..planner.sharding import shard_dim
 from ..profiler.load import split_inputs
@@ -90,9 +91,16 @@ def parallelize(
         (`plan ... --software fsdp2-compile`).
 
     Runs under torchrun, or without any launcher if the plan is for one device. Raises ValueError, before anything is
-    sent, if the job has not as many ranks as the plan, or the model is not the one that was planned.
+    sent, if the job has not as many ranks as the plan, the model is not the one that was planned, or the executor does
+    not run all of the plan.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(Path(plan))
+    priced_only = not_run(plan)
+    if priced_only:
+        raise ValueError(
+            f"the plan has {', '.join(priced_only)}, which is priced, not run yet: plan again without --space full and "
+            "without --pin of these"
+        )
     check_world_size(plan)
     backend = backend_of(compile, plan)
     whole = build_on_meta(model_fn, plan)

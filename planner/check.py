@@ -17,6 +17,7 @@ from .strategy import (
     sequence_rule,
     shape_of,
     sharding_rule,
+    zero_bubble_rule,
 )
 
 
@@ -131,6 +132,8 @@ def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
     degrees = plan.degrees
     rules.append(context_rule(profile, degrees.context, degrees.tensor, plan.context_kind))
     rules.append(expert_rule(profile, degrees.expert, plan.sequence_parallel))
+    if plan.schedule in ZERO_BUBBLE:
+        rules.append(zero_bubble_rule(profile, plan.training))
     planned = (layer for stage in plan.stages for layer in stage.layers)
     for layer, seen in zip(planned, profile.layers, strict=False):
         if layer.recompute != "none" and not can_recompute(profile, seen):

@@ -24,6 +24,7 @@ from .plan import (
     Schedule,
 )
 from .simulate import ZERO_BUBBLE, is_chunked
+from .software import COMPILING
 from .strategy import (
     Cuts,
     Pins,
@@ -37,6 +38,7 @@ from .strategy import (
     sequence_rule,
     sharding_rule,
     tensor_rule,
+    zero_bubble_rule,
 )
 from .training import TrainingSpec
 from .unequal import have_own, kind_orders
@@ -154,7 +156,8 @@ class Space:
         self._most_stages = len(legal_cuts(profile)) + 1
         self._sharding_rule = sharding_rule(profile, training.precision)
         self._expert_rule = functools.cache(functools.partial(expert_rule, profile))
-        self._kinds = _context_kinds(profile, pins)
+        self._zero_bubble_rule = zero_bubble_rule(profile, training)
+        self._kinds = _context_kinds(profile, training, pins)
         self._device_kinds = cluster.kinds
         self._spreads_experts = (pins.expert or 1) > 1 or (
             has_experts(profile) and (EXECUTES_EXPERTS or pins.everything)
@@ -327,7 +330,9 @@ class Space:
             return "interleaved and zero-bubble schedules are cut for equal devices, these are of several kinds"
         if schedule in ZERO_BUBBLE and self.pins.recompute not in (None, "none"):
             return "zero-bubble schedules run without recompute"
-        return None
+        if schedule in ZERO_BUBBLE and self.training.software == COMPILING and not self.pins.everything:
+            return "zero-bubble schedules do a layer's backward in two parts, which a compiled layer does in one"
+        return self._zero_bubble_rule if schedule in ZERO_BUBBLE else None
 
     def _leaves(self, split: Split) -> Number:
         """Shapes below one family of a split."""
@@ -469,14 +474,14 @@ def _times(pairs: Number, leaves: Number) -> int:
     return pairs[0] * leaves[0] + pairs[1] * leaves[1]
 
 
-def _context_kinds(profile: ModelProfile, pins: Pins) -> tuple[ContextKind, ...]:
+def _context_kinds(profile: ModelProfile, training: TrainingSpec, pins: Pins) -> tuple[ContextKind, ...]:
     """Kinds of context parallelism in the space: what the executor runs, all if asked for everything, and what is
     asked for by name or by degree. None where a model has no use for it, unless it is asked for."""
     asked = (pins.context or 1) > 1
     if not (asked or has_sequence_attention(profile)):
         return ()
     allowed: tuple[ContextKind, ...] = tuple(k for k in get_args(ContextKind) if pins.allows("context_kind", k))
-    run = tuple(kind for kind in allowed if kind in EXECUTABLE_CONTEXTS)
+    run = () if training.software == COMPILING else tuple(kind for kind in allowed if kind in EXECUTABLE_CONTEXTS)
     if pins.everything or pins.context_kind is not None or (asked and not run):
         return allowed
     return run

@@ -441,6 +441,15 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
     return None
 
 
+def zero_bubble_rule(profile: ModelProfile, training: TrainingSpec) -> str | None:
+    """The rule that excludes zero-bubble schedules, or None if they are legal: gradients of weights that several layers
+    read come at several times then, and fully_shard finds some in fp32 and some in bf16 (seen in torch 2.13)."""
+    names = [name for layer in profile.layers for name in set(layer.parameters)]
+    if training.is_mixed and len(set(names)) < len(names):
+        return "zero-bubble schedules run layers that share weights in fp32 only"
+    return None
+
+
 def can_recompute(profile: ModelProfile, layer: LayerProfile) -> bool:
     """Whether a layer's forward can be repeated: it is one module, and still finds what it was given."""
     is_one_module = layer.root != "" and layer.modules == (layer.root,)

@@ -302,3 +302,10 @@ def test_large_models_must_initialise_everything() -> None:
 
     with pytest.raises(ValueError, match="weight gets no numbers"):
         initial_values(Empty, is_large=True, seed=0).parameter("weight")
+
+
+def test_a_plan_that_is_only_priced_is_refused_in_a_sentence(make: Callable[..., Plan]) -> None:
+    offloaded = make().model_copy(update={"offload_optimizer": True})
+
+    with pytest.raises(ValueError, match="offload to the host, which is priced, not run yet: plan again without"):
+        parallelize(lambda: torch.nn.Linear(2, 2), offloaded, sgd)

@@ -21,7 +21,7 @@ from meshwright.planner.not_run import not_run
 from meshwright.planner.plan import AXES, EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Axis, ContextKind, Plan
 from meshwright.planner.search import pins_of, search
 from meshwright.planner.setups import parse_setup
-from meshwright.planner.simulate import is_chunked
+from meshwright.planner.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.space import Space
 from meshwright.planner.strategy import (
     LayerOption,
@@ -398,3 +398,30 @@ def test_the_question_of_long_sequences_prices_context_ranks() -> None:
     assert step.yes
     assert "With context=2 it (" in step.verdict
     assert "CP 2" in step.verdict
+
+
+def schedules_of(model: ModelProfile, **job: object) -> set[str]:
+    training = TrainingSpec.model_validate({"global_batch": 16, **job})
+    return {family.schedule for family in Space(model, cluster(1, 4), training, Pins()).families()}
+
+
+def test_compiled_layers_come_without_zero_bubbles_and_context_ranks() -> None:
+    model, *_ = wide_instance(3)
+    training = TrainingSpec(global_batch=16, software="fsdp2-compile")
+
+    families = list(Space(model, cluster(1, 4), training, Pins()).families())
+
+    assert {family.context for family in families} == {1}
+    assert not {family.schedule for family in families} & set(ZERO_BUBBLE)
+    assert "zb-h1" in schedules_of(model)
+
+
+def test_layers_that_share_weights_run_zero_bubbles_in_fp32_only() -> None:
+    model, *_ = wide_instance(3)
+    last = model.layers[-1]
+    again = last.model_copy(update={"name": "again"})
+    shared = model.model_copy(update={"layers": (*model.layers, again)})
+
+    assert "zb-h1" in schedules_of(shared, precision="fp32")
+    assert "1f1b" in schedules_of(shared, precision="bf16")
+    assert not schedules_of(shared, precision="bf16") & set(ZERO_BUBBLE)
