@@ -173,7 +173,7 @@ def _shared_inputs(cuts: Sequence[TensorCut], region: "_Region", sliced: bool) -
         if sliced and cut.gather:
             shared[cut.name] = SharedInput(as_it_is)
             continue
-        read = set(cut.inputs.values()) - {""}
+        read = {tensor for column, tensor in cut.inputs.items() if not cut.has_entered(column)}
         same = [group for group in groups if group[1] & read]
         groups = [group for group in groups if group not in same]
         names = [name for members, _ in same for name in members]
@@ -207,7 +207,7 @@ def _replace_forwards(
         elif cut.kind == "table":
             module.forward = table_forward(module, region.group)
         else:
-            enter = as_it_is if cut.inputs.get(name) == "" else shared
+            enter = as_it_is if cut.has_entered(name) else shared
             forward = column_forward(module, enter)
             module.forward = gathered_forward(forward, shared, region.group) if cut.kind == "head" else forward
     for name in () if around else cut.entries:

@@ -179,6 +179,10 @@ class TensorCut(_Document):
         """What tells the cuts of a class apart."""
         return f"{self.kind}:{(self.rows or self.columns)[0]}"
 
+    def has_entered(self, column: str) -> bool:
+        """Whether what a column reads has entered already. (A column that is the layer's root is named '', too.)"""
+        return bool(self.entries) and self.inputs.get(column) == ""
+
 
 class Experts(_Document):
     """A bank of experts in one module: parameters stacked over experts, each token run through a few of them."""

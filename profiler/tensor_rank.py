@@ -138,7 +138,7 @@ class TensorRank:
             if cut.kind == "table":
                 undo.callback(module.register_forward_hook(self._gather_output).remove)
                 continue
-            if not gathered_outside and cut.inputs.get(name, name):
+            if not gathered_outside and not cut.has_entered(name):
                 hook = self._column_input(cut.inputs.get(name, name))
                 undo.callback(module.register_forward_pre_hook(hook).remove)
             if cut.kind == "head":
