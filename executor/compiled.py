@@ -62,6 +62,8 @@ def compile_layers(model: nn.Module, layers: list[LayerPlan], backend: str) -> l
             continue
         for name in layer.modules:
             module = model.get_submodule(name)
+            if "forward" in module.__dict__:  # a layer that is one cut module: nothing is left to compile
+                continue
             for inner in module.modules():
                 if "forward" in inner.__dict__:
                     inner.forward = torch.compiler.disable(inner.forward)

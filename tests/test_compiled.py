@@ -81,7 +81,7 @@ def test_compiled_layers_give_the_numbers_of_eager_ones(
 ) -> None:
     found, num_graphs = run_ranks(_two_steps, 2, plan_of(profile, option, **degrees), "aot_eager", timeout=200)[0]
 
-    assert num_graphs > 0
+    assert (num_graphs > 0) == ("tensor" not in degrees)  # a cut module breaks the loop of a Sequential, which is eager
     assert_same(found, eager())
 
 

@@ -466,11 +466,6 @@ def test_an_unknown_variant_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "offload", "told"),
     [
-        (
-            {"context": 4, "data_shard": 2},
-            False,
-            "priced, not run yet: context parallelism (context=4, ring); the executor runs",
-        ),
         ({"offload_optimizer": True}, False, "priced, not run yet: offload to the host"),
         ({}, True, "priced, not run yet: offload to the host"),
         ({"recompute_parts": ("experts",)}, False, "priced, not run yet: recompute_parts"),
