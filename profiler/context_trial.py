@@ -1,21 +1,27 @@
 """Does a model run on a part of its sequence, as ranks of context parallelism have it? Tried on fake tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map
 
 from .fake import FakeModel
-from .held_tokens import Held, mark_of
+from .held_tokens import Held, mark_of, own_shape, set_mark
+from .model_profile import LayerProfile
 from .token_slices import TokenSlices, run_token_by_token
 
 _RANKS = 2
 
 
-def context_problem(fake: FakeModel, banks: Iterable[str]) -> str:
-    """Why it does not, in a few words; '' if it does, or has no sequence. banks: modules that are banks of experts."""
+def context_problem(fake: FakeModel, banks: Iterable[str], layers: Iterable[LayerProfile]) -> str:
+    """Why it does not, in a few words; '' if it does, or has no sequence. banks: modules that are banks of experts.
+
+    layers: of the chain. Of those of one class that are given alike tensors the first one runs.
+    """
     length = fake.loaded.seq_len
     if length is None:
         return ""
@@ -29,6 +35,12 @@ def context_problem(fake: FakeModel, banks: Iterable[str]) -> str:
             for name in banks:
                 module = fake.module.get_submodule(name)
                 stack.enter_context(patch.object(module, "forward", partial(run_token_by_token, module.forward)))
+            known: dict[Hashable, Any] = {}
+            for layer in layers:
+                if layer.root and layer.modules == (layer.root,):
+                    module = fake.module.get_submodule(layer.root)
+                    once = partial(_run_once, module.forward, known, layer.layer_class)
+                    stack.enter_context(patch.object(module, "forward", once))
             stack.enter_context(fake.running())
             stack.enter_context(tokens)
             loss = fake.loss(batch)
@@ -37,6 +49,35 @@ def context_problem(fake: FakeModel, banks: Iterable[str]) -> str:
     if not tokens.started:
         return "no ids of its sequence are looked up in a table, and no features of it meet a weight"
     return "its loss is not a mean over tokens" if isinstance(mark_of(loss), Held) else ""
+
+
+def _run_once(
+    forward: Callable[..., Any], known: dict[Hashable, Any], layer_class: int, *args: Any, **kwargs: Any
+) -> Any:
+    """What a layer returns, or one that is alike and was given alike tensors."""
+    leaves, spec = tree_flatten((args, kwargs))
+    if not all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in leaves):
+        return forward(*args, **kwargs)
+    key = layer_class, str(spec), tuple(_outside(leaf) for leaf in leaves)
+    if key not in known:
+        known[key] = forward(*args, **kwargs)
+        return known[key]
+    return tree_map(_like, known[key])
+
+
+def _outside(leaf: Any) -> Hashable:
+    """What tells one argument of a layer from another."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf
+    return tuple(own_shape(leaf)), leaf.dtype, leaf.requires_grad, mark_of(leaf)
+
+
+def _like(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with torch._C.DisableTorchFunction():
+        made = torch.empty_like(leaf).requires_grad_(leaf.requires_grad)
+    return set_mark(made, mark_of(leaf))
 
 
 def rehearsed_attention(

@@ -125,7 +125,9 @@ def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: P
     found = _found_cuts(fake, chain, sizes, firsts)
     problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
     profile = _profile_at(fake, chain, sizes, found, problem, notes, progress)
-    profile = profile.model_copy(update={"context_problem": context_problem(fake, profile.expert_modules)})
+    profile = profile.model_copy(
+        update={"context_problem": context_problem(fake, profile.expert_modules, profile.layers)}
+    )
     if not lengths or loaded.seq_len is None or loaded.seq_len < _SHORTEST:
         return profile
     others = []
