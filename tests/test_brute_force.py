@@ -27,6 +27,7 @@ def test_all_ways_to_the_optimum_agree(asked: Instance) -> None:
     assert found.agrees, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [78])
 def test_what_the_command_once_found_stays_mended(seed: int) -> None:
     """78: tensor ranks on two hosts, whose network is faster than the links inside, had been bounded as neighbours."""
