@@ -390,7 +390,7 @@ def out_of_memory_message(plan: Plan, rank: int, num_elements: int, held: Held) 
     account = ", ".join(f"{name} {found[name] / GIB:.2f} ({predicted[name] / GIB:.2f})" for name in predicted)
     advice = {
         "parameters": "shard them over more ranks: plan again with more GPUs, or --pin data_shard=...",
-        "gradients": "shard them over more ranks, or reduce them in every micro-batch: --pin gradient_sync=every",
+        "gradients": "shard them over more ranks: plan again with more GPUs, --pin data_shard=... or more stages",
         "optimizer": f"the plan is for {training.optimizer}: give that optimizer, one with less state, or plan again",
         "activations and gathered copies": "plan again with --pin recompute=full, a smaller --pin micro_batch=..., or "
         "a larger --memory-margin",

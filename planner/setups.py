@@ -43,6 +43,11 @@ _SPELLING = (
     "rank), sp=on|off (sequence parallel), cp=2 (context), cp_kind=ring|all_to_all|all_gather, ep=8 (expert); or "
     "megatron, torchtitan, deepspeed-zero1|2|3, or a plan.json"
 )
+_PINS = (
+    "data_replicate=2, data_shard=4, tensor=4, context=2, context_kind=ring|all_to_all|all_gather, expert=8, "
+    "pipeline=2, virtual_stages=2, micro_batch=2, sequence=on|off|8, recompute=none|attention|selective|full, "
+    "schedule=none|gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-v"
+)
 _RECOMPUTES: dict[str, Recompute] = {name: name for name in get_args(Recompute)}
 _SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule) if name != "none"}
 _CONTEXT_KINDS: dict[str, ContextKind] = {
@@ -168,7 +173,7 @@ def parse_pins(texts: tuple[str, ...] | list[str], flag: str = "--pin") -> dict[
     pins: dict[str, int | str | bool] = {}
     for text in texts:
         where = f"{flag} {text!r}"
-        for name, value in _read_words(text, where).items():
+        for name, value in _read_words(text, where, _PINS).items():
             if name in _DEGREES:
                 pins[name] = _whole_number(value, name, where)
             elif name == "recompute":
@@ -196,15 +201,16 @@ def parse_limits(text: str) -> dict[str, int]:
     """
     where = f"--max {text!r}"
     limits = {}
-    for name, value in _read_words(text, where).items():
+    for name, value in _read_words(text, where, ", ".join(f"{name}=8" for name in _DEGREES)).items():
         if name not in _DEGREES:
             raise ValueError(f"{where}: {name} has no largest value; {', '.join(_DEGREES)} have, as in --max tensor=8")
         limits[name] = _whole_number(value, name, where)
     return limits
 
 
-def _read_words(text: str, where: str) -> dict[str, str]:
-    """Canonical name -> value; "ddp", "fsdp" and "hsdp" without a value become "kind"."""
+def _read_words(text: str, where: str, spelling: str = _SPELLING) -> dict[str, str]:
+    """Canonical name -> value; "ddp", "fsdp" and "hsdp" without a value become "kind". spelling: what may be
+    written."""
     words: dict[str, str] = {}
     for word in _SEPARATORS.split(text.strip()):
         name, mark, value = word.lower().partition("=" if "=" in word else ":")
@@ -214,7 +220,9 @@ def _read_words(text: str, where: str) -> dict[str, str]:
         elif name in _KEYS and value:
             key = _KEYS[name]
         else:
-            raise ValueError(f"{where}: cannot read {word!r}; write {_SPELLING}")
+            near = difflib.get_close_matches(name, _KEYS, n=1) if value else []
+            meant = f" (is it {near[0]}={value}?)" if near else ""
+            raise ValueError(f"{where}: cannot read {word!r}{meant}; write {spelling}")
         if words.get(key, value) != value:
             raise ValueError(f"{where}: says {key} twice, {words[key]} and {value}; keep one")
         words[key] = value

@@ -248,3 +248,14 @@ def test_long_sequences_are_split_before_the_layers_are_once_that_runs(
     assert [pipeline for _, pipeline in attempts[: len(asked)]] == [1] * len(asked)
     for pins in megatron.attempts:
         assert (pins.data_shard or 1) * (pins.tensor or 1) * (pins.pipeline or 1) * (pins.context or 1) == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("contxt=2", "is it context=2?"), ("tensr=2", "is it tensor=2?"), ("colour=red", "; write data_replicate=2, ")],
+)
+def test_a_pin_that_cannot_be_read_is_told_what_pins_there_are(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)) as refused:
+        parse_pins([text])
+
+    assert "megatron" not in str(refused.value)  # which is a set-up, and no pin
