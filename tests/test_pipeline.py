@@ -271,16 +271,16 @@ def test_zero_bubbles_find_parameters_that_no_input_leads_to() -> None:
     check_equal_to_one_process(load("beside"), plan_with("beside", [1, 1], "zb-h1", 3))
 
 
-@pytest.mark.parametrize(("name", "cut"), [("beside", [1, 1]), ("t5", [3])])
-def test_torchs_own_split_of_the_backward_gives_wrong_gradients(
-    name: str, cut: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that ours can go when torch's is mended: what LeanPipelineStage and _without_overlap are for."""
+def test_torchs_own_split_of_the_backward_gives_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that ours can go when torch's is mended: what LeanPipelineStage is for.
+
+    What _without_overlap is for has no test of this kind: whether torch's groups of T5's parameters overlap follows
+    the order of a set of nodes, so that torch's gradients are right in about one process of seven.
+    """
     monkeypatch.setattr(torch_compat.LeanPipelineStage, "_backward_past_inputs", lambda *_: None)
-    monkeypatch.setattr(torch_compat, "_without_overlap", lambda groups: groups)
 
     with pytest.raises(AssertionError):
-        check_equal_to_one_process(load(name), plan_with(name, cut, "zb-h1", 3))
+        check_equal_to_one_process(load("beside"), plan_with("beside", [1, 1], "zb-h1", 3))
 
 
 def frozen(loaded: LoadedModel) -> LoadedModel:

@@ -91,12 +91,13 @@ def test_numbers_are_those_of_a_run_without_telemetry(profile: ModelProfile, tmp
 
 
 def _late(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds on the axes where rank 0 comes 0.3 s late to one of two all-reduces; and where nothing is sent."""
+    """Seconds on the axes where rank 0 comes 1 s late to one of two all-reduces; and where nothing is sent."""
     trainer = parallelize(TiedNet, plan, adamw, loss=loss)
     clock = CommunicationClock(trainer.mesh)
+    dist.barrier()  # or a rank that is later than rank 0 hides its second
     clock.start()
     if dist.get_rank() == 0:
-        time.sleep(0.3)
+        time.sleep(1.0)
     dist.all_reduce(torch.ones(4), group=trainer.mesh.group("tensor"))
     work = dist.all_reduce(torch.ones(4), group=trainer.mesh.group("data_shard"), async_op=True)
     assert work is not None
@@ -111,9 +112,9 @@ def _late(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
 def test_waiting_for_a_late_rank_counts_on_the_axis_that_waits(profile: ModelProfile) -> None:
     ranks = run_ranks(_late, 4, plan_of(profile, shard=2, tensor=2))
 
-    beside = next(found for rank, (found, _) in enumerate(ranks) if rank > 0 and found["tensor"] > 0.25)
-    assert ranks[0][0]["tensor"] < 0.25
-    assert beside["tensor"] == pytest.approx(0.3, abs=0.25)
+    beside = max(found["tensor"] for found, _ in ranks[1:])
+    assert beside == pytest.approx(1.0, abs=0.4)
+    assert ranks[0][0]["tensor"] < 0.4
     assert all(nothing == {} for _, nothing in ranks)
 
 
