@@ -9,6 +9,11 @@ import typer
 from ..planner.training import Objective
 
 
+def new_app() -> typer.Typer:
+    """An empty command; what it raises is shown by cli.main."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
 class Precision(StrEnum):
     """What our executor computes in."""
 
@@ -39,6 +44,13 @@ Model = Annotated[
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json", show_default=False)]
+ModelOfPlan = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="MODEL", help="model or profile.json, if it is not where the plan says", show_default=False
+    ),
+]
+PlanOutput = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the plan goes")]
 Gpus = Annotated[
     str | None,
     typer.Option("--gpus", "-g", metavar="N", help="number of GPUs (default: those that are here)", show_default=False),

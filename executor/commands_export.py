@@ -1,8 +1,6 @@
 """The commands `plan export` (a plan for another framework) and `plan check` (another framework's set-up, priced)."""
 
 import json
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +11,11 @@ from ..planner.export_options import NAMES, TARGETS
 from ..planner.software import load_software
 from ..planner.training import TrainingSpec
 from ..profiler.units import format_bytes, format_seconds
+from . import cli_inputs as inputs
 from . import cli_options as options
 from . import terminal
+from .cli_answers import DOES_NOT_FIT, at_work
+from .documents import check_document
 
 if TYPE_CHECKING:
     from ..planner.imports import Imported, Layout
@@ -22,11 +23,7 @@ if TYPE_CHECKING:
     from ..profiler.cluster import ClusterSpec
     from ..profiler.model_profile import ModelProfile
 
-_DOES_NOT_FIT = 3
-
-export_app, check_app = (
-    typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich") for _ in range(2)
-)
+export_app, check_app = (options.new_app() for _ in range(2))
 
 
 @export_app.command()
@@ -103,7 +100,6 @@ def _check_command(
     Both are priced for the same training stack, global batch and precision. Exit code 3: the set-up does not fit.
     """
     from ..planner.imports import imported
-    from . import cli
 
     settings = {"megatron": megatron, "torchtitan": torchtitan, "accelerate": accelerate, "deepspeed": deepspeed}
     given = [name for name, value in settings.items() if value is not None]
@@ -112,14 +108,14 @@ def _check_command(
             "give one of --megatron-args, --torchtitan-args, --accelerate and --deepspeed; for example "
             '--megatron-args "--tensor-model-parallel-size 8 --micro-batch-size 1"'
         )
-    cli._check_output(output, "meshwright-plan")
-    machine = cli.read_cluster(gpus, device, gpus_per_node, cluster)
-    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=as_json) as waiting:
-        profile, _ = cli.read_model(model, None, waiting, not no_cache)
+    check_document(output, "meshwright-plan")
+    machine = inputs.read_cluster(gpus, device, gpus_per_node, cluster)
+    with at_work(as_json) as waiting:
+        profile, _ = inputs.read_model(model, None, waiting, not no_cache)
         layout = _read(given[0], str(settings[given[0]]), machine.num_devices, profile)
         if layout.seq_len is not None and layout.seq_len != profile.seq_len:
             waiting(f"the model at {layout.seq_len} tokens per sample")
-            profile, _ = cli.read_model(model, layout.seq_len, waiting, not no_cache)
+            profile, _ = inputs.read_model(model, layout.seq_len, waiting, not no_cache)
         training, assumptions = _training(layout, profile, machine, global_batch, software)
         found = imported(layout, profile, machine, training)
         if output is not None:
@@ -131,7 +127,7 @@ def _check_command(
     else:
         _print(terminal.make_console(), layout, found, result, candidates, assumptions, output)
     if not found.estimate.fits:
-        raise SystemExit(_DOES_NOT_FIT)
+        raise SystemExit(DOES_NOT_FIT)
 
 
 def _read(target: str, value: str, num_devices: int, profile: "ModelProfile") -> "Layout":
@@ -155,14 +151,13 @@ def _training(
     software: str | None,
 ) -> tuple[TrainingSpec, list[str]]:
     """(the job that the settings say, what is assumed about the rest)."""
-    from . import cli
 
     if None not in (global_batch, layout.global_batch) and global_batch != layout.global_batch:
         raise ValueError(
             f"--global-batch {global_batch}, but the settings say {layout.global_batch}: leave out --global-batch"
         )
     stack = load_software(software or layout.software).name
-    training, assumptions = cli.read_training(
+    training, assumptions = inputs.read_training(
         profile,
         machine,
         layout.global_batch or global_batch,

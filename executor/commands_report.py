@@ -1,8 +1,6 @@
 """The commands `plan report` (one HTML file, a trace) and `plan diff` (two plans)."""
 
 import json
-import sys
-from contextlib import redirect_stdout
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -10,32 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..planner.plan import Plan
+from . import cli_inputs as inputs
+from . import cli_options as options
 from . import terminal
+from .cli_answers import at_work
 from .output_files import check_replaceable, check_writable
 
 if TYPE_CHECKING:
-    from ..profiler.model_profile import ModelProfile
     from .run_report import RunTable
 
-report_app, diff_app = (
-    typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich") for _ in range(2)
-)
-
-_PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json", show_default=False)]
-_Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model", metavar="MODEL", help="model or profile.json, if it is not where the plan says", show_default=False
-    ),
-]
-_NoCache = Annotated[bool, typer.Option("--no-cache", help="profile anew, even if nothing has changed; keep nothing")]
+report_app, diff_app = (options.new_app() for _ in range(2))
 
 
 @report_app.command()
 def _report_command(
-    plan: _PlanFile,
-    model: _Model = None,
+    plan: options.PlanFile,
+    model: options.ModelOfPlan = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the report goes")] = Path(
         "report.html"
     ),
@@ -49,12 +37,11 @@ def _report_command(
         Path | None,
         typer.Option("--run", metavar="FILE", help="a run's telemetry, set beside the prediction", show_default=False),
     ] = None,
-    no_cache: _NoCache = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no tables, no progress bar")] = False,
+    no_cache: options.NoCache = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Draw PLAN as one HTML file that needs no network: who holds what, memory, a step's timeline, where its time goes,
     alternatives, sensitivity and proof."""
-    from .cli import _read_plan
     from .html_report import report_page
     from .report_facts import gather
     from .run_report import run_table
@@ -63,10 +50,10 @@ def _report_command(
     if trace is not None:
         check_writable(trace, "--trace", ".json")
         check_replaceable(trace, "--trace", "trace", '"traceEvents"')
-    document = _read_plan(plan)
+    document = inputs.read_plan(plan)
     found_run = None if run is None else run_table(document, run)
-    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet) as waiting:
-        profile = _profile_of(document, plan, model, waiting, no_cache)
+    with at_work(quiet) as waiting:
+        profile = inputs.profile_of(document, plan, model, waiting, no_cache)
         facts = gather(document, profile, waiting)
     output.write_text(report_page(facts, str(plan), profile.notes, "" if found_run is None else _run_markup(found_run)))
     written = [f"{output}, {output.stat().st_size / 1e3:,.0f} kB: open it in a browser"]
@@ -87,9 +74,9 @@ def _report_command(
 def _diff_command(
     first: Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json", show_default=False)],
     second: Annotated[Path, typer.Argument(metavar="OTHER", help="another", show_default=False)],
-    model: _Model = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
-    no_cache: _NoCache = False,
+    model: options.ModelOfPlan = None,
+    as_json: options.Json = False,
+    no_cache: options.NoCache = False,
 ) -> None:
     """Say what OTHER decides differently from PLAN, and what that costs in time and memory, by cause.
 
@@ -97,18 +84,17 @@ def _diff_command(
     is compared.
     """
     from ..planner.estimate import estimate
-    from .cli import _read_plan
     from .plan_diff import difference
 
-    plans = _read_plan(first), _read_plan(second)
+    plans = inputs.read_plan(first), inputs.read_plan(second)
     priced, notes = None, []
-    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=as_json) as waiting:
+    with at_work(as_json) as waiting:
         if plans[0].model.fingerprint != plans[1].model.fingerprint:
             notes.append("the plans are for different models, so only their own predictions are compared")
         elif model is None and not Path(plans[0].model.source).exists():
             notes.append(f"causes are not known: {plans[0].model.source} is not here; --model says where it is")
         else:
-            profile = _profile_of(plans[0], first, model, waiting, no_cache)
+            profile = inputs.profile_of(plans[0], first, model, waiting, no_cache)
             priced = estimate(plans[0], profile), estimate(plans[1], profile)
     found = difference(*plans, priced)
     if as_json:
@@ -116,23 +102,6 @@ def _diff_command(
         return
     terminal.print_difference(terminal.make_console(), (str(first), str(second)), found)
     terminal.print_notes(terminal.make_console(), notes)
-
-
-def _profile_of(
-    document: Plan, plan_file: Path, model: str | None, waiting: terminal.Waiting, no_cache: bool
-) -> "ModelProfile":
-    """The profile of a plan's model. Raises ValueError if it is not found, or has changed since."""
-    from .cli import _check_source, read_model
-
-    source = model or document.model.source
-    _check_source(source, "--model says where the model, or its profile.json, is")
-    profile, _ = read_model(source, document.training.seq_len, waiting, not no_cache)
-    if profile.fingerprint != document.model.fingerprint:
-        raise ValueError(
-            f"{source} is not the model that {plan_file} was made for ({document.model.name}, fingerprint "
-            f"{document.model.fingerprint[:12]}; found {profile.fingerprint[:12]}): plan again, or give --model"
-        )
-    return profile
 
 
 def _run_markup(found: "RunTable") -> str:

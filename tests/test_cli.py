@@ -12,6 +12,7 @@ from cli_support import run_plan, save_profile, small_profile, some_plan
 from pydantic import BaseModel
 
 import meshwright.executor.cli as cli
+import meshwright.executor.cli_inputs as cli_inputs
 from meshwright.executor.cli import route
 from meshwright.executor.cli_options import Optimizer
 from meshwright.executor.report import collapse, comparison_rows, gpus_of
@@ -26,7 +27,7 @@ DEGREES = {"data_replicate", "data_shard", "tensor", "context", "expert", "pipel
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(cli, "local_gpus", list)
+    monkeypatch.setattr(cli_inputs, "local_gpus", list)
     yield
     assert not list(tmp_path.glob("*.partial"))
 
@@ -288,7 +289,7 @@ def test_gpus_that_are_here_are_used(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "local_gpus", lambda: here)
+    monkeypatch.setattr(cli_inputs, "local_gpus", lambda: here)
 
     assert run_plan(saved, *words, "--quiet") == 0
     assert assumed in " ".join(capsys.readouterr().out.split())
@@ -297,8 +298,10 @@ def test_gpus_that_are_here_are_used(
 
 def test_the_cpu_preset_trains_in_fp32(saved: str) -> None:
     assert run_plan(saved, "--gpus", "2", "--device", "cpu", "--quiet", "--global-batch", "2") in (0, 3)
-    machine = cli.read_cluster("2", "cpu", None, None)
-    training, _ = cli.read_training(small_profile(), machine, 2, None, None, Optimizer.ADAMW, "fsdp2-eager", 0.05)
+    machine = cli_inputs.read_cluster("2", "cpu", None, None)
+    training, _ = cli_inputs.read_training(
+        small_profile(), machine, 2, None, None, Optimizer.ADAMW, "fsdp2-eager", 0.05
+    )
     assert training.precision == "fp32"
 
 
@@ -399,7 +402,7 @@ def test_measured_times_stand_beside(
     took = SimpleNamespace(
         step_time_s=0.0321, step_times_s=(0.0321,), spread=0.02, device="8 somethings", model_dump=lambda mode: {"a": 1}
     )
-    monkeypatch.setattr(cli, "read_model", lambda *_: (small_profile(), object()))
+    monkeypatch.setattr(cli_inputs, "read_model", lambda *_: (small_profile(), object()))
     fake = SimpleNamespace(measure=lambda *_, **__: {"planned": took, "ddp": "it takes 8 ranks: too many"})
     monkeypatch.setitem(sys.modules, "meshwright.executor.measure", fake)
 

@@ -38,12 +38,12 @@ def flag_problems(readme: str) -> list[str]:
     found = []
     for words in plan_calls(readme):
         name, rest = cli.route(words)
-        app = cli._SUBCOMMANDS.get(name, cli._plan)
+        app = cli.SUBCOMMANDS.get(name, cli.plan_app)
         known = {flag for option in typer.main.get_command(app).params for flag in option.opts}
         found += [f"plan {name}: {word}" for word in rest if word.startswith("-") and word not in known]
     everything = {
         flag
-        for app in (cli._plan, *cli._SUBCOMMANDS.values())
+        for app in (cli.plan_app, *cli.SUBCOMMANDS.values())
         for option in typer.main.get_command(app).params
         for flag in option.opts
     }
