@@ -13,7 +13,7 @@ from . import cli_options as options
 from . import terminal
 from .cli_answers import DOES_NOT_FIT, at_work, named_outcomes
 from .output_files import check_writable
-from .report import candidate_document, measured_document
+from .report import candidate_document
 
 if TYPE_CHECKING:
     from .compare import Comparison
@@ -52,6 +52,10 @@ def _compare_command(
         bool, typer.Option("--measure", help="also run each for a few steps on the devices here")
     ] = False,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="steps of each measured run")] = 5,
+    repetitions: Annotated[
+        int,
+        typer.Option("--repetitions", metavar="N", min=1, help="measured runs of each set-up, in turns (A B C, A B C)"),
+    ] = 5,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="a picture of it: .html or .png", show_default=False),
@@ -60,8 +64,11 @@ def _compare_command(
     no_cache: options.NoCache = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Set the plan beside manual set-ups: predicted time, memory and verdict; with --measure, measured times too."""
-    from .compare import compare, measured, read_setups, save_picture
+    """Set the plan beside manual set-ups: predicted time, memory and verdict; with --measure, measured times too.
+
+    Set-ups that the noise does not tell apart are called a tie."""
+    from .compare import PLANNED, compare, measured, read_setups, save_picture
+    from .measured_report import measured_document, standing_document
 
     if output is not None:
         check_writable(output, "-o", ".html", ".png")
@@ -87,12 +94,13 @@ def _compare_command(
         times = None
         if measure and loaded is not None:
             waiting("running each set-up on the local devices")
-            times = measured(comparison, loaded, steps=steps)
+            times = measured(comparison, loaded, steps=steps, repetitions=repetitions)
     if output is not None and comparison.plans:
-        save_picture(output, comparison)
+        save_picture(output, comparison, times)
     if as_json:
         rows = [{**candidate_document(c), "measured": measured_document(times, c.label)} for c in comparison.candidates]
-        terminal.write_json(json.dumps({"setups": rows}))
+        ranking = {} if times is None else {"standing": standing_document(times, PLANNED)}
+        terminal.write_json(json.dumps({"setups": rows, **ranking}))
     else:
         console = terminal.make_console()
         terminal.print_assumptions(console, assumptions)
@@ -109,11 +117,16 @@ def _print_comparison(
     times: "dict[str, Measurement | str] | None",
     price_per_hour: float | None,
 ) -> None:
-    """The plan in a sentence, every set-up with its verdict, and where the step of each goes."""
+    """The plan in a sentence, every set-up with its verdict, what was measured, and where the step of each goes."""
+    from .compare import PLANNED
+    from .measured_report import measured_table
+
     planned, reference_s = comparison.planned, None
     if planned is not None:
         reference_s = planned.estimate.step_time_s
         terminal.print_job(console, planned.plan)
         terminal.print_choice(console, planned.plan, reference_s, comparison.candidates[1:])
-    terminal.print_comparison(console, comparison.candidates, times, reference_s)
+    terminal.print_comparison(console, comparison.candidates, reference_s)
+    if times is not None:
+        terminal.print_measured(console, measured_table(comparison.candidates, times, PLANNED))
     terminal.print_losses(console, comparison.candidates, price_per_hour)

@@ -257,7 +257,7 @@ def _print(
         told = f", {gain:.2f} times as fast as yours" if found.estimate.fits else ""
         console.print(f"         {format_seconds(result.estimate.step_time_s)} a step{told}", markup=False)
     reference = None if isinstance(result, str) else result.estimate.step_time_s
-    terminal.print_comparison(console, candidates, None, reference)
+    terminal.print_comparison(console, candidates, reference)
     terminal.print_memory(console, found.estimate.memory, found.plan.training.memory_margin)
     terminal.print_losses(console, candidates, found.plan.cluster.price_per_hour)
     written = [] if output is None else [f"{output}: your set-up as a plan"]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..planner.estimate import Estimate
     from ..planner.search import Candidate, SearchResult
     from ..profiler.load import LoadedModel
+    from .measured_report import Times
     from .measurement import Measurement
 
 PLANNED = "planned"
@@ -75,14 +76,17 @@ class Comparison:
         """Label -> plan, of those that fit."""
         return {c.label: c.plan for c in self.candidates if c.plan is not None and c.estimate is not None}
 
-    def page(self) -> str:
-        """An HTML page with all tables and the bars. Raises ValueError where nothing fits."""
+    def page(self, times: "Times | None" = None) -> str:
+        """An HTML page with all tables and the bars; times: what set-ups really took. Raises ValueError where nothing
+        fits."""
         from .html_report import comparison_page
+        from .measured_report import measured_table
 
         plan = next(iter(self.plans.values()), None)
         if plan is None:
             raise ValueError("no set-up fits, so there is nothing to draw; the verdicts say by how much")
-        return comparison_page(self.candidates, plan, plan.cluster.price_per_hour)
+        measured = None if times is None else measured_table(self.candidates, times, PLANNED)
+        return comparison_page(self.candidates, plan, plan.cluster.price_per_hour, measured)
 
     def __rich__(self) -> "RenderableType":
         """The comparison as tables, for rich's print and for notebooks' terminals."""
@@ -170,19 +174,21 @@ def _against(candidate: "Candidate", planned: "Estimate") -> "Candidate":
     return replace(candidate, verdict=verdict if candidate.plan is None else priced_only(candidate.plan, verdict))
 
 
-def measured(comparison: Comparison, loaded: "LoadedModel", *, steps: int = 5) -> dict[str, "Measurement | str"]:
+def measured(
+    comparison: Comparison, loaded: "LoadedModel", *, steps: int = 5, repetitions: int = 5
+) -> dict[str, "Measurement | str"]:
     """Label -> what it really took on the local devices, or in a sentence why it could not be run."""
     from .measure import measure
 
     apart = {label: marked(plan) for label, plan in comparison.plans.items() if marked(plan)}
     run = {label: plan for label, plan in comparison.plans.items() if label not in apart}
-    return {**measure(run, loaded, steps=steps), **apart}
+    return {**measure(run, loaded, steps=steps, repetitions=repetitions), **apart}
 
 
-def save_picture(path: Path, comparison: Comparison) -> None:
-    """Draw where each set-up's step goes, as stacked bars; the HTML page holds all tables, too."""
+def save_picture(path: Path, comparison: Comparison, times: "Times | None" = None) -> None:
+    """Draw where each set-up's step goes, as stacked bars; the HTML page holds all tables, too, and measured times."""
     if path.suffix == ".html":
-        path.write_text(comparison.page())
+        path.write_text(comparison.page(times))
         return
     from .compare_png import draw
 

@@ -12,6 +12,7 @@ from ..planner.plan import Plan
 from ..planner.search import Candidate
 from ..profiler.units import GIB, format_bytes, format_count, format_seconds
 from .drawing import legend, table, tag
+from .measured_report import MeasuredTable
 from .report import (
     against_others,
     axis_rows,
@@ -74,8 +75,10 @@ def report_page(facts: Facts, plan_file: str, notes: Sequence[str] = (), run: st
     return page(title, head + _decision(facts) + _tiles(facts), links, sections)
 
 
-def comparison_page(candidates: Sequence[Candidate], job: Plan, price_per_hour: float | None) -> str:
-    """Set-ups side by side: one step of each by cause, and the numbers."""
+def comparison_page(
+    candidates: Sequence[Candidate], job: Plan, price_per_hour: float | None, measured: MeasuredTable | None = None
+) -> str:
+    """Set-ups side by side: one step of each by cause, the numbers, and what was measured."""
     title = f"{job.model.name} on {job.cluster.devices.replace(' x ', ' × ')}"
     head = f'<p class="kicker">Planned beside manual set-ups</p><h1>{escape(title)}</h1>'
     head += tag(
@@ -90,6 +93,7 @@ def comparison_page(candidates: Sequence[Candidate], job: Plan, price_per_hour: 
             "Where each set-up spends its step; shorter is better.",
             names + _wide(picture),
         ),
+        *([] if measured is None else [_measured_section(measured)]),
         _section("numbers", "Numbers", "", table(*comparison_rows(candidates, price_per_hour), numeric_from=1)),
         _section("causes", f"The step by cause, {unit}", "", table(headings, rows)),
         _section(
@@ -97,6 +101,11 @@ def comparison_page(candidates: Sequence[Candidate], job: Plan, price_per_hour: 
         ),
     ]
     return page(f"Compared: {title}", head, [], sections)
+
+
+def _measured_section(found: MeasuredTable) -> str:
+    said = tag("ul", "".join(tag("li", escape(sentence)) for sentence in found.sentences), class_="sub")
+    return _section("measured", "Measured", "", (table(found.headings, found.rows) if found.rows else "") + said)
 
 
 def comparison_fragment(candidates: Sequence[Candidate]) -> str:

@@ -35,7 +35,7 @@ class _RankTimes:
 
 
 def measure(
-    plans: Mapping[str, Plan], loaded: LoadedModel, steps: int = 5, repetitions: int = 3
+    plans: Mapping[str, Plan], loaded: LoadedModel, steps: int = 5, repetitions: int = 5
 ) -> dict[str, Measurement | str]:
     """Label -> what the plan's steps took, or in a sentence why it could not be run.
 

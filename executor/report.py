@@ -1,7 +1,7 @@
 """A plan in words and rows: the sentence that gives the reason, runs of layers, who sits where, the JSON document."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ from ..profiler.units import GIB, format_count, format_seconds
 
 if TYPE_CHECKING:
     from ..planner.search import Candidate, SearchResult
-    from .measurement import Measurement
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 _MANY_RUNS = 4
@@ -359,11 +358,3 @@ def candidate_document(candidate: "Candidate") -> dict[str, Any]:
         "schedule": None if plan is None else plan.schedule,
         "estimate": None if estimate is None else estimate.model_dump(mode="json"),
     }
-
-
-def measured_document(times: "Mapping[str, Measurement | str] | None", label: str) -> dict[str, Any] | None:
-    """What a candidate really took, or why it was not run; None if it was not asked for, or has no plan to run."""
-    found = None if times is None else times.get(label)
-    if found is None:
-        return None
-    return {"not_run": found} if isinstance(found, str) else found.model_dump(mode="json")

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -38,7 +38,7 @@ from .report import (
 if TYPE_CHECKING:
     from ..planner.estimate import Estimate, StageMemory
     from ..planner.search import Candidate, InfeasibleError
-    from .measurement import Measurement
+    from .measured_report import MeasuredTable
     from .plan_diff import Cost, Difference
     from .report_facts import Facts
 
@@ -279,41 +279,28 @@ def print_candidates(console: Console, title: str, candidates: Sequence["Candida
     print_titled(console, title, table)
 
 
-def print_comparison(
-    console: Console,
-    candidates: Sequence["Candidate"],
-    times: "Mapping[str, Measurement | str] | None",
-    reference_s: float | None,
-) -> None:
-    """The plan beside manual set-ups; times: what each really took, or why it was not run."""
+def print_comparison(console: Console, candidates: Sequence["Candidate"], reference_s: float | None) -> None:
+    """The plan beside manual set-ups, as predicted."""
     table = make_table()
     table.add_column("set-up", ratio=3)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("to plan", justify="right", no_wrap=True)
     table.add_column("GiB", justify="right", no_wrap=True)
-    if times is not None:
-        table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("verdict", ratio=5)
     for candidate in candidates:
         label, step, gib, verdict = _candidate_cells(candidate)
         ratio = "-"
         if candidate.estimate is not None and reference_s is not None:
             ratio = f"{candidate.estimate.step_time_s / reference_s:.2f}x"
-        found = None if times is None else times.get(candidate.label)
-        took = "-" if found is None or isinstance(found, str) else format_seconds(found.step_time_s)
-        table.add_row(label, step, ratio, gib, *([] if times is None else [took]), verdict)
+        table.add_row(label, step, ratio, gib, verdict)
     print_titled(console, "Planned beside manual set-ups, equal global batch", table)
-    runs = [found for found in (times or {}).values() if not isinstance(found, str)]
-    if runs:
-        spread = max(run.spread for run in runs)
-        console.print(
-            Text(
-                f"measured: median of {len(runs[0].step_times_s)} steps, {runs[0].device}; half the distance between "
-                f"the quartiles is at most {spread:.0%} of it",
-                style="dim",
-            )
-        )
-    print_notes(console, [f"{label}: {found}" for label, found in (times or {}).items() if isinstance(found, str)])
+
+
+def print_measured(console: Console, found: "MeasuredTable") -> None:
+    """What set-ups really took, who was fastest, and why some were not run."""
+    if found.rows:
+        print_rows(console, "Measured", found.headings, found.rows)
+    print_notes(console, found.sentences)
 
 
 def print_losses(console: Console, candidates: Sequence["Candidate"], price_per_hour: float | None) -> None:

@@ -15,6 +15,7 @@ import meshwright.executor.cli as cli
 import meshwright.executor.cli_inputs as cli_inputs
 from meshwright.executor.cli import route
 from meshwright.executor.cli_options import Optimizer
+from meshwright.executor.measurement import Measurement
 from meshwright.executor.report import collapse, comparison_rows, gpus_of
 from meshwright.planner import search as search_module
 from meshwright.planner.estimate import estimate
@@ -399,9 +400,10 @@ def test_a_set_up_that_cannot_be_compared_says_why(
 def test_measured_times_stand_beside(
     tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    took = SimpleNamespace(
-        step_time_s=0.0321, step_times_s=(0.0321,), spread=0.02, device="8 somethings", model_dump=lambda mode: {"a": 1}
-    )
+    took = Measurement(
+        label="planned", model="m", layout="x", num_ranks=8, device="8 somethings", torch_version="2",
+        steps_s=((0.0321,),), tokens_per_step=1, peak_memory_bytes=(1,) * 8, memory_kind="allocated",
+    )  # fmt: skip
     monkeypatch.setattr(cli_inputs, "read_model", lambda *_: (small_profile(), object()))
     fake = SimpleNamespace(measure=lambda *_, **__: {"planned": took, "ddp": "it takes 8 ranks: too many"})
     monkeypatch.setitem(sys.modules, "meshwright.executor.measure", fake)
@@ -412,8 +414,9 @@ def test_measured_times_stand_beside(
     rows = json.loads(capsys.readouterr().out)["setups"]
 
     assert "32.1 ms" in out
-    assert "ddp: it takes 8 ranks: too many" in out
-    assert [row["measured"] for row in rows] == [{"a": 1}, {"not_run": "it takes 8 ranks: too many"}]
+    assert "ddp was not measured: it takes 8 ranks: too many" in out
+    assert rows[0]["measured"] == took.model_dump(mode="json")
+    assert rows[1]["measured"] == {"not_run": "it takes 8 ranks: too many"}
 
 
 @pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
