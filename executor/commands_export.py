@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ..planner.export_options import NAMES, TARGETS
 from ..planner.software import load_software
+from ..planner.targets import NAMES, TARGETS
 from ..planner.training import TrainingSpec
 from ..profiler.units import format_bytes, format_seconds
 from . import cli_inputs as inputs
@@ -131,16 +131,18 @@ def _check_command(
 
 
 def _read(target: str, value: str, num_devices: int, profile: "ModelProfile") -> "Layout":
-    from ..planner import from_flags
+    from ..planner.accelerate import read_accelerate
+    from ..planner.deepspeed import read_deepspeed
+    from ..planner.from_flags import read_document, read_words
+    from ..planner.megatron import read_megatron
+    from ..planner.torchtitan import read_torchtitan
 
     if target == "megatron":
-        return from_flags.read_megatron(from_flags.read_words(value), num_devices, profile)
+        return read_megatron(read_words(value), num_devices, profile)
     if target == "torchtitan":
-        return from_flags.read_torchtitan(from_flags.read_words(value), num_devices, profile)
-    document = from_flags.read_document(Path(value))
-    if target == "accelerate":
-        return from_flags.read_accelerate(document, num_devices)
-    return from_flags.read_deepspeed(document, num_devices)
+        return read_torchtitan(read_words(value), num_devices, profile)
+    document = read_document(Path(value))
+    return (read_accelerate if target == "accelerate" else read_deepspeed)(document, num_devices)
 
 
 def _training(

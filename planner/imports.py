@@ -8,19 +8,21 @@ from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import ModelProfile
 from .block_row import BlockRow, block_row
 from .estimate import Estimate, estimate
-from .export_options import NAMES, Target
 from .plan import AXES, Axis, ContextKind, Plan, Recompute, Schedule
 from .strategy import (
     LayerOption,
     Shape,
     can_recompute,
+    context_rule,
     divisors,
+    expert_rule,
     legal_cuts,
     make_plan,
     sequence_rule,
     sharding_rule,
     tensor_rule,
 )
+from .targets import NAMES, Target
 from .training import Precision, TrainingSpec
 
 
@@ -60,6 +62,11 @@ class Layout:
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def sharded_over(self) -> int:
+        """Ranks that parameters or optimizer state are sharded over."""
+        return self.data_shard * self.context
+
 
 @dataclass(frozen=True)
 class Imported:
@@ -94,10 +101,12 @@ def _rank(found: Imported) -> tuple[bool, float]:
 
 def _check_legal(layout: Layout, profile: ModelProfile, training: TrainingSpec) -> None:
     name = NAMES[layout.target]
-    wrapped = layout.target in ("torchtitan", "accelerate") and layout.data_shard * layout.context > 1
+    wrapped = layout.target in ("torchtitan", "accelerate") and layout.sharded_over > 1
     rules = (
         tensor_rule(profile, layout.tensor),
-        sequence_rule(profile, layout.tensor) if layout.sequence else None,
+        sequence_rule(profile, layout.tensor, layout.context) if layout.sequence else None,
+        context_rule(profile, layout.context, layout.tensor, layout.context_kind),
+        expert_rule(profile, layout.expert, layout.sequence),
         sharding_rule(profile, training.precision) if wrapped else None,
     )
     for rule in rules:
@@ -129,7 +138,7 @@ def plan_of(
 ) -> Plan:
     """The plan of a layout with a micro-batch and a recompute; ValueError where the numbers do not go together."""
     count = training.global_batch // (layout.data_replicate * layout.data_shard) // micro_batch
-    every = layout.sync_every and layout.data_shard > 1 and count > 1
+    every = layout.sync_every and layout.sharded_over > 1 and count > 1
     row = block_row(profile.layers) or BlockRow(0, len(profile.layers), 0)
     sizes = layout.stage_sizes or (len(profile.layers),)
     if sum(sizes) != len(profile.layers):
@@ -184,7 +193,7 @@ def _options(
         options.append(
             LayerOption(
                 recompute=recompute if again else "none",
-                reshard=layout.data_shard > 1 and (layout.reshard == "all" or inner),
+                reshard=layout.sharded_over > 1 and (layout.reshard == "all" or inner),
             )
         )
     return options

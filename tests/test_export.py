@@ -14,36 +14,23 @@ import pytest
 from cli_support import run_plan, some_plan
 from synthetic import layer_class, profile
 
+from meshwright.planner.accelerate import KEYS as ACCELERATE_KEYS
+from meshwright.planner.accelerate import read_accelerate
 from meshwright.planner.block_row import BlockRow, block_row
-from meshwright.planner.export import DATA_OUTERMOST, Export, export, zero_stage
-from meshwright.planner.export_options import (
-    ACCELERATE_FSDP_KEYS,
-    ACCELERATE_KEYS,
-    ACCELERATE_PARALLELISM_KEYS,
-    DEEPSPEED_KEYS,
-    DEEPSPEED_ZERO_KEYS,
-    MEGATRON_SIZES,
-    MEGATRON_SWITCHES,
-    MEGATRON_WORDS,
-    TARGETS,
-    TORCHTITAN_LISTS,
-    TORCHTITAN_SIZES,
-    TORCHTITAN_SWITCHES,
-    TORCHTITAN_WORDS,
-    VERSIONS,
-)
-from meshwright.planner.from_flags import (
-    parse_layout,
-    read_accelerate,
-    read_deepspeed,
-    read_document,
-    read_megatron,
-    read_torchtitan,
-    read_words,
-)
+from meshwright.planner.deepspeed import KEYS as DEEPSPEED_KEYS
+from meshwright.planner.deepspeed import read_deepspeed
+from meshwright.planner.export import Export, export
+from meshwright.planner.export_notes import zero_stage
+from meshwright.planner.from_flags import read_document, read_words
 from meshwright.planner.imports import Layout, imported, plan_of
+from meshwright.planner.megatron import DATA_OUTERMOST, read_megatron
+from meshwright.planner.megatron import FLAGS as MEGATRON_FLAGS
+from meshwright.planner.megatron_layout import parse_layout
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
+from meshwright.planner.targets import TARGETS, VERSIONS
+from meshwright.planner.torchtitan import FLAGS as TORCHTITAN_FLAGS
+from meshwright.planner.torchtitan import read_torchtitan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.model_profile import ModelProfile
@@ -80,7 +67,13 @@ EVEN = Shape(data_replicate=1, data_shard=2, tensor=2, pipeline=2, micro_batch=2
 
 
 def planned(
-    shape: Shape, sizes: tuple[int, ...] = (), *, again: tuple[int, ...] = (), kind: str = "full", reshard: str = "none"
+    shape: Shape,
+    sizes: tuple[int, ...] = (),
+    *,
+    again: tuple[int, ...] = (),
+    kind: str = "full",
+    reshard: str = "none",
+    model: ModelProfile = PROFILE,
 ) -> Plan:
     """A plan of the decoder. sizes: layers of each stage; again: blocks of each stage that recompute, the
     first ones, or the last ones if negative."""
@@ -101,7 +94,7 @@ def planned(
     training = TrainingSpec(
         global_batch=shape.micro_batch * shape.num_microbatches * shape.data, seq_len=PROFILE.seq_len
     )
-    return make_plan(PROFILE, machine, training, shape, stages)
+    return make_plan(model, machine, training, shape, stages)
 
 
 def _even(num_stages: int) -> tuple[int, ...]:
@@ -111,24 +104,24 @@ def _even(num_stages: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def layout_of(found: Export, plan: Plan) -> Layout:
+def layout_of(found: Export, plan: Plan, model: ModelProfile = PROFILE) -> Layout:
     """What an export says, read again."""
     count = plan.degrees.num_devices
     if found.target == "megatron":
-        return read_megatron(found.words, count, PROFILE)
+        return read_megatron(found.words, count, model)
     if found.target == "torchtitan":
-        return read_torchtitan(found.words, count, PROFILE)
+        return read_torchtitan(found.words, count, model)
     return (read_accelerate if found.target == "accelerate" else read_deepspeed)(found.document, count)
 
 
-def read_back(found: Export, plan: Plan) -> Plan:
+def read_back(found: Export, plan: Plan, model: ModelProfile = PROFILE) -> Plan:
     """An export as a plan again; what its target says in a script is taken from the plan."""
-    layout = layout_of(found, plan)
+    layout = layout_of(found, plan, model)
     kind = layout.recompute or next(
         (x.recompute for s in plan.stages for x in s.layers if x.recompute != "none"), "none"
     )
     size = layout.micro_batch or plan.micro_batch
-    return plan_of(layout, PROFILE, plan.cluster, plan.training, size, kind)
+    return plan_of(layout, model, plan.cluster, plan.training, size, kind)
 
 
 def value(found: Export, option: str) -> str:
@@ -351,21 +344,17 @@ def test_the_row_of_blocks_is_what_is_numbered_from_zero() -> None:
 def test_every_option_is_a_documented_one(target: str, plan: Plan) -> None:
     found = export(plan, target)
     options = {word for word in found.words if word.startswith("--")}
-    zero = found.document.get("zero_optimization", {})
 
     if target == "megatron":
-        assert options <= {*MEGATRON_SIZES, *MEGATRON_WORDS, *MEGATRON_SWITCHES}
+        assert options <= MEGATRON_FLAGS.known
     elif target == "torchtitan":
-        known = {*TORCHTITAN_SIZES, *TORCHTITAN_WORDS, *TORCHTITAN_SWITCHES, *TORCHTITAN_LISTS}
-        assert {option.removeprefix("--").replace(".no-", ".") for option in options} <= known
-        assert found.words[-1] in {f"activation_checkpoint:{m}" for m in TORCHTITAN_WORDS["activation_checkpoint.mode"]}
-    elif target == "accelerate":
-        assert set(found.document) <= ACCELERATE_KEYS
-        assert set(found.document.get("fsdp_config", {})) <= ACCELERATE_FSDP_KEYS
-        assert set(found.document.get("parallelism_config", {})) <= ACCELERATE_PARALLELISM_KEYS
+        assert {option.removeprefix("--").replace(".no-", ".") for option in options} <= TORCHTITAN_FLAGS.known
+        modes = TORCHTITAN_FLAGS.words["activation_checkpoint.mode"]
+        assert found.words[-1] in {f"activation_checkpoint:{mode}" for mode in modes}
     else:
-        assert set(found.document) <= DEEPSPEED_KEYS
-        assert set(zero) <= DEEPSPEED_ZERO_KEYS
+        keys = ACCELERATE_KEYS if target == "accelerate" else DEEPSPEED_KEYS
+        sections = {name: found.document.get(name, {}) for name in keys if name} | {"": found.document}
+        assert all(set(section) <= keys[name] for name, section in sections.items())
     assert VERSIONS[found.target] in found.text
 
 
@@ -616,7 +605,7 @@ def test_what_is_left_open_is_chosen_at_its_best() -> None:
         (Layout("megatron", tensor=16), "tensor=16 does not divide 8"),
         (Layout("megatron", data_replicate=8, micro_batch=3), "is no multiple of 24"),
         (Layout("megatron", data_shard=8, stage_sizes=(3, 3)), "the stages hold 6 layers, decoder has 10"),
-        (Layout("megatron", data_shard=4, expert=3, tensor=2), "expert=3 does not divide"),
+        (Layout("megatron", data_shard=4, expert=3, tensor=2), "the model has no banks of experts"),
     ],
 )
 def test_a_layout_that_does_not_go_with_the_job_is_refused(layout: Layout, sentence: str) -> None:

@@ -12,21 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from meshwright.planner import accelerate, deepspeed, megatron, torchtitan
 from meshwright.planner.export import Export
-from meshwright.planner.export_options import (
-    ACCELERATE_FSDP_KEYS,
-    ACCELERATE_KEYS,
-    ACCELERATE_PARALLELISM_KEYS,
-    DEEPSPEED_KEYS,
-    DEEPSPEED_ZERO_KEYS,
-    MEGATRON_SIZES,
-    MEGATRON_SWITCHES,
-    MEGATRON_WORDS,
-    TORCHTITAN_LISTS,
-    TORCHTITAN_SIZES,
-    TORCHTITAN_SWITCHES,
-    TORCHTITAN_WORDS,
-)
 
 PACKAGES = {
     "megatron": "megatron-core",
@@ -48,17 +35,12 @@ def undocumented(found: Export) -> list[str]:
     """Options of an export that its target does not document."""
     options = {word for word in found.words if word.startswith("--")}
     if found.target == "megatron":
-        return sorted(options - {*MEGATRON_SIZES, *MEGATRON_WORDS, *MEGATRON_SWITCHES})
+        return sorted(options - megatron.FLAGS.known)
     if found.target == "torchtitan":
-        known = {*TORCHTITAN_SIZES, *TORCHTITAN_WORDS, *TORCHTITAN_SWITCHES, *TORCHTITAN_LISTS}
-        return sorted({option.removeprefix("--").replace(".no-", ".") for option in options} - known)
-    keys, inner = (
-        (ACCELERATE_KEYS, {"fsdp_config": ACCELERATE_FSDP_KEYS, "parallelism_config": ACCELERATE_PARALLELISM_KEYS})
-        if found.target == "accelerate"
-        else (DEEPSPEED_KEYS, {"zero_optimization": DEEPSPEED_ZERO_KEYS})
-    )
-    nested = {key for name, known in inner.items() for key in set(found.document.get(name) or {}) - known}
-    return sorted((set(found.document) - keys) | nested)
+        return sorted({o.removeprefix("--").replace(".no-", ".") for o in options} - torchtitan.FLAGS.known)
+    keys = accelerate.KEYS if found.target == "accelerate" else deepspeed.KEYS
+    sections = {name: found.document.get(name) or {} for name in keys if name} | {"": found.document}
+    return sorted({key for name, section in sections.items() for key in set(section) - keys[name]})
 
 
 def parse(found: Export) -> None:
@@ -68,12 +50,45 @@ def parse(found: Export) -> None:
         _PARSERS[found.target](found)
 
 
+_OF_CONFIG = {
+    "--tensor-model-parallel-size": "tensor_model_parallel_size",
+    "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
+    "--context-parallel-size": "context_parallel_size",
+    "--expert-model-parallel-size": "expert_model_parallel_size",
+    "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
+    "--num-layers": "num_layers",
+    "--recompute-num-layers": "recompute_num_layers",
+    "--recompute-granularity": "recompute_granularity",
+    "--recompute-method": "recompute_method",
+    "--cp-comm-type": "cp_comm_type",
+    "--pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
+}
+"""Megatron-LM's arguments that its core's TransformerConfig holds and checks against each other."""
+
+
 def _megatron(found: Export) -> None:
-    """Megatron-LM's own arguments are no package; its core reads the layout of stages and the sizes of its groups."""
-    layouts = _module("megatron.core.transformer.pipeline_parallel_layer_layout").PipelineParallelLayerLayout
+    """Megatron-LM's own arguments are no package; its core checks the layout of stages, degrees and recompute, for a
+    model of the plan's number of blocks, and as many experts as share them."""
+    core = "megatron.core.transformer"
+    layouts = _module(f"{core}.pipeline_parallel_layer_layout").PipelineParallelLayerLayout
+    config, dtypes = _module(f"{core}.transformer_config").TransformerConfig, _module("torch")
     words = list(found.words)
-    if "--pipeline-model-parallel-layout" in words:
-        layouts.parse_str_to_list(words[words.index("--pipeline-model-parallel-layout") + 1].strip("'\""))
+    said = {_OF_CONFIG[w]: words[i + 1].strip("'\"") for i, w in enumerate(words) if w in _OF_CONFIG}
+    sizes = {name: int(value) if value.isdecimal() else value for name, value in said.items()}
+    if "pipeline_model_parallel_layout" in sizes:
+        layouts.parse_str_to_list(sizes["pipeline_model_parallel_layout"])
+    experts = sizes.get("expert_model_parallel_size", 1)
+    heads = 64 * sizes["tensor_model_parallel_size"] * sizes.get("context_parallel_size", 1)
+    config(
+        **sizes,
+        hidden_size=64 * heads,
+        num_attention_heads=heads,
+        num_moe_experts=experts if experts > 1 else None,
+        sequence_parallel="--sequence-parallel" in words,
+        pipeline_dtype=dtypes.bfloat16,
+        bf16="--bf16" in words,
+        fp16="--fp16" in words,
+    )
 
 
 def _torchtitan(found: Export) -> None:

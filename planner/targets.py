@@ -1,0 +1,26 @@
+"""Training frameworks that plans go to and set-ups come from, with the versions they were checked against.
+
+Megatron-LM: megatron/training/arguments.py at commit 000c4ac2, and the dataclasses and layout parser of the wheel
+megatron-core 0.16.1. torchtitan 0.3.0, Accelerate 1.15.0 and DeepSpeed 0.19.8: the dataclasses and parsers of the
+released packages.
+"""
+
+from typing import Literal, get_args
+
+Target = Literal["megatron", "torchtitan", "accelerate", "deepspeed"]
+
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+NAMES: dict[Target, str] = {
+    "megatron": "Megatron-LM",
+    "torchtitan": "torchtitan",
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed",
+}
+
+VERSIONS: dict[Target, str] = {
+    "megatron": "Megatron-LM core 0.16",
+    "torchtitan": "torchtitan 0.3.0",
+    "accelerate": "Accelerate 1.15.0",
+    "deepspeed": "DeepSpeed 0.19.8",
+}
