@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from ..planner.expert_place import ExpertPlace
 from ..planner.plan import LayerPlan, Plan
 from ..planner.sharding import shard_dim
 from ..profiler.model_profile import Experts
 from .expert_exchange import run_spread
-from .expert_mesh import ExpertPlace
 from .mesh import RankMesh
 from .torch_compat import hide_from_selective_recompute, in_backward, set_gradient_divisor
 

@@ -1,32 +1,11 @@
-"""Where experts are: the ranks that share them, and those that hold the same ones and shard them."""
+"""Process groups of the ranks that share experts, and of those that hold the same ones and shard them."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..planner.plan import AXES, Axis, Plan
-
-
-@dataclass(frozen=True)
-class ExpertPlace:
-    """A rank among those of its stage that hold different tokens.
-
-    expert: which part of every bank of experts it holds. shard: its place among the ranks that hold the same part.
-    """
-
-    expert: int
-    shard: int
-
-
-def expert_place(plan: Plan, coordinates: dict[Axis, int]) -> ExpertPlace:
-    """The place of a rank with these coordinates: neighbours hold different experts."""
-    number = 0
-    for axis in plan.token_axes:
-        number = number * plan.degrees.of(axis) + coordinates[axis]
-    shard, expert = divmod(number, plan.degrees.expert)
-    return ExpertPlace(expert, shard)
+from ..planner.plan import AXES, Plan
 
 
 def expert_mesh(plan: Plan, device_type: str, processes: tuple[int, ...]) -> DeviceMesh | None:

@@ -7,9 +7,11 @@ from pathlib import Path
 from ..planner.bands import Band, memory_band, time_band
 from ..planner.estimate import MFU_CONVENTION
 from ..planner.explain import CAUSES, reason
+from ..planner.export import export
 from ..planner.not_run import marked
 from ..planner.plan import Plan
 from ..planner.search import Candidate
+from ..planner.targets import NAMES, TARGETS
 from ..profiler.units import GIB, format_bytes, format_count, format_seconds
 from .drawing import legend, table, tag
 from .measured_report import MeasuredTable
@@ -420,6 +422,7 @@ def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:
     content = tag("h3", "train.py") + tag("pre", escape(script)) + tag("h3", "Commands") + tag("pre", escape(commands))
     flags = " ".join(setup_words(plan))
     content += tag("h3", "The same layout in words, for plan compare --setup") + tag("pre", escape(flags))
+    content += tag("h3", "The same layout for other frameworks, as plan export writes it") + _exports(plan)
     content += (
         tag("p", escape("Made for: " + ", ".join(f"{k} {v}" for k, v in plan.versions.items())), class_="sub")
         if plan.versions
@@ -428,6 +431,21 @@ def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:
     if notes:
         content += tag("h3", "Notes on the model") + tag("ul", "".join(tag("li", escape(note)) for note in notes))
     return _section("use", "Use it", "", content)
+
+
+def _exports(plan: Plan) -> str:
+    """The plan as settings of every target, folded; or why the target cannot run it."""
+    shown = []
+    for target in TARGETS:
+        try:
+            found = export(plan, target)
+        except ValueError as refusal:
+            words, content = "not possible", tag("p", escape(f"{refusal}."), class_="sub")
+        else:
+            left = f", {len(found.notes)} things it cannot say" if found.notes else ""
+            words, content = f"plan export --to {target}{left}", tag("pre", escape(found.text.rstrip("\n")))
+        shown.append(_numbers(f"{NAMES[target]}: {words}", content))
+    return "".join(shown)
 
 
 def setup_words(plan: Plan) -> list[str]:

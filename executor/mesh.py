@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..planner.expert_place import ExpertPlace, expert_place
 from ..planner.plan import AXES, Axis, Plan
 from ..profiler.local import preset_of
-from .expert_mesh import ExpertPlace, expert_mesh, expert_place
+from .expert_mesh import expert_mesh
 from .torch_compat import accelerator, joined_axes, side_by_side
 
 Mechanism = Literal["plain", "ddp", "fsdp"]

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..planner.expert_place import expert_group
 from ..planner.not_run import not_run
-from ..planner.plan import Axis, LayerPlan, Plan
+from ..planner.plan import GroupAxis, LayerPlan, Plan
 from ..planner.strategy import CONTEXT_NAMES, shape_of
 from ..profiler.units import GIB, format_count, format_seconds
 
@@ -225,33 +226,41 @@ def _more(num_runs: int) -> str:
 
 @dataclass(frozen=True)
 class AxisRow:
-    """How one mesh axis lies on the cluster."""
+    """How one mesh axis, or the groups that share experts, lie on the cluster."""
 
-    axis: Axis
+    axis: GroupAxis
     degree: int
     first_group: str
     where: str
 
 
 def axis_rows(plan: Plan) -> list[AxisRow]:
-    """The mesh axes that split anything, outermost first, and where their groups sit."""
+    """The mesh axes that split anything, outermost first, and where their groups sit; at last the expert groups, which
+    run along them."""
     rows = []
     for axis in plan.mesh_axes:
         degree, stride = plan.degrees.of(axis), plan.stride(axis)
-        if degree == 1:
-            continue
-        members = [i * stride for i in range(degree)]
-        shown = [str(m) for m in (members if degree <= 4 else [*members[:2], "...", members[-1]])]
-        group = plan.cluster.group(degree, stride)
-        if plan.cluster.num_hosts == 1:
-            where = "the one host"
-        elif group.hosts == 1:
-            where = "inside a host"
-        else:
-            where = f"across {group.hosts} hosts, {group.ranks_per_host} in each"
-        first_group = f"{members[0]}-{members[-1]}" if stride == 1 else ", ".join(shown)
-        rows.append(AxisRow(axis, degree, first_group, where))
+        if degree > 1:
+            group = plan.cluster.group(degree, stride)
+            rows.append(_axis_row(plan, axis, [i * stride for i in range(degree)], group.hosts))
+    if plan.degrees.expert > 1:
+        members = expert_group(plan)
+        hosts = {plan.cluster.host_of(rank)[0] for rank in members}
+        rows.append(_axis_row(plan, "expert", members, len(hosts)))
     return rows
+
+
+def _axis_row(plan: Plan, axis: GroupAxis, members: list[int], hosts: int) -> AxisRow:
+    if plan.cluster.num_hosts == 1:
+        where = "the one host"
+    elif hosts == 1:
+        where = "inside a host"
+    else:
+        where = f"across {hosts} hosts, {len(members) // hosts} in each"
+    shown = [str(m) for m in (members if len(members) <= 4 else [*members[:2], "...", members[-1]])]
+    in_a_row = members == list(range(members[0], members[0] + len(members)))
+    first_group = f"{members[0]}-{members[-1]}" if in_a_row else ", ".join(shown)
+    return AxisRow(axis, len(members), first_group, where)
 
 
 def certificate_line(plan: Plan) -> str:

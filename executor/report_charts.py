@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import cos, gcd, pi, sin
 
 from ..planner.estimate import Estimate
+from ..planner.expert_place import expert_place
 from ..planner.explain import CAUSES
 from ..planner.plan import Plan
 from ..planner.search import Candidate
@@ -93,7 +94,7 @@ def host_cards(facts: Facts) -> str:
     plan, patterns = facts.plan, facts.patterns
     per_host = max(len(pattern.positions) for pattern in patterns)
     across = min(per_host, 8)
-    columns = min(4, 16 // across)
+    columns = min(4, 16 // across, len(patterns))
     width = (WIDTH + _APART) / columns - _APART
     cell = (width - 2 * _PAD + _GAP) / across - _GAP
     tall = min(cell, 46.0)
@@ -132,13 +133,21 @@ def _host_card(plan: Plan, pattern: HostPattern, x: float, y: float, card: _Card
 
 
 def _device(plan: Plan, position: int, name: str, rank: int, x: float, y: float, card: _Card) -> str:
-    """A GPU: its stages (or number) and place along the tensor axis; all its coordinates and layers on hovering."""
+    """A GPU: its stages (or number) and place along the axes inside a layer; all its coordinates and layers on
+    hovering."""
     stages, coordinates = plan.stages_of(position), plan.coordinates(rank)
     where = [f"{axis.replace('_', ' ')} {i}" for axis, i in coordinates.items() if plan.degrees.of(axis) > 1]
+    inside = {"TP": ("tensor", coordinates["tensor"]), "CP": ("context", coordinates["context"])}
+    inside = {short: (axis, i) for short, (axis, i) in inside.items() if plan.degrees.of(axis) > 1}
+    short_places = [f"{short} {i}" for short, (_, i) in inside.items()]
+    if plan.degrees.expert > 1:
+        part = expert_place(plan, coordinates).expert
+        where.append(f"experts: part {part + 1} of {plan.degrees.expert}")
+        short_places.append(f"EP {part}")
     held = collapse(layer.name for stage in stages for layer in plan.stages[stage].layers)
     tip = f"{name}, rank {rank}|{', '.join(where)}|{held}"
     colour = stage_colour(stages[0], len(plan.stages))
-    below = plan.degrees.tensor > 1
+    below = _fitting(short_places, card.cell)
     first = f"stage {_brief(stages)}" if plan.degrees.pipeline > 1 and card.cell > 70 else _brief(stages)
     big = first if plan.degrees.pipeline > 1 else name.split()[1]
     middle, half = x + card.cell / 2, y + card.tall / 2
@@ -147,8 +156,15 @@ def _device(plan: Plan, position: int, name: str, rank: int, x: float, y: float,
         text(middle, half + (-1 if below else 6), big, class_="on mid big"),
     ]
     if below:
-        marks.append(text(middle, half + 15, f"TP {coordinates['tensor']}", class_="on mid small"))
+        marks.append(text(middle, half + 15, below, class_="on mid small"))
     return "".join(marks)
+
+
+def _fitting(places: Sequence[str], width: float) -> str:
+    """As many of the places as a GPU's box has room for, joined."""
+    while places and 6.0 * len(" · ".join(places)) > width:
+        places = places[:-1]
+    return " · ".join(places)
 
 
 def _brief(stages: Sequence[int]) -> str:

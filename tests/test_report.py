@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from html import escape
 from html.parser import HTMLParser
 from io import StringIO
 from itertools import pairwise
@@ -16,23 +17,29 @@ import pytest
 from cli_support import run_plan, save_profile, small_profile, some_plan
 from rich.console import Console
 from test_architecture import modules_after
+from test_export import planned
+from test_export_experts import MIXTURE
 
 from meshwright.executor.chrome_trace import trace_events
 from meshwright.executor.compare import Comparison, compare, read_setups, save_picture
 from meshwright.executor.drawing import nice_step, stage_colour, tag, ticks
 from meshwright.executor.html_report import report_page, setup_words
 from meshwright.executor.plan_diff import difference
+from meshwright.executor.report import axis_rows
 from meshwright.executor.report_facts import Facts, front, gather, host_patterns, played
 from meshwright.executor.run_document import RunHeader, RunStep
 from meshwright.planner.estimate import estimate
+from meshwright.planner.export import export
 from meshwright.planner.plan import AXES, Axis, Plan, placements
 from meshwright.planner.search import price_setup
 from meshwright.planner.sensitivity import scaled, sensitivity
 from meshwright.planner.setups import parse_setup
-from meshwright.planner.strategy import shape_of
+from meshwright.planner.strategy import Shape, shape_of
+from meshwright.planner.targets import NAMES
 from meshwright.profiler.units import GIB
 
 ROOT = Path(__file__).parents[1]
+SVG = "{http://www.w3.org/2000/svg}"
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
 STAGES_INSIDE: tuple[Axis, ...] = ("data_replicate", "data_shard", "pipeline", "context", "tensor")
 
@@ -128,6 +135,27 @@ def test_every_picture_says_in_words_what_it_shows(page: str) -> None:
 def test_what_others_wrote_is_escaped(page: str) -> None:
     assert "a &lt;note&gt; &amp; more" in page
     assert tag("b", title='"<x>') == '<b title="&quot;&lt;x&gt;"></b>'
+
+
+def test_every_target_is_shown_with_its_settings_or_its_refusal(plan: Plan, page: str) -> None:
+    with pytest.raises(ValueError, match="no single row of numbered blocks") as refusal:
+        export(plan, "megatron")
+
+    assert escape(f"{refusal.value}.") in page
+    assert escape(export(plan, "torchtitan").text.rstrip()) in page
+    assert all(f"<summary>{name}: " in page for name in NAMES.values())
+
+
+def test_context_and_expert_ranks_are_shown_on_their_gpus() -> None:
+    shape = Shape(1, 2, 2, 1, 1, 4, True, context=2, expert=4)
+    spread = planned(shape, model=MIXTURE)
+    page = report_page(gather(spread, MIXTURE, seconds=0.0), "plan.json")
+    boxes = [mark.get("data-t") or "" for mark in picture(page, "hosts").iter(f"{SVG}rect")]
+
+    assert [row.first_group for row in axis_rows(spread) if row.axis == "expert"] == ["0-3"]
+    assert "rank 6|data shard 1, context 1, tensor 0, experts: part 3 of 4" in boxes[7]
+    assert "TP 0 · CP 1 · EP 2" in page
+    assert "CP 2 (ring) + EP 4" in page
 
 
 def test_16384_gpus_stay_a_small_page(large_page: str) -> None:
