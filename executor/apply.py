@@ -108,7 +108,7 @@ def apply_plan(
     ]
     if len(parts) == 1:
         return parts[0]
-    from .pipeline import Chunks, stages_in
+    from .stage_module import Chunks, stages_in
 
     chunks = Chunks([stage for part in parts for stage in stages_in(part.module)])
     layout = TensorLayout()
@@ -143,7 +143,7 @@ def _part(
 
     module, prefix = model, ""
     if plan.degrees.pipeline > 1:
-        from .pipeline import StageModule
+        from .stage_module import StageModule
 
         module, prefix = StageModule(model, plan, stage_index, loss, context), "model."
         model = module.model

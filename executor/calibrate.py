@@ -41,7 +41,7 @@ from ..profiler.local import local_gpus, preset_of
 from ..profiler.model_profile import ModelProfile
 from ..profiler.units import format_flops_per_s, format_seconds
 from .local_ranks import RankError, run_local_ranks
-from .pipeline import loss_of
+from .micro_batches import loss_of
 from .reference_steps import reference_steps
 
 _TIMEOUT_S = 600.0

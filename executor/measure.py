@@ -13,7 +13,7 @@ from ..planner.strategy import shape_of
 from ..profiler.load import Batch, LoadedModel
 from .local_ranks import RankError, run_local_ranks
 from .measurement import Measurement
-from .pipeline import split_micro_batches
+from .micro_batches import split_micro_batches
 from .trainer import parallelize
 
 MAX_CPU_RANKS = 16

@@ -41,8 +41,10 @@ from .faults import (
 from .gradients import Gradients, local_gradient
 from .initialise import empty_values
 from .mesh import RankMesh, check_world_size, connect
-from .pipeline import PipelineRunner, loss_of, split_micro_batches, stages_in
+from .micro_batches import loss_of, split_micro_batches
+from .pipeline import PipelineRunner
 from .shared_gradients import SharedGradients
+from .stage_module import stages_in
 from .telemetry import Telemetry
 from .torch_compat import accelerator, data_parallel
 from .weights import Loading, Weights

@@ -37,7 +37,7 @@ from ..profiler.load import Batch, LoadedModel, load_model, split_inputs
 from ..profiler.model_profile import ModelProfile
 from ..profiler.trace import trace
 from .local_ranks import RankError, run_local_ranks
-from .pipeline import loss_of, split_micro_batches
+from .micro_batches import loss_of, split_micro_batches
 from .shrink import full_config, shrunken_config
 from .trainer import parallelize
 

@@ -9,9 +9,9 @@ import synthetic
 import torch
 
 from meshwright.executor import measure as measure_module
-from meshwright.executor import pipeline
 from meshwright.executor.measure import measure
 from meshwright.executor.measurement import Measurement, load_measurement, quantile
+from meshwright.executor.stage_module import StageModule
 from meshwright.planner.plan import Plan, Prediction
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
@@ -80,10 +80,10 @@ def test_every_plan_takes_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_failure_leaves_the_others_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: pipeline.StageModule) -> None:
+    def fail(self: StageModule) -> None:
         raise ValueError("no stage today")
 
-    monkeypatch.setattr(pipeline.StageModule, "forward", fail)
+    monkeypatch.setattr(StageModule, "forward", fail)
     plans = {"stages": plan_on(data_replicate=1, pipeline=2, schedule="gpipe"), "one": plan_on()}
 
     found = measure(plans, mlp()[0], steps=1, repetitions=1)

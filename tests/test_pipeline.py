@@ -21,16 +21,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.executor import torch_compat
-from meshwright.executor.pipeline import (
-    PipelineRunner,
-    StageModule,
-    check_partition,
-    crossing_into,
-    loss_of,
-    parameters_of_stages,
-    split_micro_batches,
-)
+from meshwright.executor.micro_batches import loss_of, split_micro_batches
+from meshwright.executor.partition import check_partition, crossing_into, parameters_of_stages
+from meshwright.executor.pipeline import PipelineRunner
 from meshwright.executor.recompute import recompute
+from meshwright.executor.stage_module import StageModule
 from meshwright.executor.tensor import crosses_sliced
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan

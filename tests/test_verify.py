@@ -14,9 +14,10 @@ import synthetic
 import torch
 from torch.nn import functional
 
-from meshwright.executor import gradients, pipeline, verify
+from meshwright.executor import gradients, verify
 from meshwright.executor.local_ranks import RankError, run_local_ranks
 from meshwright.executor.shrink import shrunken_config
+from meshwright.executor.stage_module import StageModule
 from meshwright.executor.verify import (
     TOLERANCE,
     Difference,
@@ -89,13 +90,13 @@ def test_a_forgotten_tie_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_gradients_of_a_wrong_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, _ = small_gpt()
-    forward = pipeline.StageModule.forward
+    forward = StageModule.forward
 
-    def twice(self: pipeline.StageModule) -> Any:
+    def twice(self: StageModule) -> Any:
         output = forward(self)
         return output if isinstance(output, tuple) else output * 2
 
-    monkeypatch.setattr(pipeline.StageModule, "forward", twice)
+    monkeypatch.setattr(StageModule, "forward", twice)
 
     report = verify.verify(gpt_plan(pipeline=2), loaded)
 
@@ -105,14 +106,14 @@ def test_gradients_of_a_wrong_size_are_found(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_rank_that_fails_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, _ = small_gpt()
-    forward = pipeline.StageModule.forward
+    forward = StageModule.forward
 
-    def fail(self: pipeline.StageModule) -> Any:
+    def fail(self: StageModule) -> Any:
         if self.stage == 1:
             raise ValueError("no more\nof this")
         return forward(self)
 
-    monkeypatch.setattr(pipeline.StageModule, "forward", fail)
+    monkeypatch.setattr(StageModule, "forward", fail)
 
     report = verify.verify(gpt_plan(pipeline=2), loaded)
 

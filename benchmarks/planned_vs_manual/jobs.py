@@ -16,7 +16,7 @@ from benchmarks.planned_vs_manual.hosts import Host
 from benchmarks.planned_vs_manual.padded import padded, pads
 from meshwright.executor import parallelize
 from meshwright.executor.local_ranks import RankError, run_local_ranks
-from meshwright.executor.pipeline import split_micro_batches
+from meshwright.executor.micro_batches import split_micro_batches
 from meshwright.executor.trainer import Trainer
 from meshwright.planner.plan import Plan
 from meshwright.profiler.cluster import Device
