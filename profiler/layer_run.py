@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .chain import Chain, Crossing, Cursor, Layer, Shapes, TensorSpec, stubbed
+from .chain import Chain, Crossing, Layer
+from .chain_watch import Cursor, stubbed
 from .expert_banks import (
     BankCall,
     counts_of,
@@ -27,6 +28,7 @@ from .fake import FakeModel
 from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import Producer
 from .producers import Producers
+from .run_shapes import Shapes, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class LayerRun:
         self.observation = Observation(size)
         self._shapes = shapes
         self._batch = fake.batch(size, seq_len)
-        self._cursor = Cursor(chain.layers)
+        self._cursor = Cursor([layer.last_key for layer in chain.layers])
         self._modules: list[str] = []
         self._saved: set[int] = set()
         self._outside: set[int] = set()

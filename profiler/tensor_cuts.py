@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .chain import Chain, Shapes
+from .chain import Chain
 from .fake import FakeModel
 from .layer_run import LayerRun
 from .meters import View
 from .model_profile import TensorCut
+from .run_shapes import Shapes
 from .tensor_flow import (
     Flow,
     Tap,

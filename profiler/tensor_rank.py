@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from .chain import Chain, Crossing, Shapes
+from .chain import Chain, Crossing
 from .fake import FakeModel
 from .layer_run import Collective, LayerRun, Observation
 from .meters import Recorder, Size
 from .model_profile import TensorCut
+from .run_shapes import Shapes
 
 
 def run_cut(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .chain import Chain, Crossing, Layer, Shapes, observe, shapes_at
+from .chain import Chain, Crossing, Layer, observe, shapes_at
 from .context_trial import context_problem
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
 from .layer_run import LayerRun, Observation
@@ -41,6 +41,7 @@ from .model_profile import (
     TensorCut,
 )
 from .positions import longest
+from .run_shapes import Shapes
 from .tensor_cuts import Found, common_degree, find_cuts, gathering_ways
 from .tensor_rank import run_cut
 from .tensor_trial import sequence_problem

@@ -1,0 +1,103 @@
+"""Where a model may be cut into layers, read off its module tree."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Units:
+    """Outermost modules that are never cut (they have parameters), and which of them are layers on their own."""
+
+    names: tuple[str, ...]
+    elements: frozenset[str]
+    opened: tuple[str, ...] = ()
+    """Elements of a container that hold blocks of their own, so that these are the units."""
+    notes: tuple[str, ...] = ()
+
+
+def find_units(root: nn.Module, closed: frozenset[str] = frozenset()) -> Units:
+    """Where the model may be cut, read off its module tree. closed: elements not to be opened."""
+    containers = _containers(root, closed) or _containers(root, closed, fewest=1)
+    notes: tuple[str, ...] = ()
+    if not containers:
+        containers = [_branching(root)]
+    opened = {""} | {".".join(name.split(".")[:i]) for name in containers for i in range(1, name.count(".") + 2)}
+    names: list[str] = []
+    _collect_units(root, "", opened, names, set())
+    elements = {name for name in names if name.rpartition(".")[0] in containers}
+    elements |= _repeated_types(root, [name for name in names if name not in elements])
+    if len(names) < 2:
+        notes = (f"{type(root).__name__} is one module without parts that could be cut, so it is a single layer",)
+    held = tuple(name for name in sorted(opened) if name.rpartition(".")[0] in containers)
+    return Units(tuple(names), frozenset(elements), held, notes)
+
+
+def _containers(root: nn.Module, closed: frozenset[str], fewest: int = 2) -> list[str]:
+    """Outermost containers of layers; inside a Sequential root also the containers of blocks that it holds, and inside
+    their elements those of blocks of one type."""
+    found: list[str] = []
+    for name, module in root.named_modules():
+        outer = [c for c in found if c == "" or name == c or name.startswith(c + ".")]
+        element = max(outer, key=len, default="")
+        element = ".".join(name.split(".")[: element.count(".") + 2]) if element else name.partition(".")[0]
+        if outer and element in closed:
+            continue
+        if outer and not (outer == [""] and _holds_blocks(module)) and not (name != element and _holds_alike(module)):
+            continue
+        deep_mlp = name.count(".") > 0 and isinstance(module, nn.Sequential) and not _holds_blocks(module)
+        if _is_container(module, fewest) and not deep_mlp:
+            found.append(name)
+    return found
+
+
+def _holds_alike(module: nn.Module) -> bool:
+    """Whether a container holds blocks of which several are of one type, as layers are; parts of a layer differ."""
+    types = [type(child) for _, child in _with_parameters(module)]
+    return _holds_blocks(module) and len(set(types)) < len(types)
+
+
+def _is_container(module: nn.Module, fewest: int = 2) -> bool:
+    """fewest: elements with parameters; a model whose one block runs many times (ALBERT) holds one."""
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    return container and len(_with_parameters(module)) >= fewest
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether a container's elements are themselves made of modules, unlike the linear layers of an MLP."""
+    children = _with_parameters(module)
+    return _is_container(module) and all(_with_parameters(child) for _, child in children)
+
+
+def _with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(n, child) for n, child in module.named_children() if next(child.parameters(), None) is not None]
+
+
+def _branching(root: nn.Module) -> str:
+    """The outermost module with several children that have parameters."""
+    name, module = "", root
+    while len(children := _with_parameters(module)) == 1 and _with_parameters(children[0][1]):
+        child_name, module = children[0]
+        name = f"{name}.{child_name}" if name else child_name
+    return name
+
+
+def _collect_units(module: nn.Module, name: str, opened: set[str], names: list[str], seen: set[int]) -> None:
+    for child_name, child in _with_parameters(module):
+        full = f"{name}.{child_name}" if name else child_name
+        if full in opened:
+            _collect_units(child, full, opened, names, seen)
+        elif id(child) not in seen:
+            seen.add(id(child))
+            names.append(full)
+
+
+def _repeated_types(root: nn.Module, names: list[str]) -> set[str]:
+    """Loose modules made of modules, of which there are several of one type: blocks written as attributes."""
+    by_type: dict[type, list[str]] = defaultdict(list)
+    for name in names:
+        module = root.get_submodule(name)
+        if _with_parameters(module):
+            by_type[type(module)].append(name)
+    return {name for group in by_type.values() if len(group) >= 2 for name in group}

@@ -1,0 +1,116 @@
+"""What a run produced, as specs from which tensors like its own can be made."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from .model_profile import Producer
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is needed to make a tensor like another one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    strides: tuple[int, ...] = ()
+    """Of a tensor without gaps or overlaps; () for others, which are made anew without."""
+    numbers: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """Of a real tensor (see real_model); None for fake ones."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorSpec":
+        """Spec of a tensor."""
+        numbers = None
+        if not isinstance(tensor, FakeTensor):
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                numbers = tensor.detach().clone()
+        strides = tensor.stride() if _is_dense(tensor) else ()
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, strides, numbers)
+
+    def blank(self) -> torch.Tensor:
+        """A new tensor of this layout and dtype (and of these numbers, where there are any) without a gradient."""
+        if self.numbers is not None:
+            return self.numbers.clone()
+        if not self.strides:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+
+    def one_more(self, less: "TensorSpec") -> "TensorSpec":
+        """At one sample more; less: at one fewer. Every dim grows evenly, and their order in memory stays."""
+        shape = tuple(2 * size - before for size, before in zip(self.shape, less.shape, strict=True))
+        strides = [0] * len(self.strides)
+        expected = 1
+        for stride, size, dim in sorted(zip(self.strides, self.shape, range(len(shape)), strict=False)):
+            strides[dim] = stride if size == shape[dim] == 1 else expected
+            expected *= shape[dim]
+        return TensorSpec(shape, self.dtype, self.requires_grad, tuple(strides))
+
+    def empty(self) -> torch.Tensor:
+        """A new tensor of this spec, like one that a module made: no leaf, so it may be changed in place."""
+        return self.blank().requires_grad_(self.requires_grad).clone()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one piece of memory, each once, in whatever order of dims."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """What a layer module returned: its structure, with specs in place of tensors."""
+
+    leaves: tuple[Any, ...]
+    tree: TreeSpec
+
+    @classmethod
+    def of(cls, output: Any) -> "OutputSpec":
+        """Spec of an output."""
+        leaves, tree = tree_flatten(output)
+        return cls(tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in leaves), tree)
+
+    def one_more(self, less: "OutputSpec") -> "OutputSpec":
+        """At one sample more; less: at one fewer."""
+        pairs = zip(self.leaves, less.leaves, strict=True)
+        leaves = (x.one_more(before) if isinstance(x, TensorSpec) else x for x, before in pairs)
+        return OutputSpec(tuple(leaves), self.tree)
+
+    def empty(self) -> Any:
+        """A new output of this spec."""
+        return tree_unflatten([x.empty() if isinstance(x, TensorSpec) else x for x in self.leaves], self.tree)
+
+
+@dataclass
+class Shapes:
+    """What one run at one batch size and length produced."""
+
+    outputs: dict[tuple[str, int], OutputSpec] = field(default_factory=dict)
+    tensors: dict[Producer, TensorSpec] = field(default_factory=dict)
+    refused: bool = False
+    """Whether something in the model refuses a batch like this one (see as_on_gpu)."""
+    furthest: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of tables that are read by position: rows, and the highest that is read (see positions)."""
+    _stand_ins: dict[tuple[str, int], Any] = field(default_factory=dict)
+
+    def one_more(self, less: "Shapes") -> "Shapes":
+        """What a run with one sample more would produce, from this one and one with one fewer; for fake tensors."""
+        return Shapes(
+            outputs={key: output.one_more(less.outputs[key]) for key, output in self.outputs.items()},
+            tensors={key: spec.one_more(less.tensors[key]) for key, spec in self.tensors.items()},
+        )
+
+    def stand_in(self, name: str, call: int) -> Any:
+        """What may pass for the output of a layer module that does not run: always the same one, to save time."""
+        if (name, call) not in self._stand_ins:
+            self._stand_ins[name, call] = self.outputs[name, call].empty()
+        return self._stand_ins[name, call]
