@@ -1,0 +1,135 @@
+"""One class of layers: its first layer run alone, whole and in the cuts of tensor parallelism."""
+
+from collections.abc import Sequence
+
+from .chain import Chain, Layer
+from .fake import FakeModel
+from .fitted_costs import fitted_costs, fitted_experts
+from .layer_run import LayerRun, Observation
+from .model_profile import Costs, LayerClass, ParameterProfile, Producer, TensorCut
+from .run_sizes import RunSizes
+from .tensor_cuts import Found, common_degree, gathering_ways
+from .tensor_rank import run_cut
+from .tensor_trial import sequence_problem
+
+
+def layer_class_of(
+    fake: FakeModel, chain: Chain, sizes: RunSizes, index: int, found: Found
+) -> tuple[LayerClass, Observation]:
+    """The class of layer `index`, and what the layer did in its first run. found: what tensor parallelism may cut."""
+    layer = chain.layers[index]
+    whole = _whole_runs(fake, chain, sizes, index)
+    tensor = sequence = None
+    alone: tuple[Costs, ...] = ()
+    without: tuple[Costs | None, ...] = ()
+    cuts = found.cuts
+    if cuts:
+        degree = common_degree(found.cuts)
+        assert degree is not None
+        tensor = fitted_costs(whole, _cut_runs(fake, chain, sizes, index, cuts, degree, whole), degree)
+        if len(cuts) > 1:
+            runs = (_cut_runs(fake, chain, sizes, index, (cut,), degree, whole) for cut in cuts)
+            alone = tuple(fitted_costs(whole, run, degree) for run in runs)
+        cuts, sequence, without = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole)
+    layer_class = LayerClass(
+        name=_class_name(fake, layer),
+        parameters=_parameters(fake, layer),
+        whole=fitted_costs(whole),
+        cuts=cuts,
+        tensor=tensor,
+        sequence=sequence,
+        tensor_alone=alone,
+        sequence_without=without,
+        experts=fitted_experts(whole),
+        writes_input=layer.writes_input,
+        writes_into_kept=whole[0].writes_into_kept,
+        writes_into_attention=whole[0].writes_into_attention,
+        input_overwritten=layer.input_overwritten,
+    )
+    return layer_class, whole[0]
+
+
+def _whole_runs(fake: FakeModel, chain: Chain, sizes: RunSizes, index: int) -> list[Observation]:
+    """Runs of a layer at two batch sizes: one and two samples, or two and three where one sample is copied less often
+    (a transposed batch of one is as contiguous as before), which no other batch would follow."""
+
+    def run(size: int) -> Observation:
+        return LayerRun(fake, chain, index, sizes.at(size), size, sizes.seq_len).run()
+
+    one, two = run(1), run(2)
+    alike = [op.name for op in one.ops if not op.is_view] == [op.name for op in two.ops if not op.is_view]
+    return [one, two] if alike else [two, run(3)]
+
+
+def _cut_runs(
+    fake: FakeModel,
+    chain: Chain,
+    sizes: RunSizes,
+    index: int,
+    cuts: tuple[TensorCut, ...],
+    degree: int,
+    like: Sequence[Observation],
+    sequence_dims: dict[Producer, int] | None = None,
+) -> list[Observation]:
+    """The runs of a layer in one cut of it, at the batch sizes of `like`."""
+    return [
+        run_cut(fake, chain, index, sizes.at(run.size), run.size, sizes.seq_len, cuts, degree, sequence_dims)
+        for run in like
+    ]
+
+
+def _sequence_costs(
+    fake: FakeModel,
+    chain: Chain,
+    sizes: RunSizes,
+    index: int,
+    cuts: tuple[TensorCut, ...],
+    degree: int,
+    whole: Sequence[Observation],
+) -> tuple[tuple[TensorCut, ...], Costs | None, tuple[Costs | None, ...]]:
+    """Cuts that say where to gather, costs with the rest on a slice of the sequence, and [cut] -> those with that one
+    left whole. None where no trial works."""
+    if sizes.seq_len is None or sizes.seq_len % degree or not any(cut.rows for cut in cuts):
+        return cuts, None, ()
+    arriving = [c for c in chain.crossings if index in c.used_by and c.spec.requires_grad]
+    dims = {c.producer: sizes.sequence_dim(c) for c in arriving}
+    leaving = [sizes.sequence_dim(c) for c in chain.crossings if c.made_by == index]
+    positions = set(dims.values())
+    if len(positions) != 1 or None in positions:
+        return cuts, None, ()
+    sequence_dims = {producer: dim for producer, dim in dims.items() if dim is not None}
+
+    def tried(way: tuple[TensorCut, ...]) -> Costs | None:
+        try:
+            runs = _cut_runs(fake, chain, sizes, index, way, degree, whole, sequence_dims)
+        except ValueError:
+            return None
+        if sequence_problem(whole[0], runs[0], way, degree, leaving):
+            return None
+        return fitted_costs(whole, runs, degree)
+
+    for way in gathering_ways(fake, chain, index, cuts):
+        found = tried(way)
+        if found is not None:
+            rest = [tuple(other for other in way if other is not cut) for cut in way]
+            return way, found, tuple(tried(others) if others else None for others in rest)
+    return cuts, None, ()
+
+
+def _class_name(fake: FakeModel, layer: Layer) -> str:
+    if layer.root:
+        return type(fake.module.get_submodule(layer.root)).__name__
+    if layer.units and layer.name not in ("embedding", "head"):
+        return "+".join(dict.fromkeys(type(fake.module.get_submodule(unit)).__name__ for unit in layer.units))
+    return layer.name
+
+
+def _parameters(fake: FakeModel, layer: Layer) -> tuple[ParameterProfile, ...]:
+    named = dict(fake.module.named_parameters(remove_duplicate=False))
+    prefix = layer.root + "." if layer.root else ""
+    return tuple(
+        ParameterProfile(
+            name=name.removeprefix(prefix), shape=tuple(named[name].shape), trainable=named[name].requires_grad
+        )
+        for name in layer.parameters
+    )

@@ -1,0 +1,134 @@
+"""What a layer costs at any batch size and tensor degree, fitted to runs of it: every amount is linear in both."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from .layer_run import Observation
+from .meters import NOTHING, Op, Size
+from .model_profile import Amount, Bytes, CollectiveProfile, Costs, Experts, OpPart, OpProfile
+
+
+def fitted_costs(whole: Sequence[Observation], cut: Sequence[Observation] = (), degree: int = 1) -> Costs:
+    """Costs fitted to runs at two batch sizes, whole and (where given) with weights cut by `degree`."""
+    runs = [*whole, *cut]
+    size = whole[0].size
+    return Costs(
+        operators=tuple(_op_profile(ops, degree, size) for ops in _aligned([run.ops for run in runs])),
+        saved=fit_bytes([run.saved for run in runs], degree, size),
+        full=fit_bytes([run.full for run in runs], degree, size),
+        attention=fit_bytes([run.attention for run in runs], degree, size),
+        selective=fit_bytes([run.selective for run in runs], degree, size),
+        inputs=fit_bytes([run.inputs for run in runs], degree, size),
+        forward_transient=fit_bytes([run.forward_transient for run in runs], degree, size),
+        backward_transient=fit_bytes([run.backward_transient for run in runs], degree, size),
+        collectives=_collectives(cut),
+    )
+
+
+def fitted_experts(whole: Sequence[Observation]) -> tuple[Experts, ...]:
+    """Modules whose matmuls read parameters that are stacked over experts, one matrix each."""
+    experts = []
+    for module, seen in whole[0].experts.items():
+        routed = [run.experts[module].rows for run in whole]
+        names = tuple(dict.fromkeys(seen.parameters))
+        experts.append(
+            Experts(
+                module=module,
+                count=seen.count,
+                parameters=names,
+                routed=_fit(routed, 1, whole[0].size),
+                called=seen.called if all(run.experts[module].called == seen.called for run in whole) else "",
+                attributes=seen.attributes,
+            )
+        )
+    return tuple(experts)
+
+
+def _op_profile(ops: Sequence[Op], degree: int, size: int) -> OpProfile:
+    first = ops[0]
+    shape = None
+    if all(op.shape is not None for op in ops):
+        rows, inner, columns = (_fit([op.shape[i] for op in ops if op.shape], degree, size) for i in range(3))
+        shape = (rows, inner, columns)
+    return OpProfile(
+        name=first.name,
+        module=first.module,
+        kind=first.kind,
+        part=first.part,
+        repeated=first.repeated,
+        core=first.core,
+        flops=_fit([op.flops for op in ops], degree, size),
+        moved=fit_bytes([op.moved for op in ops], degree, size),
+        shape=shape,
+    )
+
+
+def _aligned(runs: Sequence[list[Op]]) -> list[tuple[Op, ...]]:
+    """Operators that do work, one tuple of the same operator in each run."""
+    working = [[op for op in ops if op.flops or op.moved != NOTHING] for ops in runs]
+    names = [[op.name for op in ops] for ops in working]
+    if all(n == names[0] for n in names):
+        return list(zip(*working, strict=True))
+    return _aligned_by_name(working)
+
+
+def _aligned_by_name(runs: Sequence[list[Op]]) -> list[tuple[Op, ...]]:
+    """The how-manieth operator of a name in a module stands for itself; one that is missing in a run costs nothing."""
+    tables: list[dict[tuple[str, str, OpPart, int], Op]] = []
+    order: dict[tuple[str, str, OpPart, int], None] = {}
+    for ops in runs:
+        count: dict[tuple[str, str, OpPart], int] = defaultdict(int)
+        table: dict[tuple[str, str, OpPart, int], Op] = {}
+        for op in ops:
+            key = (op.name, op.module, op.part)
+            table[*key, count[key]] = op
+            count[key] += 1
+        tables.append(table)
+        order.update(dict.fromkeys(table))
+    return [tuple(table.get(key) or _idle(key, tables) for table in tables) for key in order]
+
+
+def _idle(key: tuple[str, str, OpPart, int], tables: Sequence[dict[tuple[str, str, OpPart, int], Op]]) -> Op:
+    like = next(table[key] for table in tables if key in table)
+    return Op(like.name, like.kind, like.module, like.backward, like.is_view, (), (), part=like.part)
+
+
+def _fit(values: Sequence[float], degree: int, size: int) -> Amount:
+    """(fixed, per sample, fixed / t, per sample / t) through values at `size` samples and one more, whole and cut."""
+    less, more = values[0], values[1]
+    per_sample = more - less
+    fixed = less - size * per_sample
+    if len(values) == 2:
+        return (fixed, per_sample, 0.0, 0.0)
+    cut_per_sample = values[3] - values[2]
+    cut_fixed = values[2] - size * cut_per_sample
+    share = degree / (degree - 1)
+    divided_fixed = (fixed - cut_fixed) * share
+    divided_per_sample = (per_sample - cut_per_sample) * share
+    return (fixed - divided_fixed, per_sample - divided_per_sample, divided_fixed, divided_per_sample)
+
+
+def fit_bytes(amounts: Sequence[Size], degree: int, size: int) -> Bytes:
+    """Bytes through amounts as _fit takes them."""
+    return Bytes(
+        elements=_fit([amount.elements for amount in amounts], degree, size),
+        other_bytes=_fit([amount.other_bytes for amount in amounts], degree, size),
+        in_fp32=_fit([amount.in_fp32 for amount in amounts], degree, size),
+    )
+
+
+def _collectives(runs: Sequence[Observation]) -> tuple[CollectiveProfile, ...]:
+    if not runs:
+        return ()
+    less, more = (run.collectives for run in runs)
+    last = runs[0].saved_after
+    return tuple(
+        CollectiveProfile(
+            kind=a.kind,  # type: ignore[arg-type]
+            part=a.part,  # type: ignore[arg-type]
+            tensor=fit_bytes([a.tensor, b.tensor], 1, runs[0].size),
+            repeated=a.after <= last,
+            entry=a.entry,
+        )
+        for a, b in zip(less, more, strict=True)
+    )
