@@ -9,8 +9,8 @@ from ..planner.estimate import Estimate, StageMemory, estimate, priced_stages
 from ..planner.explain import compared
 from ..planner.explore import Explorer
 from ..planner.guidance import named_rules, rules_of_thumb
-from ..planner.layer_cost import LayerCost
 from ..planner.plan import Plan, stage_of
+from ..planner.priced_layer import LayerCost
 from ..planner.search import Candidate
 from ..planner.sensitivity import Shift, sensitivity
 from ..planner.simulate import Event, simulate

@@ -14,13 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..profiler.model_profile import CrossingTensor, ModelProfile
+from .crossing_cost import P2P_EXPOSED, Cut
 from .kept import kept
 from .kinds import Kind, kinds_of, shared_groups
 from .knapsack import Turns, lightest, tie_prices
-from .layer_cost import P2P_EXPOSED, CostModel, Cut, LayerCost
+from .layer_cost import CostModel
 from .memory_cost import StateBytes, state_bytes
 from .peak import Arrivals, Moment, moments_of, running
 from .plan import Recompute
+from .priced_layer import LayerCost
 from .relaxed import least_slowest_s
 from .stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
 from .strategy import LayerOption, Shape, legal_cuts

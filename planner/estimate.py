@@ -11,9 +11,10 @@ from ..profiler.model_profile import ModelProfile
 from .columns import Chain
 from .comm_cost import Collective
 from .kept import kept
-from .layer_cost import CostModel, LayerCost
+from .layer_cost import CostModel
 from .memory_cost import state_bytes
 from .plan import GroupAxis, Plan, Recompute, stage_of
+from .priced_layer import LayerCost
 from .simulate import is_chunked, simulated_step_s
 from .stage_cost import StageCost, budget_bytes, closed_form_s, combine, on_one_rank, outside_bytes
 from .strategy import LayerOption, Shape, shape_of

@@ -10,16 +10,18 @@ from numpy.typing import NDArray
 
 from ..profiler.cluster import ClusterSpec, Device, Group
 from ..profiler.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
-from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
+from .comm_cost import GroupLinks, collective_s, exposed_s
 from .compute_cost import Seconds, accumulate_s, host_optimizer_s, layer_seconds, optimizer_s
 from .context_cost import NOTHING, ContextCost, context_cost
+from .crossing_cost import Crossings, Cut
 from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
 from .kept import kept
-from .kinds import Kind, kept_with_last, kinds_of
+from .kinds import Kind, kinds_of
 from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_buffers, uses_fully_shard
 from .part_cost import part_cost
 from .peak import Arrivals
-from .plan import EXECUTABLE_RECOMPUTES, Axis, GroupAxis, Recompute
+from .plan import EXECUTABLE_RECOMPUTES, Axis, Recompute
+from .priced_layer import Held, LayerCost, Traffic
 from .sharding import padded_elements
 from .software import StackMemory, load_software
 from .strategy import Cuts, LayerOption, Shape, chosen_cuts, divisors, is_sequence_cut
@@ -30,136 +32,6 @@ Part = Literal["forward", "backward"]
 
 _Mode = tuple[str, Costs, int, tuple[int, ...]]
 """Name, observed costs, tensor degree, and indices of the cuts that are applied."""
-
-P2P_EXPOSED = 0.269
-"""Share of a transfer between stages that its receiver waits for. Fit to published runs, see
-benchmarks/published/fitted/fit.md."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes and calls of one collective on one axis by one rank."""
-
-    axis: GroupAxis
-    kind: Collective
-    bytes: float
-    calls: float
-    per_step: bool
-
-
-@dataclass(frozen=True)
-class Held:
-    """A parameter of a layer class on one tensor rank. elements: padded to what data shards divide evenly; whole: not
-    cut by tensor parallelism; partial: read between cut modules, so that each tensor rank has a share of its
-    gradient."""
-
-    name: str
-    elements: int
-    trainable: bool
-    whole: bool
-    partial: bool = False
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """One layer under one shape and option. Seconds per micro-batch unless `once_`; bytes on one rank.
-
-    weight_s: the part of backward_s that is for gradients of weights. kept_bytes: activations of one micro-batch, until
-    the layer's backward, of which arrived_bytes come from earlier layers and count only because it is recomputed.
-    held_bytes: compute copies of parameters, of which released_bytes are given back once
-    gradients are reduced. accumulated_bytes: gradients before they are reduced, beyond their shards. root_bytes:
-    gradients that wait for fully_shard's root from the layer's backward on, and root_end_bytes what that takes then.
-    transient_bytes: there only during the layer's turn, beyond what is kept and held; ending_bytes: the same in a pass
-    that reduces gradients; waiting_bytes: of that, what is there while those of the layer behind it, its reduced_bytes,
-    are on their way.
-    """
-
-    forward_s: float
-    backward_s: float
-    weight_s: float
-    recompute_s: float
-    tensor_forward_s: float
-    tensor_backward_s: float
-    data_forward_s: float
-    data_backward_s: float
-    once_data_s: float
-    optimizer_s: float
-    elements: float
-    trainable_elements: float
-    kept_bytes: float
-    held_bytes: float
-    released_bytes: float
-    accumulated_bytes: float
-    root_bytes: float
-    root_end_bytes: float
-    transient_bytes: float
-    ending_bytes: float
-    waiting_bytes: float
-    reduced_bytes: float
-    traffic: tuple[Traffic, ...]
-    context_forward_s: float = 0.0
-    context_backward_s: float = 0.0
-    expert_forward_s: float = 0.0
-    expert_backward_s: float = 0.0
-    offload_forward_s: float = 0.0
-    offload_backward_s: float = 0.0
-    arrived_bytes: float = 0.0
-
-    def reducing_bytes(self, behind: "LayerCost | None") -> float:
-        """Bytes that are there only during the layer's turn in a pass that reduces gradients. behind: the next layer of
-        the stage, if there is one."""
-        waiting = 0.0 if behind is None else self.waiting_bytes + behind.reduced_bytes
-        return max(self.ending_bytes, waiting)
-
-    def with_waiting(self, num_bytes: float) -> "LayerCost":
-        """The same in a place where so many bytes of others pass by."""
-        if not num_bytes:
-            return self
-        return replace(
-            self,
-            transient_bytes=self.transient_bytes + num_bytes,
-            ending_bytes=self.ending_bytes + num_bytes,
-            waiting_bytes=self.waiting_bytes + num_bytes,
-        )
-
-    @property
-    def exchange_forward_s(self) -> float:
-        """Exposed exchanges of the forward with context ranks, expert ranks and the host."""
-        return self.context_forward_s + self.expert_forward_s + self.offload_forward_s
-
-    @property
-    def exchange_backward_s(self) -> float:
-        """The same of the backward."""
-        return self.context_backward_s + self.expert_backward_s + self.offload_backward_s
-
-    @property
-    def forward_total_s(self) -> float:
-        """Forward of one micro-batch, exposed communication included."""
-        return self.forward_s + self.tensor_forward_s + self.data_forward_s + self.exchange_forward_s
-
-    @property
-    def backward_total_s(self) -> float:
-        """Backward of one micro-batch, recompute and exposed communication included."""
-        exposed_s = self.tensor_backward_s + self.data_backward_s + self.exchange_backward_s
-        return self.backward_s + self.recompute_s + exposed_s
-
-    @property
-    def microbatch_s(self) -> float:
-        """Forward and backward of one micro-batch."""
-        return self.forward_total_s + self.backward_total_s
-
-    @property
-    def once_s(self) -> float:
-        """Once per step: exposed gradient reduction and first gathers, and the optimizer."""
-        return self.once_data_s + self.optimizer_s
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What crosses one place of the chain for one micro-batch: seconds until the next stage has it, and bytes."""
-
-    seconds: float
-    bytes: float
 
 
 class CostModel:
@@ -187,8 +59,6 @@ class CostModel:
         self._links_of_stages: dict[tuple[int, int], GroupLinks] = {}
         self._places: dict[int, tuple[int, ...]] = {}
         self._held: dict[tuple[object, ...], tuple[Held, ...]] = {}
-        self._crossings: dict[tuple[object, ...], list[Cut]] = {}
-        self._crossing_sizes: dict[tuple[object, ...], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
         self._modes: dict[tuple[int, int, bool, Cuts | None], _Mode] = {}
 
     @cached_property
@@ -200,6 +70,10 @@ class CostModel:
     def keeps_as_traced(self) -> bool:
         """Whether the training stack keeps the activations that the profile says, and no fewer."""
         return self.software.memory == StackMemory()
+
+    @cached_property
+    def _crossings(self) -> Crossings:
+        return Crossings(self)
 
     def links(self, size: int, stride: int) -> GroupLinks:
         """Links of the groups of `size` ranks that lie `stride` apart."""
@@ -787,64 +661,12 @@ class CostModel:
     def crossings(self, shape: Shape) -> list[Cut]:
         """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
         between layers, behind the last."""
-        sliced = shape.tensor if shape.sequence else 1
-        key = shape.samples, sliced, shape.cuts, shape.pipeline, shape.stride("pipeline")
-        if key not in self._crossings:
-            links = self.axis_links(shape, "pipeline")
-            sizes = self._crossing_bytes(shape)
-            cuts = {size: Cut(collective_s("p2p", size, links) if size else 0.0, size) for size in set(sizes)}
-            self._crossings[key] = [cuts[size] for size in sizes]
-        return self._crossings[key]
-
-    def _crossing_bytes(self, shape: Shape) -> list[float]:
-        spans = _spans(self.profile)
-        at = np.array([1.0, shape.samples, 1.0, shape.samples])
-        sizes = (self.training.compute_bytes * spans.elements + spans.other_bytes) @ at
-        cut = {kind.layer_class: self.mode(kind, shape)[0] == "sequence" for kind in self.kinds}
-        sequence = np.array([*(cut[kind.layer_class] for kind in self.kinds), False])
-        sliced = spans.may_slice & sequence[spans.made_by]
-        parts = sizes[spans.tensor]
-        parts = np.where(sliced[spans.tensor] & sequence[spans.position], parts / shape.tensor, parts)
-        summed: list[float] = np.bincount(spans.position, parts, len(self.kinds) + 1).tolist()
-        return summed
+        return self._crossings.cuts(shape)
 
     def arrivals(self, shape: Shape, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrivals:
         """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one behind
         its last."""
-        tensors = self.profile.tensors
-        if shape.pipeline == 1 or not tensors:
-            nothing = np.zeros(len(firsts))
-            return Arrivals(nothing, nothing, nothing)
-        made_by, last_used_by = _spans(self.profile).made_by, np.array([t.last_used_by for t in tensors])
-        readers = np.array([last for last, _ in kept_with_last(self.profile)])
-        whole, counted = self._sizes(shape)
-        crosses = (made_by < firsts[:, None]) & (firsts[:, None] <= last_used_by)
-        received = np.where(crosses, self._slices(shape)[firsts] * whole, 0.0)
-        stays = readers < ends[:, None]
-        inputs = np.maximum(0.0, received - counted) * stays
-        gradients = received * np.array([t.requires_grad for t in tensors])
-        return Arrivals(inputs.sum(axis=1), (gradients * ~stays).sum(axis=1), gradients.sum(axis=1))
-
-    def _slices(self, shape: Shape) -> NDArray[np.float64]:
-        """[place of the chain][crossing tensor] -> the share of it that crosses there."""
-        spans = _spans(self.profile)
-        sequence = np.array([*(self.mode(kind, shape)[0] == "sequence" for kind in self.kinds), False])
-        sliced = spans.may_slice & sequence[spans.made_by] & sequence[:, None]
-        return np.where(sliced, 1 / shape.tensor, 1.0)
-
-    def _sizes(self, shape: Shape) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[crossing tensor] -> (bytes of one micro-batch of it, those that count with its last reader)."""
-        key = shape.samples, shape.tensor if shape.sequence else 1, shape.cuts
-        if key not in self._crossing_sizes:
-            batch, element_bytes = shape.samples, self.training.compute_bytes
-            whole = [tensor.size.at(batch, element_bytes) for tensor in self.profile.tensors]
-            counted = [
-                item.size.at(batch, element_bytes)
-                / (shape.tensor if item.slices and self.mode(self.kinds[last], shape)[0] == "sequence" else 1)
-                for last, item in kept_with_last(self.profile)
-            ]
-            self._crossing_sizes[key] = np.array(whole), np.array(counted)
-        return self._crossing_sizes[key]
+        return self._crossings.arrivals(shape, firsts, ends)
 
     def options(
         self,
@@ -880,33 +702,6 @@ class CostModel:
         again = recompute in ("selective", "full")
         kept = under[recompute].at(shape.samples, self.training.compute_bytes, tensor)
         return kept + self.arriving_bytes(kind, shape, again)
-
-
-@dataclass(frozen=True)
-class _Spans:
-    """Crossing tensors by columns: amounts as coefficients, and one entry of (tensor, position) for each place of the
-    chain that one crosses."""
-
-    elements: NDArray[np.float64]
-    other_bytes: NDArray[np.float64]
-    may_slice: NDArray[np.bool_]
-    made_by: NDArray[np.int64]
-    tensor: NDArray[np.int64]
-    position: NDArray[np.int64]
-
-
-@kept
-def _spans(profile: ModelProfile) -> _Spans:
-    tensors = profile.tensors
-    places = [(i, at) for i, t in enumerate(tensors) for at in range(t.made_by + 1, t.last_used_by + 1)]
-    return _Spans(
-        elements=np.array([t.size.elements for t in tensors], dtype=np.float64).reshape(len(tensors), 4),
-        other_bytes=np.array([t.size.other_bytes for t in tensors], dtype=np.float64).reshape(len(tensors), 4),
-        may_slice=np.array([t.requires_grad and "sequence" in t.dims for t in tensors], dtype=bool),
-        made_by=np.array([t.made_by for t in tensors], dtype=np.int64),
-        tensor=np.array([i for i, _ in places], dtype=np.int64),
-        position=np.array([at for _, at in places], dtype=np.int64),
-    )
 
 
 @kept

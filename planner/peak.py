@@ -3,16 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .memory_cost import StateBytes
+from .priced_layer import LayerCost
 from .strategy import Shape
-
-if TYPE_CHECKING:
-    from .layer_cost import LayerCost
 
 Floats = NDArray[np.float64]
 
@@ -37,28 +34,28 @@ class Moment:
     reduces: bool
     sends: bool
 
-    def before(self, cost: "LayerCost") -> float:
+    def before(self, cost: LayerCost) -> float:
         """Bytes of a layer until its turn is over."""
         return self.flights * cost.kept_bytes + cost.held_bytes + self.gradients_before(cost)
 
-    def behind(self, cost: "LayerCost") -> float:
+    def behind(self, cost: LayerCost) -> float:
         """Bytes of a layer after its turn."""
         return (self.flights - 1) * cost.kept_bytes + self.copies_behind(cost) + self.gradients_behind(cost)
 
-    def copies_behind(self, cost: "LayerCost") -> float:
+    def copies_behind(self, cost: LayerCost) -> float:
         """Bytes of copies of parameters that a layer holds after its turn."""
         return cost.held_bytes - (0.0 if self.copies_stay else cost.released_bytes)
 
-    def gradients_before(self, cost: "LayerCost") -> float:
+    def gradients_before(self, cost: LayerCost) -> float:
         """Bytes of a layer's gradients until its turn is over."""
         return cost.trainable_elements * self.before_shards + (cost.accumulated_bytes if self.before_whole else 0.0)
 
-    def gradients_behind(self, cost: "LayerCost") -> float:
+    def gradients_behind(self, cost: LayerCost) -> float:
         """Bytes of a layer's gradients after its turn."""
         whole = cost.accumulated_bytes if self.behind_whole else 0.0
         return cost.trainable_elements * self.behind_shards + whole + cost.root_bytes
 
-    def transient(self, cost: "LayerCost", behind: "LayerCost | None") -> float:
+    def transient(self, cost: LayerCost, behind: LayerCost | None) -> float:
         """Bytes that are there only during a layer's turn. behind: the next layer of the stage, if there is one."""
         return cost.reducing_bytes(behind) if self.reduces else cost.transient_bytes
 
@@ -118,7 +115,7 @@ def moments_of(shape: Shape, state: StateBytes, in_flight: int) -> tuple[Moment,
     return (*found, first)
 
 
-def highest(moment: Moment, layers: Sequence[tuple["LayerCost", int]]) -> tuple[int, int]:
+def highest(moment: Moment, layers: Sequence[tuple[LayerCost, int]]) -> tuple[int, int]:
     """(index, turn): layers hold most in a pass when it is the turn of the `turn`-th of the equal layers at this index
     of `layers`. Of neighbours that are equal it is the first, the last, or the one before that, which has one of its
     own kind behind it."""
@@ -132,7 +129,7 @@ def highest(moment: Moment, layers: Sequence[tuple["LayerCost", int]]) -> tuple[
     return best[1], best[2]
 
 
-def behind_of(layers: Sequence[tuple["LayerCost", int]], index: int, turn: int) -> "LayerCost | None":
+def behind_of(layers: Sequence[tuple[LayerCost, int]], index: int, turn: int) -> LayerCost | None:
     """The next layer of the stage behind the `turn`-th of the equal layers at this index."""
     if turn < layers[index][1]:
         return layers[index][0]

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from ..profiler.cluster import Device
 from .compute_cost import host_optimizer_s, optimizer_s
-from .layer_cost import P2P_EXPOSED, Cut, LayerCost
+from .crossing_cost import P2P_EXPOSED, Cut
 from .memory_cost import StateBytes
 from .peak import Arrivals, Moment, behind_of, highest, moments_of
 from .plan import Axis
+from .priced_layer import LayerCost
 from .strategy import Shape
 from .training import TrainingSpec
 

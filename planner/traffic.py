@@ -12,9 +12,10 @@ from ..profiler.model_profile import ModelProfile
 from .comm_cost import Collective
 from .kept import kept
 from .kinds import kinds_of
-from .layer_cost import CostModel, Held, LayerCost
+from .layer_cost import CostModel
 from .memory_cost import MASTER_BYTES, uses_fully_shard
 from .plan import GroupAxis, Plan
+from .priced_layer import Held, LayerCost
 from .strategy import Shape
 
 BUCKET_ELEMENTS = 16 * 2**20
