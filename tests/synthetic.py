@@ -2,23 +2,18 @@
 
 from collections.abc import Sequence
 
+from benchmarks.planning_time.plain_profile import chain, expert_bank, per_sample
 from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
 from meshwright.profiler.model_profile import (
-    Amount,
     Bytes,
     CollectiveProfile,
     Costs,
-    CrossingTensor,
     LayerClass,
-    LayerProfile,
     ModelProfile,
     OpProfile,
     ParameterProfile,
-    Producer,
     TensorCut,
 )
-
-SEQ_LEN = 64
 
 
 def device(memory: float = 80e9, **changes: object) -> Device:
@@ -49,11 +44,6 @@ def cluster(
     each = on or device()
     group = HostGroup(count=num_hosts, devices_per_host=per_host, device=each, link=each.link)
     return ClusterSpec(name="test", hosts=(group,), network=network or each.network)
-
-
-def per_sample(value: float, cut: bool = False) -> Amount:
-    """An amount proportional to the batch, and to 1/tensor if cut."""
-    return (0.0, 0.0, 0.0, value) if cut else (0.0, value, 0.0, 0.0)
 
 
 def costs(
@@ -133,37 +123,15 @@ def profile(
 ) -> ModelProfile:
     """A chain of layers `order` (indices of classes); `crossing` bytes per sample behind every layer."""
     behind = [crossing] * (len(order) - 1) if isinstance(crossing, int | float) else list(crossing)
-    layers = tuple(
-        LayerProfile(
-            name=f"layer{i}", layer_class=c, root=f"layer{i}", modules=(f"layer{i}",), parameters=(f"layer{i}.weight",)
-        )
-        for i, c in enumerate(order)
-    )
-    tensors = tuple(
-        CrossingTensor(
-            producer=Producer(kind="module", name=f"layer{i}"),
-            made_by=i,
-            last_used_by=i + 1,
-            used_by=(i + 1,),
-            saved_by=(i + 1,),
-            shape=(1, SEQ_LEN, max(1, round(size / 2 / SEQ_LEN))),
-            dims=("batch", "sequence", "other"),
-            dtype="compute",
-            requires_grad=True,
-            size=Bytes(elements=per_sample(size / 2)),
-        )
-        for i, size in enumerate(behind)
-    )
-    return ModelProfile(
-        name="synthetic",
-        source="synthetic",
-        fingerprint="0" * 64,
-        seq_len=SEQ_LEN,
-        torch_version="none",
-        classes=tuple(classes),
-        layers=layers,
-        tensors=tensors,
-        ties=tuple((f"layer{a}.weight", f"layer{b}.weight") for a, b in ties),
-        batch=(),
-        returns_loss=False,
-    )
+    return chain("synthetic", classes, order, behind, ties)
+
+
+def with_experts(layer: LayerClass, count: int, copies: int, width: int, inner: int) -> LayerClass:
+    """The class with a bank of experts, one product of each, beside what it has; not cut by tensor parallelism."""
+    bank, up, products = expert_bank(count, copies, width, inner)
+    costs = {
+        name: found.model_copy(update={"operators": found.operators + products})
+        for name in ("whole", "tensor", "sequence")
+        if (found := getattr(layer, name)) is not None
+    }
+    return layer.model_copy(update={**costs, "parameters": (*layer.parameters, up), "experts": (bank,)})

@@ -1,17 +1,13 @@
 """Profiles against real forwards and backwards: the checks of benchmarks/accuracy on a few small models."""
 
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from small_models import SEQ_LEN, small_model, small_profile
 from torch import nn
 from torch.nn import functional
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.accuracy import cases, counts, flops, interpolation, memory, reality, recompute, report
 from benchmarks.accuracy.predicted import predicted

@@ -1,13 +1,9 @@
 """What an estimate says of traffic and memory is what ranks of large jobs do: played on fake tensors, alone."""
 
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.accuracy.agreement import Case, memory_rows, model_of, plan_of, traffic_rows
 from benchmarks.accuracy.cases import profile_of

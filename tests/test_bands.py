@@ -2,14 +2,9 @@
 
 import io
 import math
-import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
-
-sys.path.append(str(Path(__file__).parents[1]))
-
 from test_published import row
 from test_software import _plan
 

@@ -3,13 +3,9 @@
 `python -m benchmarks.planning_time.brute_force` does the same with hundreds of larger ones.
 """
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.planning_time.brute_force import Agreement, agreement, every_plan, every_shape, instances, num_plans
 from benchmarks.planning_time.instances import Instance, instance

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile
+from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile, with_experts
 from test_properties import ROUNDING, any_links, examples, factors, log_floats, plans, priced, sizes
 
 from meshwright.planner.check import check
@@ -21,7 +21,6 @@ from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Group, Link
 from meshwright.profiler.model_profile import (
     Bytes,
-    Experts,
     LayerClass,
     ModelProfile,
     OpPart,
@@ -62,43 +61,13 @@ def block(attention_flops: float = 1e9) -> LayerClass:
 
 
 def mixture(count: int = COUNT) -> LayerClass:
-    """A bank of experts, two products of each, beside a weight that all tokens use."""
-    made = layer_class("mixture", 1e9, 1000, saved=1e6, inputs=1e5)
-    rows = per_sample(TOP_K * SEQ_LEN)
-    weights = (float(count * WIDTH * INNER), 0.0, 0.0, 0.0)
-    sides = {
-        "forward": (rows, (WIDTH, 0.0, 0.0, 0.0), (INNER, 0.0, 0.0, 0.0)),
-        "backward_input": (rows, (INNER, 0.0, 0.0, 0.0), (WIDTH, 0.0, 0.0, 0.0)),
-        "backward_weight": ((WIDTH, 0.0, 0.0, 0.0), rows, (INNER, 0.0, 0.0, 0.0)),
-    }
-    products = tuple(
-        OpProfile(
-            name="_grouped_mm",
-            module="experts",
-            kind="matmul",
-            part=part,  # type: ignore[arg-type]
-            flops=per_sample(2 * TOP_K * SEQ_LEN * WIDTH * INNER),
-            moved=Bytes(elements=weights),
-            shape=shape,
-        )
-        for part, shape in sides.items()
-    )
-    bank = Experts(module="experts", count=count, parameters=("up",), routed=rows, called="routed")
-    return made.model_copy(
-        update={
-            "whole": made.whole.model_copy(update={"operators": made.whole.operators + products}),
-            "parameters": (*made.parameters, ParameterProfile(name="up", shape=(count, WIDTH, INNER))),
-            "experts": (bank,),
-        }
-    )
+    """A bank of experts beside a weight that all tokens use."""
+    return with_experts(layer_class("mixture", 1e9, 1000, saved=1e6, inputs=1e5), count, TOP_K, WIDTH, INNER)
 
 
 def two_of(layer: LayerClass) -> ModelProfile:
     """A model of two such layers."""
-    model = profile([layer], [0, 0])
-    names = [parameter.name for parameter in layer.parameters]
-    layers = (each.model_copy(update={"parameters": tuple(f"{each.name}.{n}" for n in names)}) for each in model.layers)
-    return model.model_copy(update={"layers": tuple(layers)})
+    return profile([layer], [0, 0])
 
 
 def planned(

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ import torch
 from ranks import run_ranks
 from synthetic import cluster
 from torch import nn
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.accuracy.cases import small
 from benchmarks.accuracy.counters import Traffic

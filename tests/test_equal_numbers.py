@@ -1,73 +1,50 @@
 """Every way to execute a plan gives the numbers of one process: loss, gradient norm, gradients, parameters.
 
-Three AdamW steps with clipping in fp32, each case against plain PyTorch on the whole global batch. Errors are
-max|a - b| / max|a| per tensor. Where a gradient is mathematically zero (biases of attention keys) both sides hold
-rounding noise, so gradients are compared down to 2e-7 of the model's largest; and AdamW divides by |g| + eps, which
-with the usual eps of 1e-8 makes full-sized steps of that noise, in the reference as well. eps is 1e-4 here: a tenth of
-a typical gradient and 10^4 times the noise. Parameters start random throughout, so that no bias hides behind a zero.
+Three AdamW steps with clipping in fp32, each case against plain PyTorch on the whole global batch, as same_numbers.py
+does it. Where a gradient is mathematically zero (biases of attention keys) both sides hold rounding noise, so gradients
+are compared down to 2e-7 of the model's largest.
 """
 
 import functools
-import importlib.util
 import os
-import sys
-from dataclasses import dataclass, field, replace
-from itertools import cycle
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from synthetic import cluster
+from same_numbers import (
+    SEQ_LEN,
+    TOLERANCE,
+    Case,
+    Numbers,
+    errors,
+    loss,
+    next_tokens,
+    numbers_of,
+    numbers_of_one_process,
+    plan_of,
+    randomised,
+    samples,
+    trainer_of,
+)
 from torch import nn
+from zoo import zoo_module
 
-from meshwright.executor import Trainer, parallelize
-from meshwright.planner.plan import AXES, Axis, Plan, Recompute
-from meshwright.planner.strategy import Cuts, LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
+from meshwright.executor import Trainer
+from meshwright.planner.plan import Axis, Plan, Recompute
+from meshwright.planner.strategy import Cuts
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.trace import trace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-GLOBAL_BATCH = 8
-SEQ_LEN = 16
 VOCABULARY = 1024
 NUM_STEPS = 3
-MAX_NORM = 0.5
-TOLERANCE = 1e-5
 NOISE = 2e-7
-SEED = 3
 
 TENSOR_OUTSIDE: tuple[Axis, ...] = ("pipeline", "tensor", "data_shard", "context", "data_replicate")
 PIPELINE_INSIDE: tuple[Axis, ...] = ("data_shard", "tensor", "data_replicate", "context", "pipeline")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One plan for one of the models; stages: layers per stage; recompute: of all layers, or of one after the other;
-    fault: a mistake that must not go unseen."""
-
-    model: str
-    replicate: int = 1
-    shard: int = 1
-    tensor: int = 1
-    stages: tuple[int, ...] = ()
-    num_microbatches: int = 2
-    virtual: int = 1
-    more: dict[str, Any] = field(default_factory=dict)
-    recompute: Recompute | tuple[Recompute, ...] = "none"
-    reshard: bool = False
-    fault: str = ""
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the plan."""
-        return self.replicate * self.shard * self.tensor * max(1, len(self.stages) // self.virtual)
 
 
 INTERLEAVED = {"schedule": "interleaved"}
@@ -215,26 +192,6 @@ FAULTS = {
 EVERYTHING = CASES | FAULTS | SLOW
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """What training gave: per step, then the last step's clipped gradients and the final parameters."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, torch.Tensor]
-    state: dict[str, torch.Tensor]
-
-
-def _gpt() -> ModuleType:
-    path = Path(__file__).parents[1] / "benchmarks" / "models" / "gpt.py"
-    spec = importlib.util.spec_from_file_location("benchmark_gpt", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["benchmark_gpt"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class _Attention(nn.Module):
     """Separate projections, queries and keys normed per head, and a parameter that nothing reads."""
 
@@ -292,7 +249,7 @@ class _Normed(nn.Module):
 
 def _constructor(name: str) -> nn.Module:
     if name == "gpt":
-        gpt = _gpt()
+        gpt = zoo_module("gpt.py")
         return gpt.GPT(gpt.Config(num_layers=4, num_heads=4, width=32, vocabulary=VOCABULARY, context=SEQ_LEN))
     if name == "normed":
         return _Normed()
@@ -314,36 +271,12 @@ def _constructor(name: str) -> nn.Module:
 
 
 def _build(name: str) -> nn.Module:
-    model = _constructor(name)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.15)
-    return model
-
-
-def _batch(size: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(VOCABULARY, (size, seq_len + 1))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def _loss(output: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    logits = output if isinstance(output, torch.Tensor) else output.logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-
-
-def _samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    tokens = torch.randint(
-        VOCABULARY, (NUM_STEPS * GLOBAL_BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1)
-    )
-    return [(row[:-1], row[1:]) for row in tokens]
-
-
-def _optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+    return randomised(_constructor(name))
 
 
 @functools.cache
 def _loaded(name: str) -> LoadedModel:
-    return load_model(functools.partial(_build, name), batch=_batch, loss=_loss)
+    return load_model(functools.partial(_build, name), batch=next_tokens(VOCABULARY), loss=loss)
 
 
 @functools.cache
@@ -353,66 +286,20 @@ def _profile(name: str) -> ModelProfile:
 
 @functools.cache
 def _reference(name: str) -> Numbers:
-    """Plain PyTorch, one process, the whole global batch at once."""
-    torch.manual_seed(SEED)
-    model = _build(name)
-    optimizer = _optimizer(model.parameters())
-    losses, norms = [], []
-    samples = _samples()
-    for step in range(NUM_STEPS):
-        batch = torch.utils.data.default_collate(samples[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
-        optimizer.zero_grad()
-        loss = _loss(model(batch[0]), batch)
-        loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        losses.append(loss.item())
-    gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
-    return Numbers(losses, norms, gradients, model.state_dict())
+    return numbers_of_one_process(functools.partial(_build, name), samples(VOCABULARY, NUM_STEPS))
 
 
 def _plan(case: Case) -> Plan:
-    profile = _profile(case.model)
-    num_data = case.replicate * case.shard
-    shape = Shape(
-        data_replicate=case.replicate,
-        data_shard=case.shard,
-        tensor=case.tensor,
-        pipeline=max(1, len(case.stages) // case.virtual),
-        virtual_stages=case.virtual,
-        micro_batch=GLOBAL_BATCH // num_data // case.num_microbatches,
-        num_microbatches=case.num_microbatches,
-        **{"schedule": "1f1b" if case.stages else "none", "mesh_axes": AXES, **case.more},
-    )
-    layers = iter(profile.layers)
-    option = LayerOption(reshard=case.reshard)
-    kinds = cycle([case.recompute] if isinstance(case.recompute, str) else case.recompute)
-    stages = [
-        [
-            replace(option, recompute=next(kinds)) if layer.modules == (layer.root,) else option
-            for _, layer in zip(range(size), layers, strict=False)
-        ]
-        for size in case.stages or (len(profile.layers),)
-    ]
-    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, precision="fp32")
-    return make_plan(profile, cluster(1, case.num_ranks), training, shape, stages)
+    return plan_of(case, _profile(case.model))
 
 
 def _train(case: Case) -> Numbers:
-    trainer = parallelize(
-        _loaded(case.model).build, _plan(case), _optimizer, loss=_loss, seed=SEED, max_grad_norm=MAX_NORM
-    )
+    trainer = trainer_of(_loaded(case.model).build, _plan(case))
     _plant(case.fault, trainer)
-    samples = _samples()
+    given = samples(VOCABULARY, NUM_STEPS)
     if case.fault == "sample":
-        samples[5] = samples[4]
-    metrics = [trainer.step(batch) for batch in trainer.loader(samples)]
-    return Numbers(
-        [m.loss for m in metrics],
-        [m.grad_norm for m in metrics],
-        trainer.named_gradients(),
-        trainer.full_state_dict(),
-    )
+        given[5] = given[4]
+    return numbers_of(trainer, given)
 
 
 def _plant(fault: str, trainer: Trainer) -> None:
@@ -431,26 +318,6 @@ def _plant(fault: str, trainer: Trainer) -> None:
     gradients.reduce = faulty  # type: ignore[method-assign]
 
 
-def _errors(found: Numbers, expected: Numbers) -> dict[str, float]:
-    """Relative errors: loss, norm, worst gradient and worst parameter (named)."""
-    largest = max(g.abs().max().item() for g in expected.gradients.values())
-    errors = {
-        "loss": max(abs(a - b) / abs(a) for a, b in zip(expected.losses, found.losses, strict=True)),
-        "norm": max(abs(a - b) / abs(a) for a, b in zip(expected.norms, found.norms, strict=True)),
-    }
-    assert found.state.keys() == expected.state.keys()
-    assert found.gradients.keys() == expected.gradients.keys()
-    for kind, ours, theirs, floor in (
-        ("gradient", found.gradients, expected.gradients, NOISE / TOLERANCE * largest),
-        ("parameter", found.state, expected.state, 0.0),
-    ):
-        worst = max(
-            ((a - ours[name]).abs().max().item() / max(a.abs().max().item(), floor), name) for name, a in theirs.items()
-        )
-        errors[f"{kind} {worst[1]}"] = worst[0]
-    return errors
-
-
 def _run_cases(names: list[str]) -> dict[str, dict[str, float] | str]:
     outcomes: dict[str, dict[str, float] | str] = {}
     for name in names:
@@ -460,7 +327,7 @@ def _run_cases(names: list[str]) -> dict[str, dict[str, float] | str]:
         except Exception as error:
             raise RuntimeError(f'case "{name}" failed') from error
         if not dist.is_initialized() or dist.get_rank() == 0:
-            outcomes[name] = _errors(found, _reference(case.model))
+            outcomes[name] = errors(found, _reference(case.model), NOISE / TOLERANCE)
     return outcomes
 
 
@@ -478,21 +345,21 @@ def _outcomes(num_ranks: int, slow: bool = False) -> dict[str, dict[str, float] 
 
 @pytest.mark.parametrize("name", CASES)
 def test_plan_gives_the_numbers_of_one_process(name: str) -> None:
-    errors = _outcomes(CASES[name].num_ranks)[name]
+    relative = _outcomes(CASES[name].num_ranks)[name]
 
-    assert max(errors.values()) < TOLERANCE, errors
+    assert max(relative.values()) < TOLERANCE, relative
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_more_schedules_give_the_numbers_of_one_process(name: str) -> None:
-    errors = _outcomes(SLOW[name].num_ranks, slow=True)[name]
+    relative = _outcomes(SLOW[name].num_ranks, slow=True)[name]
 
-    assert max(errors.values()) < TOLERANCE, errors
+    assert max(relative.values()) < TOLERANCE, relative
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_seen(name: str) -> None:
-    errors = _outcomes(FAULTS[name].num_ranks)[name]
+    relative = _outcomes(FAULTS[name].num_ranks)[name]
 
-    assert max(errors.values()) > 10 * TOLERANCE, errors
+    assert max(relative.values()) > 10 * TOLERANCE, relative

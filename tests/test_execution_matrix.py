@@ -1,14 +1,11 @@
 """The matrix of plans: what is drawn, that it gives the numbers of one process, and that a difference is found."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.execution import drawn, matrix
 from meshwright.planner.strategy import shape_of

@@ -1,13 +1,8 @@
 """Our pick beside set-ups that people chose: which rows count, who is faster, and what is said about it."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
-
 from test_published import row
 
 from benchmarks.published.experts import Beside, answered, outside_of_space, questions, summary

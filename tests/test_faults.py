@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,8 @@ from cli_support import some_plan
 from ranks import RankError, run_ranks
 from test_checkpoint import TiedNet, adamw, batch_of, loss, plan_of, samples
 
+from benchmarks.faults import kill
+from benchmarks.faults.launched import Ending, launch
 from meshwright.executor import faults, parallelize
 from meshwright.executor.faults import Held, NonFiniteError, out_of_memory_message
 from meshwright.planner.plan import Plan, Prediction
@@ -24,11 +25,6 @@ from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.trace import trace
 from meshwright.profiler.units import GIB
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks.faults import kill
-from benchmarks.faults.launched import Ending, launch
 
 HANG_S = 3.0
 

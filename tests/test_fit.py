@@ -1,15 +1,11 @@
 """The fit to published step times: constants are tried where they apply, and planted factors come out again."""
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from synthetic import layer_class, profile
 from test_published import row
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.published.constants import CONSTANTS, Constant, applies, factors_of, on_cluster, tried
 from benchmarks.published.fit import Case, Fit

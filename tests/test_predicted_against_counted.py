@@ -1,12 +1,8 @@
 """What an estimate says of communication and memory is what the executor does: counted on real gloo ranks."""
 
 import functools
-import importlib.util
 import os
-import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,8 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from synthetic import cluster
 from torch import nn
-
-sys.path.append(str(Path(__file__).parents[1]))
+from zoo import zoo_module
 
 from benchmarks.accuracy.counters import Passed, PeakMeter, Traffic
 from meshwright.executor import Trainer, parallelize
@@ -112,18 +107,8 @@ class Counted:
     peak_bytes: int
 
 
-def _gpt() -> ModuleType:
-    path = Path(__file__).parents[1] / "benchmarks" / "models" / "gpt.py"
-    spec = importlib.util.spec_from_file_location("benchmark_gpt", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["benchmark_gpt"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _build() -> nn.Module:
-    gpt = _gpt()
+    gpt = zoo_module("gpt.py")
     model: nn.Module = gpt.GPT(gpt.Config(num_layers=6, num_heads=4, width=128, vocabulary=VOCABULARY, context=SEQ_LEN))
     return model
 

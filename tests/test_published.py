@@ -2,15 +2,12 @@
 
 import json
 import math
-import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.published import metrics, score
 from benchmarks.published.clusters import NETWORK_EFFICIENCY, network_bits_per_node, place

@@ -1,13 +1,8 @@
 """Memory of training stacks: buffers, shares, and variants, on models whose bytes are known."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
-
 from synthetic import cluster, layer_class, profile
 
 from benchmarks.published.fit_memory import SHARES, tried

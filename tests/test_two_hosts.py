@@ -59,7 +59,7 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
 
 SCRIPT = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import torch
 from test_trainer import Net, batch_of, loss, sgd
 from meshwright.executor import parallelize
@@ -98,7 +98,9 @@ def test_two_hosts_of_two_ranks_train_as_one_process(hosts: list[tuple[str, str,
     machines = cluster_of(load_device("cpu"), 4, 2)
     make_plan(profile, machines, training, shape, [[LayerOption()] * 2] * 2).save(tmp_path / "plan.json")
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), plan=str(tmp_path / "plan.json")))
+    script.write_text(
+        SCRIPT.format(folders=[str(folder) for folder in Path(__file__).parents[:2]], plan=str(tmp_path / "plan.json"))
+    )
 
     launched = []
     for node, (namespace, _, interface) in enumerate(hosts):

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile
+from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile, with_experts
 from test_search import plans_of
 
 from meshwright.executor.report import splits_in_words
@@ -39,12 +39,10 @@ from meshwright.planner.walk import walk
 from meshwright.profiler.cluster import ClusterSpec, Link
 from meshwright.profiler.model_profile import (
     Bytes,
-    Experts,
     LayerClass,
     ModelProfile,
     OpPart,
     OpProfile,
-    ParameterProfile,
     TensorCut,
 )
 
@@ -70,36 +68,6 @@ def with_attention(layer: LayerClass, heads: int, flops: float, queries: int = 5
     return layer.model_copy(update={**costs, "cuts": (cut,) if layer.cuts else ()})
 
 
-def with_experts(layer: LayerClass, count: int, copies: int = 2) -> LayerClass:
-    """The class with a bank of experts, one product of each; not cut by tensor parallelism."""
-    rows = per_sample(copies * SEQ_LEN)
-    sides = {
-        "forward": (rows, (WIDTH, 0.0, 0.0, 0.0), (INNER, 0.0, 0.0, 0.0)),
-        "backward_input": (rows, (INNER, 0.0, 0.0, 0.0), (WIDTH, 0.0, 0.0, 0.0)),
-        "backward_weight": ((WIDTH, 0.0, 0.0, 0.0), rows, (INNER, 0.0, 0.0, 0.0)),
-    }
-    products = tuple(
-        OpProfile(
-            name="_grouped_mm",
-            module="experts",
-            kind="matmul",
-            part=part,  # type: ignore[arg-type]
-            flops=per_sample(2 * copies * SEQ_LEN * WIDTH * INNER),
-            moved=Bytes(elements=(float(count * WIDTH * INNER), 0.0, 0.0, 0.0)),
-            shape=shape,
-        )
-        for part, shape in sides.items()
-    )
-    costs = {
-        name: found.model_copy(update={"operators": found.operators + products})
-        for name in ("whole", "tensor", "sequence")
-        if (found := getattr(layer, name)) is not None
-    }
-    bank = Experts(module="experts", count=count, parameters=("up",), routed=rows, called="routed")
-    up = ParameterProfile(name="up", shape=(count, WIDTH, INNER))
-    return layer.model_copy(update={**costs, "parameters": (*layer.parameters, up), "experts": (bank,)})
-
-
 def wide_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]:
     """Two or three layers with attention, experts or neither, on 2 to 8 devices over one or two hosts, memory from
     ample to hopeless."""
@@ -118,7 +86,7 @@ def wide_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]:
         if i == 0 or rng.random() < 0.5:
             made = with_attention(made, heads=4, flops=rng.uniform(1e9, 1e11))
         if rng.random() < 0.5:
-            made = with_experts(made, rng.choice([2, 4, 6]))
+            made = with_experts(made, rng.choice([2, 4, 6]), 2, WIDTH, INNER)
         classes.append(made)
     order = [0, *(rng.randrange(len(classes)) for _ in range(rng.randint(1, 2)))]
     hosts, per_host = rng.choice([(1, 2), (2, 1), (1, 4), (2, 2), (1, 3), (2, 3)])
@@ -126,14 +94,8 @@ def wide_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]:
     network = Link(bandwidth=rng.choice([1e9, 50e9]), latency=1e-5)
     training = TrainingSpec(global_batch=rng.choice([1, 2, 4, 6]), seq_len=SEQ_LEN, memory_margin=0.0)
     model = profile(classes, order, rng.uniform(1e5, 5e7))
-    layers = tuple(
-        each.model_copy(
-            update={"parameters": tuple(f"{each.name}.{p.name}" for p in classes[each.layer_class].parameters)}
-        )
-        for each in model.layers
-    )
     return (
-        model.model_copy(update={"layers": layers, "attention_modules": ("attention",)}),
+        model.model_copy(update={"attention_modules": ("attention",)}),
         cluster(hosts, per_host, on, network),
         training,
     )

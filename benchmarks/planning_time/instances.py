@@ -14,18 +14,15 @@ from meshwright.profiler.model_profile import (
     Bytes,
     CollectiveProfile,
     Costs,
-    CrossingTensor,
     Experts,
     LayerClass,
-    LayerProfile,
     ModelProfile,
     OpProfile,
     ParameterProfile,
-    Producer,
     TensorCut,
 )
 
-SEQ_LEN = 64
+from .plain_profile import SEQ_LEN, chain, elements, expert_bank, fixed, per_sample
 
 CLUSTERS = ((1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (1, 6), (2, 3), (3, 2), (2, 4))
 """(hosts, devices of each)."""
@@ -130,43 +127,42 @@ def _layer_class(draw: random.Random, name: str) -> LayerClass:
     shares = sorted((draw.uniform(0, 1), draw.uniform(0, 1)))
     core = (draw.uniform(1e9, 1e11), draw.uniform(1e4, 1e6))
     experts: tuple[Experts, ...] = ()
+    products: tuple[OpProfile, ...] = ()
     if kind == "mixture":
-        count, width = draw.choice((2, 4, 6)), 512
-        parameters.append(ParameterProfile(name="up", shape=(count, width, 1024)))
-        routed = _per_sample(2.0 * SEQ_LEN)
-        experts = (Experts(module="experts", count=count, parameters=("up",), routed=routed, called="routed"),)
+        bank, up, products = expert_bank(draw.choice((2, 4, 6)), copies=2, width=512, inner=1024)
+        parameters.append(up)
+        experts = (bank,)
 
     def costs(cut: bool, sliced: bool) -> Costs:
-        operators = [_operator("mm", part, _per_sample(flops, cut)) for part in ("forward", "backward_input")]
-        operators.append(_operator("mm", "backward_weight", _per_sample(flops, cut)))
+        operators = [_operator("mm", part, per_sample(flops, cut)) for part in ("forward", "backward_input")]
+        operators.append(_operator("mm", "backward_weight", per_sample(flops, cut)))
         if kind == "fused":
             operators += [
-                _operator("sdpa", part, _per_sample(n * core[0], cut), "attention", _elements(core[1], cut))
+                _operator("sdpa", part, per_sample(n * core[0], cut), "attention", elements(core[1], cut))
                 for part, n in (("forward", 1.0), ("backward_input", 2.5))
             ]
         if kind == "scores":
-            side = _per_sample(4.0 * SEQ_LEN, cut), _fixed(64.0), _fixed(float(SEQ_LEN))
-            scores = _operator("bmm", "forward", _per_sample(core[0], cut), "matmul", _elements(core[1], cut))
+            side = per_sample(4.0 * SEQ_LEN, cut), fixed(64.0), fixed(float(SEQ_LEN))
+            scores = _operator("bmm", "forward", per_sample(core[0], cut), "matmul", elements(core[1], cut))
             operators.append(scores.model_copy(update={"core": True, "shape": side}))
-            operators.append(_operator("bmm", "backward_input", _per_sample(2 * core[0], cut)))
-        for bank in experts:
-            operators += _expert_products(bank, width, 1024)
+            operators.append(_operator("bmm", "backward_input", per_sample(2 * core[0], cut)))
+        operators += products
         collectives = tuple(
-            CollectiveProfile(kind=kind_, part=part, tensor=_elements(inputs / 2, False))
+            CollectiveProfile(kind=kind_, part=part, tensor=elements(inputs / 2, False))
             for part in ("forward", "backward")
             for kind_ in (("all_gather", "reduce_scatter") if sliced else ("all_reduce",))
             if cut
         )
-        least, between = (_elements(share * saved / 2, cut) for share in (shares[0] / 4, shares[0]))
+        least, between = (elements(share * saved / 2, cut) for share in (shares[0] / 4, shares[0]))
         return Costs(
             operators=tuple(operators),
-            saved=_elements(saved / 2, cut),
+            saved=elements(saved / 2, cut),
             full=least,
             selective=between,
-            attention=_elements(shares[1] * saved / 2, cut) if kind == "scores" else _elements(saved / 2, cut),
-            inputs=_elements(inputs / 2, sliced),
+            attention=elements(shares[1] * saved / 2, cut) if kind == "scores" else elements(saved / 2, cut),
+            inputs=elements(inputs / 2, sliced),
             forward_transient=Bytes(),
-            backward_transient=_elements(transient / 2, cut),
+            backward_transient=elements(transient / 2, cut),
             collectives=collectives,
         )
 
@@ -182,78 +178,20 @@ def _layer_class(draw: random.Random, name: str) -> LayerClass:
     )
 
 
-def _expert_products(bank: Experts, width: int, inner: int) -> list[OpProfile]:
-    """The grouped product with the experts' weights, and the two of its backward."""
-    rows, moved = bank.routed, Bytes(elements=_fixed(float(bank.count * width * inner)))
-    sides = {
-        "forward": (rows, _fixed(width), _fixed(inner)),
-        "backward_input": (rows, _fixed(inner), _fixed(width)),
-        "backward_weight": (_fixed(width), rows, _fixed(inner)),
-    }
-    flops = _per_sample(2 * rows[1] * width * inner)
-    return [
-        _operator("_grouped_mm", part, flops, "matmul", moved).model_copy(update={"module": "experts", "shape": shape})
-        for part, shape in sides.items()
-    ]
-
-
 def _chain(draw: random.Random, classes: list[LayerClass], order: list[int]) -> ModelProfile:
     same = [(a, b) for a in range(len(order)) for b in range(a + 1, len(order)) if order[a] == order[b]]
     ties = [draw.choice(same)] if same and draw.random() < 0.3 else []
     crossing = [draw.uniform(1e5, 5e7) if draw.random() < 0.5 else 1e6 for _ in order[1:]]
     whole = [draw.random() < 0.9 for _ in order]  # whether a layer is one module, and may be recomputed
-    layers = tuple(
-        LayerProfile(
-            name=f"layer{i}",
-            layer_class=c,
-            root=f"layer{i}",
-            modules=(f"layer{i}",) if whole[i] else (f"layer{i}", f"more{i}"),
-            parameters=tuple(f"layer{i}.{parameter.name}" for parameter in classes[c].parameters),
-        )
-        for i, c in enumerate(order)
+    return chain(
+        "random",
+        classes,
+        order,
+        crossing,
+        ties,
+        loose=[i for i, single in enumerate(whole) if not single],
+        attention_modules=[f"layer{i}" for i, c in enumerate(order) if classes[c].cuts],
     )
-    tensors = tuple(
-        CrossingTensor(
-            producer=Producer(kind="module", name=f"layer{i}"),
-            made_by=i,
-            last_used_by=i + 1,
-            used_by=(i + 1,),
-            saved_by=(i + 1,),
-            shape=(1, SEQ_LEN, max(1, round(size / 2 / SEQ_LEN))),
-            dims=("batch", "sequence", "other"),
-            dtype="compute",
-            requires_grad=True,
-            size=_elements(size / 2, False),
-        )
-        for i, size in enumerate(crossing)
-    )
-    return ModelProfile(
-        name="random",
-        source="random",
-        fingerprint="0" * 64,
-        seq_len=SEQ_LEN,
-        torch_version="none",
-        classes=tuple(classes),
-        layers=layers,
-        tensors=tensors,
-        ties=tuple((f"layer{a}.weight", f"layer{b}.weight") for a, b in ties),
-        batch=(),
-        returns_loss=False,
-        attention_modules=tuple(f"layer{i}" for i, c in enumerate(order) if classes[c].cuts),
-    )
-
-
-def _per_sample(value: float, cut: bool = False) -> Amount:
-    """An amount proportional to the batch, and to 1 / tensor if cut."""
-    return (0.0, 0.0, 0.0, value) if cut else (0.0, value, 0.0, 0.0)
-
-
-def _fixed(value: float) -> Amount:
-    return (value, 0.0, 0.0, 0.0)
-
-
-def _elements(value: float, cut: bool) -> Bytes:
-    return Bytes(elements=_per_sample(value, cut))
 
 
 def _operator(name: str, part: str, flops: Amount, kind: str = "other", moved: Bytes | None = None) -> OpProfile:
