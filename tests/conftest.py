@@ -1,7 +1,13 @@
-"""Tests neither read nor write the user's cache of profiles, and run torch on one thread: ranks share the cores, and
-one process that is compared with them rounds as they do."""
+"""Tests neither read nor write the user's cache of profiles, run torch on one thread (ranks share the cores, and one
+process that is compared with them rounds as they do), draw the same examples every time, and wait as long as it takes
+on a machine that does other things, too."""
 
 import os
 
+from hypothesis import HealthCheck, settings
+
 os.environ["MESHWRIGHT_CACHE"] = "off"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("same everywhere", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("same everywhere")

@@ -5,10 +5,13 @@ from typing import Any
 
 from meshwright.executor.local_ranks import RankError, run_local_ranks
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["PATIENCE_S", "RankError", "run_ranks"]
+
+PATIENCE_S = 600.0
+"""How long ranks may take: only a hang takes as long, however busy the machine is."""
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = PATIENCE_S) -> list[Any]:
     """[rank] -> what function(*args) returned there, with torch.distributed running, as run_local_ranks does it."""
     try:
         return run_local_ranks(function, num_ranks, *args, timeout_s=timeout)

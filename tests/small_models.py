@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import PATIENCE_S
 from torch import nn
 from torch.nn import functional
 from zoo import MODELS
@@ -57,7 +58,7 @@ def verified(name: str, plan: Plan, title: str = "") -> VerifyReport:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         batches = [loaded.batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
-    return beside_one_process(VerifyReport(title or name, (), {}), plan, loaded, batches, timeout_s=120.0)
+    return beside_one_process(VerifyReport(title or name, (), {}), plan, loaded, batches, timeout_s=PATIENCE_S)
 
 
 def _tokens(size: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Tensor]:

@@ -126,7 +126,7 @@ def profile(
     return chain("synthetic", classes, order, behind, ties)
 
 
-def with_experts(layer: LayerClass, count: int, copies: int, width: int, inner: int) -> LayerClass:
+def with_experts(layer: LayerClass, count: int, copies: int = 2, width: int = 256, inner: int = 1024) -> LayerClass:
     """The class with a bank of experts, one product of each, beside what it has; not cut by tensor parallelism."""
     bank, up, products = expert_bank(count, copies, width, inner)
     costs = {

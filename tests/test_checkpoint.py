@@ -360,7 +360,7 @@ def _unreadable(plan: Plan, folder: Path) -> str:
 
 
 def test_a_rank_that_cannot_read_ends_the_others_too(profile: ModelProfile, saved: dict[str, Path]) -> None:
-    first, second = run_ranks(_unreadable, 2, plan_of(profile, shard=2), saved["one"], timeout=20.0)
+    first, second = run_ranks(_unreadable, 2, plan_of(profile, shard=2), saved["one"])
 
     assert "rank 1 could not read" in first
     assert "not callable" in second

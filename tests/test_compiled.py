@@ -79,7 +79,7 @@ def eager() -> dict[str, torch.Tensor]:
 def test_compiled_layers_give_the_numbers_of_eager_ones(
     profile: ModelProfile, option: LayerOption, degrees: dict[str, Any]
 ) -> None:
-    found, num_graphs = run_ranks(_two_steps, 2, plan_of(profile, option, **degrees), "aot_eager", timeout=200)[0]
+    found, num_graphs = run_ranks(_two_steps, 2, plan_of(profile, option, **degrees), "aot_eager")[0]
 
     assert (num_graphs > 0) == ("tensor" not in degrees)  # a cut module breaks the loop of a Sequential, which is eager
     assert_same(found, eager())
@@ -91,7 +91,7 @@ def test_compiled_layers_give_the_numbers_of_eager_ones(
 )
 def test_inductor_gives_the_numbers_of_eager_layers(profile: ModelProfile) -> None:
     plan = plan_of(profile, LayerOption("full", reshard=True), data_shard=2)
-    found, num_graphs = run_ranks(_two_steps, 2, plan, "inductor", timeout=300)[0]
+    found, num_graphs = run_ranks(_two_steps, 2, plan, "inductor")[0]
 
     assert num_graphs > 0
     assert_same(found, eager())

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile, with_experts
-from test_properties import ROUNDING, any_links, examples, factors, log_floats, plans, priced, sizes
+from test_properties import ROUNDING, any_links, factors, log_floats, plans, priced, sizes
 
 from meshwright.planner.check import check
 from meshwright.planner.comm_cost import GroupLinks, collective_s
@@ -90,13 +90,13 @@ def found(
 # --- exchanges -------------------------------------------------------------------------------------------------------
 
 
-@examples(100)
+@settings(max_examples=100)
 @given(any_links(), sizes, factors)
 def test_an_exchange_of_more_bytes_never_takes_less_time(links: GroupLinks, size: float, factor: float) -> None:
     assert collective_s("all_to_all", size, links) <= collective_s("all_to_all", size * factor, links)
 
 
-@examples(50)
+@settings(max_examples=50)
 @given(st.integers(2, 8), sizes)
 def test_each_rank_of_a_host_sends_all_but_its_own_part(ranks: int, size: float) -> None:
     links = GroupLinks(Group(ranks_per_host=ranks, hosts=1), Link(bandwidth=1e9, latency=0.0), FREE, 8)
@@ -106,7 +106,7 @@ def test_each_rank_of_a_host_sends_all_but_its_own_part(ranks: int, size: float)
     assert seconds == pytest.approx((ranks - 1) / ranks * size / 1e9)
 
 
-@examples(50)
+@settings(max_examples=50)
 @given(st.integers(1, 8), st.integers(2, 64), sizes)
 def test_what_leaves_a_host_crosses_its_share_of_the_network(ranks: int, hosts: int, size: float) -> None:
     links = GroupLinks(Group(ranks_per_host=ranks, hosts=hosts), FREE, Link(bandwidth=8e9, latency=0.0), 8)
@@ -125,7 +125,7 @@ def test_an_exchange_with_nobody_is_free() -> None:
 # --- context ---------------------------------------------------------------------------------------------------------
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(plans(), st.sampled_from(KINDS))
 def test_without_context_ranks_the_way_they_would_exchange_changes_nothing(case: tuple, kind: ContextKind) -> None:  # type: ignore[type-arg]
     model, on, training, shape, counts = case
@@ -165,7 +165,7 @@ def test_grouped_heads_make_keys_and_values_smaller() -> None:
     assert bytes_of == pytest.approx((2 * 3 * SEQ_LEN * QUERIES, 2 * 3 * SEQ_LEN * 2 * KEYS))
 
 
-@examples(50)
+@settings(max_examples=50)
 @given(log_floats(1e3, 1e9), log_floats(1e3, 1e9), st.integers(2, 16))
 def test_a_ring_sends_as_many_bytes_as_gathering_all_keys_and_values(queries: float, both: float, n: int) -> None:
     ring, gather = (exchanges((queries, both), n, kind) for kind in ("ring", "all_gather"))
@@ -183,7 +183,7 @@ def test_all_to_all_moves_queries_keys_values_and_the_output() -> None:
     assert backward == forward
 
 
-@examples(50)
+@settings(max_examples=50)
 @given(log_floats(1e3, 1e15), st.integers(2, 8), st.floats(0, 1))
 def test_what_shows_of_a_ring_lies_between_contention_and_all_of_it(flops: float, n: int, contention: float) -> None:
     links = GroupLinks(Group(ranks_per_host=n, hosts=1), Link(bandwidth=1e9, latency=1e-6), FREE, 8)
@@ -221,7 +221,7 @@ def test_a_layer_without_attention_exchanges_nothing(kind: ContextKind) -> None:
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
-@examples(100)
+@settings(max_examples=100)
 @given(
     log_floats(1, 1e12),
     st.floats(0, 1),
@@ -251,7 +251,7 @@ def test_experts_that_no_two_ranks_share_are_not_reduced() -> None:
     assert parts.reduced == pytest.approx(200.0)
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(plans(), st.floats(1, 2))
 def test_models_without_experts_do_not_care_for_their_balance(case: tuple, imbalance: float) -> None:  # type: ignore[type-arg]
     model, on, training, shape, counts = case
@@ -316,7 +316,7 @@ def test_a_token_crosses_once_for_each_host_that_wants_it() -> None:
     assert network_share(8, hosts=2, once_per_host=True) == pytest.approx((1 - 0.5**8) * 2 / 8)
 
 
-@examples(100)
+@settings(max_examples=100)
 @given(any_links(), sizes, st.floats(1, 16))
 def test_sending_once_per_host_never_takes_longer(links: GroupLinks, size: float, num_copies: float) -> None:
     once, each = (exchange_of(size, num_copies, links, once_per_host) for once_per_host in (True, False))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import PATIENCE_S, run_ranks
 from small_models import GLOBAL_BATCH, small_model, small_profile
 from synthetic import cluster
 from torch.nn import functional
@@ -47,7 +47,7 @@ def beside_one(name: str, plan: Plan) -> VerifyReport:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         batches = [loaded.batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
-    return beside_one_process(VerifyReport(name, (), {}), plan, loaded, batches, timeout_s=120.0)
+    return beside_one_process(VerifyReport(name, (), {}), plan, loaded, batches, timeout_s=PATIENCE_S)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import PATIENCE_S, run_ranks
 from synthetic import cluster
 from torch import nn
 
@@ -157,7 +157,9 @@ def test_a_cut_model_trains_as_in_one_process(name: str) -> None:
         torch.manual_seed(1)
         batches = [_loaded(case.model).batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
 
-    report = beside_one_process(VerifyReport(name, (), {}), _plan(case), _loaded(case.model), batches, timeout_s=120.0)
+    report = beside_one_process(
+        VerifyReport(name, (), {}), _plan(case), _loaded(case.model), batches, timeout_s=PATIENCE_S
+    )
 
     assert report.ok, "\n".join(report.lines)
 
@@ -177,7 +179,7 @@ def test_traffic_of_a_cut_model_is_as_planned(name: str) -> None:
     case = CASES[name]
     planned = {c.kind: c for c in estimate(_plan(case), _profile(case.model)).collectives if c.axis == "tensor"}
 
-    counted = run_ranks(_second_step, case.tensor, case, timeout=100)[0]
+    counted = run_ranks(_second_step, case.tensor, case)[0]
 
     assert {kind: item.bytes for kind, item in planned.items()} == pytest.approx(
         {kind: num_bytes for kind, (num_bytes, _) in counted.items()}, rel=0.01

@@ -340,7 +340,7 @@ def _outcomes(num_ranks: int, slow: bool = False) -> dict[str, dict[str, float] 
         _plan(EVERYTHING[name])
     if num_ranks == 1:
         return _run_cases(names)
-    return run_ranks(_run_cases, num_ranks, names, timeout=200)[0]
+    return run_ranks(_run_cases, num_ranks, names)[0]
 
 
 @pytest.mark.parametrize("name", CASES)

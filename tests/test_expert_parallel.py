@@ -271,7 +271,7 @@ def _outcomes(num_ranks: int, slow: bool) -> dict[str, dict[str, float]]:
     for name in names:  # before the fork, so that ranks inherit it
         _reference(CASES[name].model)
         _plan(CASES[name])
-    return run_ranks(_run_cases, num_ranks, names, timeout=200)[0]
+    return run_ranks(_run_cases, num_ranks, names)[0]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
@@ -314,7 +314,7 @@ def _counted(num_ranks: int) -> list[list[tuple[int, dict[Any, tuple[int, int]],
     cases = [case for case in COUNTED.values() if case.num_ranks == num_ranks]
     for case in cases:
         _plan(case)
-    return run_ranks(_counted_steps, num_ranks, cases, timeout=100)
+    return run_ranks(_counted_steps, num_ranks, cases)
 
 
 @pytest.mark.parametrize("name", COUNTED)

@@ -1,7 +1,7 @@
 """Pins are read and blamed by name; questions, objections and what-ifs are answered with numbers that add up."""
 
 import json
-import time
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -423,7 +423,7 @@ def test_the_fewest_gpus_are_those_of_trying_all(memory: float) -> None:
     fitting = [
         count
         for count in range(1, 9)
-        if best_of(Explorer(model, grown(on, count), training), Pins(), time.monotonic() + 30) is not None
+        if best_of(Explorer(model, grown(on, count), training), Pins(), math.inf) is not None
     ]
     assert chosen == min(fitting, default=8)
 
@@ -435,7 +435,7 @@ def test_a_token_costs_least_where_gpus_times_step_is_least() -> None:
 
     cost = {}
     for count in (1, 2, 4, 8):
-        found = best_of(Explorer(model, grown(on, count), training), Pins(), time.monotonic() + 30)
+        found = best_of(Explorer(model, grown(on, count), training), Pins(), math.inf)
         assert found is not None
         cost[count] = count * found[1].step_time_s
     assert cost[chosen] == min(cost.values())

@@ -27,6 +27,8 @@ from meshwright.profiler.trace import trace
 from meshwright.profiler.units import GIB
 
 HANG_S = 3.0
+SOON_S = 150.0
+"""Half as long as ranks wait for each other when nobody ends them."""
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +107,7 @@ def test_a_rank_that_raises_ends_all_with_its_name_and_error(
     assert messages(endings) == ["meshwright: rank 1 of 4 failed in step 3: KeyError: 'no such token'"]
     assert "Traceback" in endings[1].stderr
     assert "no such token" in (tmp_path / "error.json").read_text()  # torchrun shows it in its own summary
-    assert max(ending.seconds for ending in endings) < 30
+    assert max(ending.seconds for ending in endings) < SOON_S
 
 
 @pytest.mark.parametrize("rank", [1, 0])
@@ -117,7 +119,7 @@ def test_a_rank_that_is_killed_ends_all_with_its_name(profile: ModelProfile, tmp
     assert len(messages(endings)) == 1
     assert f"rank {rank} of 2" in messages(endings)[0]
     assert "killed" in messages(endings)[0]
-    assert max(ending.seconds for ending in endings) < 30
+    assert max(ending.seconds for ending in endings) < SOON_S
 
 
 def test_a_rank_that_hangs_in_the_model_is_named_with_the_line(profile: ModelProfile, tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ def test_a_rank_that_hangs_in_the_model_is_named_with_the_line(profile: ModelPro
     assert "in step 3" in messages(endings)[0]
     assert "test_faults.py" in messages(endings)[0]
     assert "in hangs_in_forward" in messages(endings)[0]
-    assert max(ending.seconds for ending in endings) < 40
+    assert max(ending.seconds for ending in endings) < SOON_S
 
 
 def test_a_rank_that_hangs_in_its_data_is_named_with_the_line(profile: ModelProfile, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Where nothing fits: every way out that is offered was tried, does fit, and costs what is said."""
 
+import math
 import re
-import time
 from dataclasses import replace
 
 import pytest
@@ -52,7 +52,7 @@ def test_the_smallest_number_of_gpus_has_a_plan_and_fewer_have_none(memory: floa
     assert told is not None
     for count in (count for count in (*range(2, 9), 16, 24, 32) if count <= told):  # hosts of eight are filled
         explorer = Explorer(chain(), grown(on, count), training)
-        assert (best_of(explorer, Pins(), time.monotonic() + 60) is not None) == (count == told)
+        assert (best_of(explorer, Pins(), math.inf) is not None) == (count == told)
 
 
 def test_a_host_is_filled_before_another_is_asked_for() -> None:

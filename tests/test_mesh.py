@@ -2,8 +2,7 @@
 
 import os
 import socket
-import sys
-from pathlib import Path
+from functools import cache
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from synthetic import cluster, layer_class, profile
 from torch import nn
+from zoo import zoo_module
 
 from meshwright.executor.mesh import plan_ranks
 from meshwright.executor.trainer import parallelize
@@ -18,10 +18,8 @@ from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.load import load_model
+from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.trace import trace
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "models"))
-from gpt import GPT, Config
 
 
 def plan_on(hosts: int, per_host: int) -> Plan:
@@ -62,29 +60,36 @@ def test_the_launchers_order_does_not_change_the_numbers() -> None:
         Shape(1, 2, 1, 2, 1, 2, schedule="1f1b"),
         Shape(1, 4, 1, 1, 1, 1),
     )
-    for shape in shapes:
-        found = run_ranks(_interleaved_losses, 4, _plan_of_gpt(shape, 2, 2), batch)
+    plans = [_plan_of_gpt(shape, 2, 2) for shape in shapes]
 
-        assert all(losses == pytest.approx(alone, rel=1e-5) for losses in found), shape
+    by_rank = run_ranks(_interleaved_losses, 4, plans, batch)
+
+    assert by_rank == [[pytest.approx(alone, rel=1e-5)] * len(plans)] * 4
 
 
 VOCABULARY = 32
 
 
 def _gpt() -> nn.Module:
-    return GPT(Config(num_layers=2, num_heads=2, width=16, vocabulary=VOCABULARY, context=16))
+    gpt = zoo_module("gpt.py")
+    return gpt.GPT(gpt.Config(num_layers=2, num_heads=2, width=16, vocabulary=VOCABULARY, context=16))
 
 
 def _loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
-def _plan_of_gpt(shape: Shape, hosts: int, per_host: int) -> Plan:
+@cache
+def _profile() -> ModelProfile:
     def example(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.zeros(size, 17, dtype=torch.long)
         return tokens[:, :-1], tokens[:, 1:]
 
-    model = trace(load_model(_gpt, batch=example, loss=_loss))
+    return trace(load_model(_gpt, batch=example, loss=_loss))
+
+
+def _plan_of_gpt(shape: Shape, hosts: int, per_host: int) -> Plan:
+    model = _profile()
     training = TrainingSpec(global_batch=4, seq_len=model.seq_len, precision="fp32")
     half = len(model.layers) // 2
     options = [LayerOption()] * len(model.layers)
@@ -98,11 +103,11 @@ def _losses(plan: Plan, batch: tuple[torch.Tensor, torch.Tensor]) -> list[float]
     return [trainer.step(share).loss for _ in range(3)]
 
 
-def _interleaved_losses(plan: Plan, batch: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
+def _interleaved_losses(plans: list[Plan], batch: tuple[torch.Tensor, torch.Tensor]) -> list[list[float]]:
     rank = dist.get_rank()
     socket.gethostname = lambda: "ab"[rank % 2]
     os.environ["LOCAL_RANK"] = str(rank // 2)
-    return _losses(plan, batch)
+    return [_losses(plan, batch) for plan in plans]
 
 
 def test_an_order_that_torch_would_sort_away_is_left_alone_with_a_warning() -> None:

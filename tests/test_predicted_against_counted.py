@@ -195,7 +195,7 @@ def _counted(name: str) -> list[Counted]:
     _plan(case)
     if case.num_ranks == 1:
         return [_third_step(case)]
-    return run_ranks(_third_step, case.num_ranks, case, timeout=100)
+    return run_ranks(_third_step, case.num_ranks, case)
 
 
 @pytest.mark.parametrize("name", CASES)

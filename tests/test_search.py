@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -127,7 +126,7 @@ def test_search_finds_the_optimum_of_brute_force(seed: int) -> None:
     model, on, training = random_instance(seed)
 
     explorer = Explorer(model, on, training)
-    outcome = explorer.explore(Pins(), time.monotonic() + 60)
+    outcome = explorer.explore(Pins(), math.inf)
 
     expected = brute_force(model, on, training)
     if expected is None:
@@ -142,7 +141,7 @@ def test_no_chunked_pipeline_is_faster_than_its_bound(seed: int) -> None:
     model, on, training = random_instance(1000 + seed)
     explorer = Explorer(model, on, training)
 
-    solved = explorer.explore(Pins(), time.monotonic() + 60).solved
+    solved = explorer.explore(Pins(), math.inf).solved
 
     for found in solved:
         if is_chunked(found.shape.schedule):
@@ -161,7 +160,7 @@ def test_master_ilp_scan_and_search_agree(seed: int) -> None:
 
     scanned = [found.seconds for found in map(scan, prices) if found is not None]
     solved = solve_master([StagePrices(chain, shape) for shape in shapes])
-    explorer, deadline = Explorer(model, on, training), time.monotonic() + 60
+    explorer, deadline = Explorer(model, on, training), math.inf
     bests = [explorer.explore(Pins(schedule=s), deadline).best for s in ("none", "1f1b", "gpipe")]
     explored = min((best for best in bests if best is not None), key=lambda best: best.seconds, default=None)
 
@@ -178,7 +177,7 @@ def test_master_ilp_scan_and_search_agree(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(0, NUM_RANDOM, 4))
 def test_emitted_plan_passes_the_independent_check(seed: int) -> None:
     model, on, training = random_instance(1000 + seed)
-    if Explorer(model, on, training).explore(Pins(), time.monotonic() + 60).best is None:
+    if Explorer(model, on, training).explore(Pins(), math.inf).best is None:
         with pytest.raises(InfeasibleError):
             search(model, on, training)
         return
@@ -258,7 +257,7 @@ def test_worked_example_of_the_planners_readme() -> None:
     on = cluster(per_host=2, on=device(memory=3.5e9 + 1e6))
     training = TrainingSpec(global_batch=4, seq_len=64, memory_margin=0.0)
 
-    outcome = Explorer(model, on, training).explore(Pins(pipeline=2, micro_batch=1), time.monotonic() + 60)
+    outcome = Explorer(model, on, training).explore(Pins(pipeline=2, micro_batch=1), math.inf)
 
     assert outcome.best is not None
     assert outcome.best.seconds == pytest.approx(34e-3, rel=1e-3)
@@ -315,7 +314,7 @@ def test_a_stage_whose_optimizer_step_does_not_fit_is_no_answer() -> None:
 
 def test_beside_a_known_plan_only_faster_ones_are_looked_for() -> None:
     model, on, training = random_instance(3)
-    explorer, deadline = Explorer(model, on, training), time.monotonic() + 60
+    explorer, deadline = Explorer(model, on, training), math.inf
     best = explorer.explore(Pins(), deadline, near=0).best
     assert best is not None
 

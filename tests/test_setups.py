@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from synthetic import layer_class, profile
-from test_wide_space import with_attention, with_experts
+from synthetic import layer_class, profile, with_experts
+from test_wide_space import with_attention
 
 from meshwright.planner import guidance
 from meshwright.planner.guidance import LONG_SEQUENCE, NAMED_RULES, named_rules

@@ -137,7 +137,7 @@ def _reference() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("tensor", "reshard"), [(1, True), (1, False), (2, True)])
 def test_parameters_divided_along_other_dims_train_to_the_numbers_of_one_process(tensor: int, reshard: bool) -> None:
-    ranks = run_ranks(_train, 2 * tensor, tensor, reshard, timeout=100)
+    ranks = run_ranks(_train, 2 * tensor, tensor, reshard)
 
     torch.testing.assert_close(ranks[0].state, dict(_reference()), rtol=1e-5, atol=1e-6)
     assert all(rank.held["0.bank"] == (BANK, WIDTH, INNER // 2) for rank in ranks)

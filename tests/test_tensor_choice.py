@@ -48,7 +48,7 @@ def _least_s(options: list[Way]) -> float:
     return least
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ways())
 def test_the_program_finds_the_least_of_all_choices(options: list[Way]) -> None:
     taken, seconds = best_ways(options)

@@ -2,9 +2,9 @@
 
 import io
 import itertools
+import math
 import random
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -117,7 +117,7 @@ SMALL = [seed for seed in range(200) if is_small(seed)][:24]
 def test_search_finds_the_optimum_of_brute_force_over_all_orders_of_kinds(seed: int) -> None:
     model, on, training = random_instance(seed)
 
-    outcome = Explorer(model, on, training).explore(Pins(), time.monotonic() + 60)
+    outcome = Explorer(model, on, training).explore(Pins(), math.inf)
 
     priced = (estimate(plan, model) for plan in every_plan(model, on, training))
     expected = min((found.closed_form_s for found in priced if found.fits), default=None)
@@ -135,7 +135,7 @@ def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
 
     scanned = [found.seconds for found in (scan(explorer.priced(s, None, None)) for s in shapes) if found is not None]
     solved = solve_master([explorer.priced(s, None, None) for s in shapes])
-    explored = explorer.explore(Pins(), time.monotonic() + 60).best
+    explored = explorer.explore(Pins(), math.inf).best
 
     assert (solved is None) == (explored is None) == (not scanned)
     if solved is not None and explored is not None:
@@ -149,7 +149,7 @@ def test_a_plan_for_unequal_devices_passes_the_independent_check(seed: int) -> N
     try:
         result = search(model, on, training)
     except InfeasibleError:
-        assert Explorer(model, on, training).explore(Pins(), time.monotonic() + 60).best is None
+        assert Explorer(model, on, training).explore(Pins(), math.inf).best is None
         return
 
     assert check(result.plan, model) == []

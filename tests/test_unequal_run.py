@@ -7,26 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from same_numbers import GLOBAL_BATCH, SEQ_LEN, TOLERANCE, errors, numbers_of, samples, trainer_of
 from synthetic import device
-from test_equal_numbers import (
-    GLOBAL_BATCH,
-    MAX_NORM,
-    SEED,
-    SEQ_LEN,
-    TOLERANCE,
-    Numbers,
-    _errors,
-    _loaded,
-    _loss,
-    _optimizer,
-    _profile,
-    _reference,
-    _samples,
-)
+from test_equal_numbers import NOISE, NUM_STEPS, VOCABULARY, _loaded, _profile, _reference
 from test_mesh import plan_on
 from test_unequal import mixed
 
-from meshwright.executor import faults, parallelize
+from meshwright.executor import faults
 from meshwright.executor.mesh import RankMesh, plan_ranks
 from meshwright.planner.plan import Plan, Prediction, placement
 from meshwright.planner.search import search
@@ -60,12 +47,10 @@ def _train(plan: Plan) -> dict[str, float] | None:
     rank = dist.get_rank()
     socket.gethostname = lambda: "ab"[rank // 2]
     os.environ["LOCAL_RANK"] = str(rank % 2)
-    trainer = parallelize(_loaded("gpt").build, plan, _optimizer, loss=_loss, seed=SEED, max_grad_norm=MAX_NORM)
+    trainer = trainer_of(_loaded("gpt").build, plan)
     assert placement(plan, trainer.mesh.rank).host == rank // 2
-    metrics = [trainer.step(batch) for batch in trainer.loader(_samples())]
-    losses, norms = [m.loss for m in metrics], [m.grad_norm for m in metrics]
-    found = Numbers(losses, norms, trainer.named_gradients(), trainer.full_state_dict())
-    return _errors(found, _reference("gpt")) if trainer.mesh.rank == 0 else None
+    found = numbers_of(trainer, samples(VOCABULARY, NUM_STEPS))
+    return errors(found, _reference("gpt"), NOISE / TOLERANCE) if trainer.mesh.rank == 0 else None
 
 
 def _train_all(plans: list[Plan]) -> list[dict[str, float] | None]:
@@ -81,8 +66,8 @@ def outcomes() -> dict[str, dict[str, float]]:
         for name, (shape, sizes) in PLANS.items()
         for order in ((1, 0), (0, 1))
     }
-    by_rank = run_ranks(_train_all, 4, list(plans.values()), timeout=200)
-    found = [next(e for e in errors if e is not None) for errors in zip(*by_rank, strict=True)]
+    by_rank = run_ranks(_train_all, 4, list(plans.values()))
+    found = [next(e for e in of_plan if e is not None) for of_plan in zip(*by_rank, strict=True)]
     return dict(zip(plans, found, strict=True))
 
 
@@ -91,19 +76,19 @@ def outcomes() -> dict[str, dict[str, float]]:
 def test_a_plan_for_unequal_devices_gives_the_numbers_of_one_process(
     name: str, order: str, outcomes: dict[str, dict[str, float]]
 ) -> None:
-    errors = outcomes[f"{name}, {order}"]
+    relative = outcomes[f"{name}, {order}"]
 
-    assert max(errors.values()) < TOLERANCE, errors
+    assert max(relative.values()) < TOLERANCE, relative
 
 
 def test_a_searched_plan_with_uneven_stages_gives_the_numbers_of_one_process() -> None:
     _reference("gpt")
     plan = search(_profile("gpt"), CLUSTER, JOB, pins=Pins(pipeline=2, data_replicate=2)).plan
 
-    errors = next(e for e in run_ranks(_train, 4, plan) if e is not None)
+    relative = next(e for e in run_ranks(_train, 4, plan) if e is not None)
 
     assert len({len(stage.layers) for stage in plan.stages}) == 2
-    assert max(errors.values()) < TOLERANCE, errors
+    assert max(relative.values()) < TOLERANCE, relative
 
 
 REPLICAS = plan_in_order((1, 0), *PLANS["1f1b, replicas, tied across stages"])

@@ -124,23 +124,23 @@ def test_a_rank_that_fails_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyP
 
 def test_ranks_that_hang_are_ended() -> None:
     def hang() -> None:
-        time.sleep(60 if torch.distributed.get_rank() else 0)
+        time.sleep(600 if torch.distributed.get_rank() else 0)
 
     started = time.monotonic()
 
-    with pytest.raises(RankError, match=r"after 1 s rank 1 of 2 had not ended"):
-        run_local_ranks(hang, 2, timeout_s=1.0)
+    with pytest.raises(RankError, match=r"after 5 s rank 1 of 2 had not ended"):
+        run_local_ranks(hang, 2, timeout_s=5.0)
 
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 300
 
 
 def test_a_rank_that_dies_says_how() -> None:
     with pytest.raises(RankError, match="signal SIGTERM"):
-        run_local_ranks(lambda: os.kill(os.getpid(), signal.SIGTERM), 1, timeout_s=20.0)
+        run_local_ranks(lambda: os.kill(os.getpid(), signal.SIGTERM), 1, timeout_s=300.0)
 
 
 def test_ranks_answer_in_order() -> None:
-    assert run_local_ranks(lambda x: (torch.distributed.get_rank(), x), 2, "x", timeout_s=20.0) == [(0, "x"), (1, "x")]
+    assert run_local_ranks(lambda x: (torch.distributed.get_rank(), x), 2, "x", timeout_s=300.0) == [(0, "x"), (1, "x")]
 
 
 @pytest.mark.parametrize(

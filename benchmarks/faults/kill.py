@@ -26,7 +26,7 @@ from .launched import start
 
 PLANS = ("ddp 2", "fsdp 2", "pp 2", "one", "tp 2")
 MOST_STEPS = 1000
-END_S = 20.0
+END_S = 60.0
 """How long ranks may take to end once one was killed."""
 
 

@@ -23,7 +23,7 @@ class Ending:
 
 
 def launch(
-    function: Callable[..., Any], num_ranks: int, folder: Path, *args: Any, timeout_s: float = 60.0
+    function: Callable[..., Any], num_ranks: int, folder: Path, *args: Any, timeout_s: float = 300.0
 ) -> list[Ending]:
     """[rank] -> its end; exit_code None if it was still there after timeout_s. Runs function(*args) on each."""
     ranks = start(function, num_ranks, folder, *args)
