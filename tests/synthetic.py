@@ -1,7 +1,9 @@
 """Small ModelProfiles and clusters made of plain numbers, for tests of the planner that need no torch."""
 
+import random
 from collections.abc import Sequence
 
+from benchmarks.planning_time.plain_profile import SEQ_LEN as SEQ_LEN
 from benchmarks.planning_time.plain_profile import chain, expert_bank, per_sample
 from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
 from meshwright.profiler.model_profile import (
@@ -135,3 +137,19 @@ def with_experts(layer: LayerClass, count: int, copies: int = 2, width: int = 25
         if (found := getattr(layer, name)) is not None
     }
     return layer.model_copy(update={**costs, "parameters": (*layer.parameters, up), "experts": (bank,)})
+
+
+def random_class(
+    rng: random.Random, name: str, heads: Sequence[int | None], parts: Sequence[tuple[float, float]] = ()
+) -> LayerClass:
+    """A class of random amounts, with one of these heads and, where there are any, one of these parts (see costs)."""
+    return layer_class(
+        name,
+        flops=rng.uniform(1e10, 4e11),
+        parameters=rng.randrange(1, 40) * 1_000_000,
+        saved=rng.uniform(1e6, 4e8),
+        inputs=rng.uniform(1e5, 5e7),
+        transient=rng.uniform(0, 1e8),
+        heads=rng.choice(heads),
+        parts=rng.choice(parts) if parts else (0.0, 0.0),
+    )

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from synthetic import cluster, device, layer_class, profile
+from synthetic import cluster, device, layer_class, profile, random_class
 
 from meshwright.planner.check import check
 from meshwright.planner.columns import Chain, StagePrices
@@ -32,16 +32,7 @@ def random_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]
     """A chain of up to 5 layers on 2 or 4 devices over one or two hosts, memory from ample to hopeless."""
     rng = random.Random(seed)
     classes = [
-        layer_class(
-            f"c{i}",
-            flops=rng.uniform(1e10, 4e11),
-            parameters=rng.randrange(1, 40) * 1_000_000,
-            saved=rng.uniform(1e6, 4e8),
-            inputs=rng.uniform(1e5, 5e7),
-            transient=rng.uniform(0, 1e8),
-            heads=rng.choice([None, 2, 4, 4]),
-            parts=rng.choice([(0.0, 0.0), (0.0, 0.0), (0.0, 0.2), (0.1, 0.1), (0.2, 0.0)]),
-        )
+        random_class(rng, f"c{i}", [None, 2, 4, 4], [(0.0, 0.0), (0.0, 0.0), (0.0, 0.2), (0.1, 0.1), (0.2, 0.0)])
         for i in range(rng.randint(1, 3))
     ]
     order = [rng.randrange(len(classes)) for _ in range(rng.randint(2, 5))]

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from synthetic import device, layer_class, profile
+from synthetic import device, layer_class, profile, random_class
 from test_search import plans_of
 
 from meshwright.executor.report import gpus_of
@@ -56,18 +56,7 @@ def as_the_slowest(cluster: ClusterSpec) -> ClusterSpec:
 def random_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]:
     """A chain of up to 4 layers on two or three kinds of devices that differ in speed, memory and links."""
     rng = random.Random(seed)
-    classes = [
-        layer_class(
-            f"c{i}",
-            flops=rng.uniform(1e10, 4e11),
-            parameters=rng.randrange(1, 40) * 1_000_000,
-            saved=rng.uniform(1e6, 4e8),
-            inputs=rng.uniform(1e5, 5e7),
-            transient=rng.uniform(0, 1e8),
-            heads=rng.choice([None, 2, 4]),
-        )
-        for i in range(rng.randint(1, 3))
-    ]
+    classes = [random_class(rng, f"c{i}", [None, 2, 4]) for i in range(rng.randint(1, 3))]
     order = [rng.randrange(len(classes)) for _ in range(rng.randint(2, 4))]
     same = [(a, b) for a in range(len(order)) for b in range(a + 1, len(order)) if order[a] == order[b]]
     ties = [rng.choice(same)] if same and rng.random() < 0.3 else []

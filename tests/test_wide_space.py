@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile, with_experts
+from synthetic import SEQ_LEN, cluster, device, per_sample, profile, random_class, with_experts
 from test_search import plans_of
 
 from meshwright.executor.report import splits_in_words
@@ -72,15 +72,7 @@ def wide_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]:
     rng = random.Random(seed)
     classes = []
     for i in range(rng.randint(1, 2)):
-        made = layer_class(
-            f"c{i}",
-            flops=rng.uniform(1e10, 4e11),
-            parameters=rng.randrange(1, 40) * 1_000_000,
-            saved=rng.uniform(1e6, 4e8),
-            inputs=rng.uniform(1e5, 5e7),
-            transient=rng.uniform(0, 1e8),
-            heads=rng.choice([None, 4]),
-        )
+        made = random_class(rng, f"c{i}", [None, 4])
         if i == 0 or rng.random() < 0.5:
             made = with_attention(made, heads=4, flops=rng.uniform(1e9, 1e11))
         if rng.random() < 0.5:
