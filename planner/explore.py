@@ -143,12 +143,14 @@ class Explorer:
         near: int = MAX_NEAR,
         progress: Progress | None = None,
         cutoff_s: float = float("inf"),
+        any_will_do: bool = False,
     ) -> Outcome:
         """Solve every shape that could be the best, up to `near` more within the window of it, and (unless near is 0)
         as many as it takes for enough alternatives to show, even slower ones.
 
         deadline_s: time.monotonic() at which to stop; the outcome then says it is not complete. cutoff_s: the closed
-        form of a plan that is known; with near 0 only faster ones are looked for.
+        form of a plan that is known; with near 0 only faster ones are looked for. any_will_do: stop at the first plan
+        that fits; none is found only where none fits.
         """
         space = Space(self.profile, self.cluster, self.training, pins, self.choice.faster)
         outcome = Outcome()
@@ -213,6 +215,8 @@ class Explorer:
             if found is not None:
                 outcome.solved.append(Solved(item.shape, item, found))
                 best = min(best, found.seconds)
+                if any_will_do:
+                    break
                 if progress is not None:
                     progress(f"{outcome.num_solved} shapes solved", min(0.9, bound / best))
         outcome.pruned = outcome.total - sum(outcome.rejected.values()) - outcome.num_solved

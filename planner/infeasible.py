@@ -52,11 +52,12 @@ class InfeasibleError(RuntimeError):
         self.changes = changes
 
 
-NEARLY = 0.5
-"""A cluster whose leanest even plan is over by this share of the budget, or less, is searched for an uneven one."""
-
 SEARCHED_S = 10.0
-"""Seconds for all these searches."""
+"""Seconds for the plan that is over by least, for the smallest cluster, and for other ways out: each is looked for in
+the whole space."""
+
+PRECISE = 0.005
+"""So near, in device memory, the plan that is over by least is looked for."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class Closest:
         """Bytes over the budget on that stage; not positive: it fits."""
         return self.estimate.memory[self.stage].over_bytes
 
+    @property
+    def more_memory(self) -> float:
+        """With so many times the memory on every device it fits."""
+        return max(memory.device_bytes / memory.budget_bytes for memory in self.estimate.memory)
+
 
 def closest_plan(explorer: Explorer, pins: Pins) -> Closest | None:
     """Of the legal shapes with the smallest micro-batch, everything recomputed and sharded that may be, the plan that
@@ -89,6 +95,37 @@ def closest_plan(explorer: Explorer, pins: Pins) -> Closest | None:
         if best is None or found.over_bytes < best.over_bytes:
             best = found
     return best
+
+
+def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: float) -> Closest:
+    """The plan of the whole space, with uneven stages and chunked schedules, that needs least memory of its devices,
+    to PRECISE: by halving between devices on which nothing fits and such on which something does.
+
+    even: a plan that does not fit. deadline: time.monotonic() from which the closest so far does.
+    """
+    closest, fails, does = even, 1.0, even.more_memory
+    while does > fails * (1 + PRECISE):
+        middle = math.sqrt(fails * does)
+        roomier = Explorer(explorer.profile, _with_memory(explorer.cluster, middle), explorer.training)
+        found = roomier.explore(pins, deadline, near=0, any_will_do=True)
+        if found.best is not None:
+            plan = explorer.plan_of(found.best)
+            closest = Closest(plan, estimate(plan, explorer.profile))
+            does = min(middle, closest.more_memory)
+        elif found.complete:
+            fails = middle
+        else:
+            break
+    return closest
+
+
+def _with_memory(cluster: ClusterSpec, times: float) -> ClusterSpec:
+    """The cluster with so many times the memory on every device."""
+    hosts = tuple(
+        group.model_copy(update={"device": group.device.model_copy(update={"memory": times * group.device.memory})})
+        for group in cluster.hosts
+    )
+    return cluster.model_copy(update={"hosts": hosts})
 
 
 def _frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
@@ -168,10 +205,13 @@ def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int])
     closest = closest_plan(explorer, pins)
     if closest is None:
         raise ValueError(_nothing_legal(explorer, pins, rejected))
+    closest = closest_of_all(explorer, pins, closest, time.monotonic() + SEARCHED_S)
     memory = closest.estimate.memory[closest.stage]
     items = sorted(memory.items.items(), key=lambda item: -item[1])[:3]
-    smallest = _smallest_cluster(explorer, pins)
-    changes = tuple(_changes(explorer, pins, smallest, closest))
+    deadline = time.monotonic() + SEARCHED_S
+    smallest = _smallest_cluster(explorer, pins, deadline)
+    all_tried = time.monotonic() < deadline
+    changes = tuple(_changes(explorer, pins, smallest, all_tried, closest))
     num_stages = len(closest.estimate.memory)
     where = f"stage {closest.stage} of {num_stages}" if num_stages > 1 else "every GPU"
     message = (
@@ -200,28 +240,23 @@ def _recomputed(plan: Plan) -> str:
     return "everything" if any(layer.recompute != "none" for s in plan.stages for layer in s.layers) else "nothing"
 
 
-def _fits(explorer: Explorer, pins: Pins) -> bool:
+def fits(explorer: Explorer, pins: Pins, deadline: float) -> bool:
+    """Whether a plan fits: the leanest even one, or any of the space that is found until the deadline."""
     closest = closest_plan(explorer, pins)
-    return closest is not None and closest.over_bytes <= 0
+    if closest is None or closest.over_bytes <= 0:
+        return closest is not None
+    return explorer.explore(pins, deadline, near=0, any_will_do=True).best is not None
 
 
-def _smallest_cluster(explorer: Explorer, pins: Pins) -> int | None:
-    """The smallest number of GPUs of this kind that would do, of those that fill hosts; None if not even 64 times as
-    many do."""
+def _smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> int | None:
+    """The smallest number of GPUs of this kind that would do, of those that fill hosts, by a search of the whole space
+    for each until the deadline; None if not even 64 times as many do."""
     cluster = explorer.cluster
     per_host, here = _full_host(cluster), cluster.num_devices
     free = replace(pins, data_replicate=None, data_shard=None, pipeline=None, tensor=None, context=None, expert=None)
 
-    deadline = time.monotonic() + SEARCHED_S
-
     def would_do(count: int) -> bool:
-        larger = Explorer(explorer.profile, grown(cluster, count), explorer.training)
-        closest = closest_plan(larger, free)
-        if closest is None or closest.over_bytes <= 0:
-            return closest is not None
-        budget = closest.estimate.memory[closest.stage].budget_bytes
-        nearly = closest.over_bytes < NEARLY * budget and time.monotonic() < deadline
-        return nearly and larger.explore(free, deadline, near=0).best is not None
+        return fits(Explorer(explorer.profile, grown(cluster, count), explorer.training), free, deadline)
 
     inside = range(here + 1, per_host + 1)
     hosts = range(here // per_host + 1, MOST_GPUS * max(1, here // per_host) + 1)
@@ -259,14 +294,15 @@ def grown(cluster: ClusterSpec, count: int) -> ClusterSpec:
     return grown.model_copy(update={"hosts": hosts, "network": cluster.network})
 
 
-def _changes(explorer: Explorer, pins: Pins, smallest: int | None, closest: Closest) -> Iterator[str]:
-    """Ways out that were tried, cheapest first."""
-    if pins.recompute == "none" and _fits(explorer, replace(pins, recompute=None)):
+def _changes(explorer: Explorer, pins: Pins, smallest: int | None, all_tried: bool, closest: Closest) -> Iterator[str]:
+    """Ways out that were tried, cheapest first. all_tried: whether fewer than the smallest number of GPUs do not do."""
+    deadline = time.monotonic() + SEARCHED_S
+    if pins.recompute == "none" and fits(explorer, replace(pins, recompute=None), deadline):
         yield "allow recompute (leave out --pin recompute=none)"
-    if pins.micro_batch not in (None, 1) and _fits(explorer, replace(pins, micro_batch=None)):
+    if pins.micro_batch not in (None, 1) and fits(explorer, replace(pins, micro_batch=None), deadline):
         yield "a smaller micro-batch (leave out --pin micro_batch)"
     degrees = replace(pins, data_replicate=None, data_shard=None, tensor=None, pipeline=None)
-    if degrees != pins and _fits(explorer, degrees):
+    if degrees != pins and fits(explorer, degrees, deadline):
         yield "other degrees (leave out the --pin of degrees)"
     margin = _margin(closest, explorer.training.memory_margin)
     if margin is not None:
@@ -274,12 +310,13 @@ def _changes(explorer: Explorer, pins: Pins, smallest: int | None, closest: Clos
     if smallest is not None:
         cluster = explorer.cluster
         kind = "of this kind" if len(cluster.kinds) == 1 else f"like {cluster.device.name}, all of them,"
-        yield f"{smallest} GPUs {kind} (--gpus {smallest})"
+        perhaps = "" if all_tried else ", perhaps fewer"
+        yield f"{smallest} GPUs {kind}{perhaps} (--gpus {smallest})"
     memory = explorer.cluster.device.memory
     larger = sorted((d for d in map(load_device, device_names()) if d.memory > memory), key=lambda d: d.memory)
     for device in larger:
         same = cluster_of(device, explorer.cluster.num_devices)
-        if _fits(Explorer(explorer.profile, same, explorer.training), pins):
+        if fits(Explorer(explorer.profile, same, explorer.training), pins, deadline):
             yield f"devices with {format_bytes(device.memory)} (--device {device.name})"
             break
     away = offloaded(explorer, pins)

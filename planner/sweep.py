@@ -13,7 +13,7 @@ from ..profiler.units import GIB
 from .asked import best_of
 from .estimate import estimate
 from .explore import Explorer
-from .infeasible import closest_plan, fewest, grown
+from .infeasible import SEARCHED_S, fewest, fits, grown
 from .plan import Plan
 from .search import InfeasibleError, SearchResult, SolverError, search
 from .sensitivity import scaled, sensitivity
@@ -188,7 +188,8 @@ def cluster_for(
         )
     counts = _counts(cluster)
     if objective is Objective.MIN_GPUS:
-        found = fewest(counts, lambda count: _fits(profile, grown(cluster, count), training, pins))
+        deadline = time.monotonic() + SEARCHED_S
+        found = fewest(counts, lambda count: fits(Explorer(profile, grown(cluster, count), training), pins, deadline))
         return cluster if found is None else grown(cluster, found)
     cost: dict[int, float] = {}
     for count in (count for count in counts if count & (count - 1) == 0 or count == cluster.num_devices):
@@ -212,8 +213,3 @@ def _counts(cluster: ClusterSpec) -> list[int]:
     """Numbers of devices that fill hosts, ascending; inside a host any number."""
     per_host, most = cluster.devices_per_host, cluster.num_devices
     return [*range(1, min(per_host, most) + 1), *range(2 * per_host, most + 1, per_host)]
-
-
-def _fits(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> bool:
-    closest = closest_plan(Explorer(profile, cluster, training), pins)
-    return closest is not None and closest.over_bytes <= 0

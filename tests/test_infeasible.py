@@ -11,10 +11,19 @@ from meshwright.planner.asked import best_of
 from meshwright.planner.check import check
 from meshwright.planner.estimate import estimate
 from meshwright.planner.explore import Explorer
-from meshwright.planner.infeasible import InfeasibleError, fewest, grown, offloaded
+from meshwright.planner.infeasible import (
+    PRECISE,
+    InfeasibleError,
+    closest_of_all,
+    closest_plan,
+    fewest,
+    grown,
+    offloaded,
+)
 from meshwright.planner.search import search
 from meshwright.planner.strategy import Pins
-from meshwright.planner.training import TrainingSpec
+from meshwright.planner.sweep import cluster_for
+from meshwright.planner.training import Objective, TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec
 from meshwright.profiler.model_profile import ModelProfile
 
@@ -124,3 +133,72 @@ def test_the_pin_that_stands_in_the_way_is_the_first_way_out(pins: Pins, way_out
         search(model, on, training, pins=replace(pins, pipeline=1, tensor=1))
 
     assert caught.value.changes[0].startswith(way_out)
+
+
+def units(*sizes: int) -> ModelProfile:
+    """Layers of so many times ten million parameters."""
+    kinds = sorted(set(sizes))
+    classes = [layer_class(f"of{size}", 1e10 * size, 10_000_000 * size, saved=1e5, inputs=1e4) for size in kinds]
+    return profile(classes, [kinds.index(size) for size in sizes], crossing=1e4)
+
+
+PIPELINE_ONLY = Pins(most=(("data_replicate", 1), ("data_shard", 1), ("tensor", 1)))
+
+
+def test_the_smallest_number_of_gpus_is_that_of_uneven_stages() -> None:
+    """Of 4 layers of 8 and 32 of 1, as many layers on each of 4 stages are 37 on the first, where 16 would do."""
+    model, on = units(*[8] * 4, *[1] * 32), cluster(1, 1, device(memory=17 * 10_000_000 * 20.0))
+
+    with pytest.raises(InfeasibleError) as caught:
+        search(model, on, job(), pins=PIPELINE_ONLY)
+
+    assert caught.value.smallest_gpus == 4
+    assert "perhaps" not in str(caught.value)
+    assert check(search(model, grown(on, 4), job(), pins=PIPELINE_ONLY).plan, model) == []
+    with pytest.raises(InfeasibleError):
+        search(model, grown(on, 3), job(), pins=PIPELINE_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("model", "pins"),
+    [
+        (units(3, 3, 1, 1), PIPELINE_ONLY),
+        (units(3, 3, 1, 1), replace(PIPELINE_ONLY, schedule="1f1b")),
+        (units(8, 1, 1, 1, 1, 1, 1), PIPELINE_ONLY),
+        (units(2, 5, 1, 2), Pins()),
+    ],
+    ids=str,
+)
+def test_no_plan_of_any_kind_is_over_by_less_than_the_closest(model: ModelProfile, pins: Pins) -> None:
+    def on(memory: float) -> ClusterSpec:
+        return cluster(1, 2, device(memory=memory))
+
+    explorer = Explorer(model, on(1e8), job())
+    even = closest_plan(explorer, pins)
+    assert even is not None
+
+    closest = closest_of_all(explorer, pins, even, time.monotonic() + 60)
+
+    enough = 1e8 * closest.more_memory
+    assert closest.over_bytes <= even.over_bytes
+    assert check(search(model, on(enough * 1.0001), job(), pins=pins).plan, model) == []
+    with pytest.raises(InfeasibleError):
+        search(model, on(enough / (1 + 2 * PRECISE)), job(), pins=pins)
+
+
+def test_stages_that_go_there_and_back_may_be_over_by_less() -> None:
+    """Layers of 3, 3, 1 and 1 on two ranks: 3 + 1 each in ZB-V, at least 3 + 1 + 1 on one of them in a row."""
+    explorer = Explorer(units(3, 3, 1, 1), cluster(1, 2, device(memory=1e8)), job())
+    even = closest_plan(explorer, PIPELINE_ONLY)
+    assert even is not None
+
+    closest = closest_of_all(explorer, PIPELINE_ONLY, even, time.monotonic() + 60)
+
+    assert closest.plan.schedule == "zb-v"
+    assert closest.more_memory < 0.85 * even.more_memory
+
+
+def test_the_objective_of_fewest_gpus_finds_uneven_stages() -> None:
+    model, on = units(*[8] * 4, *[1] * 32), cluster(1, 8, device(memory=17 * 10_000_000 * 20.0))
+
+    assert cluster_for(Objective.MIN_GPUS, model, on, job(), PIPELINE_ONLY).num_devices == 4
