@@ -14,7 +14,7 @@ from .strategy import LayerOption, Shape, legal_cuts, make_plan
 _FEWEST_LAYERS = 4
 """So many are needed for an end that goes back."""
 
-_LEFT_OUT = "the search asks for as many micro-batches as ranks where ranks hold several stages"
+_LEFT_OUT = "where ranks hold several stages, the search tries cuts that balance the ranks"
 
 
 @dataclass(frozen=True)

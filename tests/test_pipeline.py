@@ -229,6 +229,11 @@ def test_uneven_stages_compute_what_one_process_computes(
         ("t5", [3], "zb-h1", 1, 3),
         ("t5", [1], "zb-h2", 1, 3),
         ("llama", [1, 1, 1], "zb-v", 2, 4),
+        ("llama", [1, 1, 1], "zb-v", 2, 1),
+        ("unet", [2, 1, 3], "zb-v", 2, 1),
+        ("t5", [1, 1, 3], "zb-v", 2, 1),
+        ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 1),
+        ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 2),
         ("in-place not", [1], "zb-h1", 1, 3),
     ],
 )
