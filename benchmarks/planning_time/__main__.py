@@ -2,8 +2,9 @@
 
     python -m benchmarks.planning_time [--only WORDS] [--out FOLDER]
 
-Search alone: `certificate.search_seconds` of `plan` on a saved profile, the median of three runs. From the shell: one
-run with the model profiled anew. On a machine that does nothing else.
+Search alone: `certificate.search_seconds` of `plan` on a saved profile, the median of three runs, of fewer where they
+take long. From the shell: one run with the model profiled anew. Rows are printed as they come. On a machine that does
+nothing else: under ten minutes.
 """
 
 import argparse
@@ -17,16 +18,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .cases import CASES, MOST_GROWTH, SCALES, Case
+from .cases import CASES, LAYER_WISE, MOST_GROWTH, SCALES, Case
 
 RUNS = 3
+"""Of each search."""
+
+ENOUGH_S = 6.0
+"""Wall seconds of a case's searches after which it is not run again."""
+
 RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one case took. shapes: total, rejected, pruned, solved; the plan as words; peak_gib: of the process that
-    plans from the saved profile."""
+    """What one case took. shapes: total, rejected, pruned, solved; the plan as words; peak_gib: of the largest of its
+    processes, with the model's trace where that is timed, too."""
 
     name: str
     plan: str
@@ -73,10 +79,15 @@ def timed(case: Case, folder: Path, from_shell: bool) -> Timing:
         (folder / "cluster.toml").write_text(case.cluster)
         where = ["--cluster", str(folder / "cluster.toml")]
     job = [*where, *case.job, "--json", "-o", str(folder / "plan.json")]
-    found, peaks = [], []
-    for _ in range(RUNS):
-        _, peak_gib = run([str(profile), *job], folder / "said")
+    found, peaks, spent_s = [], [], 0.0
+    while len(found) < RUNS and spent_s < ENOUGH_S:
+        wall_s, peak_gib = run([str(profile), *job], folder / "said")
         found.append(json.loads((folder / "said").read_text()))
+        peaks.append(peak_gib)
+        spent_s += wall_s
+    shell_s = None
+    if from_shell:
+        shell_s, peak_gib = run([str(case.path), *job], folder / "said")
         peaks.append(peak_gib)
     certificate = found[0]["certificate"]
     return Timing(
@@ -86,10 +97,17 @@ def timed(case: Case, folder: Path, from_shell: bool) -> Timing:
         shapes=certificate["shapes"],
         search_s=statistics.median(each["certificate"]["search_seconds"] for each in found),
         search_target_s=case.search_s,
-        shell_s=run([str(case.path), *job], folder / "said")[0] if from_shell else None,
+        shell_s=shell_s,
         shell_target_s=case.shell_s,
         peak_gib=max(peaks),
     )
+
+
+ELSEWHERE = """
+The optimum against brute force, CBC, HiGHS and dynamic programming: [brute_force.md](brute_force.md). Plans for
+published set-ups of experts: [experts.md](../../published/results/experts.md). Unequal devices against all as the
+slowest: [unequal.md](../unequal.md).
+"""
 
 
 def _words(plan: dict[str, dict[str, int]]) -> str:
@@ -97,21 +115,25 @@ def _words(plan: dict[str, dict[str, int]]) -> str:
     return ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one device"
 
 
+HEAD = (
+    "| work | plan | shapes | rejected | pruned | solved | search s | target s | from the shell s | target s "
+    "| peak GiB | met |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def line(each: Timing) -> str:
+    """A line of the table."""
+    counts = " | ".join(f"{each.shapes[name]:,}" for name in ("total", "rejected", "pruned", "solved"))
+    times = (each.search_s, each.search_target_s, each.shell_s, each.shell_target_s)
+    seconds = " | ".join("" if value is None else f"{value:.2f}" for value in times)
+    met = {None: "", True: "yes", False: "**no**"}[each.is_met]
+    met += "" if each.status == "optimal" else f" ({each.status})"
+    return f"| {each.name} | {each.plan} | {counts} | {seconds} | {each.peak_gib:.2f} | {met} |"
+
+
 def table(timings: Sequence[Timing]) -> str:
     """Markdown, a line for each case."""
-    lines = [
-        "| work | plan | shapes | rejected | pruned | solved | search s | target s | from the shell s | target s "
-        "| peak GiB | met |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for each in timings:
-        counts = " | ".join(f"{each.shapes[name]:,}" for name in ("total", "rejected", "pruned", "solved"))
-        times = (each.search_s, each.search_target_s, each.shell_s, each.shell_target_s)
-        seconds = " | ".join("" if value is None else f"{value:.2f}" for value in times)
-        met = {None: "", True: "yes", False: "**no**"}[each.is_met]
-        met += "" if each.status == "optimal" else f" ({each.status})"
-        lines.append(f"| {each.name} | {each.plan} | {counts} | {seconds} | {each.peak_gib:.2f} | {met} |")
-    return "\n".join(lines)
+    return "\n".join([HEAD, *map(line, timings)])
 
 
 def growth(scales: Sequence[Timing]) -> str:
@@ -121,13 +143,24 @@ def growth(scales: Sequence[Timing]) -> str:
     return f"{scales[-1].name} / {scales[0].name}: {times:.1f} times as long; target at most {MOST_GROWTH:.0f}: {met}"
 
 
-def plot(scales: Sequence[Timing], path: Path) -> None:
-    """Search seconds over GPUs; nothing without matplotlib."""
+def more_memory(timings: Sequence[Timing]) -> str:
+    """How long the layer-wise choice takes with more memory beside how long with less."""
+    less, more = (next(each for each in timings if each.name == name) for name in LAYER_WISE)
+    met = "met" if more.search_s <= less.search_s else "**not met**"
+    return (
+        f"{more.name} / of 40 GB: {more.search_s:.2f} s / {less.search_s:.2f} s, {more.shapes['solved']} / "
+        f"{less.shapes['solved']} shapes solved; target at most as long: {met}"
+    )
+
+
+def plot(scales: Sequence[Timing], path: Path) -> bool:
+    """Search seconds over GPUs; False without matplotlib."""
     try:
         from matplotlib import pyplot
     except ImportError:
         print("no matplotlib, so no plot")
-        return
+        return False
+    pyplot.switch_backend("agg")
     figure, axes = pyplot.subplots(figsize=(6, 4))
     axes.loglog([case.gpus for case in SCALES[: len(scales)]], [each.search_s for each in scales], marker="o", base=2)
     axes.set_xlabel("GPUs")
@@ -136,6 +169,8 @@ def plot(scales: Sequence[Timing], path: Path) -> None:
     axes.grid(visible=True, alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True
 
 
 def main() -> None:
@@ -144,22 +179,34 @@ def main() -> None:
     parser.add_argument("--only", metavar="WORDS", default="", help="cases whose name holds these words; no plot")
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=RESULTS, help="where results are written")
     asked = parser.parse_args()
+    begun = time.monotonic()
+    cases = [case for case in CASES if asked.only.lower() in case.name.lower()]
     with tempfile.TemporaryDirectory() as name:
-        timings = []
-        for case in (case for case in CASES if asked.only.lower() in case.name.lower()):
-            timings.append(timed(case, Path(name), from_shell=case.cluster is None))
-            print(table(timings).splitlines()[-1], flush=True)
-        scales = [] if asked.only else [timed(case, Path(name), from_shell=False) for case in SCALES]
+        print(HEAD, flush=True)
+        timings = list(map(_told, (timed(case, Path(name), from_shell=True) for case in cases)))
+        points = () if asked.only else SCALES
+        scales = list(map(_told, (timed(case, Path(name), from_shell=False) for case in points)))
+    took_min = (time.monotonic() - begun) / 60
     asked.out.mkdir(parents=True, exist_ok=True)
-    cores = os.cpu_count()
-    text = f"# Planning time\n\n`python -m benchmarks.planning_time`, {cores} cores\n\n{table(timings)}\n"
+    text = (
+        "# Planning time\n\n"
+        f"`python -m benchmarks.planning_time`, {os.cpu_count()} cores, {took_min:.0f} minutes\n\n{table(timings)}\n"
+    )
     if scales:
-        text += f"\n{growth(scales)}\n\n{table(scales)}\n"
-        plot(scales, asked.out / "scaling.png")
+        text += f"\n{more_memory(timings)}\n{ELSEWHERE}\n## More GPUs\n\n{growth(scales)}\n\n{table(scales)}\n"
+        if plot(scales, asked.out / "scaling.png"):
+            text += "\n![Search time over GPUs](scaling.png)\n"
     (asked.out / "planning_time.md").write_text(text)
     document = {"cases": [asdict(each) for each in timings], "scales": [asdict(each) for each in scales]}
     (asked.out / "planning_time.json").write_text(json.dumps(document, indent=1) + "\n")
-    print(text)
+    if scales:
+        print(f"\n{growth(scales)}\n{more_memory(timings)}\n{took_min:.0f} minutes")
+
+
+def _told(timing: Timing) -> Timing:
+    """The timing, whose line is printed."""
+    print(line(timing), flush=True)
+    return timing
 
 
 if __name__ == "__main__":

@@ -56,6 +56,9 @@ class Case:
         return (*batch, *self.length, *self.more)
 
 
+LAYER_WISE = tuple(f"layer-wise choice, Llama-3-8B, 8 GPUs of {memory} GB" for memory in (40, 80))
+"""The same with less and with more memory."""
+
 CASES = (
     Case("GPT-2-sized model.py, 8 GPUs", "gpt.py", 8, search_s=0.5, shell_s=5.0),
     Case("Llama-3-8B, 8 GPUs", "llama3_8b", 8, 64, search_s=0.5, shell_s=8.0),
@@ -70,17 +73,14 @@ CASES = (
     Case("T5-3B, 64 GPUs", "t5_3b", 64, search_s=10.0),
     Case("ResNet-50, 64 GPUs", "resnet50.py", 64, search_s=10.0),
     Case("Llama-3-70B, 32 H100 + 32 A100", "llama3_70b", 64, 512, search_s=10.0, cluster=MIXED),
-    Case(
-        "layer-wise choice, Llama-3-8B, 8 GPUs of 40 GB",
-        *("llama3_8b", 8, 64, None, 2.0),
-        device="a100-40gb",
-        more=("--space", "full", "--pin", "data_shard=8"),
-    ),
-    Case(
-        "layer-wise choice, Llama-3-8B, 8 GPUs of 80 GB",
-        *("llama3_8b", 8, 64, None, 2.0),
-        device="a100-80gb",
-        more=("--space", "full", "--pin", "data_shard=8"),
+    *(
+        Case(
+            name,
+            *("llama3_8b", 8, 64, None, 2.0),
+            device=device,
+            more=("--space", "full", "--pin", "data_shard=8"),
+        )
+        for name, device in zip(LAYER_WISE, ("a100-40gb", "a100-80gb"), strict=True)
     ),
 )
 
