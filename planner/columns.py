@@ -485,19 +485,27 @@ class StagePrices:
     def least_slowest_s(self) -> float:
         """Seconds per micro-batch that the slowest stage takes at least, with the options that memory asks for, if
         layers could be divided (relaxed.py)."""
+        weights, memory, rooms = self.divisible(range(self.shape.pipeline))
+        return least_slowest_s(weights, memory, self.chain.lengths, rooms)
+
+    def divisible(self, stages: Sequence[int]) -> tuple[list[Floats], list[Floats], Floats]:
+        """What these stages could take if layers could be divided: [run][option] -> seconds of a layer, [run] ->
+        [stage][option] bytes of it at least, [stage] -> bytes of room for them at most."""
         shape, state = self.shape, self._state
         each = np.array([
             costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
             for costs in self.costs
         ])  # fmt: skip
         shared = sum(n * (len(layers) - 1) for layers, n in self.chain.shared_weights(shape))
-        passes = [self._passes_of(shape.in_flight(stage))[0] for stage in range(shape.pipeline)]
+        passes = [self._passes_of(shape.in_flight(stage))[0] for stage in stages]
         twice = shared * max(one.moment.shared(state) for one in passes)
-        rooms = np.full(shape.pipeline, self.budget - self._batch_bytes + twice)
-        rooms -= [min(float(row.min()) for row in one.ending) for one in passes[:-1]] + [passes[-1].ending[-1].min()]
+        rooms = np.full(len(passes), self.budget - self._batch_bytes + twice)
+        rooms -= [
+            one.ending[-1].min() if stage == shape.pipeline - 1 else min(row.min() for row in one.ending)
+            for stage, one in zip(stages, passes, strict=True)
+        ]
         memory = [np.array([one.before[run] for one in passes]) + fixed for run, fixed in enumerate(each)]
-        weights = [np.array(row) for row in self._weights]
-        return least_slowest_s(weights, memory, self.chain.lengths, rooms)
+        return [np.array(row) for row in self._weights], memory, rooms
 
     def bounds(self, stage: int, cutoff_s: float = float("inf")) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """([composition] -> seconds per micro-batch at least, seconds once per step, whether those are the price).

@@ -27,7 +27,7 @@ from .stage_cost import allocatable_bytes
 from .strategy import Pins, Shape, make_plan
 from .tensor_choice import CutChoice
 from .training import TrainingSpec
-from .unequal import Kinds, UnequalPrices
+from .unequal import Held, Kinds, UnequalPrices
 
 WINDOW = 0.03
 """Shapes that may come this near the best are solved too: runners-up, and finalists of the event simulation."""
@@ -133,6 +133,7 @@ class Explorer:
         self.kinds = Kinds(self.model) if len(cluster.kinds) > 1 else None
         self.choice = CutChoice(self.model)
         self._leasts: dict[Shape, _Least | None] = {}
+        self._leasts_by_kind: dict[Shape, list[_Least] | None] = {}
         self._cuts: dict[_Frame, list[Cuts]] = {}
         self._works: dict[tuple[object, ...], Floats] = {}
 
@@ -237,6 +238,8 @@ class Explorer:
             return 0.0
         if not self._may_hold(item):
             return float("inf")
+        if isinstance(item, UnequalPrices):
+            return item.least_with_memory_s()
         if isinstance(item, StagePrices):
             shape = item.shape
             if is_chunked(shape.schedule):
@@ -387,16 +390,27 @@ class Explorer:
 
     def _bound_of_unequal(self, family: Family, kinds: Kinds) -> float:
         """The same of shapes whose stages are each on one kind of device, in any order; infinite if there are none."""
+        least, shape = self._leasts_of_kinds(family, kinds), _frugal_shape(family)
+        if least is None:
+            return float("inf")
+        step_s = kinds.shares([each.seconds for each in least], shape.pipeline).step_s(shape.num_microbatches)
+        return step_s + self._update_of_kinds_s(shape, least, kinds)
+
+    def _update_of_kinds_s(self, shape: Shape, least: list[_Least], kinds: Kinds) -> float:
+        """Seconds of the optimizer's step at least."""
+        return kinds.optimizer_s(least[0].elements / shape.sharded_over / shape.pipeline)
+
+    def _leasts_of_kinds(self, family: Family, kinds: Kinds) -> list[_Least] | None:
+        """[kind] -> what layers of a family take at least on such devices; None if none of its shapes has stages on one
+        kind each, or the memory of all together does not do."""
         if not kinds.may_have_own(family.pipeline):
-            return float("inf")
-        shape = _frugal_shape(family)
-        found = [self._least_of(shape, model, kinds.room(shape)) for model in kinds.models]
-        each = [least for least in found if least is not None]
-        if len(each) < len(found):
-            return float("inf")
-        update = each[0].elements / shape.sharded_over / family.pipeline
-        seconds = [least.seconds for least in each]
-        return kinds.shares(seconds, shape.pipeline).step_s(shape.num_microbatches) + kinds.optimizer_s(update)
+            return None
+        shape = replace(_frugal_shape(family), schedule="1f1b", virtual_stages=1)
+        if shape not in self._leasts_by_kind:
+            found = [self._least_of(shape, model, kinds.room(shape)) for model in kinds.models]
+            each = [least for least in found if least is not None]
+            self._leasts_by_kind[shape] = each if len(each) == len(found) else None
+        return self._leasts_by_kind[shape]
 
     def _bound_of_equal(self, family: Family) -> float:
         shape = _frugal_shape(family)
@@ -466,8 +480,13 @@ class Explorer:
     def _bound_with_memory(self, family: Family, pins: Pins) -> float:
         """Seconds that no shape of a family of one stage per rank can beat, with the recompute that memory asks for
         where everything is sharded over all data ranks."""
-        if pins.everything or self.kinds is not None or is_chunked(family.schedule):
+        if pins.everything or is_chunked(family.schedule):
             return 0.0
+        alike = self._bound_of_equal_with_memory(family)
+        return alike if self.kinds is None else min(alike, self._bound_of_unequal_with_memory(family, self.kinds))
+
+    def _bound_of_equal_with_memory(self, family: Family) -> float:
+        """The same of shapes all of whose devices count as the slowest, with the least memory."""
         shape = _frugal_shape(family)
         count, stages = shape.num_microbatches, shape.pipeline
         least = self._least(replace(shape, schedule="1f1b", virtual_stages=1) if stages > 1 else shape)
@@ -485,6 +504,25 @@ class Explorer:
             least.weights, [flights[:, None] * kept + fixed for kept, fixed in least.held], counts, rooms
         )
         return (count - 1) * slowest + float(counts @ least.seconds) + update
+
+    def _bound_of_unequal_with_memory(self, family: Family, kinds: Kinds) -> float:
+        """The same of shapes whose stages are each on one kind of device; infinite if there are none."""
+        least = self._leasts_of_kinds(family, kinds)
+        if least is None:
+            return float("inf")
+        shape, count = _frugal_shape(family), family.num_microbatches
+        held = [
+            Held(
+                each.weights,
+                each.held,
+                allocatable_bytes(shape, model.device, self.training) + each.twice,
+            )
+            for each, model in zip(least, kinds.models, strict=True)
+        ]
+        flights = [float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)]
+        slowest = kinds.least_slowest_s(held, flights)
+        pass_s = kinds.shares([each.seconds for each in least], shape.pipeline).pass_s
+        return (count - 1) * slowest + pass_s + self._update_of_kinds_s(shape, least, kinds)
 
     def _shape_bound(self, prices: StagePrices | UnequalPrices) -> float:
         """Seconds that no assignment of a shape can beat: fastest options, memory and integrality relaxed."""

@@ -46,6 +46,27 @@ def least_slowest_s(weights: Sequence[Floats], memory: Sequence[Floats], counts:
         ],
         axis=2,
     )
+    return _of_several_worths(cost, prices, counts, rooms)
+
+
+Stage = tuple[Sequence[Floats], Sequence[Floats], float]
+"""What one stage can take: [run][option] -> seconds of a layer, [run][option] -> bytes of it, and the stage's room."""
+
+
+def least_slowest_of_unequal_s(stages: Sequence[Stage], counts: Floats) -> float:
+    """The same where stages are on unequal devices, each with seconds, bytes and options of its own."""
+    ties = {id(weights): tie_prices(list(weights), list(memory)) for weights, memory, _ in stages}
+    prices = np.unique(np.concatenate(list(ties.values())))
+    prices = prices[_spread(len(prices), MOST_PRICES)]
+    cost = np.array([
+        np.array([(w + prices[:, None] * m).min(axis=1) for w, m in zip(weights, memory, strict=True)]).T
+        for weights, memory, _ in stages
+    ])  # fmt: skip
+    return _of_several_worths(cost, prices, counts, np.array([room for _, _, room in stages]))
+
+
+def _of_several_worths(cost: Floats, prices: Floats, counts: Floats, rooms: Floats) -> float:
+    """The largest of the bounds by several worths. cost: [stage][price][run]."""
     there = prices[None, :] * rooms[:, None]
     slowest = 0.0
     for worth in cost.mean(axis=0)[_spread(len(prices), MOST_WORTHS)]:

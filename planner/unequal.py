@@ -17,6 +17,7 @@ from ..profiler.cluster import ClusterSpec
 from .columns import Chain, StagePrices, Work
 from .layer_cost import CostModel
 from .plan import Recompute, rank_and_chunk
+from .relaxed import Stage, least_slowest_of_unequal_s
 from .stage_cost import allocatable_bytes
 from .strategy import Shape
 
@@ -172,6 +173,30 @@ class UnequalPrices:
         least_once = float(self.chain.lengths @ np.minimum.reduce(once)) / self.shape.pipeline
         return self.shares.step_s(self.shape.num_microbatches) + least_once
 
+    def least_with_memory_s(self) -> float:
+        """The same with the options that memory asks for, if layers could be divided (relaxed.py)."""
+        stages: dict[int, Stage] = {}
+        for kind, prices in enumerate(self.by_kind):
+            own = [stage for stage, here in enumerate(self.kinds) if here == kind]
+            weights, memory, rooms = prices.divisible(own)
+            stages |= {s: (weights, [held[i] for held in memory], float(rooms[i])) for i, s in enumerate(own)}
+        slowest = least_slowest_of_unequal_s([stages[s] for s in range(len(stages))], self.chain.lengths)
+        return (self.shape.num_microbatches - 1) * slowest + self.shares.pass_s
+
+
+@dataclass(frozen=True)
+class Held:
+    """What layers hold at least on a kind of device. weights: [run][way] -> seconds with what is run again; held: [run]
+    -> ([way] -> bytes that a layer keeps of a micro-batch, bytes that it holds anyway); room: bytes on one rank."""
+
+    weights: Sequence[Floats]
+    held: Sequence[tuple[Floats, float]]
+    room: float
+
+    def stage(self, in_flight: float) -> Stage:
+        """What a stage on such a device can take, with so many micro-batches there."""
+        return self.weights, [in_flight * kept + fixed for kept, fixed in self.held], self.room
+
 
 class Kinds:
     """The kinds of devices of a cluster, with what layers cost on each; caches what orders of kinds share."""
@@ -221,6 +246,16 @@ class Kinds:
     def shares(self, each: Sequence[Floats], pipeline: int) -> Shares:
         """How the stages of a pipeline can share layers. each: [kind][run] -> least seconds of a layer."""
         return Shares.of(each, self.chains[0].lengths, self._stages(pipeline))
+
+    def least_slowest_s(self, held: Sequence[Held], flights: Sequence[float]) -> float:
+        """Seconds per micro-batch that the slowest stage takes at least, with the recompute that memory asks for, in
+        the best order of the kinds. held: [kind]; flights: [stage] -> micro-batches there."""
+        stages, counts = self._stages(len(flights)), self.chains[0].lengths
+        orders = ([k for k in order for _ in range(stages[k])] for order in kind_orders(self.parts))
+        return min(
+            least_slowest_of_unequal_s([held[k].stage(n) for k, n in zip(order, flights, strict=True)], counts)
+            for order in orders
+        )
 
     def optimizer_s(self, elements: float) -> float:
         """Seconds of the optimizer step over `elements` parameters on the device that is fastest at it."""

@@ -132,6 +132,20 @@ def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
         assert explored.seconds == pytest.approx(min(scanned), rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_no_plan_on_unequal_devices_is_faster_than_the_bounds_that_know_memory(seed: int) -> None:
+    model, on, training = random_instance(3000 + seed)
+    explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())
+    for family in list(space.families()):
+        bound = explorer._least_with_recompute_s(family, Pins(), float("inf"))
+        for shape in space.shapes(family):
+            prices = explorer.priced(shape, None, None)
+            found = None if is_chunked(shape.schedule) else scan(prices)
+            if found is not None:
+                own = explorer._least_with_recompute_s(prices, Pins(), float("inf"))
+                assert max(bound, own) <= found.seconds * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("seed", range(0, 200, 16))
 def test_a_plan_for_unequal_devices_passes_the_independent_check(seed: int) -> None:
     model, on, training = random_instance(2000 + seed)
