@@ -169,8 +169,8 @@ class UnequalPrices:
 
     def least_s(self) -> float:
         """Seconds that no assignment of the shape can beat: fastest options, memory and integrality relaxed."""
-        once = [np.array([min(c.once_data_s for c in costs) for costs in kind.costs]) for kind in self.by_kind]
-        least_once = float(self.chain.lengths @ np.minimum.reduce(once)) / self.shape.pipeline
+        once = np.minimum.reduce([kind.fastest.once_s for kind in self.by_kind])
+        least_once = float(self.chain.lengths @ once) / self.shape.pipeline
         return self.shares.step_s(self.shape.num_microbatches) + least_once
 
     def least_with_memory_s(self) -> float:
@@ -219,9 +219,8 @@ class Kinds:
         any_order = replace(shape, kind_order=())
         key = any_order, recompute, reshard, everything
         if key not in self._prices:
-            by_kind = [chain.priced(any_order, recompute, reshard, everything)[1] for chain in self.chains]
-            each = [np.array([min(c.microbatch_s for c in costs) for costs in kind]) for kind in by_kind]
-            shares = self.shares(each, shape.pipeline)
+            fastest = [chain.fastest(any_order, recompute, reshard) for chain in self.chains]
+            shares = self.shares([each.microbatch_s for each in fastest], shape.pipeline)
             self._prices[key] = (
                 shares,
                 tuple(
