@@ -583,8 +583,10 @@ def _pass_s(model: CostModel, layer: int, shape: Shape) -> tuple[float, float]:
     compute = model.compute(kind, shape)
     traffic = model.tensor_traffic(kind, shape)
     places = [model.links(shape.tensor, stride) for stride in model.places(shape.tensor)]
-    tensor_s = min(sum(collective_s(item.kind, item.bytes, links) for _, _, item in traffic) for links in places)
-    tensor_s *= 1.0 - model.software.tensor_overlap
+    tensor_s = min(
+        (1.0 - model.hidden_tensor(links)) * sum(collective_s(item.kind, item.bytes, links) for _, _, item in traffic)
+        for links in places
+    )
     return compute.forward + compute.backward + tensor_s, compute.forward
 
 

@@ -267,9 +267,15 @@ class CostModel:
         others = kinds[: places[0]][::-1]
         return next((k for k in others if self.layer_class(k).parameters and not k.is_in_root(shape)), None)
 
-    def _exposed_tensor_s(self, comm_s: float, compute_s: float) -> float:
+    def hidden_tensor(self, links: GroupLinks) -> float:
+        """Share of tensor-parallel communication over these links that the stack hides; none between hosts. What cuts a
+        matmul into pieces to send each as soon as it is ready writes into the other GPUs' memory (user buffers of
+        Transformer Engine, torch's symmetric memory), which reaches as far as the links inside a host do."""
+        return self.software.tensor_overlap if links.group.hosts == 1 else 0.0
+
+    def _exposed_tensor_s(self, comm_s: float, compute_s: float, links: GroupLinks) -> float:
         """What is left of tensor-parallel communication where the stack hides a share of it behind the layer's work."""
-        return comm_s - min(self.software.tensor_overlap * comm_s, compute_s)
+        return comm_s - min(self.hidden_tensor(links) * comm_s, compute_s)
 
     def shard_links(self, shape: Shape) -> GroupLinks:
         """Links of the groups that parameters are sharded over."""
@@ -412,9 +418,9 @@ class CostModel:
             backward_s=seconds.backward + self._accumulate_s(trainable.gathered, shape) + host_s,
             weight_s=seconds.backward_weight,
             recompute_s=seconds.repeated[option.recompute] + again_s,
-            tensor_forward_s=self._exposed_tensor_s(tensor_s["forward"], seconds.forward),
-            tensor_backward_s=self._exposed_tensor_s(tensor_s["backward"], seconds.backward)
-            + (self._exposed_tensor_s(repeated_s, seconds.forward) if repeats_collectives else 0.0),
+            tensor_forward_s=self._exposed_tensor_s(tensor_s["forward"], seconds.forward, axis_links),
+            tensor_backward_s=self._exposed_tensor_s(tensor_s["backward"], seconds.backward, axis_links)
+            + (self._exposed_tensor_s(repeated_s, seconds.forward, axis_links) if repeats_collectives else 0.0),
             data_forward_s=data.forward_s,
             data_backward_s=data.backward_s,
             once_data_s=data.once_s + self.whole_gradients_s(kind, shape),

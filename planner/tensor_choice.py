@@ -193,7 +193,7 @@ class CutChoice:
     def _collectives_s(self, costs: Costs, shape: Shape) -> list[tuple[str, float]]:
         """(what enters, seconds) of each collective of a layer, as far as it is not hidden."""
         links, size = self.model.links(shape.tensor, 1), self.model.training.compute_bytes
-        shown = 1.0 - self.model.software.tensor_overlap
+        shown = 1.0 - self.model.hidden_tensor(links)
         return [
             (c.entry, shown * collective_s(c.kind, c.tensor.at(shape.samples, size, shape.tensor), links))
             for c in costs.collectives

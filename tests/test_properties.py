@@ -377,6 +377,19 @@ def test_hidden_tensor_parallel_communication_still_takes_its_time(tmp_path: Pat
     assert found.step_time_s >= 2 * collective_s("all_reduce", 1e9, links)
 
 
+@pytest.mark.parametrize(("num_hosts", "hidden"), [(1, True), (2, False)])
+def test_tensor_parallel_communication_hides_inside_a_host_only(tmp_path: Path, num_hosts: int, hidden: bool) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text('[hides-all]\ndescription = "overlaps"\ntensor_overlap = 1.0\nsource = "this test"\n')
+    model = profile([layer_class("c", 1e13, 1_000, saved=1e6, inputs=1e6, heads=2)], [0])
+    on, shape = cluster(num_hosts, per_host=2 // num_hosts), Shape(1, 1, 2, 1, micro_batch=1, num_microbatches=1)
+    training = TrainingSpec(global_batch=1, seq_len=SEQ_LEN, software=str(stack))
+
+    found = priced((model, on, training, shape, [1]), ["none"])
+
+    assert (found.breakdown["tensor"] == 0.0) == hidden
+
+
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
