@@ -12,17 +12,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
+from ..planner.cost.sharding import shard_dim
 from ..planner.plan import LayerPlan, Plan
-from ..planner.sharding import shard_dim
-from ..profiler.held_tokens import unseen
-from .compiled import CompiledForward, compile_layers
-from .context import ContextParallel
-from .expert import HeldExperts, shard_experts, spread_experts
-from .initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
-from .mesh import Mechanism, RankMesh, mechanism
-from .recompute import check_recompute, recompute
-from .tensor import apply_tensor_parallel
-from .tensor_layout import ParameterCut, TensorLayout
+from ..profiler.cuts.held_tokens import unseen
+from .parallel.compiled import CompiledForward, compile_layers
+from .parallel.context import ContextParallel
+from .parallel.expert import HeldExperts, shard_experts, spread_experts
+from .parallel.mesh import Mechanism, RankMesh, mechanism
+from .parallel.recompute import check_recompute, recompute
+from .parallel.tensor import apply_tensor_parallel
+from .parallel.tensor_layout import ParameterCut, TensorLayout
+from .state.initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
 from .torch_compat import solid
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -108,7 +108,7 @@ def apply_plan(
     ]
     if len(parts) == 1:
         return parts[0]
-    from .stage_module import Chunks, stages_in
+    from .parallel.stage_module import Chunks, stages_in
 
     chunks = Chunks([stage for part in parts for stage in stages_in(part.module)])
     layout = TensorLayout()
@@ -143,7 +143,7 @@ def _part(
 
     module, prefix = model, ""
     if plan.degrees.pipeline > 1:
-        from .stage_module import StageModule
+        from .parallel.stage_module import StageModule
 
         module, prefix = StageModule(model, plan, stage_index, loss, context), "model."
         model = module.model

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import typer
 
-from . import terminal
-from .cli_answers import BAD_INPUT
-from .commands_compare import compare_app
-from .commands_explain import explain_app
-from .commands_export import check_app, export_app
-from .commands_here import calibrate_app, verify_app
-from .commands_plan import devices_app, plan_app, profile_app, show_app
-from .commands_report import diff_app, report_app
-from .commands_run import replan_app
-from .commands_sweep import sweep_app
+from .commands.answers import BAD_INPUT
+from .commands.compare import compare_app
+from .commands.explain import explain_app
+from .commands.export import check_app, export_app
+from .commands.here import calibrate_app, verify_app
+from .commands.plan import devices_app, plan_app, profile_app, show_app
+from .commands.report import diff_app, report_app
+from .commands.run import replan_app
+from .commands.sweep import sweep_app
+from .reporting import terminal
 
 SUBCOMMANDS = {
     "profile": profile_app,

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..planner.memory_cost import state_bytes
+from ..planner.cost.memory_cost import state_bytes
+from ..planner.cost.software import load_software
+from ..planner.cost.stage_cost import outside_bytes
 from ..planner.plan import Plan
-from ..planner.software import load_software
-from ..planner.stage_cost import outside_bytes
 from ..planner.strategy import shape_of
 from ..profiler.units import GIB
-from .local_ranks import is_echo
-from .mesh import RankMesh
+from .measuring.local_ranks import is_echo
+from .parallel.mesh import RankMesh
 
 HANG_S = 600.0
 """A step that takes longer than this is taken for a hang, unless the user says another time."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..planner.plan import AXES, Plan
 from ..planner.strategy import shape_of
-from .mesh import RankMesh
+from .parallel.mesh import RankMesh
 from .run_document import AxisSeconds, RunHeader, RunStep
 
 _OPERATIONS = (

@@ -18,14 +18,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, default_collate
 
+from ..planner.cost.sharding import shard_dim
 from ..planner.not_run import not_run
 from ..planner.plan import Plan, load_plan
-from ..planner.sharding import shard_dim
 from ..profiler.load import split_inputs
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta
-from .checkpoint import Checkpoints, ModelState, State, Stateful
-from .checkpoint_folder import Progress
-from .compiled import backend_of
 from .faults import (
     HANG_S,
     Watch,
@@ -38,16 +35,19 @@ from .faults import (
     raise_spoiled,
     watched,
 )
-from .gradients import Gradients, local_gradient
-from .initialise import empty_values
-from .mesh import RankMesh, check_world_size, connect
-from .micro_batches import loss_of, split_micro_batches
-from .pipeline import PipelineRunner
-from .shared_gradients import SharedGradients
-from .stage_module import stages_in
+from .parallel.compiled import backend_of
+from .parallel.gradients import Gradients, local_gradient
+from .parallel.mesh import RankMesh, check_world_size, connect
+from .parallel.micro_batches import loss_of, split_micro_batches
+from .parallel.pipeline import PipelineRunner
+from .parallel.shared_gradients import SharedGradients
+from .parallel.stage_module import stages_in
+from .state.checkpoint import Checkpoints, ModelState, State, Stateful
+from .state.checkpoint_folder import Progress
+from .state.initialise import empty_values
+from .state.weights import Loading, Weights
 from .telemetry import Telemetry
 from .torch_compat import accelerator, data_parallel
-from .weights import Loading, Weights
 
 
 @dataclass(frozen=True)

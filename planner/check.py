@@ -1,12 +1,12 @@
 """Re-derives every limit of a Plan without the search or the solver: structure, divisibility, executability, memory."""
 
 from ..profiler.model_profile import ModelProfile
+from .cost.memory_cost import uses_fully_shard
+from .cost.simulate import ZERO_BUBBLE
 from .estimate import estimate
-from .explain import does_not_fit
-from .memory_cost import uses_fully_shard
 from .not_run import not_run
 from .plan import Plan
-from .simulate import ZERO_BUBBLE
+from .questions.explain import does_not_fit
 from .strategy import (
     can_recompute,
     context_rule,

@@ -8,18 +8,18 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..profiler.model_profile import ModelProfile
-from .columns import Chain
-from .comm_cost import Collective
-from .kept import kept
-from .layer_cost import CostModel
-from .memory_cost import state_bytes
+from .cost.comm_cost import Collective
+from .cost.kept import kept
+from .cost.layer_cost import CostModel
+from .cost.memory_cost import state_bytes
+from .cost.priced_layer import LayerCost
+from .cost.simulate import is_chunked, simulated_step_s
+from .cost.stage_cost import StageCost, budget_bytes, closed_form_s, combine, on_one_rank, outside_bytes
+from .cost.traffic import add_layers, rank_tallies
 from .plan import GroupAxis, Plan, Recompute, stage_of
-from .priced_layer import LayerCost
-from .simulate import is_chunked, simulated_step_s
-from .stage_cost import StageCost, budget_bytes, closed_form_s, combine, on_one_rank, outside_bytes
+from .solve.columns import Chain
+from .solve.unequal import peak_flops_per_s, stage_models
 from .strategy import LayerOption, Shape, shape_of
-from .traffic import add_layers, rank_tallies
-from .unequal import peak_flops_per_s, stage_models
 
 MFU_CONVENTION = (
     "model FLOPs of forward and backward as traced, causal attention at half, recompute not counted, "

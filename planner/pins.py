@@ -6,10 +6,10 @@ from typing import cast, get_args
 
 from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import ModelProfile
+from .cost.simulate import ZERO_BUBBLE
 from .plan import Schedule
 from .setups import parse_limits, parse_pins
-from .simulate import ZERO_BUBBLE
-from .space import Space
+from .solve.space import Space
 from .strategy import Pins
 from .training import TrainingSpec
 

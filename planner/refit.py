@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..profiler.cluster import ClusterSpec, Device, Link
 from ..profiler.model_profile import ModelProfile
-from .compute_cost import OPTIMIZER_BYTES
+from .cost.compute_cost import OPTIMIZER_BYTES
 from .estimate import estimate
 from .plan import Plan
 

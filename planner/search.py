@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import ModelProfile
 from .estimate import Estimate, estimate
-from .explain import compared
-from .explore import ALTERNATIVES, SIMPLE, WINDOW, Explorer, Outcome, Progress, Solved
-from .guidance import RuleOfThumb, rules_of_thumb
-from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
 from .not_run import priced_only
 from .plan import Certificate, Plan, Prediction
+from .questions.explain import compared
+from .questions.guidance import RuleOfThumb, rules_of_thumb
+from .questions.infeasible import InfeasibleError, closest_verdict, explain_infeasible
 from .setups import Setup
-from .solver import SolverError
+from .solve.explore import ALTERNATIVES, SIMPLE, WINDOW, Explorer, Outcome, Progress, Solved
+from .solve.solver import SolverError
 from .strategy import Pins, shape_of
 from .training import TrainingSpec
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
+from .cost.simulate import rank_in_flight
 from .plan import (
     AXES,
     Axis,
@@ -23,7 +24,6 @@ from .plan import (
     Stage,
     rank_and_chunk,
 )
-from .simulate import rank_in_flight
 from .training import Precision, TrainingSpec
 
 SCHEDULE_NAMES: dict[Schedule, str] = {

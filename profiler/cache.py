@@ -330,7 +330,7 @@ def _key(source: str, seq_len: int | None, lengths: bool) -> str:
         sys.prefix,
         sys.path,
         _installed(),
-        {path.name: _content(str(path)) for path in sorted(_OURS.glob("*.py"))},
+        {str(path.relative_to(_OURS)): _content(str(path)) for path in sorted(_OURS.rglob("*.py"))},
         platform.node(),
         platform.machine(),
         os.path.exists("/dev/nvidiactl"),

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from .chain import Chain, Layer
+from .cuts.tensor_cuts import Found, common_degree, gathering_ways
+from .cuts.tensor_rank import run_cut
+from .cuts.tensor_trial import sequence_problem
 from .fake import FakeModel
 from .fitted_costs import fitted_costs, fitted_experts
 from .layer_run import LayerRun, Observation
+from .layers.chain import Chain, Layer
 from .model_profile import Costs, LayerClass, ParameterProfile, Producer, TensorCut
 from .run_sizes import RunSizes
-from .tensor_cuts import Found, common_degree, gathering_ways
-from .tensor_rank import run_cut
-from .tensor_trial import sequence_problem
 
 
 def layer_class_of(

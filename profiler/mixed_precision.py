@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .as_on_gpu import Mode
-from .chain import Chain, run_first_of_each_class
 from .fake import FakeModel, fake_model
+from .layers.chain import Chain, run_first_of_each_class
 
 
 def mixed_precision_problem(fake: FakeModel, chain: Chain) -> str:

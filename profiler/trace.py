@@ -13,17 +13,17 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .chain import Chain, Layer, observe, shapes_at
 from .class_costs import layer_class_of
-from .context_trial import context_problem
-from .crossing_tensors import batch_tensors, crossing_tensors
+from .cuts.context_trial import context_problem
+from .cuts.tensor_cuts import Found, common_degree, find_cuts
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
+from .layers.chain import Chain, Layer, observe, shapes_at
+from .layers.crossing_tensors import batch_tensors, crossing_tensors
 from .lengths import at_seq_len
 from .load import LoadedModel, without_garbage_collection
 from .mixed_precision import mixed_precision_problem
 from .model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
 from .run_sizes import RunSizes
-from .tensor_cuts import Found, common_degree, find_cuts
 
 _SHORTEST = 16
 """Below this many tokens a quarter of the sequence is too short to run."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.executor.local_ranks import RankError, run_local_ranks
+from meshwright.executor.measuring.local_ranks import RankError, run_local_ranks
 
 __all__ = ["PATIENCE_S", "RankError", "run_ranks"]
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from zoo import MODELS
 
-from meshwright.executor.verify import VerifyReport, beside_one_process
+from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.planner.plan import Plan
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile

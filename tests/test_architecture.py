@@ -10,6 +10,15 @@ from cli_support import save_profile
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"profiler": set(), "planner": {"profiler"}, "executor": {"profiler", "planner"}}
+ABOVE = {
+    "planner.cost": {"planner.solve", "planner.questions", "planner.exchange", "planner.search", "planner.estimate"},
+    "planner.solve": {"planner.questions", "planner.exchange", "planner.search"},
+    "planner.exchange": {"planner.solve", "planner.questions"},
+    "executor.parallel": {"executor.state", "executor.measuring", "executor.reporting", "executor.commands"},
+    "executor.state": {"executor.measuring", "executor.reporting", "executor.commands"},
+    "executor.reporting": {"executor.parallel", "executor.state", "executor.commands", "executor.trainer"},
+}
+"""Inside a package: what each floor does not know."""
 
 
 def violations(root: Path) -> list[str]:
@@ -18,9 +27,16 @@ def violations(root: Path) -> list[str]:
     for package, allowed in MAY_IMPORT.items():
         for path in sorted((root / package).rglob("*.py")):
             depth = len(path.relative_to(root).parts) - 1
+            floor = ".".join(path.relative_to(root).parts[:-1])
             for node in ast.walk(ast.parse(path.read_text())):
+                where = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+                within = absolute(node, path.relative_to(root))
+                found += [
+                    f"{where}: {floor} imports {above}"
+                    for above in ABOVE.get(floor, ())
+                    if f"{within}.".startswith(f"meshwright.{above}.")
+                ]
                 for target in imported(node, depth):
-                    where = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
                     first, _, rest = target.partition(".")
                     ours = rest.partition(".")[0] if first == "meshwright" else ""
                     if first in MAY_IMPORT:
@@ -44,6 +60,14 @@ def imported(node: ast.AST, depth: int) -> list[str]:
     return [f"meshwright.{module}"] if module else [f"meshwright.{alias.name}" for alias in node.names]
 
 
+def absolute(node: ast.AST, file: Path) -> str:
+    """The module that a relative import names, as meshwright.<package>...; else nothing."""
+    if not isinstance(node, ast.ImportFrom) or not node.level:
+        return ""
+    folder = file.parts[:-1][: len(file.parts) - node.level]
+    return ".".join(["meshwright", *folder, *([node.module] if node.module else [alias.name for alias in node.names])])
+
+
 def test_imports_go_left_only() -> None:
     assert violations(ROOT) == []
 
@@ -59,11 +83,15 @@ def test_imports_go_left_only() -> None:
         ("profiler", "import meshwright.executor.cli"),
         ("executor", "import planner"),
         ("executor", "from planner.plan import Plan"),
+        ("planner/cost", "from ..solve.space import Space"),
+        ("planner/cost", "from .. import search"),
+        ("executor/parallel", "def late():\n    from ..state.checkpoint import save"),
     ],
 )
 def test_a_planted_fault_is_found(tmp_path: Path, package: str, line: str) -> None:
     for folder in MAY_IMPORT:
         (tmp_path / folder).mkdir()
+    (tmp_path / package).mkdir(exist_ok=True)
     (tmp_path / package / "planted.py").write_text(line + "\n")
 
     assert len(violations(tmp_path)) == 1

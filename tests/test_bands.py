@@ -12,7 +12,7 @@ from benchmarks.published.clusters import place
 from benchmarks.published.fit_bands import OF_FIT, band, time_bands
 from benchmarks.published.pricing import Priced
 from benchmarks.published.settings import setting_of
-from meshwright.executor.terminal import print_memory, print_speed
+from meshwright.executor.reporting.terminal import print_memory, print_speed
 from meshwright.planner.bands import Band, memory_band, time_band, time_kind
 from meshwright.planner.estimate import StageMemory
 

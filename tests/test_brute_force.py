@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.planning_time.brute_force import Agreement, agreement, every_plan, every_shape, instances, num_plans
 from benchmarks.planning_time.instances import Instance, instance
-from meshwright.planner.simulate import is_chunked
-from meshwright.planner.space import Space
+from meshwright.planner.cost.simulate import is_chunked
+from meshwright.planner.solve.space import Space
 
 FEW = list(instances(60, most_plans=250))
 """Instances that a test can enumerate."""

@@ -12,7 +12,8 @@ import pytest
 from cli_support import run_plan, small_profile
 from test_architecture import modules_after
 
-from meshwright.executor import cli_inputs, terminal
+from meshwright.executor.commands import inputs
+from meshwright.executor.reporting import terminal
 from meshwright.planner.plan import load_plan
 from meshwright.profiler import cache as cache_module
 from meshwright.profiler import trace as trace_module
@@ -55,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("WIDTH_OF_THE_CACHED_MODEL", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else torch sets it, here for the second call, too
-    monkeypatch.setattr(cli_inputs, "local_gpus", list)
+    monkeypatch.setattr(inputs, "local_gpus", list)
     work = tmp_path / "work"
     (work / "parts").mkdir(parents=True)
     (work / "model.py").write_text(MODEL)
@@ -388,7 +389,7 @@ def test_a_kept_profile_brings_the_model_where_it_is_to_run(monkeypatch: pytest.
     traced = counted(monkeypatch)
 
     with terminal.Waiting(quiet=True) as waiting:
-        profile, loaded = cli_inputs.read_model("model.py", None, waiting, True, True)
+        profile, loaded = inputs.read_model("model.py", None, waiting, True, True)
 
     assert loaded is not None
     assert loaded.build().get_submodule("0").in_features == 8
@@ -402,7 +403,7 @@ def test_tracing_says_which_layer_it_is_at() -> None:
     def waiting(label: str, share_done: float | None = None) -> None:
         said.append((label, share_done))
 
-    cli_inputs.read_model("model.py", None, waiting, False)  # type: ignore[arg-type]
+    inputs.read_model("model.py", None, waiting, False)  # type: ignore[arg-type]
 
     layers = [(label, share) for label, share in said if share is not None]
     assert layers[0] == ("profiling 0", 0.0)

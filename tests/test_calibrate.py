@@ -11,10 +11,10 @@ import pytest
 from cli_support import run_plan, save_profile
 from synthetic import device
 
-from meshwright.executor import reference_steps
-from meshwright.executor.calibrate import calibrate, check_device_output
-from meshwright.executor.reference_steps import references
-from meshwright.planner.compute_cost import measured_efficiency, moving_s, operator_s, optimizer_s
+from meshwright.executor.measuring import reference_steps
+from meshwright.executor.measuring.calibrate import calibrate, check_device_output
+from meshwright.executor.measuring.reference_steps import references
+from meshwright.planner.cost.compute_cost import measured_efficiency, moving_s, operator_s, optimizer_s
 from meshwright.profiler import calibrate as profiler
 from meshwright.profiler.calibrate import (
     EFFORTS,
@@ -291,7 +291,7 @@ def tiny_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EFFORTS, ("cpu", True), TINY)
     wide = references("cpu")["wide"]
     monkeypatch.setattr(reference_steps, "references", lambda _: {"wide": replace(wide, setups=("ddp", "fsdp"))})
-    monkeypatch.setattr("meshwright.executor.calibrate.QUICK_REPETITIONS", 1)
+    monkeypatch.setattr("meshwright.executor.measuring.calibrate.QUICK_REPETITIONS", 1)
 
 
 @pytest.mark.usefixtures("tiny_effort")

@@ -14,8 +14,9 @@ from synthetic import cluster
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from meshwright.executor import checkpoint, parallelize
-from meshwright.executor.checkpoint_folder import complete_checkpoints, latest_checkpoint, read_progress
+from meshwright.executor import parallelize
+from meshwright.executor.state import checkpoint
+from meshwright.executor.state.checkpoint_folder import complete_checkpoints, latest_checkpoint, read_progress
 from meshwright.planner.plan import Plan, Schedule
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec

@@ -12,11 +12,11 @@ from cli_support import run_plan, save_profile, small_profile, some_plan
 from pydantic import BaseModel
 
 import meshwright.executor.cli as cli
-import meshwright.executor.cli_inputs as cli_inputs
+import meshwright.executor.commands.inputs as inputs
 from meshwright.executor.cli import route
-from meshwright.executor.cli_options import Optimizer
-from meshwright.executor.measurement import Measurement
-from meshwright.executor.report import collapse, comparison_rows, gpus_of
+from meshwright.executor.commands.options import Optimizer
+from meshwright.executor.measuring.measurement import Measurement
+from meshwright.executor.reporting.report import collapse, comparison_rows, gpus_of
 from meshwright.planner import search as search_module
 from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import load_plan
@@ -28,7 +28,7 @@ DEGREES = {"data_replicate", "data_shard", "tensor", "context", "expert", "pipel
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(cli_inputs, "local_gpus", list)
+    monkeypatch.setattr(inputs, "local_gpus", list)
     yield
     assert not list(tmp_path.glob("*.partial"))
 
@@ -290,7 +290,7 @@ def test_gpus_that_are_here_are_used(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli_inputs, "local_gpus", lambda: here)
+    monkeypatch.setattr(inputs, "local_gpus", lambda: here)
 
     assert run_plan(saved, *words, "--quiet") == 0
     assert assumed in " ".join(capsys.readouterr().out.split())
@@ -299,10 +299,8 @@ def test_gpus_that_are_here_are_used(
 
 def test_the_cpu_preset_trains_in_fp32(saved: str) -> None:
     assert run_plan(saved, "--gpus", "2", "--device", "cpu", "--quiet", "--global-batch", "2") in (0, 3)
-    machine = cli_inputs.read_cluster("2", "cpu", None, None)
-    training, _ = cli_inputs.read_training(
-        small_profile(), machine, 2, None, None, Optimizer.ADAMW, "fsdp2-eager", 0.05
-    )
+    machine = inputs.read_cluster("2", "cpu", None, None)
+    training, _ = inputs.read_training(small_profile(), machine, 2, None, None, Optimizer.ADAMW, "fsdp2-eager", 0.05)
     assert training.precision == "fp32"
 
 
@@ -404,9 +402,9 @@ def test_measured_times_stand_beside(
         label="planned", model="m", layout="x", num_ranks=8, device="8 somethings", torch_version="2",
         steps_s=((0.0321,),), tokens_per_step=1, peak_memory_bytes=(1,) * 8, memory_kind="allocated",
     )  # fmt: skip
-    monkeypatch.setattr(cli_inputs, "read_model", lambda *_: (small_profile(), object()))
+    monkeypatch.setattr(inputs, "read_model", lambda *_: (small_profile(), object()))
     fake = SimpleNamespace(measure=lambda *_, **__: {"planned": took, "ddp": "it takes 8 ranks: too many"})
-    monkeypatch.setitem(sys.modules, "meshwright.executor.measure", fake)
+    monkeypatch.setitem(sys.modules, "meshwright.executor.measuring.measure", fake)
 
     assert run_plan("compare", saved, "--gpus", "8", "--setup", "ddp", "--measure") == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -427,7 +425,7 @@ def test_verify_reports_and_its_exit_code_says_whether_numbers_agree(
     some_plan(shard=2).save(tmp_path / "plan.json")
     report = SimpleNamespace(ok=ok, lines=["loss agrees [within 1e-4]"])
     fake = SimpleNamespace(verify=lambda *_, **__: report)
-    monkeypatch.setitem(sys.modules, "meshwright.executor.verify", fake)
+    monkeypatch.setitem(sys.modules, "meshwright.executor.measuring.verify", fake)
     monkeypatch.setattr("meshwright.profiler.load.load_model", lambda *_, **__: None)
 
     assert run_plan("verify", "plan.json", "--model", "model.py") == code

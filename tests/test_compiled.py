@@ -11,7 +11,7 @@ from test_trainer import GLOBAL_BATCH, Net, assert_same, batch_of, loss, sgd
 from torch._dynamo.utils import counters
 
 from meshwright.executor import parallelize
-from meshwright.executor.compiled import backend_of
+from meshwright.executor.parallel.compiled import backend_of
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec

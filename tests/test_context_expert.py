@@ -9,13 +9,13 @@ from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile
 from test_properties import ROUNDING, any_links, factors, log_floats, plans, priced, sizes
 
 from meshwright.planner.check import check
-from meshwright.planner.comm_cost import GroupLinks, collective_s
-from meshwright.planner.context_cost import attention_bytes, context_cost, exchanges
+from meshwright.planner.cost.comm_cost import GroupLinks, collective_s
+from meshwright.planner.cost.context_cost import attention_bytes, context_cost, exchanges
+from meshwright.planner.cost.expert_cost import exchange_of, network_share, spread
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.cost.software import REFERENCE, load_software
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.expert_cost import exchange_of, network_share, spread
-from meshwright.planner.layer_cost import CostModel
 from meshwright.planner.plan import ContextKind, Plan
-from meshwright.planner.software import REFERENCE, load_software
 from meshwright.planner.strategy import LayerOption, Shape, context_rule, expert_rule, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Group, Link

@@ -13,15 +13,15 @@ from synthetic import cluster
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from meshwright.executor import attention_kernels
-from meshwright.executor.attention_kernels import attention_backward, attention_forward
-from meshwright.executor.context_attention import ContextAttention, own_spans
+from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
+from meshwright.executor.parallel import attention_kernels
+from meshwright.executor.parallel.attention_kernels import attention_backward, attention_forward
+from meshwright.executor.parallel.context_attention import ContextAttention, own_spans
 from meshwright.executor.trainer import parallelize
-from meshwright.executor.verify import VerifyReport, beside_one_process
 from meshwright.planner.plan import ContextKind, Plan, Recompute
 from meshwright.planner.strategy import LayerOption, Shape, can_recompute, context_rule, make_plan
 from meshwright.planner.training import Precision, TrainingSpec
-from meshwright.profiler.held_tokens import Held, num_tokens, taken
+from meshwright.profiler.cuts.held_tokens import Held, num_tokens, taken
 
 KINDS: tuple[ContextKind, ...] = ("ring", "all_gather", "all_to_all")
 NUM_STEPS = 5

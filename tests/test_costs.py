@@ -9,15 +9,21 @@ import numpy as np
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.planner.columns import unbeaten
-from meshwright.planner.comm_cost import GroupLinks, collective_s, exposed_s
-from meshwright.planner.compute_cost import UNHIDDEN_TRAFFIC, WAVE_EXPONENT, operator_s, optimizer_s, tile_efficiency
+from meshwright.planner.cost.comm_cost import GroupLinks, collective_s, exposed_s
+from meshwright.planner.cost.compute_cost import (
+    UNHIDDEN_TRAFFIC,
+    WAVE_EXPONENT,
+    operator_s,
+    optimizer_s,
+    tile_efficiency,
+)
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.cost.simulate import in_flight, simulated_step_s, table
+from meshwright.planner.cost.stage_cost import closed_form_s
 from meshwright.planner.estimate import estimate
-from meshwright.planner.knapsack import Group, Turns, least_weight, lightest
-from meshwright.planner.layer_cost import CostModel
 from meshwright.planner.plan import Plan
-from meshwright.planner.simulate import in_flight, simulated_step_s, table
-from meshwright.planner.stage_cost import closed_form_s
+from meshwright.planner.solve.columns import unbeaten
+from meshwright.planner.solve.knapsack import Group, Turns, least_weight, lightest
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import Group as Ranks

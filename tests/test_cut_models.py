@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.accuracy.cases import small
 from benchmarks.accuracy.counters import Traffic
 from meshwright.executor import parallelize
-from meshwright.executor.verify import VerifyReport, beside_one_process
+from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import Cuts, LayerOption, Shape, make_plan

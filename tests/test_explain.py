@@ -10,20 +10,15 @@ import pytest
 from cli_support import run_plan, save_profile, small_profile, some_plan
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.planner.asked import best_of, why_not, why_not_plan
 from meshwright.planner.check import check
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.explain import CAUSES, causes_apart, compared, reason
-from meshwright.planner.explore import Explorer
-from meshwright.planner.guidance import IN_THE_NODE, LONG, LONG_SEQUENCE, ONE_GPU, SHARDED, no_candidates
-from meshwright.planner.infeasible import closest_plan, grown
 from meshwright.planner.pins import blamed, is_legal, read_pins
 from meshwright.planner.plan import Plan, placement
-from meshwright.planner.search import pins_of, search
-from meshwright.planner.setups import parse_setup
-from meshwright.planner.space import Space
-from meshwright.planner.strategy import Pins, shape_of
-from meshwright.planner.sweep import (
+from meshwright.planner.questions.asked import best_of, why_not, why_not_plan
+from meshwright.planner.questions.explain import CAUSES, causes_apart, compared, reason
+from meshwright.planner.questions.guidance import IN_THE_NODE, LONG, LONG_SEQUENCE, ONE_GPU, SHARDED, no_candidates
+from meshwright.planner.questions.infeasible import closest_plan, grown
+from meshwright.planner.questions.sweep import (
     Point,
     changes_of_kind,
     cluster_for,
@@ -32,9 +27,14 @@ from meshwright.planner.sweep import (
     robustness,
     sweep,
 )
+from meshwright.planner.questions.tutorial import lessons
+from meshwright.planner.questions.walk import Step, walk
+from meshwright.planner.search import pins_of, search
+from meshwright.planner.setups import parse_setup
+from meshwright.planner.solve.explore import Explorer
+from meshwright.planner.solve.space import Space
+from meshwright.planner.strategy import Pins, shape_of
 from meshwright.planner.training import Objective, TrainingSpec
-from meshwright.planner.tutorial import lessons
-from meshwright.planner.walk import Step, walk
 from meshwright.profiler.cluster import ClusterSpec
 from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.units import format_seconds

@@ -14,23 +14,23 @@ import pytest
 from cli_support import run_plan, some_plan
 from synthetic import layer_class, profile
 
-from meshwright.planner.accelerate import KEYS as ACCELERATE_KEYS
-from meshwright.planner.accelerate import read_accelerate
-from meshwright.planner.block_row import BlockRow, block_row
-from meshwright.planner.deepspeed import KEYS as DEEPSPEED_KEYS
-from meshwright.planner.deepspeed import read_deepspeed
-from meshwright.planner.export import Export, export
-from meshwright.planner.export_notes import zero_stage
-from meshwright.planner.from_flags import read_document, read_words
-from meshwright.planner.imports import Layout, imported, plan_of
-from meshwright.planner.megatron import DATA_OUTERMOST, read_megatron
-from meshwright.planner.megatron import FLAGS as MEGATRON_FLAGS
-from meshwright.planner.megatron_layout import parse_layout
+from meshwright.planner.exchange.accelerate import KEYS as ACCELERATE_KEYS
+from meshwright.planner.exchange.accelerate import read_accelerate
+from meshwright.planner.exchange.block_row import BlockRow, block_row
+from meshwright.planner.exchange.deepspeed import KEYS as DEEPSPEED_KEYS
+from meshwright.planner.exchange.deepspeed import read_deepspeed
+from meshwright.planner.exchange.export import Export, export
+from meshwright.planner.exchange.export_notes import zero_stage
+from meshwright.planner.exchange.from_flags import read_document, read_words
+from meshwright.planner.exchange.imports import Layout, imported, plan_of
+from meshwright.planner.exchange.megatron import DATA_OUTERMOST, read_megatron
+from meshwright.planner.exchange.megatron import FLAGS as MEGATRON_FLAGS
+from meshwright.planner.exchange.megatron_layout import parse_layout
+from meshwright.planner.exchange.targets import TARGETS, VERSIONS
+from meshwright.planner.exchange.torchtitan import FLAGS as TORCHTITAN_FLAGS
+from meshwright.planner.exchange.torchtitan import read_torchtitan
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.targets import TARGETS, VERSIONS
-from meshwright.planner.torchtitan import FLAGS as TORCHTITAN_FLAGS
-from meshwright.planner.torchtitan import read_torchtitan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.model_profile import ModelProfile

@@ -7,14 +7,14 @@ import pytest
 from test_export import NUM_BLOCKS, PROFILE, planned, read_back, value
 
 from benchmarks.exports import targets
-from meshwright.planner.export import export
-from meshwright.planner.export_notes import zero_stage
-from meshwright.planner.imports import Layout, imported
-from meshwright.planner.megatron import read_megatron
+from meshwright.planner.exchange.export import export
+from meshwright.planner.exchange.export_notes import zero_stage
+from meshwright.planner.exchange.imports import Layout, imported
+from meshwright.planner.exchange.megatron import read_megatron
+from meshwright.planner.exchange.targets import TARGETS
+from meshwright.planner.exchange.torchtitan import read_torchtitan
 from meshwright.planner.plan import ContextKind
 from meshwright.planner.strategy import Shape
-from meshwright.planner.targets import TARGETS
-from meshwright.planner.torchtitan import read_torchtitan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.model_profile import Experts, ModelProfile

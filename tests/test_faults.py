@@ -17,9 +17,9 @@ from benchmarks.faults import kill
 from benchmarks.faults.launched import Ending, launch
 from meshwright.executor import faults, parallelize
 from meshwright.executor.faults import Held, NonFiniteError, out_of_memory_message
+from meshwright.planner.cost.software import load_software
+from meshwright.planner.cost.stage_cost import outside_bytes
 from meshwright.planner.plan import Plan, Prediction
-from meshwright.planner.software import load_software
-from meshwright.planner.stage_cost import outside_bytes
 from meshwright.planner.strategy import shape_of
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile

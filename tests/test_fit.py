@@ -9,8 +9,8 @@ from test_published import row
 
 from benchmarks.published.constants import CONSTANTS, Constant, applies, factors_of, on_cluster, tried
 from benchmarks.published.fit import Case, Fit
+from meshwright.planner.cost.kept import kept
 from meshwright.planner.estimate import estimate, step_seconds
-from meshwright.planner.kept import kept
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import Precision, TrainingSpec

@@ -2,16 +2,16 @@
 
 import math
 import re
+import time
 from dataclasses import replace
 
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.planner.asked import best_of
 from meshwright.planner.check import check
 from meshwright.planner.estimate import estimate
-from meshwright.planner.explore import Explorer
-from meshwright.planner.infeasible import (
+from meshwright.planner.questions.asked import best_of
+from meshwright.planner.questions.infeasible import (
     PRECISE,
     InfeasibleError,
     closest_of_all,
@@ -20,9 +20,10 @@ from meshwright.planner.infeasible import (
     grown,
     offloaded,
 )
+from meshwright.planner.questions.sweep import cluster_for
 from meshwright.planner.search import search
+from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.strategy import Pins
-from meshwright.planner.sweep import cluster_for
 from meshwright.planner.training import Objective, TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec
 from meshwright.profiler.model_profile import ModelProfile

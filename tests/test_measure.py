@@ -8,10 +8,10 @@ import pytest
 import synthetic
 import torch
 
-from meshwright.executor import measure as measure_module
-from meshwright.executor.measure import measure
-from meshwright.executor.measurement import Measurement, load_measurement, quantile
-from meshwright.executor.stage_module import StageModule
+from meshwright.executor.measuring import measure as measure_module
+from meshwright.executor.measuring.measure import measure
+from meshwright.executor.measuring.measurement import Measurement, load_measurement, quantile
+from meshwright.executor.parallel.stage_module import StageModule
 from meshwright.planner.plan import Plan, Prediction
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec

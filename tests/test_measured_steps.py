@@ -7,7 +7,7 @@ import pytest
 from cli_support import run_plan
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.executor.measured_steps import load_measured_steps
+from meshwright.executor.measuring.measured_steps import load_measured_steps
 from meshwright.planner.estimate import estimate
 from meshwright.planner.refit import on_device, turned
 from meshwright.planner.strategy import LayerOption, Shape, make_plan

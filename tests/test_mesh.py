@@ -12,7 +12,7 @@ from synthetic import cluster, layer_class, profile
 from torch import nn
 from zoo import zoo_module
 
-from meshwright.executor.mesh import plan_ranks
+from meshwright.executor.parallel.mesh import plan_ranks
 from meshwright.executor.trainer import parallelize
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan

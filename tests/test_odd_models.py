@@ -10,10 +10,10 @@ from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import parallelize
-from meshwright.executor.recompute import recompute
+from meshwright.executor.parallel.recompute import recompute
 from meshwright.planner.check import check
 from meshwright.planner.plan import Plan
-from meshwright.planner.space import Space
+from meshwright.planner.solve.space import Space
 from meshwright.planner.strategy import LayerOption, Pins, Shape, can_recompute, make_plan, sharding_rule
 from meshwright.planner.training import Precision, TrainingSpec
 

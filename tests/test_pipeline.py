@@ -21,12 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.executor import torch_compat
-from meshwright.executor.micro_batches import loss_of, split_micro_batches
-from meshwright.executor.partition import check_partition, crossing_into, parameters_of_stages
-from meshwright.executor.pipeline import PipelineRunner
-from meshwright.executor.recompute import recompute
-from meshwright.executor.stage_module import StageModule
-from meshwright.executor.tensor import crosses_sliced
+from meshwright.executor.parallel.micro_batches import loss_of, split_micro_batches
+from meshwright.executor.parallel.partition import check_partition, crossing_into, parameters_of_stages
+from meshwright.executor.parallel.pipeline import PipelineRunner
+from meshwright.executor.parallel.recompute import recompute
+from meshwright.executor.parallel.stage_module import StageModule
+from meshwright.executor.parallel.tensor import crosses_sliced
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec

@@ -7,7 +7,7 @@ import pytest
 from cli_support import some_plan
 from pydantic import ValidationError
 
-from meshwright.executor.report import axis_rows, rank_runs
+from meshwright.executor.reporting.report import axis_rows, rank_runs
 from meshwright.planner.check import check
 from meshwright.planner.plan import AXES, Plan, load_plan, placement, placements
 

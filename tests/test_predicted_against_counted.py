@@ -15,7 +15,7 @@ from zoo import zoo_module
 
 from benchmarks.accuracy.counters import Passed, PeakMeter, Traffic
 from meshwright.executor import Trainer, parallelize
-from meshwright.planner.comm_cost import Collective
+from meshwright.planner.cost.comm_cost import Collective
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.plan import AXES, Axis, Plan
 from meshwright.planner.strategy import Cuts, LayerOption, Shape, make_plan

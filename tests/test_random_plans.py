@@ -12,11 +12,11 @@ from small_models import GLOBAL_BATCH, MAKERS, small_profile, verified
 from synthetic import cluster
 
 from meshwright.planner.check import check
-from meshwright.planner.columns import Chain
-from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.cost.simulate import ZERO_BUBBLE
 from meshwright.planner.plan import Plan, Recompute
-from meshwright.planner.simulate import ZERO_BUBBLE
-from meshwright.planner.space import Space
+from meshwright.planner.solve.columns import Chain
+from meshwright.planner.solve.space import Space
 from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
 from meshwright.planner.training import TrainingSpec
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.executor.recompute import recompute
-from meshwright.planner.layer_cost import CostModel
+from meshwright.executor.parallel.recompute import recompute
+from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan import Recompute
 from meshwright.planner.strategy import LayerOption, Shape
 from meshwright.planner.training import TrainingSpec

@@ -6,7 +6,7 @@ import pytest
 from cli_support import run_plan, save_profile, some_plan
 from test_architecture import modules_after
 
-from meshwright.executor.checkpoint_folder import Progress
+from meshwright.executor.state.checkpoint_folder import Progress
 from meshwright.planner.plan import load_plan
 
 

@@ -20,22 +20,22 @@ from test_architecture import modules_after
 from test_export import planned
 from test_export_experts import MIXTURE
 
-from meshwright.executor.chrome_trace import trace_events
-from meshwright.executor.compare import Comparison, compare, read_setups, save_picture
-from meshwright.executor.drawing import nice_step, stage_colour, tag, ticks
-from meshwright.executor.html_report import report_page, setup_words
-from meshwright.executor.plan_diff import difference
-from meshwright.executor.report import axis_rows
-from meshwright.executor.report_facts import Facts, front, gather, host_patterns, played
+from meshwright.executor.measuring.compare import Comparison, compare, read_setups, save_picture
+from meshwright.executor.reporting.chrome_trace import trace_events
+from meshwright.executor.reporting.drawing import nice_step, stage_colour, tag, ticks
+from meshwright.executor.reporting.html_report import report_page, setup_words
+from meshwright.executor.reporting.plan_diff import difference
+from meshwright.executor.reporting.report import axis_rows
+from meshwright.executor.reporting.report_facts import Facts, front, gather, host_patterns, played
 from meshwright.executor.run_document import RunHeader, RunStep
 from meshwright.planner.estimate import estimate
-from meshwright.planner.export import export
+from meshwright.planner.exchange.export import export
+from meshwright.planner.exchange.targets import NAMES
 from meshwright.planner.plan import AXES, Axis, Plan, placements
+from meshwright.planner.questions.sensitivity import scaled, sensitivity
 from meshwright.planner.search import price_setup
-from meshwright.planner.sensitivity import scaled, sensitivity
 from meshwright.planner.setups import parse_setup
 from meshwright.planner.strategy import Shape, shape_of
-from meshwright.planner.targets import NAMES
 from meshwright.profiler.units import GIB
 
 ROOT = Path(__file__).parents[1]
@@ -278,7 +278,7 @@ def contrast(one: str, two: str) -> float:
 
 
 def test_text_stands_out_in_light_and_dark() -> None:
-    style = (ROOT / "executor" / "html_report.css").read_text()
+    style = (ROOT / "executor" / "reporting" / "html_report.css").read_text()
     white = "#ffffff"
 
     themes = [dict(re.findall(r"--(\w+): (#\w+)", block)) for block in re.findall(r":root[^{]*\{([^}]*)\}", style)]

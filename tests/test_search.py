@@ -9,18 +9,18 @@ import pytest
 from synthetic import cluster, device, layer_class, profile, random_class
 
 from meshwright.planner.check import check
-from meshwright.planner.columns import Chain, StagePrices
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.estimate import estimate
-from meshwright.planner.explore import Explorer
-from meshwright.planner.ilp import solve_master
-from meshwright.planner.layer_cost import CostModel
 from meshwright.planner.plan import Plan, Recompute
-from meshwright.planner.scan import scan
 from meshwright.planner.search import InfeasibleError, search
-from meshwright.planner.simulate import ZERO_BUBBLE, is_chunked
-from meshwright.planner.space import Space
+from meshwright.planner.solve.columns import Chain, StagePrices
+from meshwright.planner.solve.explore import Explorer
+from meshwright.planner.solve.ilp import solve_master
+from meshwright.planner.solve.scan import scan
+from meshwright.planner.solve.space import Space
+from meshwright.planner.solve.tensor_choice import CutChoice
 from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
-from meshwright.planner.tensor_choice import CutChoice
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Link
 from meshwright.profiler.model_profile import LayerClass, ModelProfile

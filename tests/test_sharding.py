@@ -11,8 +11,8 @@ from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import parallelize
+from meshwright.planner.cost.sharding import padded_elements, shard_dim
 from meshwright.planner.plan import Plan
-from meshwright.planner.sharding import padded_elements, shard_dim
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model

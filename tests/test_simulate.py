@@ -14,8 +14,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from meshwright.planner.plan import Schedule, rank_and_chunk, stage_of
-from meshwright.planner.simulate import (
+from meshwright.planner.cost.simulate import (
     ZERO_BUBBLE,
     Event,
     held_at_peak,
@@ -24,6 +23,7 @@ from meshwright.planner.simulate import (
     simulated_step_s,
     table,
 )
+from meshwright.planner.plan import Schedule, rank_and_chunk, stage_of
 
 Pass = tuple[int, str, int]
 """Stage, F or B, micro-batch."""

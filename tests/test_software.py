@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
+from meshwright.planner.cost.software import REFERENCE, Software, all_software, load_software
 from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import Plan
-from meshwright.planner.software import REFERENCE, Software, all_software, load_software
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import load_device

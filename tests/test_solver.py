@@ -3,8 +3,8 @@
 import pulp
 import pytest
 
-from meshwright.planner import solver
-from meshwright.planner.solver import SolverError, solve
+from meshwright.planner.solve import solver
+from meshwright.planner.solve.solver import SolverError, solve
 
 
 def knapsack(room: float) -> pulp.LpProblem:

@@ -6,11 +6,11 @@ import pytest
 from synthetic import cluster, layer_class, profile
 
 from benchmarks.published.fit_memory import SHARES, tried
-from meshwright.planner import software
+from meshwright.planner.cost import software
+from meshwright.planner.cost.memory_cost import state_bytes
+from meshwright.planner.cost.software import REFERENCE, load_software
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.memory_cost import state_bytes
 from meshwright.planner.search import search
-from meshwright.planner.software import REFERENCE, load_software
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 

@@ -12,8 +12,8 @@ from ranks import run_ranks
 from test_checkpoint import GLOBAL_BATCH, TiedNet, adamw, batch_of, loss, plan_of, samples
 
 from meshwright.executor import parallelize
+from meshwright.executor.reporting.run_report import run_table
 from meshwright.executor.run_document import load_run
-from meshwright.executor.run_report import run_table
 from meshwright.executor.telemetry import CommunicationClock, covered_s
 from meshwright.planner.plan import Plan, Prediction
 from meshwright.profiler.load import load_model

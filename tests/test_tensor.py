@@ -10,9 +10,10 @@ from ranks import RankError, run_ranks
 from synthetic import cluster
 from torch import nn
 
-from meshwright.executor import parallelize, tensor_collectives
-from meshwright.executor.shared_gradients import SharedGradients, unwatched
-from meshwright.executor.tensor_layout import ParameterCut, TensorLayout
+from meshwright.executor import parallelize
+from meshwright.executor.parallel import tensor_collectives
+from meshwright.executor.parallel.shared_gradients import SharedGradients, unwatched
+from meshwright.executor.parallel.tensor_layout import ParameterCut, TensorLayout
 from meshwright.planner.plan import ClassPlan, Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec

@@ -10,12 +10,12 @@ from small_models import small_profile
 from synthetic import cluster, device
 from zoo import zoo_profile
 
-from meshwright.planner.comm_cost import collective_s
-from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.cost.comm_cost import collective_s
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.cost.tensor_costs import mode_costs
 from meshwright.planner.search import search
+from meshwright.planner.solve.tensor_choice import CutChoice, Way, added_s, best_ways, tied_cuts
 from meshwright.planner.strategy import Cuts, Pins, Shape, divides, runs_on_slices, tensor_rule
-from meshwright.planner.tensor_choice import CutChoice, Way, added_s, best_ways, tied_cuts
-from meshwright.planner.tensor_costs import mode_costs
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Link
 from meshwright.profiler.model_profile import ModelProfile, amount_at

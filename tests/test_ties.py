@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 from cli_support import small_profile, some_plan
 
-from meshwright.executor.measured_report import measured_document, measured_table, standing_document
-from meshwright.executor.measurement import Measurement
-from meshwright.executor.ties import standing, student_quantile, student_share
+from meshwright.executor.measuring.measurement import Measurement
+from meshwright.executor.measuring.ties import standing, student_quantile, student_share
+from meshwright.executor.reporting.measured_report import measured_document, measured_table, standing_document
 from meshwright.planner.estimate import estimate
 from meshwright.planner.search import Candidate
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.planner.traffic import BUCKET_ELEMENTS, DDP_BUCKET_BYTES, FIRST_DDP_BUCKET_BYTES, num_buffers
-from meshwright.planner.traffic import num_ddp_buckets as num_buckets
+from meshwright.planner.cost.traffic import BUCKET_ELEMENTS, DDP_BUCKET_BYTES, FIRST_DDP_BUCKET_BYTES, num_buffers
+from meshwright.planner.cost.traffic import num_ddp_buckets as num_buckets
 
 FP32_BYTES = 4
 

@@ -11,7 +11,7 @@ from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import Trainer, apply, parallelize
-from meshwright.executor.initialise import initial_values
+from meshwright.executor.state.initialise import initial_values
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec

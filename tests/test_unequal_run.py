@@ -14,7 +14,7 @@ from test_mesh import plan_on
 from test_unequal import mixed
 
 from meshwright.executor import faults
-from meshwright.executor.mesh import RankMesh, plan_ranks
+from meshwright.executor.parallel.mesh import RankMesh, plan_ranks
 from meshwright.planner.plan import Plan, Prediction, placement
 from meshwright.planner.search import search
 from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan

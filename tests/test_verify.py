@@ -14,11 +14,10 @@ import synthetic
 import torch
 from torch.nn import functional
 
-from meshwright.executor import gradients, verify
-from meshwright.executor.local_ranks import RankError, run_local_ranks
-from meshwright.executor.shrink import shrunken_config
-from meshwright.executor.stage_module import StageModule
-from meshwright.executor.verify import (
+from meshwright.executor.measuring import verify
+from meshwright.executor.measuring.local_ranks import RankError, run_local_ranks
+from meshwright.executor.measuring.shrink import shrunken_config
+from meshwright.executor.measuring.verify import (
     TOLERANCE,
     Difference,
     VerifyReport,
@@ -29,6 +28,8 @@ from meshwright.executor.verify import (
     small_plan,
     small_stages,
 )
+from meshwright.executor.parallel import gradients
+from meshwright.executor.parallel.stage_module import StageModule
 from meshwright.planner.plan import Degrees, LayerPlan, Plan, Recompute, Schedule, Stage
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec

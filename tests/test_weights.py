@@ -11,8 +11,9 @@ from test_checkpoint import PLANS, TiedNet, adamw, batch_of, loss, plan_of, samp
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
-from meshwright.executor import apply, parallelize, weights
-from meshwright.executor.weights import Weights
+from meshwright.executor import apply, parallelize
+from meshwright.executor.state import weights
+from meshwright.executor.state.weights import Weights
 from meshwright.planner.plan import Plan
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile

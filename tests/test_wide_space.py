@@ -10,18 +10,19 @@ import pytest
 from synthetic import SEQ_LEN, cluster, device, per_sample, profile, random_class, with_experts
 from test_search import plans_of
 
-from meshwright.executor.report import splits_in_words
-from meshwright.planner.asked import why_not
+from meshwright.executor.reporting.report import splits_in_words
 from meshwright.planner.check import check
+from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.explore import Explorer
-from meshwright.planner.guidance import LONG, LONG_SEQUENCE
 from meshwright.planner.not_run import not_run
 from meshwright.planner.plan import AXES, EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Axis, ContextKind, Plan
+from meshwright.planner.questions.asked import why_not
+from meshwright.planner.questions.guidance import LONG, LONG_SEQUENCE
+from meshwright.planner.questions.walk import walk
 from meshwright.planner.search import pins_of, search
 from meshwright.planner.setups import parse_setup
-from meshwright.planner.simulate import ZERO_BUBBLE, is_chunked
-from meshwright.planner.space import Space
+from meshwright.planner.solve.explore import Explorer
+from meshwright.planner.solve.space import Space
 from meshwright.planner.strategy import (
     LayerOption,
     Pins,
@@ -34,7 +35,6 @@ from meshwright.planner.strategy import (
     tensor_rule,
 )
 from meshwright.planner.training import TrainingSpec
-from meshwright.planner.walk import walk
 from meshwright.profiler.cluster import ClusterSpec, Link
 from meshwright.profiler.model_profile import (
     Bytes,

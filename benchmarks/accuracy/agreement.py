@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.planner.comm_cost import Collective
+from meshwright.planner.cost.comm_cost import Collective
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.plan import Axis, ContextKind, Plan, Schedule
 from meshwright.planner.strategy import LayerOption, Shape, can_recompute, legal_cuts, make_plan, shape_of

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.executor.verify import small_model
+from meshwright.executor.measuring.verify import small_model
 from meshwright.planner.plan import Degrees, ModelReference, Plan
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.planner.comm_cost import Collective
+from meshwright.planner.cost.comm_cost import Collective
 
 KINDS: dict[str, Collective] = {
     "allgather_": "all_gather",

@@ -18,11 +18,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from meshwright.executor import Trainer, apply, expert_exchange, parallelize, trainer
-from meshwright.executor.expert_exchange import Rows, count_rows
-from meshwright.executor.initialise import Values
+from meshwright.executor import Trainer, apply, parallelize, trainer
+from meshwright.executor.parallel import expert_exchange
+from meshwright.executor.parallel.expert_exchange import Rows, count_rows
+from meshwright.executor.state.initialise import Values
 from meshwright.executor.torch_compat import data_parallel
-from meshwright.planner.comm_cost import Collective
+from meshwright.planner.cost.comm_cost import Collective
 from meshwright.planner.plan import AXES, GroupAxis, Plan
 from meshwright.profiler.load import LoadedModel
 

@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.estimate import estimate
-from meshwright.planner.layer_cost import CostModel
 from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
 from meshwright.planner.training import Precision, TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device

@@ -14,11 +14,11 @@ from torch import nn
 
 from benchmarks.accuracy import cases
 from meshwright.planner.check import check
-from meshwright.planner.columns import Chain
-from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.cost.simulate import ZERO_BUBBLE
 from meshwright.planner.plan import AXES, EXECUTABLE_RECOMPUTES, Plan, Recompute
-from meshwright.planner.simulate import ZERO_BUBBLE
-from meshwright.planner.space import Family, Space
+from meshwright.planner.solve.columns import Chain
+from meshwright.planner.solve.space import Family, Space
 from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device

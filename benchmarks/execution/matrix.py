@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from meshwright.executor.verify import TOLERANCE, VerifyReport, beside_one_process
+from meshwright.executor.measuring.verify import TOLERANCE, VerifyReport, beside_one_process
 
 from .drawn import GLOBAL_BATCH, Drawn, draw, names, small
 

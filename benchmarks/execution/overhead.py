@@ -23,7 +23,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.executor import parallelize
-from meshwright.executor.local_ranks import run_local_ranks
+from meshwright.executor.measuring.local_ranks import run_local_ranks
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from benchmarks.accuracy import cases
 from benchmarks.exports import targets
-from meshwright.planner.accelerate import read_accelerate
-from meshwright.planner.deepspeed import read_deepspeed
-from meshwright.planner.export import Export, export
-from meshwright.planner.imports import plan_of
-from meshwright.planner.megatron import read_megatron
+from meshwright.planner.exchange.accelerate import read_accelerate
+from meshwright.planner.exchange.deepspeed import read_deepspeed
+from meshwright.planner.exchange.export import Export, export
+from meshwright.planner.exchange.imports import plan_of
+from meshwright.planner.exchange.megatron import read_megatron
+from meshwright.planner.exchange.targets import TARGETS
+from meshwright.planner.exchange.torchtitan import read_torchtitan
 from meshwright.planner.plan import Plan
 from meshwright.planner.search import InfeasibleError, price_setup, search
 from meshwright.planner.setups import parse_setup
 from meshwright.planner.strategy import shape_of
-from meshwright.planner.targets import TARGETS
-from meshwright.planner.torchtitan import read_torchtitan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.model_profile import ModelProfile

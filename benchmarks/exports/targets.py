@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from meshwright.planner import accelerate, deepspeed, megatron, torchtitan
-from meshwright.planner.export import Export
+from meshwright.planner.exchange import accelerate, deepspeed, megatron, torchtitan
+from meshwright.planner.exchange.export import Export
 
 PACKAGES = {
     "megatron": "megatron-core",

@@ -18,7 +18,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from meshwright.executor import faults, parallelize
-from meshwright.executor.checkpoint_folder import complete_checkpoints
+from meshwright.executor.state.checkpoint_folder import complete_checkpoints
 from meshwright.planner.plan import Plan
 
 from . import runs

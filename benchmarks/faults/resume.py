@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from meshwright.executor import parallelize
-from meshwright.executor.local_ranks import run_local_ranks
+from meshwright.executor.measuring.local_ranks import run_local_ranks
 from meshwright.planner.plan import Plan
 
 from . import runs

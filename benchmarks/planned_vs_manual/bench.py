@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.planned_vs_manual.hosts import Host, emulated
 from benchmarks.planned_vs_manual.jobs import Job, run
 from benchmarks.planned_vs_manual.models import REFERENCES, Case
-from meshwright.executor.compare import compare, read_setups
+from meshwright.executor.measuring.compare import compare, read_setups
 from meshwright.planner.plan import Plan
 from meshwright.planner.refit import MeasuredStep, refit
 from meshwright.planner.search import price_setup

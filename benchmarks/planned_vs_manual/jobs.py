@@ -15,8 +15,8 @@ import torch.distributed as dist
 from benchmarks.planned_vs_manual.hosts import Host
 from benchmarks.planned_vs_manual.padded import padded, pads
 from meshwright.executor import parallelize
-from meshwright.executor.local_ranks import RankError, run_local_ranks
-from meshwright.executor.micro_batches import split_micro_batches
+from meshwright.executor.measuring.local_ranks import RankError, run_local_ranks
+from meshwright.executor.parallel.micro_batches import split_micro_batches
 from meshwright.executor.trainer import Trainer
 from meshwright.planner.plan import Plan
 from meshwright.profiler.cluster import Device

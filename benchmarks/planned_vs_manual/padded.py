@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan import Plan
 from meshwright.planner.refit import on_device
 from meshwright.planner.strategy import LayerOption, shape_of

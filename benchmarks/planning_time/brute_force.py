@@ -19,11 +19,9 @@ from itertools import combinations, pairwise, permutations, product
 from pathlib import Path
 from typing import get_args
 
-from meshwright.planner.columns import Chain, StagePrices
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.estimate import estimate
-from meshwright.planner.explore import Explorer
-from meshwright.planner.ilp import solve_master
-from meshwright.planner.layer_cost import CostModel
 from meshwright.planner.plan import (
     AXES,
     EXECUTABLE_CONTEXTS,
@@ -36,9 +34,11 @@ from meshwright.planner.plan import (
     Recompute,
     Schedule,
 )
-from meshwright.planner.scan import scan
-from meshwright.planner.simulate import ZERO_BUBBLE, is_chunked
-from meshwright.planner.space import MOST_CHUNKS, Space
+from meshwright.planner.solve.columns import Chain, StagePrices
+from meshwright.planner.solve.explore import Explorer
+from meshwright.planner.solve.ilp import solve_master
+from meshwright.planner.solve.scan import scan
+from meshwright.planner.solve.space import MOST_CHUNKS, Space
 from meshwright.planner.strategy import (
     Cuts,
     LayerOption,

@@ -4,9 +4,9 @@ import random
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright.planner.layer_cost import CostModel
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.solve.tensor_choice import CutChoice
 from meshwright.planner.strategy import Pins
-from meshwright.planner.tensor_choice import CutChoice
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
 from meshwright.profiler.model_profile import (

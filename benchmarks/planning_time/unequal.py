@@ -16,9 +16,9 @@ from pathlib import Path
 from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import Plan
 from meshwright.planner.search import InfeasibleError, SearchResult, search
+from meshwright.planner.solve.unequal import kind_orders
 from meshwright.planner.strategy import shape_of
 from meshwright.planner.training import TrainingSpec
-from meshwright.planner.unequal import kind_orders
 from meshwright.profiler.cluster import ClusterSpec, HostGroup, load_device
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile

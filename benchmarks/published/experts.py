@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from meshwright.planner.asked import priced_answer
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.explore import Explorer, Solved
 from meshwright.planner.plan import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Plan
+from meshwright.planner.questions.asked import priced_answer
+from meshwright.planner.solve.explore import Explorer, Solved
 from meshwright.planner.strategy import Pins, context_rule, expert_rule, sequence_rule, shape_of, tensor_rule
 from meshwright.profiler.cluster import ClusterSpec
 from meshwright.profiler.model_profile import ModelProfile

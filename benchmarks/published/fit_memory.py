@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 from unittest.mock import patch
 
-from meshwright.planner import software
+from meshwright.planner.cost import software
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.plan import Plan
 from meshwright.profiler.model_profile import ModelProfile
@@ -196,7 +196,7 @@ def page(values: Mapping[str, float], inside: Found, outside: Found) -> str:
         "",
         f"{datetime.now(UTC):%Y-%m-%d}, `python -m benchmarks.published.fit_memory`: {len(SHARES)} constants by "
         "coordinate descent on the weighted mean of |log(predicted / measured)|; a file of n rows weighs as the square "
-        "root of n. They are in `planner/software.toml` (stacks) and `planner/software.py` (variants).",
+        "root of n. They are in `planner/cost/software.toml` (stacks) and `planner/cost/software.py` (variants).",
         "",
         "| constant | fitted | without data |",
         "|---|---|---|",

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.layer_cost import CostModel
 from meshwright.planner.plan import Plan, Recompute
 from meshwright.planner.strategy import LayerOption, make_plan
 from meshwright.planner.training import TrainingSpec

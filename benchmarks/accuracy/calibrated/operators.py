@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.executor.calibrate import calibrate
-from meshwright.planner.compute_cost import operator_s
+from meshwright.executor.measuring.calibrate import calibrate
+from meshwright.planner.cost.compute_cost import operator_s
 from meshwright.profiler.cluster import Device
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.trace import trace

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from meshwright.executor.calibrate import calibrate
-from meshwright.executor.compare import compare
-from meshwright.executor.local_ranks import run_local_ranks
-from meshwright.executor.micro_batches import split_micro_batches
+from meshwright.executor.measuring.calibrate import calibrate
+from meshwright.executor.measuring.compare import compare
+from meshwright.executor.measuring.local_ranks import run_local_ranks
+from meshwright.executor.parallel.micro_batches import split_micro_batches
 from meshwright.executor.trainer import parallelize
 from meshwright.planner.plan import Plan
 from meshwright.planner.setups import parse_setup

@@ -1,0 +1,1 @@
+"""The commands of `plan`, one file for those that belong together."""

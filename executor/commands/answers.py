@@ -1,0 +1,137 @@
+"""What commands that plan have in common: a search with its outcomes and exit codes, and a plan printed in full."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ...planner.not_run import not_run
+from ...planner.plan import Plan
+from ...planner.training import TrainingSpec
+from ...profiler.cluster import ClusterSpec
+from ...profiler.model_profile import ModelProfile
+from ..reporting import terminal
+from ..reporting.report import launch_command
+
+if TYPE_CHECKING:
+    from ...planner.estimate import Estimate
+    from ...planner.search import SearchResult
+    from ...planner.strategy import Pins
+
+DIFFERENT_NUMBERS = 1
+BAD_INPUT = 2
+DOES_NOT_FIT = 3
+
+
+@contextmanager
+def at_work(quiet: bool) -> Iterator[terminal.Waiting]:
+    """A progress bar while work lasts. What a model's code prints goes to stderr: stdout is for the answer."""
+    with redirect_stdout(sys.stderr), terminal.Waiting(quiet=quiet) as waiting:
+        yield waiting
+
+
+def searched(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    pins: "Pins",
+    time_limit_s: float,
+    waiting: terminal.Waiting,
+) -> "SearchResult":
+    """The plan that a search finds, checked. Exits with a sentence where there is none."""
+    from ...planner.search import search
+
+    waiting("searching")
+    with named_outcomes():
+        result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, progress=waiting)
+    _check_result(result, profile, pins)
+    return result
+
+
+@contextmanager
+def named_outcomes() -> Iterator[None]:
+    """Exit codes and sentences for what a search can end with."""
+    from ...planner.search import InfeasibleError, SolverError
+
+    try:
+        yield
+    except InfeasibleError as error:
+        terminal.print_infeasible(error)
+        raise SystemExit(DOES_NOT_FIT) from None
+    except SolverError as error:
+        terminal.print_error(str(error))
+        raise SystemExit(BAD_INPUT) from None
+
+
+def _check_result(result: "SearchResult", profile: ModelProfile, pins: "Pins") -> None:
+    """The independent check, before anything is written: a violation is a mistake of the planner, never the user's.
+    That the executor does not run something yet is one, too, unless it was asked for."""
+    from ...planner.check import check
+
+    violations = check(result.plan, profile, to_run=not pins.may_go_beyond)
+    if violations:
+        raise AssertionError("the plan breaks its own limits: " + "; ".join(violations))
+
+
+def print_plan(
+    console: Console,
+    result: "SearchResult",
+    profile: ModelProfile,
+    assumptions: list[str],
+    target: Path | None,
+    quiet: bool,
+) -> None:
+    """A plan that was just made, with all that was weighed; quiet: the choice only. target: the file it went to."""
+    from ...planner.questions.explain import batch_advice
+
+    plan, estimate = result.plan, result.estimate
+    terminal.print_assumptions(console, assumptions)
+    terminal.print_job(console, plan)
+    others = [*result.runners_up, *result.baselines]
+    terminal.print_choice(console, plan, estimate.step_time_s, others)
+    if not quiet:
+        replicas = next((c.verdict for c in result.baselines if c.label == "DDP"), None)
+        print_estimate(console, plan, estimate, replicas)
+        terminal.print_placement(console, plan)
+        terminal.print_candidates(console, "Best alternatives", result.runners_up[:5])
+        terminal.print_candidates(console, "What people usually try", result.baselines)
+        terminal.print_notes(console, [*profile.notes, *batch_advice(plan)])
+        terminal.print_certificate(console, plan)
+    if target is not None:
+        run = [
+            (f"plan verify {target}", "same numbers as one device, on processes of this machine"),
+            (launch_command(plan, "train.py"), "train.py as in the README, section Train"),
+        ]
+        terminal.print_next(console, [str(target)], [] if not_run(plan) else run)
+
+
+def print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas: str | None = None) -> None:
+    """Time with its parts and reasons, and memory by item. replicas: the verdict on a copy of the model per GPU."""
+    from ...planner.bands import memory_band, time_band
+    from ...planner.questions.explain import reason
+
+    rate, band = _rate_name(plan), time_band(plan)
+    terminal.print_speed(
+        console, estimate.step_time_s, estimate.tokens_per_s, estimate.mfu, rate, estimate.mfu_convention, band
+    )
+    terminal.print_breakdown(console, estimate)
+    terminal.print_why(console, reason(plan, estimate, replicas))
+    terminal.print_memory(console, estimate.memory, plan.training.memory_margin, memory_band(plan))
+
+
+def print_prediction(console: Console, plan: Plan) -> None:
+    """What a plan document says of itself: time, and memory in sum."""
+    from ...planner.estimate import MFU_CONVENTION
+
+    prediction = plan.prediction
+    if prediction is not None:
+        step_s, rate = prediction.step_time_s, _rate_name(plan)
+        terminal.print_speed(console, step_s, prediction.tokens_per_s, prediction.mfu, rate, MFU_CONVENTION)
+        terminal.print_memory_totals(console, plan)
+
+
+def _rate_name(plan: Plan) -> str:
+    return "samples/s" if plan.training.seq_len is None else "tokens/s"

@@ -1,0 +1,265 @@
+"""The commands `plan export` (a plan for another framework) and `plan check` (another framework's set-up, priced)."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ...planner.cost.software import load_software
+from ...planner.exchange.targets import NAMES, TARGETS
+from ...planner.training import TrainingSpec
+from ...profiler.units import format_bytes, format_seconds
+from ..reporting import terminal
+from ..reporting.documents import check_document
+from . import inputs, options
+from .answers import DOES_NOT_FIT, at_work
+
+if TYPE_CHECKING:
+    from ...planner.exchange.imports import Imported, Layout
+    from ...planner.search import Candidate, SearchResult
+    from ...profiler.cluster import ClusterSpec
+    from ...profiler.model_profile import ModelProfile
+
+export_app, check_app = (options.new_app() for _ in range(2))
+
+
+@export_app.command()
+def _export_command(
+    plan: options.PlanFile,
+    to: Annotated[str, typer.Option("--to", metavar="TARGET", help=", ".join(TARGETS), show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="where it goes (default: printed)", show_default=False),
+    ] = None,
+) -> None:
+    """Write PLAN as settings of another framework: Megatron-LM arguments, torchtitan flags, an Accelerate YAML (FSDP2)
+    or a DeepSpeed JSON. What the target cannot do is refused with a reason; what its settings do not say is printed."""
+    from ...planner.exchange.export import export
+    from ...planner.plan import load_plan
+
+    document = load_plan(plan)
+    found = export(document, to)
+    if output is None:
+        terminal.write_json(found.text.rstrip("\n"))
+        return
+    if output.is_dir() or not output.parent.is_dir():
+        raise ValueError(f"-o {output}: give a file name in a folder that exists")
+    output.write_text(found.text)
+    console = terminal.make_console()
+    terminal.print_notes(console, [f"not said in {output}: {note}" for note in found.notes])
+    terminal.print_next(console, [f"{output}: the layout for {NAMES[found.target]}"], [])
+
+
+@check_app.command()
+def _check_command(
+    model: options.Model,
+    gpus: options.Gpus = None,
+    megatron: Annotated[
+        str | None,
+        typer.Option(
+            "--megatron-args", metavar="ARGS", help="Megatron-LM arguments, or a file of them", show_default=False
+        ),
+    ] = None,
+    torchtitan: Annotated[
+        str | None,
+        typer.Option(
+            "--torchtitan-args", metavar="ARGS", help="torchtitan flags, or a file of them", show_default=False
+        ),
+    ] = None,
+    accelerate: Annotated[
+        Path | None,
+        typer.Option("--accelerate", metavar="FILE", help="an Accelerate configuration (YAML)", show_default=False),
+    ] = None,
+    deepspeed: Annotated[
+        Path | None,
+        typer.Option("--deepspeed", metavar="FILE", help="a DeepSpeed configuration (JSON)", show_default=False),
+    ] = None,
+    device: options.Device = None,
+    gpus_per_node: options.PerNode = None,
+    cluster: options.ClusterFile = None,
+    global_batch: options.GlobalBatch = None,
+    software: Annotated[
+        str | None,
+        typer.Option(
+            "--software", metavar="NAME", help="training stack to predict (default: the target's)", show_default=False
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="the set-up as a plan.json", show_default=False),
+    ] = None,
+    time_limit: options.TimeLimit = 60.0,
+    as_json: options.Json = False,
+    no_cache: options.NoCache = False,
+) -> None:
+    """Price a set-up that you run today: step time, memory, whether it fits, and the better plan beside it.
+
+    Both are priced for the same training stack, global batch and precision. Exit code 3: the set-up does not fit.
+    """
+    from ...planner.exchange.imports import imported
+
+    settings = {"megatron": megatron, "torchtitan": torchtitan, "accelerate": accelerate, "deepspeed": deepspeed}
+    given = [name for name, value in settings.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(
+            "give one of --megatron-args, --torchtitan-args, --accelerate and --deepspeed; for example "
+            '--megatron-args "--tensor-model-parallel-size 8 --micro-batch-size 1"'
+        )
+    check_document(output, "meshwright-plan")
+    machine = inputs.read_cluster(gpus, device, gpus_per_node, cluster)
+    with at_work(as_json) as waiting:
+        profile, _ = inputs.read_model(model, None, waiting, not no_cache)
+        layout = _read(given[0], str(settings[given[0]]), machine.num_devices, profile)
+        if layout.seq_len is not None and layout.seq_len != profile.seq_len:
+            waiting(f"the model at {layout.seq_len} tokens per sample")
+            profile, _ = inputs.read_model(model, layout.seq_len, waiting, not no_cache)
+        training, assumptions = _training(layout, profile, machine, global_batch, software)
+        found = imported(layout, profile, machine, training)
+        if output is not None:
+            found.plan.save(output)
+        result = _better(profile, machine, training, time_limit, waiting)
+    candidates = _candidates(NAMES[layout.target], found, result)
+    if as_json:
+        terminal.write_json(json.dumps(_document(layout, found, result, candidates, assumptions)))
+    else:
+        _print(terminal.make_console(), layout, found, result, candidates, assumptions, output)
+    if not found.estimate.fits:
+        raise SystemExit(DOES_NOT_FIT)
+
+
+def _read(target: str, value: str, num_devices: int, profile: "ModelProfile") -> "Layout":
+    from ...planner.exchange.accelerate import read_accelerate
+    from ...planner.exchange.deepspeed import read_deepspeed
+    from ...planner.exchange.from_flags import read_document, read_words
+    from ...planner.exchange.megatron import read_megatron
+    from ...planner.exchange.torchtitan import read_torchtitan
+
+    if target == "megatron":
+        return read_megatron(read_words(value), num_devices, profile)
+    if target == "torchtitan":
+        return read_torchtitan(read_words(value), num_devices, profile)
+    document = read_document(Path(value))
+    return (read_accelerate if target == "accelerate" else read_deepspeed)(document, num_devices)
+
+
+def _training(
+    layout: "Layout",
+    profile: "ModelProfile",
+    machine: "ClusterSpec",
+    global_batch: int | None,
+    software: str | None,
+) -> tuple[TrainingSpec, list[str]]:
+    """(the job that the settings say, what is assumed about the rest)."""
+
+    if None not in (global_batch, layout.global_batch) and global_batch != layout.global_batch:
+        raise ValueError(
+            f"--global-batch {global_batch}, but the settings say {layout.global_batch}: leave out --global-batch"
+        )
+    stack = load_software(software or layout.software).name
+    training, assumptions = inputs.read_training(
+        profile,
+        machine,
+        layout.global_batch or global_batch,
+        None,
+        None,
+        options.Optimizer.SGD if layout.sgd else options.Optimizer.ADAMW,
+        stack,
+        0.05,
+    )
+    if layout.precision is not None:
+        training = training.model_copy(update={"precision": layout.precision})
+    return training, [*assumptions, f"priced as {stack}; --software changes it"]
+
+
+def _better(
+    profile: "ModelProfile",
+    machine: "ClusterSpec",
+    training: TrainingSpec,
+    time_limit: float,
+    waiting: terminal.Waiting,
+) -> "SearchResult | str":
+    """The best plan for the same job, or why there is none."""
+    from ...planner.search import InfeasibleError, SolverError, search
+
+    waiting("searching")
+    try:
+        return search(profile, machine, training, time_limit_s=time_limit, progress=waiting)
+    except (InfeasibleError, SolverError) as error:
+        return str(error)
+
+
+def _candidates(name: str, found: "Imported", result: "SearchResult | str") -> "list[Candidate]":
+    """The planned layout, and the set-up beside it with its verdict."""
+    from ...planner.questions.explain import compared, does_not_fit
+    from ...planner.search import Candidate
+
+    if not found.estimate.fits:
+        verdict = does_not_fit(found.estimate)
+    elif isinstance(result, str):
+        verdict = "fits"
+    else:
+        verdict = compared(found.estimate, result.estimate)
+    yours = Candidate(f"yours ({name})", found.plan, found.estimate, verdict, found.estimate.step_time_s)
+    if isinstance(result, str):
+        return [yours]
+    planned = Candidate("planned", result.plan, result.estimate, "the plan", result.estimate.step_time_s)
+    return [planned, yours]
+
+
+def _document(
+    layout: "Layout",
+    found: "Imported",
+    result: "SearchResult | str",
+    candidates: "list[Candidate]",
+    assumptions: list[str],
+) -> dict[str, object]:
+    from ..reporting.report import candidate_document
+
+    return {
+        "kind": "meshwright-check",
+        "target": layout.target,
+        "fits": found.estimate.fits,
+        "setups": [candidate_document(candidate) for candidate in candidates],
+        "ignored": list(layout.ignored),
+        "notes": [*layout.notes, *assumptions, *([result] if isinstance(result, str) else [])],
+    }
+
+
+def _print(
+    console: Console,
+    layout: "Layout",
+    found: "Imported",
+    result: "SearchResult | str",
+    candidates: "list[Candidate]",
+    assumptions: list[str],
+    output: Path | None,
+) -> None:
+    from ..reporting.report import choice_in_words
+
+    terminal.print_assumptions(console, assumptions)
+    if layout.ignored:
+        terminal.print_notes(console, [f"ignored, no part of the layout: {', '.join(layout.ignored)}"])
+    terminal.print_notes(console, list(layout.notes))
+    terminal.print_job(console, found.plan)
+    worst = max(found.estimate.memory, key=lambda stage: stage.over_bytes)
+    room = f"{format_bytes(worst.device_bytes)} of {format_bytes(worst.budget_bytes)} on the fullest GPU"
+    console.print(f"yours    {choice_in_words(found.plan)}", markup=False)
+    console.print(
+        f"         {format_seconds(found.estimate.step_time_s)} a step, MFU {found.estimate.mfu:.1%}, {room}",
+        markup=False,
+    )
+    if isinstance(result, str):
+        console.print(f"planned  nothing: {result}", markup=False)
+    else:
+        console.print(f"planned  {choice_in_words(result.plan)}", markup=False)
+        gain = found.estimate.step_time_s / result.estimate.step_time_s
+        told = f", {gain:.2f} times as fast as yours" if found.estimate.fits else ""
+        console.print(f"         {format_seconds(result.estimate.step_time_s)} a step{told}", markup=False)
+    reference = None if isinstance(result, str) else result.estimate.step_time_s
+    terminal.print_comparison(console, candidates, reference)
+    terminal.print_memory(console, found.estimate.memory, found.plan.training.memory_margin)
+    terminal.print_losses(console, candidates, found.plan.cluster.price_per_hour)
+    written = [] if output is None else [f"{output}: your set-up as a plan"]
+    terminal.print_next(console, written, [])

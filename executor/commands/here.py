@@ -1,0 +1,124 @@
+"""The commands that run on the devices here: `plan calibrate` measures them, `plan verify` runs a plan on them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..reporting import terminal
+from . import inputs, options
+from .answers import DIFFERENT_NUMBERS, at_work
+
+calibrate_app, verify_app = (options.new_app() for _ in range(2))
+
+
+@calibrate_app.command()
+def _calibrate_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="a model whose layers are timed, too, as a check", show_default=False),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the device goes")] = Path(
+        "device.toml"
+    ),
+    device_kind: Annotated[str, typer.Option("--device-kind", metavar="KIND", help="auto, cpu or cuda")] = "auto",
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", metavar="N", help="measured at once (default: all GPUs, or cores)", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32; repeatable, activations have the first"),
+    ] = None,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", metavar="N", min=1, help="samples for MODEL")] = 4,
+    seq_len: options.SeqLen = None,
+    quick: Annotated[bool, typer.Option("--quick", help="under a minute instead of two; coarser")] = False,
+    steps: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help='fit the device of plans to measured steps: lines like {"plan": "plan.json", "step_time_s": 1.23}',
+            show_default=False,
+        ),
+    ] = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure the devices here and write them as a device file for --device: matmuls, memory, attention, collectives.
+
+    Every number says how it was measured. What a GPU run cannot tell stays as in the nearest preset, and says so.
+    """
+    from ..measuring.calibrate import calibrate, check_device_output, print_calibration, save
+
+    check_device_output(output)
+    if steps is not None:
+        _fit_to_steps(steps, output, quiet)
+        return
+    with at_work(quiet) as waiting:
+        profile, loaded = None, None
+        if model is not None:
+            profile, loaded = inputs.read_model(model, seq_len, waiting, needs_model=True)
+            if loaded is None:
+                raise ValueError(f"calibrate runs the model, and {model} is only its profile: give the model itself")
+        waiting("measuring")
+        found = calibrate(device_kind, ranks, quick, dtype or (), loaded, profile, micro_batch)
+    save(found.device, output)
+    if not quiet:
+        console = terminal.make_console()
+        print_calibration(console, found)
+        terminal.print_next(
+            console,
+            [str(output)],
+            [(f"plan MODEL --gpus {found.num_ranks} --device {output}", "plans for what was measured")],
+        )
+
+
+def _fit_to_steps(steps: Path, output: Path, quiet: bool) -> None:
+    """Write the device of the plans in `steps`, fitted to their measured step times."""
+    from ..measuring.calibrate import fitted_to, print_steps, save
+    from ..measuring.measured_steps import load_measured_steps
+
+    with at_work(quiet) as waiting:
+        runs = load_measured_steps(
+            steps, lambda plan, source: inputs.read_model(source, plan.training.seq_len, waiting)[0]
+        )
+        cluster = runs[0].plan.cluster
+        links = {"link": cluster.link, "network": cluster.network}
+        device, checks = fitted_to(cluster.device.model_copy(update=links), runs)
+    save(device, output)
+    if not quiet:
+        console = terminal.make_console()
+        print_steps(console, checks, f"{device.name}, fitted to {len(checks)} measured steps", "predicted before")
+        terminal.print_next(console, [str(output)], [(f"plan MODEL --device {output}", "plans with what was learned")])
+
+
+@verify_app.command()
+def _verify_command(
+    plan: options.PlanFile,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="the model, if it is not where the plan says", show_default=False
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="optimizer steps to compare")] = 3,
+    quiet: options.Quiet = False,
+) -> None:
+    """Run PLAN on processes of this machine beside one process: same loss, gradients and parameters, or the first
+    tensor that differs. A small version of the model is used where there is one."""
+    document = inputs.read_plan(plan, to_run=True)
+    source = model or document.model.source
+    inputs.check_source(source, "--model says where the model is")
+    with at_work(quiet) as waiting:
+        from ...profiler.load import load_model
+        from ..measuring.verify import verify
+
+        waiting("loading the model")
+        loaded = load_model(source, document.training.seq_len)
+        waiting("running the plan beside one process")
+        report = verify(document, loaded, steps=steps)
+    console = terminal.make_console()
+    for line in report.lines:
+        console.print(line, markup=False)
+    if not report.ok:
+        raise SystemExit(DIFFERENT_NUMBERS)

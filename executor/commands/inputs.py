@@ -1,0 +1,190 @@
+"""What the flags and files of commands mean: the machine, the model's profile, the job, a saved plan."""
+
+import difflib
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...planner.cost.software import load_software
+from ...planner.plan import Plan, load_plan
+from ...planner.training import SAMPLES_PER_GPU, TrainingSpec
+from ...profiler.cache import ProfileCache
+from ...profiler.cluster import ClusterSpec, cluster_of, load_cluster, load_device
+from ...profiler.lengths import at_seq_len
+from ...profiler.local import local_gpus, preset_of
+from ...profiler.model_profile import ModelProfile, load_profile
+from ..reporting import terminal
+from ..reporting.documents import json_kind
+from . import options
+
+if TYPE_CHECKING:
+    from ...profiler.load import LoadedModel
+
+DEFAULT_DEVICE = "h100-80gb"
+MODEL_RULE = "MODEL is a model.py, file.py:function, config.json or profile.json"
+
+
+def read_cluster(
+    gpus_text: str | None, device: str | None, gpus_per_node: int | None, cluster_file: Path | None
+) -> ClusterSpec:
+    """The cluster that the flags describe; what they leave open is taken from this machine, or assumed and noted."""
+    gpus = None if gpus_text is None else whole_number("--gpus", gpus_text, "8")
+    if cluster_file is not None:
+        if device is not None or gpus_per_node is not None:
+            extra = "--device" if device is not None else "--gpus-per-node"
+            raise ValueError(f"--cluster {cluster_file} says which devices there are: leave out {extra}")
+        cluster = load_cluster(cluster_file)
+        if gpus is not None and gpus != cluster.num_devices:
+            raise ValueError(f"--gpus {gpus}, but {cluster_file} has {cluster.num_devices} devices: leave out --gpus")
+        return cluster
+    if device is not None:
+        if gpus is None:
+            raise ValueError("say how many GPUs, for example --gpus 8 (or give a --cluster file)")
+        return cluster_of(load_device(device), gpus, gpus_per_node)
+    here = local_gpus()
+    if gpus is None and not here:
+        raise ValueError("no GPU here, so say how many to plan for: for example --gpus 8 (or give a --cluster file)")
+    name, assumption = _assumed_device(here, gpus)
+    cluster = cluster_of(load_device(name), gpus or len(here), gpus_per_node)
+    return cluster.model_copy(update={"assumption": assumption})
+
+
+def _assumed_device(here: list[tuple[str, float]], gpus: int | None) -> tuple[str, str]:
+    """(preset, what is assumed about it) when the user names no device."""
+    if not here:
+        return DEFAULT_DEVICE, f"{DEFAULT_DEVICE}: no GPU here; --device changes it (`plan devices` lists them)"
+    found, memory_mib = here[0]
+    preset = preset_of(found, memory_mib)
+    if preset is None:
+        return DEFAULT_DEVICE, f"{DEFAULT_DEVICE}: no preset for the {found} here; --device takes a preset or your TOML"
+    if gpus is None or gpus <= len(here):
+        return preset, f"{preset}: found {len(here)} x {found} here; --device changes it"
+    return preset, f"{preset}: found {len(here)} x {found} here, the others taken as alike; --device changes it"
+
+
+def whole_number(flag: str, text: str, example: str) -> int:
+    """The number that a flag's text says. Raises ValueError, with an example, for anything but 1, 2, 3, ..."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{flag} {text}: give a whole number of at least 1, for example {flag} {example}")
+    return number
+
+
+def read_model(
+    source: str,
+    seq_len: int | None,
+    waiting: terminal.Waiting,
+    use_cache: bool = True,
+    needs_model: bool = False,
+    lengths: bool = False,
+) -> tuple[ModelProfile, "LoadedModel | None"]:
+    """(profile, the model itself or None). lengths: the profile is to hold at any sequence length.
+
+    None where the source is a saved profile, or where its profile was kept from an earlier call and the model is not
+    needed: neither needs torch.
+    """
+    path = check_source(source, MODEL_RULE)
+    kind = json_kind(path)
+    if kind == "meshwright-plan":
+        raise ValueError(f"{source} is a plan, not a model: look at it with `plan show {source}`")
+    if kind == "meshwright-profile":
+        profile = load_profile(path)
+        return profile if seq_len is None else at_seq_len(profile, seq_len), None
+    cache = ProfileCache(source, seq_len, lengths) if use_cache else None
+    kept = None if cache is None else cache.look_up()
+    if kept is not None:
+        waiting.say(f"profile of {terminal.age(kept.age_s)} ago, nothing has changed since; --no-cache makes it anew")
+        if not needs_model:
+            return kept.profile, None
+    waiting("loading torch and the model")
+    from ...profiler.load import load_model
+    from ...profiler.trace import trace
+
+    if kept is not None:
+        return kept.profile, load_model(source, seq_len)
+    with nullcontext() if cache is None else cache.recording() as recording:
+        loaded = load_model(source, seq_len)
+        waiting("profiling the model on fake tensors")
+
+        def progress(layer: str, done: int, total: int) -> None:
+            waiting(f"profiling {layer}", done / total)
+
+        profile = trace(loaded, lengths=lengths, progress=progress)
+    reason = "" if cache is None or recording is None else cache.keep(profile, recording)
+    if reason:
+        waiting.say(f"the profile is not kept for the next call: {reason}")
+    return profile, loaded
+
+
+def check_source(source: str, rule: str) -> Path:
+    """The file that `source` names. Raises ValueError with the nearest names if it is not there."""
+    path = Path(source)
+    if not path.exists() and ".py:" in source:
+        path = Path(source.partition(".py:")[0] + ".py")
+    if path.exists():
+        return path
+    folder = path.parent if path.parent.is_dir() else Path()
+    names = [p.name for p in folder.iterdir() if p.suffix in (".py", ".json") or p.is_dir()]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    hint = f"did you mean {folder / near[0]}?" if near else rule
+    raise ValueError(f"no such file: {path}; {hint}")
+
+
+def read_training(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    global_batch: int | None,
+    seq_len: int | None,
+    precision: options.Precision | None,
+    optimizer: options.Optimizer,
+    software: str,
+    memory_margin: float,
+) -> tuple[TrainingSpec, list[str]]:
+    """(the job, what was assumed about it and about the cluster, each with the flag that changes it)."""
+    assumptions = [] if cluster.assumption is None else [cluster.assumption]
+    batch = global_batch or profile.global_batch
+    if batch is None:
+        batch = SAMPLES_PER_GPU * cluster.num_devices
+        assumptions.append(f"global batch {batch:,}: {SAMPLES_PER_GPU} samples per GPU; --global-batch changes it")
+    elif global_batch is None:
+        assumptions.append(f"global batch {batch:,}: the model file's own; --global-batch changes it")
+    if precision is None:
+        precision = options.Precision.BF16 if cluster.device.computes_bf16 else options.Precision.FP32
+    training = TrainingSpec(
+        global_batch=batch,
+        seq_len=profile.seq_len,
+        precision=precision.value,
+        optimizer=optimizer.value,
+        software=load_software(software).name,
+        memory_margin=memory_margin,
+    )
+    return training, assumptions
+
+
+def read_plan(path: Path, *, to_run: bool = False) -> Plan:
+    """A plan that passes the independent check. to_run: also that the executor runs all of it."""
+    from ...planner.check import check
+
+    document = load_plan(path)
+    violations = check(document, to_run=to_run)
+    if violations:
+        raise ValueError(f"{path} breaks a limit: {violations[0]}; make it again with: plan MODEL -o {path}")
+    return document
+
+
+def profile_of(
+    document: Plan, plan_file: Path, model: str | None, waiting: terminal.Waiting, no_cache: bool
+) -> ModelProfile:
+    """The profile of a plan's model. Raises ValueError if it is not found, or has changed since."""
+    source = model or document.model.source
+    check_source(source, "--model says where the model, or its profile.json, is")
+    profile, _ = read_model(source, document.training.seq_len, waiting, not no_cache)
+    if profile.fingerprint != document.model.fingerprint:
+        raise ValueError(
+            f"{source} is not the model that {plan_file} was made for ({document.model.name}, fingerprint "
+            f"{document.model.fingerprint[:12]}; found {profile.fingerprint[:12]}): plan again, or give --model"
+        )
+    return profile

@@ -1,0 +1,123 @@
+"""What the flags of several commands are called, take and mean."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...planner.training import Objective
+
+
+def new_app() -> typer.Typer:
+    """An empty command; what it raises is shown by cli.main."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+class Precision(StrEnum):
+    """What our executor computes in."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+class Optimizer(StrEnum):
+    """Optimizers whose state is priced."""
+
+    ADAMW = "adamw"
+    SGD = "sgd"
+
+
+class SpaceOf(StrEnum):
+    """What is searched: plans that the executor runs, or all that are priced."""
+
+    RUN = "run"
+    FULL = "full"
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="model.py, file.py:function, a Hugging Face config.json or its folder, or a saved profile.json",
+        show_default=False,
+    ),
+]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json", show_default=False)]
+ModelOfPlan = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="MODEL", help="model or profile.json, if it is not where the plan says", show_default=False
+    ),
+]
+PlanOutput = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the plan goes")]
+Gpus = Annotated[
+    str | None,
+    typer.Option("--gpus", "-g", metavar="N", help="number of GPUs (default: those that are here)", show_default=False),
+]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="NAME", help="a preset (`plan devices`) or a device TOML", show_default=False),
+]
+PerNode = Annotated[
+    int | None, typer.Option("--gpus-per-node", metavar="N", min=1, help="GPUs of one host", show_default=False)
+]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option("--cluster", metavar="FILE", help="TOML with hosts, links and devices", show_default=False),
+]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch", "-b", metavar="N", min=1, help="samples per optimizer step, over all GPUs"),
+]
+SeqLen = Annotated[
+    int | None, typer.Option("--seq-len", "-s", metavar="N", min=1, help="tokens per sample (default: the model's)")
+]
+PrecisionFlag = Annotated[Precision | None, typer.Option("--precision", help="default: bf16; fp32 on cpu")]
+OptimizerFlag = Annotated[Optimizer, typer.Option("--optimizer")]
+SoftwareFlag = Annotated[
+    str, typer.Option("--software", metavar="NAME", help="training stack to predict: fsdp2-compile, megatron-core, ...")
+]
+Margin = Annotated[
+    float, typer.Option("--memory-margin", metavar="SHARE", min=0.0, max=0.9, help="share of GPU memory left free")
+]
+Pin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="CHOICE",
+        help="keep a choice, as in --pin tensor=4 --pin sequence=8 --pin context_kind=ring",
+        show_default=False,
+    ),
+]
+Most = Annotated[
+    list[str] | None,
+    typer.Option("--max", metavar="CHOICE", help="no more than, as in --max tensor=8", show_default=False),
+]
+Forbid = Annotated[
+    list[str] | None,
+    typer.Option("--forbid", metavar="NAME", help="leave out tensor, context, interleaved, ...", show_default=False),
+]
+SpaceFlag = Annotated[
+    SpaceOf,
+    typer.Option("--space", help="full: also what is priced but not run by the executor yet; such plans are marked"),
+]
+RecomputeFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--recompute", metavar="KIND", help="of every layer: none, attention, selective or full", show_default=False
+    ),
+]
+ObjectiveFlag = Annotated[
+    Objective, typer.Option("--objective", help="cost and min-gpus may leave GPUs unused; the global batch stays")
+]
+MicroBatch = Annotated[
+    int | None,
+    typer.Option("--micro-batch", metavar="N", min=1, help="samples of one data rank per forward", show_default=False),
+]
+TimeLimit = Annotated[
+    float, typer.Option("--time-limit", metavar="SECONDS", min=0.1, help="seconds the search may take")
+]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="profile anew, even if nothing has changed; keep nothing")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no tables, no progress bar")]

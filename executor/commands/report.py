@@ -1,0 +1,110 @@
+"""The commands `plan report` (one HTML file, a trace) and `plan diff` (two plans)."""
+
+import json
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..reporting import terminal
+from ..reporting.output_files import check_replaceable, check_writable
+from . import inputs, options
+from .answers import at_work
+
+if TYPE_CHECKING:
+    from ..reporting.run_report import RunTable
+
+report_app, diff_app = (options.new_app() for _ in range(2))
+
+
+@report_app.command()
+def _report_command(
+    plan: options.PlanFile,
+    model: options.ModelOfPlan = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the report goes")] = Path(
+        "report.html"
+    ),
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="also one step as a trace for ui.perfetto.dev", show_default=False
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="FILE", help="a run's telemetry, set beside the prediction", show_default=False),
+    ] = None,
+    no_cache: options.NoCache = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Draw PLAN as one HTML file that needs no network: who holds what, memory, a step's timeline, where its time goes,
+    alternatives, sensitivity and proof."""
+    from ..reporting.html_report import report_page
+    from ..reporting.report_facts import gather
+    from ..reporting.run_report import run_table
+
+    check_writable(output, "-o", ".html")
+    if trace is not None:
+        check_writable(trace, "--trace", ".json")
+        check_replaceable(trace, "--trace", "trace", '"traceEvents"')
+    document = inputs.read_plan(plan)
+    found_run = None if run is None else run_table(document, run)
+    with at_work(quiet) as waiting:
+        profile = inputs.profile_of(document, plan, model, waiting, no_cache)
+        facts = gather(document, profile, waiting)
+    output.write_text(report_page(facts, str(plan), profile.notes, "" if found_run is None else _run_markup(found_run)))
+    written = [f"{output}, {output.stat().st_size / 1e3:,.0f} kB: open it in a browser"]
+    if trace is not None:
+        from ..reporting.chrome_trace import write_trace
+
+        count = write_trace(document, profile, trace)
+        written.append(f"{trace}, {count:,} events: open it at ui.perfetto.dev, which keeps it on your machine")
+    console = terminal.make_console()
+    if not quiet:
+        terminal.print_essentials(console, facts)
+        if found_run is not None:
+            terminal.print_rows(console, found_run.title, found_run.columns, found_run.rows, found_run.notes)
+    terminal.print_next(console, written, [])
+
+
+@diff_app.command()
+def _diff_command(
+    first: Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="OTHER", help="another", show_default=False)],
+    model: options.ModelOfPlan = None,
+    as_json: options.Json = False,
+    no_cache: options.NoCache = False,
+) -> None:
+    """Say what OTHER decides differently from PLAN, and what that costs in time and memory, by cause.
+
+    Each plan is priced for its own cluster and job. Where the model is not found, only what the plans say of themselves
+    is compared.
+    """
+    from ...planner.estimate import estimate
+    from ..reporting.plan_diff import difference
+
+    plans = inputs.read_plan(first), inputs.read_plan(second)
+    priced, notes = None, []
+    with at_work(as_json) as waiting:
+        if plans[0].model.fingerprint != plans[1].model.fingerprint:
+            notes.append("the plans are for different models, so only their own predictions are compared")
+        elif model is None and not Path(plans[0].model.source).exists():
+            notes.append(f"causes are not known: {plans[0].model.source} is not here; --model says where it is")
+        else:
+            profile = inputs.profile_of(plans[0], first, model, waiting, no_cache)
+            priced = estimate(plans[0], profile), estimate(plans[1], profile)
+    found = difference(*plans, priced)
+    if as_json:
+        terminal.write_json(json.dumps(asdict(found) | {"notes": notes}))
+        return
+    terminal.print_difference(terminal.make_console(), (str(first), str(second)), found)
+    terminal.print_notes(terminal.make_console(), notes)
+
+
+def _run_markup(found: "RunTable") -> str:
+    from ..reporting.drawing import table, tag
+
+    notes = "".join(tag("p", escape(note), class_="sub") for note in found.notes)
+    return tag("p", escape(found.title), class_="sub") + table(found.columns, found.rows) + notes

@@ -1,0 +1,84 @@
+"""The command for a run that is under way: `plan replan`, a plan for the GPUs that are left."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...planner.pins import read_pins
+from ...planner.plan import Plan, load_plan
+from ...planner.strategy import shape_of
+from ...profiler.cluster import ClusterSpec, cluster_of
+from ..reporting import terminal
+from ..reporting.documents import check_document
+from ..state.checkpoint_folder import latest_checkpoint, read_progress
+from . import inputs, options
+from .answers import at_work, print_plan, searched
+
+replan_app = options.new_app()
+
+
+@replan_app.command()
+def _replan_command(
+    checkpoint: Annotated[
+        Path,
+        typer.Option("--checkpoint", metavar="DIR", help="a run's folder, or one checkpoint in it", show_default=False),
+    ],
+    gpus: options.Gpus = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="NAME", help="a preset or a device TOML (default: as before)"),
+    ] = None,
+    gpus_per_node: options.PerNode = None,
+    cluster: options.ClusterFile = None,
+    model: options.ModelOfPlan = None,
+    pin: options.Pin = None,
+    output: options.PlanOutput = Path("plan.json"),
+    time_limit: options.TimeLimit = 60.0,
+    no_cache: options.NoCache = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Plan again for a run that lost GPUs or got more: the job is that of the checkpoint, global batch included."""
+    folder = latest_checkpoint(checkpoint)
+    if folder is None:
+        raise ValueError(f"no checkpoint in {checkpoint}: give the folder that trainer.save() wrote to")
+    progress, before = read_progress(folder), load_plan(folder / "plan.json")
+    check_document(output, "meshwright-plan")
+    machine = _machine(before, gpus, device, gpus_per_node, cluster)
+    pins = read_pins(pin or ())
+    source = model or before.model.source
+    inputs.check_source(source, "--model says where the model is")
+    with at_work(quiet) as waiting:
+        profile, _ = inputs.read_model(source, before.training.seq_len, waiting, not no_cache)
+        if profile.fingerprint != before.model.fingerprint:
+            raise ValueError(
+                f"{source} is not the model of the checkpoint ({before.model.name}, fingerprint "
+                f"{before.model.fingerprint[:12]}; found {profile.fingerprint[:12]}): give --model"
+            )
+        result = searched(profile, machine, before.training, pins, time_limit, waiting)
+    result.plan.save(output)
+    console = terminal.make_console()
+    before_words = f"{before.degrees.num_devices} GPUs, {shape_of(before).label}"
+    now_words = f"{result.plan.degrees.num_devices} GPUs, {shape_of(result.plan).label}"
+    console.print(
+        f"{before.model.name} after {progress.steps:,} steps: {before_words} -> {now_words}; global batch "
+        f"{before.training.global_batch} as before",
+        markup=False,
+    )
+    print_plan(console, result, profile, [], output, quiet)
+    console.print(f"then trainer.resume({str(checkpoint)!r}) goes on from {folder.name}", markup=False)
+
+
+def _machine(
+    before: Plan, gpus: str | None, device: str | None, gpus_per_node: int | None, cluster: Path | None
+) -> ClusterSpec:
+    """The cluster that the flags describe; devices are those of the plan before, if no others are named."""
+    if gpus is None and cluster is None:
+        raise ValueError("say how many GPUs there are now, for example --gpus 6 (or give a --cluster file)")
+    if device is not None or cluster is not None:
+        return inputs.read_cluster(gpus, device, gpus_per_node, cluster)
+    count = inputs.whole_number("--gpus", gpus or "", "6")
+    links = {"link": before.cluster.hosts[0].link}
+    machine = cluster_of(before.cluster.device, count, gpus_per_node)
+    hosts = tuple(group.model_copy(update=links) for group in machine.hosts)
+    return machine.model_copy(update={"hosts": hosts, "network": before.cluster.network})

@@ -1,0 +1,120 @@
+"""The command `plan sweep`: the best plan at several numbers of GPUs and sequence lengths."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...planner.cost.software import REFERENCE
+from ..reporting import terminal
+from . import inputs, options
+from .answers import at_work
+
+sweep_app = options.new_app()
+
+
+@sweep_app.command()
+def _sweep_command(
+    model: options.Model,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus",
+            "-g",
+            metavar="N,N,...",
+            help="numbers of GPUs (default with --cluster: 1, 2, 4, ... of its hosts)",
+            show_default=False,
+        ),
+    ] = None,
+    seq_len: Annotated[
+        str | None,
+        typer.Option("--seq-len", "-s", metavar="N,N,...", help="tokens per sample (default: the model's)"),
+    ] = None,
+    global_batch: Annotated[
+        str | None,
+        typer.Option(
+            "--global-batch",
+            "-b",
+            metavar="N[,N,...]",
+            help="samples per step: one for all points, or one for each of --gpus",
+            show_default=False,
+        ),
+    ] = None,
+    scale_batch: Annotated[
+        bool,
+        typer.Option("--scale-batch", help="--global-batch is that of the fewest GPUs, and grows with them"),
+    ] = False,
+    prices: Annotated[
+        bool, typer.Option("--prices", help="also what more memory, bandwidth and compute would be worth at each point")
+    ] = False,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option("--price-per-hour", metavar="USD", min=0.0, help="of one GPU (default: the device file's)"),
+    ] = None,
+    device: options.Device = None,
+    gpus_per_node: options.PerNode = None,
+    cluster: options.ClusterFile = None,
+    precision: options.PrecisionFlag = None,
+    optimizer: options.OptimizerFlag = options.Optimizer.ADAMW,
+    software: options.SoftwareFlag = REFERENCE,
+    memory_margin: options.Margin = 0.05,
+    pin: options.Pin = None,
+    most: options.Most = None,
+    forbid: options.Forbid = None,
+    recompute: options.RecomputeFlag = None,
+    micro_batch: options.MicroBatch = None,
+    space: options.SpaceFlag = options.SpaceOf.RUN,
+    time_limit: options.TimeLimit = 60.0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="also write it: .png, .html or .json", show_default=False),
+    ] = None,
+    as_json: options.Json = False,
+    no_cache: options.NoCache = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Plan MODEL at every number of GPUs and sequence length: step time, cost, and where the kind of plan changes.
+
+    The global batch is the same at all points unless you give one for each number of GPUs, or --scale-batch.
+    """
+    from ...planner.pins import read_pins
+    from ...planner.questions.sweep import marginal_prices, robustness, sweep
+    from ..reporting.sweep_report import Worth, check_target, print_sweep, sweep_document, write
+    from .sweep_grid import batches_of, machines_of, numbers_of
+
+    if output is not None:
+        check_target(output)
+    machines = machines_of(gpus, device, gpus_per_node, cluster)
+    counts = [machine.num_devices for machine in machines]
+    lengths: list[int | None] = [*numbers_of("--seq-len", seq_len)] if seq_len else [None]
+    everything = space is options.SpaceOf.FULL
+    pins = read_pins(pin or (), most or (), forbid or (), recompute, micro_batch, everything)
+    with at_work(quiet or as_json) as waiting:
+        profiles = [inputs.read_model(model, length, waiting, not no_cache)[0] for length in lengths]
+        batches, notes = batches_of(global_batch, counts, profiles[0].global_batch, scale_batch)
+        jobs = []
+        for profile in profiles:
+            for machine, batch in zip(machines, batches, strict=True):
+                training, _ = inputs.read_training(
+                    profile, machine, batch, profile.seq_len, precision, optimizer, software, memory_margin
+                )
+                jobs.append((profile, machine, training))
+        points = sweep(jobs, pins, time_limit, waiting)
+        worth = []
+        for point in points if prices else ():
+            waiting(f"pricing what more of each resource is worth on {point.num_devices:,} GPUs")
+            worth.append(Worth(marginal_prices(point, pins), robustness(point)))
+    price = price_per_hour if price_per_hour is not None else machines[0].device.price_per_hour
+    document = sweep_document(points, worth, notes, price)
+    if output is not None:
+        write(output, points, document, price)
+    if as_json:
+        terminal.write_json(json.dumps(document))
+        return
+    console = terminal.make_console()
+    if machines[0].assumption is not None:
+        terminal.print_assumptions(console, [machines[0].assumption])
+    print_sweep(console, points, worth, notes, price)
+    if output is not None:
+        terminal.print_next(console, [str(output)], [])

@@ -1,0 +1,195 @@
+"""The plan beside manual set-ups: the same profile, cluster, global batch and evaluator for all."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...planner.not_run import marked, priced_only
+from ...planner.plan import Plan, load_plan
+from ...planner.questions.explain import compared
+from ...planner.questions.guidance import RuleOfThumb, named_rules
+from ...planner.setups import Setup, parse_setup
+from ...planner.training import TrainingSpec
+from ...profiler.cluster import ClusterSpec
+from ...profiler.model_profile import ModelProfile
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ...planner.estimate import Estimate
+    from ...planner.search import Candidate, SearchResult
+    from ...profiler.load import LoadedModel
+    from ..reporting.measured_report import Times
+    from .measurement import Measurement
+
+PLANNED = "planned"
+
+_RULE_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """A plan document that is set beside the planned layout."""
+
+    label: str
+    plan: Plan
+
+
+Asked = Setup | RuleOfThumb | SavedPlan
+"""One thing to compare with: a layout in words, what a rule or framework leads to, or a plan document."""
+
+
+def read_setups(texts: Sequence[str], cluster: ClusterSpec) -> list[Asked]:
+    """What --setup strings name: a framework of NAMED_RULES, a plan.json, or the words of parse_setup.
+
+    Raises ValueError that says which word is wrong.
+    """
+    frameworks = {rule.name: rule for rule in named_rules(cluster)}
+    return [_read_setup(text.strip(), cluster, frameworks) for text in texts]
+
+
+def _read_setup(text: str, cluster: ClusterSpec, frameworks: dict[str, RuleOfThumb]) -> Asked:
+    if text.lower() in frameworks:
+        return frameworks[text.lower()]
+    if not text.endswith(".json"):
+        return parse_setup(text, cluster.num_devices, cluster.devices_per_host)
+    plan = load_plan(Path(text))
+    if plan.degrees.num_devices != cluster.num_devices:
+        raise ValueError(
+            f"--setup {text}: the plan is for {plan.degrees.num_devices} GPUs, the comparison for "
+            f"{cluster.num_devices}: give --gpus {plan.degrees.num_devices}"
+        )
+    return SavedPlan(text, plan)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The planned layout first, then every set-up in the order asked for."""
+
+    candidates: tuple["Candidate", ...]
+    planned: "SearchResult | None"
+
+    @property
+    def plans(self) -> dict[str, "Plan"]:
+        """Label -> plan, of those that fit."""
+        return {c.label: c.plan for c in self.candidates if c.plan is not None and c.estimate is not None}
+
+    def page(self, times: "Times | None" = None) -> str:
+        """An HTML page with all tables and the bars; times: what set-ups really took. Raises ValueError where nothing
+        fits."""
+        from ..reporting.html_report import comparison_page
+        from ..reporting.measured_report import measured_table
+
+        plan = next(iter(self.plans.values()), None)
+        if plan is None:
+            raise ValueError("no set-up fits, so there is nothing to draw; the verdicts say by how much")
+        measured = None if times is None else measured_table(self.candidates, times, PLANNED)
+        return comparison_page(self.candidates, plan, plan.cluster.price_per_hour, measured)
+
+    def __rich__(self) -> "RenderableType":
+        """The comparison as tables, for rich's print and for notebooks' terminals."""
+        from ..reporting.terminal import comparison_tables
+
+        return comparison_tables(self.candidates)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from ..reporting.html_report import comparison_fragment
+
+        return comparison_fragment(self.candidates)
+
+
+def compare(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    setups: Sequence[Asked],
+    *,
+    all_baselines: bool = False,
+    time_limit_s: float = 60.0,
+    progress: Callable[[str, float], None] | None = None,
+) -> Comparison:
+    """Price the best plan and every set-up; without set-ups, the rules of thumb that the search prices anyway.
+
+    all_baselines: beside the set-ups the rules of thumb and what every framework leads to, those named before left out.
+    """
+    from ...planner.questions.asked import followed
+    from ...planner.search import Candidate, InfeasibleError, price_setup, search
+    from ...planner.solve.explore import Explorer
+
+    planned: SearchResult | None = None
+    try:
+        planned = search(profile, cluster, training, time_limit_s=time_limit_s, progress=progress)
+        first = Candidate(label=PLANNED, plan=planned.plan, estimate=planned.estimate, verdict="the plan")
+    except InfeasibleError as error:
+        first = Candidate(label=PLANNED, plan=None, estimate=None, verdict=f"does not fit: {error}")
+    explorer = Explorer(profile, cluster, training)
+    rules = {rule.name: rule for rule in named_rules(cluster, profile)}
+    setups = [rules[asked.name] if isinstance(asked, RuleOfThumb) else asked for asked in setups]
+    named = {asked.name for asked in setups if isinstance(asked, RuleOfThumb)}
+    frameworks = [rule for rule in rules.values() if all_baselines and rule.name not in named]
+    manual: list[Candidate] = []
+    for asked in (*setups, *frameworks):
+        if isinstance(asked, Setup):
+            manual.append(price_setup(asked, profile, cluster, training))
+        elif isinstance(asked, SavedPlan):
+            manual.append(_price_plan(asked, profile, cluster, training))
+        else:
+            manual.append(followed(explorer, asked, time.monotonic() + _RULE_SECONDS))
+    if planned is not None:
+        manual = [_against(candidate, planned.estimate) for candidate in manual]
+    if (all_baselines or not setups) and planned is not None:
+        manual += planned.baselines
+    return Comparison(candidates=(first, *manual), planned=planned)
+
+
+def _price_plan(saved: SavedPlan, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec) -> "Candidate":
+    """A plan document, priced for this cluster and job. Raises ValueError if it is for another model or batch."""
+    from ...planner.check import check
+    from ...planner.estimate import estimate
+    from ...planner.search import Candidate
+
+    if saved.plan.training.global_batch != training.global_batch:
+        raise ValueError(
+            f"--setup {saved.label}: its global batch is {saved.plan.training.global_batch:,}, the others' "
+            f"{training.global_batch:,}; layouts are compared at equal work: give --global-batch "
+            f"{saved.plan.training.global_batch}"
+        )
+    plan = saved.plan.model_copy(update={"cluster": cluster, "training": training})
+    found = estimate(plan, profile)
+    violations = check(plan, profile, to_run=False)
+    if violations:
+        fits_not = violations[0].startswith("does not fit")
+        return Candidate(saved.label, None, None, violations[0] if fits_not else f"not legal: {violations[0]}")
+    return Candidate(saved.label, plan, found, "fits", found.step_time_s)
+
+
+def _against(candidate: "Candidate", planned: "Estimate") -> "Candidate":
+    """The candidate with a verdict that says how far it is from the plan, and what costs it most."""
+    if candidate.estimate is None:
+        return candidate
+    verdict = compared(candidate.estimate, planned)
+    return replace(candidate, verdict=verdict if candidate.plan is None else priced_only(candidate.plan, verdict))
+
+
+def measured(
+    comparison: Comparison, loaded: "LoadedModel", *, steps: int = 5, repetitions: int = 5
+) -> dict[str, "Measurement | str"]:
+    """Label -> what it really took on the local devices, or in a sentence why it could not be run."""
+    from .measure import measure
+
+    apart = {label: marked(plan) for label, plan in comparison.plans.items() if marked(plan)}
+    run = {label: plan for label, plan in comparison.plans.items() if label not in apart}
+    return {**measure(run, loaded, steps=steps, repetitions=repetitions), **apart}
+
+
+def save_picture(path: Path, comparison: Comparison, times: "Times | None" = None) -> None:
+    """Draw where each set-up's step goes, as stacked bars; the HTML page holds all tables, too, and measured times."""
+    if path.suffix == ".html":
+        path.write_text(comparison.page(times))
+        return
+    from ..reporting.compare_png import draw
+
+    draw(path, comparison.candidates)

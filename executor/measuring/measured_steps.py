@@ -1,0 +1,74 @@
+"""Measured steps of one's own cluster, read from JSON Lines for `plan calibrate --from`. Needs no torch."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
+
+from ...planner.plan import Plan, load_plan
+from ...planner.refit import MeasuredStep
+from ...planner.strategy import shape_of
+from ...profiler.model_profile import ModelProfile
+from ..reporting.run_report import WARM_UP_STEPS
+from ..run_document import load_run
+from .measurement import quantile
+
+_EXAMPLE = '{"plan": "plan.json", "step_time_s": 1.23}'
+
+
+class _Line(BaseModel):
+    """One measured plan: its file, and the seconds of a step, or the file that telemetry wrote of a run of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    plan: Path
+    step_time_s: PositiveFloat | None = None
+    run: Path | None = None
+    model: str | None = None
+
+
+def load_measured_steps(path: Path, profile_of: Callable[[Plan, str], ModelProfile]) -> list[MeasuredStep]:
+    """The steps that `path` lists, one line each: `plan` and `step_time_s`, or `plan` and `run` (parallelize's
+    telemetry, whose median step after the warm-up counts); `model` if it is not where the plan says. Files are found
+    from the list's own folder.
+
+    profile_of: the profile of (plan, model). Raises ValueError that names the line, and for plans of several devices.
+    """
+    if not path.is_file():
+        raise ValueError(f"no such list of measured steps: {path}; each of its lines is like {_EXAMPLE}")
+    steps = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        if not text.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            line = _Line.model_validate(json.loads(text))
+        except (json.JSONDecodeError, ValidationError) as error:
+            found = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            raise ValueError(f"{where} is not a measured step ({found}); it should be like {_EXAMPLE}") from None
+        plan = load_plan(path.parent / line.plan)
+        step_s = _step_s(line, path.parent, where)
+        label = f"{plan.model.name}, {shape_of(plan).label}"
+        steps.append(MeasuredStep(label, plan, profile_of(plan, line.model or plan.model.source), step_s))
+    if not steps:
+        raise ValueError(f"{path} has no line; each should be like {_EXAMPLE}")
+    devices = sorted({step.plan.cluster.device.name for step in steps})
+    if len(devices) > 1:
+        raise ValueError(
+            f"{path} has plans for {', '.join(devices)}: one device is fitted at a time, so give each its own list"
+        )
+    return steps
+
+
+def _step_s(line: _Line, folder: Path, where: str) -> float:
+    if (line.step_time_s is None) == (line.run is None):
+        raise ValueError(f"{where} needs either step_time_s or run, for example {_EXAMPLE}")
+    if line.step_time_s is not None:
+        return line.step_time_s
+    assert line.run is not None
+    _, steps = load_run(folder / line.run)
+    timed = tuple(step.step_time_s for step in steps[WARM_UP_STEPS:])
+    if not timed:
+        raise ValueError(f"{where}: {line.run} has {len(steps)} steps; more than {WARM_UP_STEPS} are needed")
+    return quantile(timed, 0.5)

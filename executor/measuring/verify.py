@@ -1,0 +1,490 @@
+"""Prove a plan: a small version of its model, trained by it on processes of this machine, beside one process.
+
+What is small: the model file's `small()`, else a shrunken Hugging Face config, else the model itself if it is small
+enough. The plan is scaled with it: cuts in proportion, every kind of parallelism kept at a degree of at least 2.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ...planner.plan import Degrees, LayerPlan, Plan, Recompute, Stage
+from ...planner.strategy import (
+    LayerOption,
+    Shape,
+    can_recompute,
+    context_rule,
+    divisors,
+    expert_rule,
+    legal_cuts,
+    make_plan,
+    sequence_rule,
+    shape_of,
+    tensor_rule,
+)
+from ...profiler.cluster import cluster_of
+from ...profiler.load import Batch, LoadedModel, load_model, split_inputs
+from ...profiler.model_profile import ModelProfile
+from ...profiler.trace import trace
+from ..parallel.micro_batches import loss_of, split_micro_batches
+from ..trainer import parallelize
+from .local_ranks import RankError, run_local_ranks
+from .shrink import full_config, shrunken_config
+
+MAX_RANKS = 8
+"""Processes a plan is run on; plans that use four kinds of parallelism at once take 16."""
+
+MAX_PARAMETERS = 20_000_000
+"""Models up to this size are run as they are, if there is no small version of them."""
+
+TOLERANCE = 1e-4
+"""Largest difference, relative to the largest element of the tensor."""
+
+_FLOOR = 1e-3
+"""Gradients below this share of the model's largest, and parameters below this share of the learning rate, are held
+against that instead: a gradient that is zero by mathematics (an attention key's bias) is nothing but rounding."""
+
+_EPS = 1.0
+"""AdamW's eps as a share of the RMS gradient: the usual 1e-8 would turn rounding into whole steps."""
+
+_SEED = 0
+_LEARNING_RATE = 1e-3
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The element of a tensor in which two runs differ most."""
+
+    what: str
+    one_process: float
+    plan: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Whether a plan computes what one process computes.
+
+    largest: of the losses, gradient norms, gradients and parameters each the largest relative difference.
+    first: the first tensor that differs by more than TOLERANCE, in the order in which they come about.
+    failure: why the plan could not be run to the end; detail: the traceback to that.
+    """
+
+    title: str
+    notes: tuple[str, ...]
+    largest: dict[str, Difference]
+    first: Difference | None = None
+    failure: str | None = None
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all numbers agree."""
+        return self.first is None and self.failure is None
+
+    @property
+    def lines(self) -> list[str]:
+        """The report for people."""
+        lines = [self.title, *(f"  note: {note}" for note in self.notes)]
+        if self.failure is not None:
+            return [*lines, f"NOT VERIFIED: {self.failure}"]
+        for kind, d in self.largest.items():
+            found = f"largest difference {d.relative:.1e} ({d.what})" if d.relative else "bit for bit the same"
+            lines.append(f"  {kind}: {found}")
+        if self.first is None:
+            return [*lines, f"SAME NUMBERS as one process (relative difference below {TOLERANCE:g})"]
+        return [
+            *lines,
+            f"DIFFERENT NUMBERS, first in {self.first.what}: one process {self.first.one_process:.7g}, "
+            f"plan {self.first.plan:.7g} (relative difference {self.first.relative:.1e}, allowed {TOLERANCE:g})",
+        ]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run computed. gradients: of the first step; parameters: after the last."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    eps: float
+
+
+def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
+    """Train a small version of the model by a small version of the plan, and beside it in one process.
+
+    Compares losses, gradient norms, the first step's gradients, and all parameters after `steps` AdamW steps in fp32.
+    Raises ValueError if there is no small version, or it cannot be cut as the plan says.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        small, notes = small_model(plan, loaded, Path(folder))
+        profile = trace(small)
+    trial, shrunk = small_plan(plan, profile)
+    title = f"{plan.model.name} by {shape_of(plan).label}, run as {small.name} by {shape_of(trial).label}"
+    notes += shrunk
+    batches = _batches(small, trial, steps)
+    dropouts = any(getattr(m, "p", 0) for m in _built(small).modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+    if dropouts:
+        notes += ("dropout is off in both runs",)
+    return beside_one_process(VerifyReport(title, notes, {}), trial, small, batches)
+
+
+def beside_one_process(
+    report: VerifyReport, plan: Plan, loaded: LoadedModel, batches: Sequence[Batch], timeout_s: float = _TIMEOUT_S
+) -> VerifyReport:
+    """The report with what differs when a model is trained by the plan as it stands and in one process.
+
+    batches: one global batch per step.
+    """
+    ranks = plan.degrees.num_devices
+    try:
+        expected: _Run = run_local_ranks(_one_process, 1, loaded, plan, batches, timeout_s=timeout_s)[0]
+    except RankError as error:
+        return replace(report, failure=f"the model does not train in one process: {error}", detail=error.detail)
+    try:
+        found: _Run = run_local_ranks(_one_rank, ranks, loaded, plan, batches, expected.eps, timeout_s=timeout_s)[0]
+    except RankError as error:
+        return replace(report, failure=f"the plan did not run: {error}", detail=error.detail)
+    return compared(report, expected, found)
+
+
+def compared(report: VerifyReport, expected: _Run, found: _Run) -> VerifyReport:
+    """The report with what differs between two runs."""
+    missing = [f"gradient of {name}" for name in expected.gradients if name not in found.gradients]
+    missing += [name for name in expected.parameters if name not in found.parameters]
+    if missing:
+        return replace(report, failure=f"the plan has no {missing[0]} (and {len(missing) - 1} more)")
+    floor = _FLOOR * max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
+    kinds = {
+        "loss": [
+            _difference(f"loss of step {i + 1}", torch.tensor(a), torch.tensor(b))
+            for i, (a, b) in enumerate(zip(expected.losses, found.losses, strict=True))
+        ],
+        "gradient norm": [
+            _difference(f"gradient norm of step {i + 1}", torch.tensor(a), torch.tensor(b))
+            for i, (a, b) in enumerate(zip(expected.norms, found.norms, strict=True))
+        ],
+        "gradients": [
+            _difference(f"gradient of {n} in step 1", g, found.gradients[n], floor)
+            for n, g in expected.gradients.items()
+        ],
+        "parameters": [
+            _difference(f"{n} after step {len(expected.losses)}", p, found.parameters[n], _FLOOR * _LEARNING_RATE)
+            for n, p in expected.parameters.items()
+        ],
+    }
+    in_order = [kinds["loss"][0], *kinds["gradients"], *kinds["gradient norm"], *kinds["loss"], *kinds["parameters"]]
+    return replace(
+        report,
+        largest={kind: max(ds, key=lambda d: d.relative) for kind, ds in kinds.items() if ds},
+        first=next((d for d in in_order if not d.relative <= TOLERANCE), None),
+    )
+
+
+def small_model(plan: Plan, loaded: LoadedModel, folder: Path) -> tuple[LoadedModel, tuple[str, ...]]:
+    """A version of the model that this machine can train, and notes on it. folder: for a shrunken config.
+
+    Raises ValueError if the model is too large and has no small version.
+    """
+    if loaded.small is not None:
+        return _short(loaded.small(), plan), ()
+    if loaded.source.endswith(".json"):
+        config = full_config(Path(loaded.source))
+        shrunken = shrunken_config(config, plan.degrees, MAX_RANKS)
+        (folder / "config.json").write_text(json.dumps(shrunken))
+        small = replace(load_model(folder), name=f"{loaded.name}-small")
+        return _short(small, plan), ("its config.json shrunken: fewer and narrower layers, small vocabulary",)
+    if plan.model.num_parameters <= MAX_PARAMETERS:
+        return _short(loaded, plan), ()
+    raise ValueError(
+        f"{plan.model.name} has {plan.model.num_parameters:,} parameters, too many to train here (at most "
+        f"{MAX_PARAMETERS:,}): add to {loaded.source} a function small() that returns a small version of the model, "
+        "and small_batch(size) if batch(size) does not suit it"
+    )
+
+
+def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]]:
+    """The plan for a small model on at most MAX_RANKS ranks, and what was changed, in words.
+
+    Raises ValueError if the small model cannot be split into two where the plan splits.
+    """
+    notes: list[str] = []
+    places = legal_cuts(profile)
+    degrees = shrunken_degrees(plan.degrees, MAX_RANKS)
+    degrees = degrees.model_copy(
+        update={
+            "tensor": _tensor_degree(plan, degrees.tensor, profile),
+            "pipeline": min(degrees.pipeline, len(places) + 1),
+        }
+    )
+    if degrees.pipeline == 1 < plan.degrees.pipeline:
+        raise ValueError(f"{profile.name} can be cut nowhere, so it cannot run {plan.degrees.pipeline} stages")
+    virtual = min(degrees.virtual_stages, (len(places) + 1) // degrees.pipeline)
+    if plan.schedule == "zb-v" and virtual < 2:
+        raise ValueError(
+            f"{profile.name} can be cut at {len(places)} places, but {plan.schedule} on {degrees.pipeline} ranks takes "
+            f"{2 * degrees.pipeline - 1}; give small() more layers"
+        )
+    degrees = degrees.model_copy(update={"virtual_stages": virtual})
+    degrees = degrees.model_copy(update={"context": _context_degree(plan, degrees, profile)})
+    for axis in ("data_replicate", "data_shard", "context", "tensor", "pipeline", "virtual_stages"):
+        old, new = getattr(plan.degrees, axis), getattr(degrees, axis)
+        if old != new:
+            notes.append(f"{axis} is {new} here instead of {old}")
+    num_microbatches = min(plan.num_microbatches, max(2 * degrees.pipeline, 4))
+    micro_batch = min(plan.micro_batch, 2 * profile.smallest_micro_batch)
+    shape = replace(
+        shape_of(plan),
+        data_replicate=degrees.data_replicate,
+        data_shard=degrees.data_shard,
+        tensor=degrees.tensor,
+        context=degrees.context,
+        pipeline=degrees.pipeline,
+        virtual_stages=degrees.virtual_stages,
+        micro_batch=micro_batch,
+        num_microbatches=num_microbatches,
+    )
+    shape = replace(shape, expert=_expert_degree(shape, profile))
+    if shape.expert != plan.degrees.expert:
+        notes.append(f"expert is {shape.expert} here instead of {plan.degrees.expert}")
+    training = plan.training.model_copy(
+        update={
+            "global_batch": micro_batch * num_microbatches * degrees.data,
+            "seq_len": profile.seq_len,
+            "precision": "fp32",
+            "optimizer": "adamw",
+        }
+    )
+    stages = _merged(plan.stages, degrees.pipeline * degrees.virtual_stages)
+    options = small_stages(stages, [can_recompute(profile, layer) for layer in profile.layers], places)
+    cluster = cluster_of(plan.cluster.device, degrees.num_devices)
+    return make_plan(profile, cluster, training, shape, options), tuple(notes)
+
+
+def shrunken_degrees(degrees: Degrees, max_ranks: int) -> Degrees:
+    """Degrees that multiply to at most max_ranks, as far as that goes with none falling from above 1 to below 2."""
+    axes = ("data_replicate", "data_shard", "context", "pipeline", "tensor")
+    while degrees.num_devices > max_ranks:
+        axis = max(axes, key=lambda a: getattr(degrees, a))
+        degree: int = getattr(degrees, axis)
+        if degree <= 2:
+            break
+        smallest_factor = next(f for f in range(2, degree + 1) if degree % f == 0)
+        degrees = degrees.model_copy(update={axis: max(2, degree // smallest_factor)})
+    return degrees
+
+
+def small_stages(
+    stages: Sequence[Sequence[LayerPlan]], recomputable: Sequence[bool], places: Sequence[int]
+) -> list[list[LayerOption]]:
+    """[stage][layer] options for a model of fewer layers: cuts in proportion, every choice of a stage kept once.
+
+    recomputable: by layer of the small model. places: where a stage may begin, at least as many as there are cuts.
+    """
+    total, count = sum(len(stage) for stage in stages), len(recomputable)
+    firsts = [0]
+    for i, stage in enumerate(stages[:-1]):
+        end = sum(len(s) for s in stages[:i]) + len(stage)
+        wanted = round(end * count / total)
+        ahead = [place for place in places if place > firsts[-1]]
+        firsts.append(min(ahead[: len(ahead) - (len(stages) - 2 - i)], key=lambda place: abs(place - wanted)))
+    options = []
+    for stage, first, end in zip(stages, firsts, [*firsts[1:], count], strict=True):
+        chosen = [stage[i * len(stage) // (end - first)] for i in range(end - first)]
+        able = [i for i in range(end - first) if recomputable[first + i]]
+        recompute: dict[int, Recompute] = {i: chosen[i].recompute for i in able if chosen[i].recompute != "none"}
+        reshard = {i for i in range(end - first) if chosen[i].reshard}
+        missed = [layer.recompute for layer in stage if layer.recompute not in ("none", *recompute.values())]
+        free = [i for i in able if i not in recompute]
+        recompute |= dict(zip(free, dict.fromkeys(missed), strict=False))
+        if any(layer.reshard for layer in stage):
+            reshard = reshard or {0}
+        options.append(
+            [LayerOption(recompute=recompute.get(i, "none"), reshard=i in reshard) for i in range(end - first)]
+        )
+    return options
+
+
+def _merged(stages: Sequence[Stage], count: int) -> list[list[LayerPlan]]:
+    """`count` stages of consecutive ones joined."""
+    places = [round(i * len(stages) / count) for i in range(count + 1)]
+    return [[layer for stage in stages[start:end] for layer in stage.layers] for start, end in pairwise(places)]
+
+
+def _tensor_degree(plan: Plan, degree: int, profile: ModelProfile) -> int:
+    rule = None
+    for smaller in range(degree, 1, -1):
+        rule = tensor_rule(profile, smaller)
+        if rule is None and plan.sequence_parallel:
+            rule = sequence_rule(profile, smaller)
+        if rule is None:
+            return smaller
+    if degree > 1:
+        raise ValueError(f"{profile.name} cannot be cut by tensor parallelism ({rule}); give small() divisible sizes")
+    return 1
+
+
+def _context_degree(plan: Plan, degrees: Degrees, profile: ModelProfile) -> int:
+    rule = None
+    for smaller in range(degrees.context, 1, -1):
+        rule = context_rule(profile, smaller, degrees.tensor, plan.context_kind)
+        if rule is None and plan.sequence_parallel:
+            rule = sequence_rule(profile, degrees.tensor, smaller)
+        if rule is None:
+            return smaller
+    if degrees.context > 1:
+        raise ValueError(f"{profile.name} cannot be split over context ranks ({rule}); give small() divisible sizes")
+    return 1
+
+
+def _expert_degree(shape: Shape, profile: ModelProfile) -> int:
+    """The largest degree up to the shape's that divides its ranks and the experts. Raises ValueError if none does."""
+    if shape.expert == 1:
+        return 1
+    rules = {e: expert_rule(profile, e, shape.sequence) for e in divisors(shape.experts_over) if 1 < e <= shape.expert}
+    able = [expert for expert, rule in rules.items() if rule is None]
+    if not able:
+        why = next(iter(rules.values()), None) or f"{shape.experts_over} ranks hold tokens of their own here"
+        raise ValueError(f"{profile.name} cannot be run with spread experts ({why}); give small() more experts")
+    return able[-1]
+
+
+def _short(loaded: LoadedModel, plan: Plan) -> LoadedModel:
+    """The model with sequences that are short, and divisible by every degree this may come down to."""
+    length = 8 * min(plan.degrees.tensor, MAX_RANKS) * min(plan.degrees.context, MAX_RANKS)
+    if loaded.seq_len is not None and loaded.seq_len > length:
+        loaded = loaded.with_seq_len(length)
+    build = loaded.build
+    return replace(loaded, build=lambda: build().float())
+
+
+def _built(loaded: LoadedModel) -> nn.Module:
+    with torch.device("meta"):
+        module: nn.Module = loaded.build()
+    return module
+
+
+def _batches(loaded: LoadedModel, plan: Plan, steps: int) -> list[Batch]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return [loaded.batch(plan.training.global_batch) for _ in range(steps)]
+
+
+def _one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _Run:
+    """The same training with none of our machinery."""
+    torch.manual_seed(_SEED)
+    model = loaded.build().train()
+    parts = plan.num_microbatches * plan.degrees.data
+    losses: list[float] = []
+    norms: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+    eps = 1e-8
+    optimizer: torch.optim.Optimizer | None = None
+    with no_dropout():
+        for batch in batches:
+            losses.append(_accumulate(model, loaded, split_micro_batches(batch, parts, plan.training.global_batch)))
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norms.append(float(torch.stack([g.double().square().sum() for g in grads]).sum().sqrt()))
+            if optimizer is None:
+                named = model.named_parameters(remove_duplicate=False)
+                gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
+                eps = max(eps, _EPS * norms[0] / sum(g.numel() for g in grads) ** 0.5)
+                optimizer = _optimizer(eps)(model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+    return _Run(losses, norms, gradients, parameters, eps)
+
+
+def _accumulate(model: nn.Module, loaded: LoadedModel, parts: Sequence[Any]) -> float:
+    weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for part in parts]
+    total = 0.0
+    for part, weight in zip(parts, weights, strict=True):
+        args, kwargs = split_inputs(model, part, loaded.loss is not None)
+        output = model(*args, **kwargs)
+        loss = loss_of(output) if loaded.loss is None else loaded.loss(output, part)
+        scaled = loss * (weight / sum(weights))
+        scaled.backward()
+        total += float(scaled.detach())
+    return total
+
+
+def _one_rank(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch], eps: float) -> _Run | None:
+    """The training by the plan; what it computed, on rank 0."""
+    trainer = parallelize(
+        loaded.build, plan, _optimizer(eps), loaded.loss, loaded.weight, seed=_SEED, device="cpu", compile=False
+    )
+    losses: list[float] = []
+    norms: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+    with no_dropout():
+        for batch in batches:
+            share = split_micro_batches(batch, trainer.data_size, plan.training.global_batch)[trainer.data_rank]
+            metrics = trainer.step(share)
+            losses.append(metrics.loss)
+            norms.append(metrics.grad_norm)
+            if len(losses) == 1:
+                gradients = {name: grad.clone() for name, grad in trainer.named_gradients().items()}
+    parameters = trainer.full_state_dict()
+    is_first = trainer.mesh.rank == 0
+    trainer.close()
+    return _Run(losses, norms, gradients, parameters, eps) if is_first else None
+
+
+def _optimizer(eps: float) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=_LEARNING_RATE, eps=eps)
+
+
+@contextmanager
+def no_dropout() -> Iterator[None]:
+    """Every dropout keeps everything: two runs that draw differently cannot be compared."""
+    names = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
+    originals = {name: getattr(functional, name) for name in (*names, "scaled_dot_product_attention")}
+
+    def keep_all(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)  # tensors between layers are known by the name of the function that made them
+        def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+            return original(input, 0.0, training, inplace)
+
+        return dropout
+
+    @wraps(originals["scaled_dot_product_attention"])
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("dropout_p", None)
+        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return originals["scaled_dot_product_attention"](*args, **kwargs)
+
+    for name in names:
+        setattr(functional, name, keep_all(originals[name]))
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(functional, name, original)
+
+
+def _difference(what: str, expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0) -> Difference:
+    """Where two tensors differ most, relative to the largest element of the first (or `floor`, if that is larger)."""
+    if expected.shape != found.shape:
+        return Difference(f"{what}, of shape {tuple(expected.shape)} and {tuple(found.shape)}", 0.0, 0.0, float("inf"))
+    if expected.numel() == 0:
+        return Difference(what, 0.0, 0.0, 0.0)
+    a, b = expected.detach().double().flatten(), found.detach().double().flatten()
+    gap = (a - b).abs().nan_to_num(nan=float("inf"))
+    place = int(gap.argmax())
+    scale = max(float(a.abs().max()), floor)
+    relative = float(gap[place]) / scale if scale else float(gap[place])
+    return Difference(what, float(a[place]), float(b[place]), relative)

@@ -1,0 +1,81 @@
+"""torch.compile of layers: each layer module by itself, between what wraps it (shards, recompute) and what it calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...planner.cost.simulate import ZERO_BUBBLE
+from ...planner.cost.software import COMPILING
+from ...planner.plan import LayerPlan, Plan
+
+
+class CompiledForward:
+    """A layer's forward, compiled once `on` is set; eager before.
+
+    Function modes are out of sight while it runs: the one that counts what is made between layers (producers.py) has
+    nothing to do inside of one, and would have to be traced.
+    """
+
+    def __init__(self, forward: Callable[..., Any], backend: str) -> None:
+        self.on = False
+        self._forward = forward
+        self._compiled = torch.compile(forward, backend=backend, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.on:
+            return self._forward(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return self._compiled(*args, **kwargs)
+
+
+def backend_of(compile: bool | str | None, plan: Plan) -> str | None:
+    """What compiles layers; None: nothing does.
+
+    compile: as parallelize takes it. Raises ValueError where the plan cannot run compiled layers.
+    """
+    if compile is None:
+        compile = plan.training.software == COMPILING
+    if compile is False:
+        return None
+    if plan.schedule in ZERO_BUBBLE:
+        raise ValueError(
+            f"{plan.schedule} does a layer's backward in two parts, which a compiled layer does in one: use the "
+            "schedule 1f1b or interleaved, or compile=False"
+        )
+    if plan.degrees.context > 1:
+        raise ValueError("context parallelism takes attention's place while a layer runs eagerly; use compile=False")
+    return "inductor" if compile is True else compile
+
+
+def compile_layers(model: nn.Module, layers: list[LayerPlan], backend: str) -> list[CompiledForward]:
+    """Replace the forwards of layer modules; call it behind tensor parallelism and before recompute, whose repetition
+    runs what was compiled.
+
+    What tensor parallelism has put into a layer (its products and collectives) runs as it is, in between. Layers that
+    keep only a part for backward (selective recompute) stay eager: a compiler decides that by itself.
+    """
+    made = []
+    for layer in layers:
+        if layer.recompute not in ("none", "full"):
+            continue
+        for name in layer.modules:
+            module = model.get_submodule(name)
+            if "forward" in module.__dict__:  # a layer that is one cut module: nothing is left to compile
+                continue
+            for inner in module.modules():
+                if "forward" in inner.__dict__:
+                    inner.forward = torch.compiler.disable(inner.forward)
+                if inner is not module:
+                    _leave_hooks(inner)
+            forward = CompiledForward(module.forward, backend)
+            module.forward = forward
+            made.append(forward)
+    return made
+
+
+def _leave_hooks(module: nn.Module) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = torch.compiler.disable(hook)

@@ -1,0 +1,146 @@
+"""Context parallelism of a model: its forward runs on this rank's tokens, through everything that wraps its layers."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...planner.plan import Plan
+from ...profiler.cuts.context_trial import rehearsed_attention
+from ...profiler.cuts.held_tokens import Held, Mark, divided, mark_of, set_mark, taken
+from ...profiler.cuts.token_slices import TokenSlices, run_token_by_token
+from .context_attention import ContextAttention
+from .mesh import RankMesh
+
+Hook = Callable[[nn.Module, Any, Any], Any]
+
+
+class ContextParallel:
+    """A rank's tokens of every sequence. What runs within `running` sees whole sequences and works on these tokens."""
+
+    def __init__(self, plan: Plan, mesh: RankMesh) -> None:
+        group, length = mesh.group("context"), plan.training.seq_len
+        assert group is not None
+        if length is None:
+            raise ValueError("the plan splits sequences over context ranks, but its model has none; plan it again")
+        self.length = length
+        attend = ContextAttention(plan.context_kind, group)
+        self.spans = attend.spans(length)
+        self.num_ranks = plan.degrees.context
+        self._tensor_rank, self._num_slices = mesh.coordinates["tensor"], plan.degrees.tensor
+        self._mode = TokenSlices(length, self.spans, self.num_ranks, attend)
+        self._tables = WeakIdKeyDictionary()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While it lasts, tensors that hold tokens are known as such. Within itself it does nothing."""
+        if self._mode in _get_current_function_mode_stack():
+            yield
+            return
+        with self._mode:
+            yield
+
+    @contextmanager
+    def whole_forward(self) -> Iterator[None]:
+        """The same around a model's forward and loss. Raises ValueError if no sequence of the plan's length came by."""
+        self._mode.started = False
+        with self.running():
+            yield
+        if not self._mode.started:
+            raise ValueError(
+                f"the plan splits sequences of {self.length} tokens over {self.num_ranks} ranks, but the batch has "
+                "none of this length; feed the length that was planned for, or plan again with --seq-len"
+            )
+
+    def slice_of(self, mark: Mark | None) -> Mark | None:
+        """The mark of a tensor of which this rank has the slice that sequence parallelism gives it."""
+        return divided(mark, self._tensor_rank, self._num_slices) if isinstance(mark, Held) else mark
+
+    def rehearsal(self) -> TokenSlices:
+        """A mode for fake tensors, with attention that sends nothing."""
+        return TokenSlices(self.length, self.spans, self.num_ranks, rehearsed_attention)
+
+    def pass_through(self, module: nn.Module) -> "Passage":
+        """What lets marks through what wraps a layer's module; it has to be told when to."""
+        return Passage(self, module)
+
+    def leave_alone(self, stage: nn.Module, modules: Iterable[str]) -> None:
+        """Let banks of experts, which treat each token by itself, do with the tokens that are here what they like."""
+        for name in modules:
+            module = stage.get_submodule(name)
+            module.forward = partial(run_token_by_token, module.forward)
+
+    def entering(self, leaf: Any) -> Any:
+        """What a layer is given: of tables with a row for each token (rotary ones), the rows of this rank's tokens."""
+        if not isinstance(leaf, torch.Tensor) or mark_of(leaf) is not None or leaf.requires_grad:
+            return leaf
+        dims = [dim for dim, size in enumerate(leaf.shape) if size == self.length]
+        if leaf.ndim < 2 or len(dims) != 1 or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        if leaf not in self._tables:
+            held = self._mode.begun(dims[0])
+            self._tables[leaf] = set_mark(taken(leaf, held), held)
+        return self._tables[leaf]
+
+
+class Passage:
+    """Marks are on tensor objects, and both fully_shard and checkpointing give a module new ones for what it was given.
+
+    Call `inside` before the module is wrapped for recompute, `outside` behind that, and `around` behind fully_shard.
+    """
+
+    def __init__(self, context: ContextParallel, module: nn.Module) -> None:
+        self._context = context
+        self._module = module
+        self._given: dict[tuple[Any, ...], list[Mark | None]] = {}
+        self._entering: list[Mark | None] = []
+
+    def inside(self) -> None:
+        """Have the module's forward find marks on what it is given again, in backward, too."""
+        self._module.register_forward_pre_hook(self._restore, prepend=True, with_kwargs=True)
+        self._module.forward = partial(self._run, self._module.forward)
+
+    def outside(self) -> None:
+        """Note marks on what is handed to the forward."""
+        self._module.forward = partial(self._note, self._module.forward)
+
+    def around(self) -> None:
+        """Note marks before any hook."""
+        self._module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(self._context.entering, (args, kwargs))
+        self._entering = [mark_of(leaf) for leaf in tree_leaves((args, kwargs))]
+        return args, kwargs
+
+    def _restore(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        _mark_all(tree_leaves((args, kwargs)), self._entering)
+
+    def _note(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        self._given[_shapes(leaves)] = [mark_of(leaf) for leaf in leaves]
+        return forward(*args, **kwargs)
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = tree_flatten((args, kwargs))
+        _mark_all(leaves, self._given[_shapes(leaves)])
+        with self._context.running():
+            return forward(*args, **kwargs)
+
+
+def _mark_all(leaves: list[Any], marks: list[Mark | None]) -> None:
+    for leaf, mark in zip(leaves, marks, strict=True):
+        if mark is not None and mark_of(leaf) is None:
+            set_mark(leaf, mark)
+
+
+def _shapes(leaves: list[Any]) -> tuple[Any, ...]:
+    """What tells calls of a module apart."""
+    with torch._C.DisableTorchFunction():
+        return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)

@@ -1,0 +1,169 @@
+"""Gradients made equal to one device's after backward: sums over tensor ranks and stages, total norm, clipping."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ...planner.cost.traffic import BUCKET_ELEMENTS
+from ...planner.plan import Axis, Plan
+from ..apply import AppliedModel
+from .mesh import RankMesh
+
+
+def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """This rank's shard of a gradient; shares its memory."""
+    grad = parameter.grad
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+class Gradients:
+    """What is left to do with a stage's gradients once data ranks have averaged theirs. Every rank must make one."""
+
+    def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
+        self._mesh = mesh
+        self._parameters = model.parameters()
+        self._layout = model.layout
+        self._average_after = model.mechanism == "plain" and plan.degrees.data_replicate > 1
+        self._may_differ = plan.model.decides_by_values
+        self._ties = _ties_across_stages(plan, mesh, self._parameters)
+        elsewhere = _counted_elsewhere(plan, self._parameters)
+        on_slices = "tensor" in plan.token_axes  # so that tensor ranks share the experts, too
+        is_first_tensor_rank = mesh.coordinates["tensor"] == 0
+        self._counted = [
+            p
+            for name, p in self._parameters.items()
+            if id(p) not in elsewhere
+            and mesh.coordinates["data_replicate"] == 0
+            and (model.cut(name) is not None or is_first_tensor_rank or (name in model.experts and on_slices))
+        ]
+
+    def reduce(self) -> None:
+        """Bring gradients to what one device would have, apart from sharding."""
+        if self._average_after:
+            if self._may_differ:
+                _fill_missing(self._parameters.values(), self._mesh.group("data_replicate"))
+            _all_reduce(self._parameters.values(), self._mesh.group("data_replicate"), self._mesh.data_size)
+        partial = [p for n, p in self._parameters.items() if n in self._layout.partial]
+        if partial:
+            _all_reduce(partial, self._mesh.group("tensor"))
+        for copies, group in self._ties:
+            _sum_copies(copies, group)
+
+    def squared_norm(self) -> torch.Tensor:
+        """This rank's share of the squared norm of the whole gradient: a float64 scalar to be summed over all ranks.
+
+        Every element counts once: on the first replica, on the first tensor rank unless tensor ranks have different
+        parts of it, and on the first of the stages that share it.
+        """
+        grads = [g for p in self._counted if (g := local_gradient(p)) is not None and g.numel()]
+        if not grads:
+            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        return torch.stack([norm.double() for norm in torch._foreach_norm(grads)]).square().sum()
+
+    def clip(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Scale all gradients down so that their total norm, which is `norm`, becomes `max_norm`."""
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        grads = [grad for p in self._parameters.values() if (grad := local_gradient(p)) is not None]
+        for dtype in {grad.dtype for grad in grads}:
+            torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
+
+
+def _fill_missing(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Zeros for parameters that this replica did not use and another one did; without use there is no gradient."""
+    trainable = [p for p in parameters if p.requires_grad]
+    used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.int32, device=trainable[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    for parameter, somewhere in zip(trainable, used.tolist(), strict=True):
+        if somewhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _all_reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, divide_by: int = 1) -> None:
+    """Sum gradients over a group, in flat buffers; all its ranks have the same parameters with gradients."""
+    bucket: list[torch.Tensor] = []
+    for parameter in parameters:
+        grad = local_gradient(parameter)
+        if grad is None:
+            continue
+        if bucket and (
+            grad.dtype != bucket[0].dtype or sum(g.numel() for g in bucket) + grad.numel() > BUCKET_ELEMENTS
+        ):
+            _all_reduce_flat(bucket, group, divide_by)
+            bucket = []
+        bucket.append(grad)
+    if bucket:
+        _all_reduce_flat(bucket, group, divide_by)
+
+
+def _all_reduce_flat(grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None, divide_by: int) -> None:
+    flat = torch.cat([g.reshape(-1) for g in grads])
+    dist.all_reduce(flat, group=group)
+    if divide_by != 1:
+        flat /= divide_by
+    for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
+
+
+def _sum_copies(copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Add up the gradients of copies of one parameter: of this rank, and of the others of the group, if there are."""
+    trained = [(copy, grad) for copy in copies if (grad := local_gradient(copy)) is not None]
+    if not trained:
+        return
+    (first, total), *others = trained
+    for _, grad in others:
+        total += grad
+    if group is not None:
+        _all_reduce([first], group)
+    for _, grad in others:
+        grad.copy_(total)
+
+
+def _tied_stages(plan: Plan) -> Iterator[dict[int, list[str]]]:
+    """Of every parameter with copies on several stages: stage -> its names there, in the order of the stages."""
+    stage_of = {n: i for i, stage in enumerate(plan.stages) for layer in stage.layers for n in layer.parameters}
+    for names in plan.model.ties:
+        stages = sorted({stage_of[name] for name in names if name in stage_of})
+        if len(stages) > 1:
+            yield {stage: [name for name in names if stage_of.get(name) == stage] for stage in stages}
+
+
+def _counted_elsewhere(plan: Plan, parameters: dict[str, nn.Parameter]) -> set[int]:
+    """Ids of this rank's copies of parameters that are counted on an earlier stage."""
+    later = (names for tie in _tied_stages(plan) for names in list(tie.values())[1:])
+    return {id(parameters[name]) for names in later for name in names if name in parameters}
+
+
+def _ties_across_stages(
+    plan: Plan, mesh: RankMesh, parameters: dict[str, nn.Parameter]
+) -> list[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
+    """(this rank's copies, ranks that hold other copies of the same shard) of every parameter tied across stages.
+
+    Creates the groups, so every rank must call it, and does so in the same order.
+    """
+    found = []
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    for tie in _tied_stages(plan):
+        positions = tuple(sorted({plan.position_of(stage) for stage in tie}))
+        if positions not in groups:
+            groups[positions] = _stage_group(plan, mesh, positions) if len(positions) > 1 else None
+        copies = [parameters[name] for names in tie.values() for name in names if name in parameters]
+        if copies:
+            found.append((copies, groups[positions]))
+    return found
+
+
+def _stage_group(plan: Plan, mesh: RankMesh, positions: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group of this rank's counterparts at these places of the pipeline; None if it is at none of them."""
+    others: list[Axis] = [axis for axis in plan.mesh_axes if axis != "pipeline"]
+    own = None
+    for position in product(*(range(plan.degrees.of(axis)) for axis in others)):
+        offset = sum(i * plan.stride(axis) for i, axis in zip(position, others, strict=True))
+        ranks = [offset + place * plan.stride("pipeline") for place in positions]
+        group = dist.new_group([mesh.processes[rank] for rank in ranks])
+        if mesh.rank in ranks:
+            own = group
+    return own

@@ -1,0 +1,100 @@
+"""Which parameters, modules and crossing tensors belong to which stage, and a model without those of other stages."""
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from ...planner.plan import Plan
+from ...profiler.model_profile import CrossingTensor
+
+STALE = "the model is not the one the plan was made for; make the plan again"
+
+
+def crossing_into(plan: Plan, stage: int) -> tuple[CrossingTensor, ...]:
+    """Tensors that cross the cut before a stage, in the plan's order; none before the first and after the last."""
+    if stage in (0, len(plan.stages)):
+        return ()
+    first = sum(len(s.layers) for s in plan.stages[:stage])
+    return tuple(t for t in plan.model.tensors if t.made_by < first <= t.last_used_by)
+
+
+def parameters_of_stages(model: nn.Module, plan: Plan) -> list[set[str]]:
+    """[stage] -> full names of the parameters it owns; those that no layer reads go with the module they are in."""
+    stages = [{name for layer in stage.layers for name in layer.parameters} for stage in plan.stages]
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if not any(name in names for names in stages):
+            stages[_stage_around(name, plan)].add(name)
+    return stages
+
+
+def check_partition(model: nn.Module, plan: Plan) -> None:
+    """Raises ValueError unless the stages' parameters are together the model's, and none is on two stages."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stages = parameters_of_stages(model, plan)
+    unknown = sorted(set().union(*stages) - names)
+    if unknown:
+        raise ValueError(f"the plan names the parameter {unknown[0]}, which the model does not have: {STALE}")
+    for first, own in enumerate(stages):
+        for second in range(first + 1, len(stages)):
+            shared = sorted(own & stages[second])
+            if shared:
+                raise ValueError(
+                    f"{shared[0]} is used by layers on the stages {first} and {second}; layers that share a module "
+                    "must be on one stage"
+                )
+    modules = Counter(name for stage in plan.stages for name in {m for layer in stage.layers for m in layer.modules})
+    twice = [name for name, count in modules.items() if count > 1]
+    if twice:
+        raise ValueError(f"module {twice[0]} runs on {modules[twice[0]]} stages; its layers must be on one")
+
+
+class Placeholders:
+    """Attributes that stand where parameters and buffers of other stages were; they take no memory."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def put(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        """Take the parameter or buffer `name` out of a module, and leave something of its shape."""
+        self._places.append((module, name, torch.empty_like(tensor, device="meta", requires_grad=False)))
+        module._parameters.pop(name, None)
+        module._buffers.pop(name, None)
+        module.__dict__[name] = self._places[-1][2]
+
+    def move(self, device: torch.device) -> None:
+        """Make them on a device."""
+        for module, name, like in self._places:
+            module.__dict__[name] = torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+
+    def answer_for(self, module: nn.Module) -> None:
+        """Let a module that lost all its parameters still tell its dtype and device, as models ask themselves."""
+        names = {place: name for place, name, _ in self._places}
+        inside = next(m for m in module.modules() if m in names)
+        module.__dict__["parameters"] = lambda recurse=True: iter([inside.__dict__[names[inside]]])
+
+
+def strip(model: nn.Module, own: set[str], foreign: tuple[str, ...]) -> Placeholders:
+    """Take everything out of the model that belongs to other stages."""
+    placeholders = Placeholders()
+    had_parameters = [module for module in model.modules() if next(module.parameters(), None) is not None]
+    for prefix, module in list(model.named_modules()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and (f"{prefix}.{name}" if prefix else name) not in own:
+                placeholders.put(module, name, parameter)
+        if any(prefix == f or prefix.startswith(f + ".") for f in foreign):
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    placeholders.put(module, name, buffer)
+    for module in had_parameters:
+        if next(module.parameters(), None) is None:
+            placeholders.answer_for(module)
+    return placeholders
+
+
+def _stage_around(name: str, plan: Plan) -> int:
+    for index, stage in enumerate(plan.stages):
+        for layer in stage.layers:
+            if any(name.startswith(module + ".") for module in layer.modules):
+                return index
+    return 0

@@ -1,0 +1,146 @@
+"""Runs a step's micro-batches through the pipeline stages of this rank, in the order of the plan's schedule."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from ...planner.cost.simulate import ZERO_BUBBLE, table
+from ...planner.plan import Plan, stage_of
+from ..torch_compat import LeanPipelineStage, custom_schedule, reduce_gradients
+from .micro_batches import MicroBatch, split_micro_batches
+from .stage_module import StageModule
+
+_SCALAR = torch.empty((), device="meta")
+
+
+class PipelineRunner:
+    """Runs the micro-batches of a step through this rank's stages, forward and backward, by the plan's schedule.
+
+    stages: StageModules in the order of the rank's chunks, or what fully_shard made of them.
+    mesh: has the plan's axis "pipeline"; torch sorts the ranks of its group, whatever their order in the pipeline.
+    Gradients that fully_shard reduces are reduced as the plan's gradient_sync says: after the last micro-batch, or
+    after each.
+    """
+
+    def __init__(self, stages: Sequence[StageModule], plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
+        self._plan = plan
+        self._stages = list(stages)
+        self._group = mesh.get_group("pipeline")
+        processes = mesh["pipeline"].mesh.tolist()
+        self._group_ranks = [sorted(processes).index(process) for process in processes]
+        self._device = device
+        self._splits = plan.schedule in ZERO_BUBBLE
+        self._schedule: Any = None
+
+    def step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, scales: Sequence[float] | None = None
+    ) -> list[torch.Tensor]:
+        """Losses of the micro-batches on the rank of the last stage, [] elsewhere; gradients are added to the
+        parameters'.
+
+        args, kwargs: the model's inputs for all micro-batches of this data rank, the same on every stage.
+        batch: the same, as the loss function takes it.
+        scales: weight of each micro-batch's loss in the gradient; 1 / num_microbatches each, if not given.
+        """
+        count = self._plan.num_microbatches
+        parts = split_micro_batches((args, kwargs, batch), count, self._plan.micro_batch * count)
+        weights = scales if scales is not None else [1 / count] * count
+        micro_batches = [
+            MicroBatch(args, kwargs, batch, scale) for (args, kwargs, batch), scale in zip(parts, weights, strict=True)
+        ]
+        for stage in self._stages:
+            stage.begin(micro_batches, self._device)
+        if self._schedule is None:
+            self._schedule = self._make_schedule()
+        last = next((stage for stage in self._stages if stage.is_last), None)
+        self._schedule.step(target=None if last is None else torch.zeros(count), return_outputs=False)
+        for stage in self._stages:
+            for unit, _ in stage.fsdp_units:
+                unit.reshard()  # a stage whose outputs want no gradient has had no backward to do it
+        return [] if last is None else last.losses
+
+    def _make_schedule(self) -> Any:
+        plan, stages = self._plan, [self._torch_stage(stage) for stage in self._stages]
+        count, ranks = plan.num_microbatches, plan.degrees.pipeline
+        if plan.schedule in ("1f1b", "gpipe"):
+            kind = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
+            stages[0].stage_index_to_group_rank = dict(enumerate(self._group_ranks))
+            return kind(stages[0], count, loss_fn=_first, scale_grads=False)
+        letters = {"forward": "F", "backward": "I" if self._splits else "B", "weight": "W"}
+        order = [
+            [(stage_of(plan.schedule, rank, a.chunk, ranks), letters[a.kind], a.microbatch) for a in actions]
+            for rank, actions in enumerate(table(plan.schedule, ranks, count, plan.degrees.virtual_stages))
+        ]
+        by_group_rank = [order[self._group_ranks.index(rank)] for rank in range(ranks)]
+        return custom_schedule(stages, by_group_rank, count, _first)
+
+    def _torch_stage(self, module: StageModule) -> LeanPipelineStage:
+        before = None
+        for unit, _ in module.fsdp_units:
+            # FSDP guesses by the order of all forwards so far: the first unit, and the root whenever one of its outputs
+            # gets its gradient, would gather the last unit once more. What prefetches itself gathers nothing.
+            unit.set_modules_to_backward_prefetch([unit if before is None or isinstance(unit, StageModule) else before])
+            before = unit
+        return LeanPipelineStage(
+            _Hidden(module),
+            module.stage,
+            len(self._plan.stages),
+            self._device,
+            input_args=tuple(module.on_wire(tensor) for tensor in module.incoming),
+            output_args=tuple(module.on_wire(tensor) for tensor in module.outgoing) or (_SCALAR,),
+            group=self._group,
+            before_backward=partial(self._before_backward, module),
+            before_weights=partial(self._before_weights, module),
+            after_weights=partial(self._after_weights, module),
+        )
+
+    def _before_backward(self, stage: StageModule, last: bool) -> None:
+        """Kept parameters stay gathered until gradients are reduced, which weights to be done later put off."""
+        now = not self._splits and (last or self._plan.gradient_sync == "every")
+        _set_sync(stage, reduce=now, release=now)
+        if self._splits and stage.stage > 0:
+            self._before_weights(stage)
+
+    def _before_weights(self, stage: StageModule) -> None:
+        """torch does a backward for weights past fully_shard's hooks, which would gather parameters; and the parameters
+        that it looks for beforehand are the gathered ones."""
+        for unit, _ in stage.fsdp_units:
+            unit.unshard()
+
+    def _after_weights(self, stage: StageModule, last: bool) -> None:
+        """And which would reduce gradients."""
+        if isinstance(stage, FSDPModule):
+            _set_sync(stage, reduce=last or self._plan.gradient_sync == "every", release=last)
+            reduce_gradients(stage)
+
+
+def _set_sync(stage: StageModule, reduce: bool, release: bool) -> None:
+    """Whether a backward reduces gradients, and gives back those parameters, too, that the plan keeps."""
+    for module, gives_back in stage.fsdp_units:
+        module.set_requires_gradient_sync(reduce, recurse=False)
+        module.set_is_last_backward(reduce)
+        module.set_reshard_after_backward(release or gives_back, recurse=False)
+
+
+class _Hidden(nn.Module):
+    """Keeps torch's pipeline stage from driving FSDP: it knows neither gradient_sync nor reshard per layer."""
+
+    def __init__(self, module: StageModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *received: torch.Tensor) -> Any:
+        """Run the stage."""
+        self.module.receive(received)
+        return self.module()
+
+
+def _first(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The stage's output is its loss already."""
+    return output

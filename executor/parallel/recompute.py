@@ -1,0 +1,270 @@
+"""Compute activations again in backward instead of keeping them: all of a layer, the cheap ones, attention's scores."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ...planner.cost.compute_cost import SELECTIVELY_KEPT
+from ...planner.plan import LayerPlan, Recompute
+from ...profiler.meters import op_kind
+from ..torch_compat import detached
+
+
+def recompute(module: nn.Module, mode: Recompute = "full") -> None:
+    """From now on `module` keeps less for backward. full: its inputs and nothing else. selective: also what matmuls
+    and attention return, so that these are not repeated. attention: all but what unfused attention makes between the
+    scores and its output.
+
+    Its forward is replaced, not the module, so parameter names stay; hooks on the module itself (FSDP's gathering,
+    the slicing of sequence parallelism) run once, outside of what is repeated. Buffers that the forward writes into
+    (running statistics) are written once: the repetition finds them as the forward did, and leaves no trace.
+    """
+    if mode == "attention":
+        module.forward = _with_attention_repeated(module, module.forward)
+    elif mode != "none":
+        module.forward = _repeated(module, module.forward, selective=mode == "selective")
+
+
+def check_recompute(layer: LayerPlan) -> None:
+    """Raise ValueError if a plan asks to recompute a layer that is not one module, so has no forward to repeat."""
+    if layer.recompute != "none" and len(layer.modules) != 1:
+        raise ValueError(
+            f"layer {layer.name} consists of {len(layer.modules)} modules ({', '.join(layer.modules) or 'none'}); "
+            'only a layer that is one module can be recomputed. Give it recompute="none"'
+        )
+
+
+def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+    """forward, of which backward finds nothing but its inputs (and what selective recompute keeps)."""
+    unwritten: set[str] = set()
+
+    def repeated(*args: Any, **kwargs: Any) -> Any:
+        before = {n: (b, b._version, b.clone()) for n, b in module.named_buffers() if n not in unwritten}
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            if not selective:
+                return nullcontext(), _with_values(written)
+            keeping, kept = create_selective_checkpoint_contexts(_Keep(module))
+            return keeping, _both(_with_values(written), kept)
+
+        output = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        torch.clear_autocast_cache()  # else it would hold the casts of all layers' weights until the forward ends
+        for name, (buffer, version, value) in before.items():
+            if buffer._version == version:
+                unwritten.add(name)
+            else:
+                written.append((buffer, value))
+        return output
+
+    return repeated
+
+
+class _Keep:
+    """torch's policy for selective recompute: keep what the dear operators return."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = type(module).__name__
+        self._kept: dict[int, torch.UntypedStorage] = {}
+
+    def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if context.is_recompute:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, torch.Tensor) and _storage(value)._cdata in self._kept:
+                raise ValueError(
+                    f"{self._module} writes by {func} into what a matmul or attention returned, which selective "
+                    "recompute would keep for backward; plan it with recompute=full, or write x + y for x += y"
+                )
+        if op_kind(func) not in SELECTIVELY_KEPT:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self._kept |= {_storage(x)._cdata: _storage(x) for x in _tensors(context.op_output)}
+        return CheckpointPolicy.MUST_SAVE
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+@contextmanager
+def _with_values(written: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Buffers hold other values, and afterwards again what they held; autograd does not hear of it."""
+    after = [buffer.clone() for buffer, _ in written]
+    for buffer, value in written:
+        buffer.data.copy_(value)
+    try:
+        yield
+    finally:
+        for (buffer, _), value in zip(written, after, strict=True):
+            buffer.data.copy_(value)
+
+
+def _with_attention_repeated(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """forward, of which backward finds nothing of unfused attention between the scores and its output."""
+
+    def repeated(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        core = _AttentionCore(module)
+        with torch.autograd.graph.saved_tensors_hooks(core.pack, core.unpack), core:
+            output = forward(*args, **kwargs)
+        core.forget()
+        return output
+
+    return repeated
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that a step of the core made: output `leaf` of step `step`."""
+
+    step: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What backward finds instead of a tensor: the memory that a step made, and which part of it."""
+
+    made: _Made
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An operator of the core; tensors that earlier steps made are given as such. state: of the random numbers."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    state: tuple[torch.device, torch.Tensor] | None
+
+
+class _AttentionCore(TorchDispatchMode):
+    """Notes what makes the scores of unfused attention, and what follows from them up to its output, to do it again.
+
+    The same operators as the profiler finds: scores are a batched product of activations, and what reads them is of the
+    core up to the next such product.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
+        self._weights = {_storage(p)._cdata for p in locals_}
+        self._module = type(module).__name__
+        self._steps: list[_Step] = []
+        self._given: list[tuple[torch.Tensor, int]] = []
+        self._made: dict[int, tuple[_Made, torch.Tensor]] = {}
+        self._given_back = 0
+        self._packed = 0
+        self._again: list[list[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and note it if it is one of the core."""
+        kwargs = kwargs or {}
+        read = {_storage(x)._cdata for x in _tensors((args, kwargs))}
+        product = func._overloadpacket.__name__ in ("bmm", "baddbmm") and not read & self._weights
+        follows = not read.isdisjoint(self._made)
+        if product == follows:
+            return func(*args, **kwargs)
+        state = _random_state(args) if torch.Tag.nondeterministic_seeded in func.tags else None
+        noted_args, noted_kwargs = tree_map(self._noted, (args, kwargs))
+        step = _Step(func, noted_args, noted_kwargs, state)
+        output = func(*args, **kwargs)
+        for leaf, x in enumerate(_tensors(output)):
+            self._made[_storage(x)._cdata] = _Made(len(self._steps), leaf), x
+        self._steps.append(step)
+        return output
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor | _Part:
+        """What to keep of a tensor that backward will ask for."""
+        known = self._made.get(_storage(x)._cdata) if not isinstance(x, DTensor) else None
+        if known is None:
+            return x
+        self._packed += 1
+        return _Part(known[0], x.shape, x.stride(), int(x.storage_offset()))
+
+    def unpack(self, kept: torch.Tensor | _Part) -> torch.Tensor:
+        """The tensor. The first that is asked for makes all, which stay until the last has been."""
+        if not isinstance(kept, _Part):
+            return kept
+        if not self._again:
+            self._repeat()
+        made = self._again[kept.made.step][kept.made.leaf]
+        self._given_back += 1
+        if self._given_back % self._packed == 0:
+            self._again = []
+        return made.as_strided(kept.shape, kept.stride, kept.offset)
+
+    def forget(self) -> None:
+        """Let go of the tensors themselves."""
+        self._made.clear()
+
+    def _noted(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and _storage(leaf)._cdata in self._made:
+            made, _ = self._made[_storage(leaf)._cdata]
+            return _Part(made, leaf.shape, leaf.stride(), int(leaf.storage_offset()))
+        if isinstance(leaf, torch.Tensor):
+            self._given.append((detached(leaf), leaf._version))
+            return self._given[-1][0]
+        return leaf
+
+    def _repeat(self) -> None:
+        if any(x._version != version for x, version in self._given):
+            raise RuntimeError(
+                f"a {self._module} has given attention a mask, or something else, that was written into before "
+                "backward; plan it with recompute=full"
+            )
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, _Part):
+                return leaf
+            return self._again[leaf.made.step][leaf.made.leaf].as_strided(leaf.shape, leaf.stride, leaf.offset)
+
+        with torch.no_grad():
+            for step in self._steps:
+                with _with_random_state(step.state):
+                    args, kwargs = tree_map(real, (step.args, step.kwargs))
+                    self._again.append(_tensors(step.func(*args, **kwargs)))
+
+
+def _random_state(args: Any) -> tuple[torch.device, torch.Tensor]:
+    """State of the random numbers of the device that the tensors are on."""
+    device = _tensors(args)[0].device
+    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return device, state
+
+
+@contextmanager
+def _with_random_state(state: tuple[torch.device, torch.Tensor] | None) -> Iterator[None]:
+    """Draw the random numbers again that followed a state."""
+    with ExitStack() as stack:
+        if state is not None:
+            device, numbers = state
+            on_cpu = device.type == "cpu"
+            stack.enter_context(torch.random.fork_rng([] if on_cpu else [device], device_type=device.type))
+            if on_cpu:
+                torch.set_rng_state(numbers)
+            else:
+                torch.get_device_module(device).set_rng_state(numbers, device)
+        yield
+
+
+def _storage(x: torch.Tensor) -> torch.UntypedStorage:
+    return x.untyped_storage()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

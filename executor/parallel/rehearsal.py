@@ -1,0 +1,209 @@
+"""One forward of the whole model on fake tensors shows a stage what the modules of other stages return, and what
+crosses the cuts."""
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from ...planner.plan import Plan
+from ...profiler.cuts.held_tokens import Mark, mark_of, set_mark
+from ...profiler.layers.producers import Producers
+from ...profiler.model_profile import Producer
+from .context import ContextParallel
+from .micro_batches import MicroBatch
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a tensor of the whole model is like; written: it is written into after it was made. mark: which tokens it
+    holds, where ranks hold parts of a sequence."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    written: bool
+    mark: Mark | None = None
+
+    def placeholder(self, device: torch.device) -> torch.Tensor:
+        """Zeros; without memory unless they will be written into."""
+        made = torch.zeros(self.shape if self.written else (), dtype=self.dtype, device=device)
+        return set_mark(made if self.written else made.expand(self.shape), self.mark)
+
+
+@dataclass(frozen=True)
+class Stub:
+    """What a foreign module returns instead of computing."""
+
+    leaves: tuple[Any, ...]
+    tree: TreeSpec
+    device: torch.device
+
+    def output(self) -> Any:
+        """Placeholders in the structure of the module's own output."""
+        made = [leaf.placeholder(self.device) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
+        return tree_unflatten(made, self.tree)
+
+
+class Rehearsal:
+    """One forward of the whole model on fake tensors: what other stages' modules return, and what crosses the cuts."""
+
+    def __init__(self, model: nn.Module, plan: Plan, foreign: tuple[str, ...]) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._layer_modules = plan.model.layer_modules
+        self._expert_modules = plan.model.expert_modules
+        self._foreign = foreign
+        with torch.device("meta"):
+            self._model = _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+    def run(
+        self,
+        micro_batch: MicroBatch,
+        crossing: set[Producer],
+        device: torch.device,
+        autocast: AbstractContextManager[Any],
+        bf16_layers: bool,
+        context: ContextParallel | None,
+    ) -> tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool]:
+        """(stubs by module and call, crossing tensors, whether the model writes into its batch).
+
+        bf16_layers: as under fully_shard's mixed precision, parameters and what enters a layer module are bfloat16.
+        context: what this rank holds of the sequences, if not all.
+        """
+        try:
+            with _without_log("torch._subclasses.fake_tensor"):
+                seen = self._run(micro_batch, crossing, device, autocast, bf16_layers, context)
+        except (RuntimeError, ValueError, TypeError):
+            # Some operators exist on fake CPU tensors in bfloat16 only (grouped_mm), so the profiler runs in it, too.
+            seen = self._run(micro_batch, crossing, device, nullcontext(), True, context)
+            seen = seen.recast(torch.bfloat16, torch.bfloat16 if bf16_layers else torch.float32)
+        stubs = {key: Stub(leaves, tree, device) for key, (leaves, tree) in seen.outputs.items()}
+        return stubs, seen.tensors, seen.writes_batch
+
+    def _run(
+        self,
+        micro_batch: MicroBatch,
+        crossing: set[Producer],
+        device: torch.device,
+        autocast: AbstractContextManager[Any],
+        bf16_layers: bool,
+        context: ContextParallel | None,
+    ) -> "_Seen":
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            cast_too = bf16_layers and isinstance(leaf, nn.Parameter)
+            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+            return cast(made) if cast_too else made
+
+        def cast(leaf: Any) -> Any:
+            return leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+        notes = _Notes(crossing)
+        with self._mode, torch.no_grad():
+            model = _copied(self._model, fake)
+            for name in self._layer_modules:
+                if bf16_layers:
+                    model.get_submodule(name).register_forward_pre_hook(
+                        lambda module, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True
+                    )
+            for name in self._foreign:
+                model.get_submodule(name).register_forward_hook(partial(notes.output, name))
+            args, kwargs = tree_map(fake, (micro_batch.args, micro_batch.kwargs))
+            tokens: AbstractContextManager[Any] = nullcontext()
+            if context is not None:
+                context.leave_alone(model, self._expert_modules)
+                tokens = context.rehearsal()
+            with tokens, autocast, Producers(model, self._layer_modules, on_produced=notes.tensor):
+                model(*args, **kwargs)
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        return replace(notes.seen(), writes_batch=any(leaf._version > 0 for leaf in given))
+
+
+@contextmanager
+def _without_log(name: str) -> Iterator[None]:
+    """Torch logs a traceback for an operator without a fake version; here it is no error yet."""
+    logger = logging.getLogger(name)
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a rehearsal showed."""
+
+    outputs: dict[tuple[str, int], tuple[tuple[Any, ...], TreeSpec]]
+    tensors: dict[Producer, Like]
+    writes_batch: bool = False
+
+    def recast(self, found: torch.dtype, instead: torch.dtype) -> "_Seen":
+        """The same with another dtype in place of one."""
+
+        def recast(leaf: Any) -> Any:
+            return replace(leaf, dtype=instead) if isinstance(leaf, Like) and leaf.dtype == found else leaf
+
+        return replace(
+            self,
+            outputs={key: (tuple(map(recast, leaves)), tree) for key, (leaves, tree) in self.outputs.items()},
+            tensors={producer: recast(like) for producer, like in self.tensors.items()},
+        )
+
+
+class _Notes:
+    """Collects a rehearsal's tensors, with the version they had when they were made."""
+
+    def __init__(self, crossing: set[Producer]) -> None:
+        self._crossing = crossing
+        self._calls: Counter[str] = Counter()
+        self._outputs: dict[tuple[str, int], tuple[list[Any], list[int], TreeSpec]] = {}
+        self._tensors: dict[Producer, tuple[torch.Tensor, int]] = {}
+
+    def output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """A foreign module has returned."""
+        leaves, tree = tree_flatten(output)
+        versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+        self._outputs[name, self._calls[name]] = (leaves, versions, tree)
+        self._calls[name] += 1
+
+    def tensor(self, producer: Producer, tensor: torch.Tensor) -> None:
+        """A tensor has been produced."""
+        if producer in self._crossing:
+            self._tensors[producer] = (tensor, tensor._version)
+
+    def seen(self) -> _Seen:
+        """What was collected, at the end of the run."""
+
+        def like(leaf: Any, version: int) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return Like(leaf.shape, leaf.dtype, leaf._version != version, mark_of(leaf))
+
+        return _Seen(
+            {key: (tuple(map(like, leaves, made)), tree) for key, (leaves, made, tree) in self._outputs.items()},
+            {producer: like(*made) for producer, made in self._tensors.items()},
+        )
+
+
+def _copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A copy whose tensors are made anew; ties stay."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers, module.__dict__):
+            for value in tensors.values():
+                if isinstance(value, torch.Tensor) and id(value) not in memo:
+                    made = make(value)
+                    is_parameter = isinstance(value, nn.Parameter)
+                    memo[id(value)] = nn.Parameter(made, value.requires_grad) if is_parameter else made
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied

@@ -1,0 +1,287 @@
+"""Pipeline stages of any model: its own forward on every stage, of which each stage owns and computes only its part.
+
+A stage keeps the model's whole structure, so that its forward runs unchanged, but
+- layer modules of other stages return placeholders, and their parameters are gone;
+- tensors that cross the cut into the stage replace what their producers return (see profiler/layers/producers.py);
+- the run ends as soon as all that the next stage needs has been produced.
+What depends on no parameter (masks, positions, rotary tables) every stage computes for itself from the batch, which is
+therefore given to all stages alike.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...planner.cost.simulate import ZERO_BUBBLE
+from ...planner.plan import Plan
+from ...profiler.cuts.held_tokens import own_shape, set_mark
+from ...profiler.layers.producers import Producers
+from ...profiler.model_profile import CrossingTensor, Producer
+from ..torch_compat import solid
+from .context import ContextParallel
+from .micro_batches import Loss, MicroBatch, loss_of, own_copy
+from .partition import STALE, check_partition, crossing_into, parameters_of_stages, strip
+from .rehearsal import Like, Rehearsal, Stub
+from .tensor import crosses_sliced
+
+
+class StageModule(nn.Module):
+    """The part of a model that one pipeline stage owns; parameters keep their names, under `model.`.
+
+    forward() returns the crossing tensors that the next stage needs, or on the last stage the loss, times the
+    micro-batch's scale. Its inputs do not come as arguments, where fully_shard would cast them: the micro-batches from
+    `begin`, because all stages are given the same ones, and what crosses the cut from `receive`.
+    What wraps the whole stage (fully_shard) must wrap this module and not `.model`, whose forward is left early.
+
+    loss: mean loss of (output, micro-batch); None if the model returns its own. context: this rank's tokens, where
+    sequences are split; what crosses the cuts then holds these.
+    Changes `model` in place. Raises ValueError if the plan's stages cannot be cut out of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        stage: int,
+        loss: Loss | None = None,
+        context: ContextParallel | None = None,
+    ) -> None:
+        super().__init__()
+        check_partition(model, plan)
+        self.stage = stage
+        self.incoming = crossing_into(plan, stage)
+        self.outgoing = crossing_into(plan, stage + 1)
+        self.losses: list[torch.Tensor] = []
+        self._plan = plan
+        self._loss = loss
+        self._context = context
+        self.is_last = stage == len(plan.stages) - 1
+        own_modules = {name for layer in plan.stages[stage].layers for name in layer.modules}
+        foreign = tuple(name for name in plan.model.layer_modules if name not in own_modules)
+        self._rehearsal: Rehearsal | None = Rehearsal(model, plan, foreign)
+        self._stubs: dict[tuple[str, int], Stub] = {}
+        self._tensors: dict[Producer, Like] = {}
+        self._writes_batch = False
+        self._calls: Counter[str] = Counter()
+        self._queue: deque[MicroBatch] = deque()
+        self._received: tuple[torch.Tensor, ...] = ()
+        self._exchange = _NOTHING
+        self._autocast: torch.autocast | nullcontext[None] = nullcontext()
+        self._placeholders = strip(model, parameters_of_stages(model, plan)[stage], foreign)
+        for name in foreign:
+            model.get_submodule(name).forward = partial(self._stub, name)
+        self.model = model
+
+    def begin(self, micro_batches: Sequence[MicroBatch], device: torch.device) -> None:
+        """Give the micro-batches of the next forwards, which run in this order."""
+        self._queue = deque(micro_batches)
+        self.losses = []
+        if self._rehearsal is not None:
+            mixed = self._plan.training.precision == "bf16"
+            sharded = any(isinstance(module, FSDPModule) for module in self.modules())
+            if mixed and not sharded:
+                self._autocast = torch.autocast(device.type, torch.bfloat16)
+            crossing = {tensor.producer for tensor in (*self.incoming, *self.outgoing)}
+            self._stubs, self._tensors, self._writes_batch = self._rehearsal.run(
+                micro_batches[0], crossing, device, self._autocast, mixed and sharded, self._context
+            )
+            self._rehearsal = None
+            self._placeholders.move(device)
+        if self._writes_batch:
+            self._queue = deque(own_copy(micro_batch) for micro_batch in micro_batches)
+
+    def on_wire(self, crossing: CrossingTensor) -> torch.Tensor:
+        """Meta tensor like that which one rank sends. After `begin`."""
+        if crossing.producer not in self._tensors:
+            raise RuntimeError(f"the model does not make {_words(crossing.producer)}: {STALE}")
+        like = self._tensors[crossing.producer]
+        shape = list(like.shape)
+        if crosses_sliced(crossing, self._plan):
+            shape[crossing.dims.index("sequence")] //= self._plan.degrees.tensor
+        return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=crossing.requires_grad)
+
+    def receive(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Give the tensors that cross the cut, in the plan's order, for the next forward."""
+        self._received = tensors
+
+    def forward(self) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """Crossing tensors for the next stage, or the scaled loss on the last one."""
+        micro_batch = self._queue.popleft()
+        self._calls.clear()
+        exchange = self._exchange = _Exchange(
+            arrived={
+                crossing.producer: self._arrived(crossing, tensor)
+                for crossing, tensor in zip(self.incoming, self._received, strict=True)
+            },
+            wanted=tuple(crossing.producer for crossing in self.outgoing),
+            shapes={producer: like.shape for producer, like in self._tensors.items()},
+        )
+        self._received = ()
+        try:
+            with self._tokens(), self._autocast:
+                with self._producers:
+                    output = self.model(*micro_batch.args, **micro_batch.kwargs)
+                loss = self._loss_of(output, micro_batch.batch) if self.is_last else None
+        except _CompleteError:
+            return self._checked(exchange)
+        finally:
+            self._exchange = _NOTHING
+        exchange.check_all_seen()
+        if loss is None:
+            missing = next(p for p in exchange.wanted if p not in exchange.made)
+            raise RuntimeError(f"stage {self.stage} ran to its end without making {_words(missing)}: {STALE}")
+        self.losses.append(loss.detach())
+        return loss * micro_batch.scale
+
+    def _arrived(self, crossing: CrossingTensor, tensor: torch.Tensor) -> torch.Tensor:
+        like = self._tensors[crossing.producer]
+        mark = like.mark
+        if self._context is not None and crosses_sliced(crossing, self._plan):
+            mark = self._context.slice_of(mark)
+        return set_mark(tensor.clone() if like.written else tensor, mark)
+
+    def _tokens(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._context is None else self._context.running()
+
+    def _loss_of(self, output: Any, batch: Any) -> torch.Tensor:
+        return loss_of(output) if self._loss is None else self._loss(output, batch)
+
+    @cached_property
+    def _producers(self) -> Producers:
+        crossing = {tensor.producer for tensor in (*self.incoming, *self.outgoing)}
+        return Producers(self.model, self._plan.model.layer_modules, replace=self._replace, only=crossing)
+
+    def _replace(self, producer: Producer, tensor: torch.Tensor) -> torch.Tensor:
+        return self._exchange.replace(producer, tensor)
+
+    @cached_property
+    def fsdp_units(self) -> list[tuple[FSDPModule, bool]]:
+        """FSDP modules in the order of their forward (what is inside of another one before it), each with whether it
+        gives parameters back (not the root). To be asked for once the stage is sharded."""
+        modules: list[tuple[nn.Module, bool]] = [
+            (module, layer.reshard)
+            for layer in self._plan.stages[self.stage].layers
+            for name in layer.modules
+            for module in reversed(list(self.model.get_submodule(name).modules()))
+        ]
+        inner = {module for module, _ in modules}
+        modules += [(module, False) for module in self.modules() if module not in inner]
+        return [(module, reshard) for module, reshard in modules if isinstance(module, FSDPModule)]
+
+    def _stub(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        call = self._calls[name]
+        self._calls[name] += 1
+        if (name, call) not in self._stubs:
+            raise RuntimeError(f"module {name} is called more often than when the stage was set up: {STALE}")
+        return self._stubs[name, call].output()
+
+    def _checked(self, exchange: "_Exchange") -> tuple[torch.Tensor, ...]:
+        exchange.check_all_seen()
+        outputs = tuple(exchange.made[producer].contiguous() for producer in exchange.wanted)
+        if self._plan.schedule in ZERO_BUBBLE:  # torch detaches what it sent in place, which no view can be
+            outputs = tuple(solid(output) for output in outputs)
+        for crossing, output in zip(self.outgoing, outputs, strict=True):
+            like = self.on_wire(crossing)
+            if output.shape != like.shape or output.dtype != like.dtype:
+                raise RuntimeError(
+                    f"stage {self.stage} made {_words(crossing.producer)} as {output.dtype} of {tuple(output.shape)}, "
+                    f"but {like.dtype} of {tuple(like.shape)} was expected: {STALE}"
+                )
+        return outputs
+
+
+class Chunks(nn.Module):
+    """Several stages of one rank, in the plan's order of its chunks; parameters and buffers keep the model's names."""
+
+    def __init__(self, stages: Sequence[StageModule]) -> None:
+        super().__init__()
+        for i, stage in enumerate(stages):
+            self.add_module(str(i), stage)
+
+    @property
+    def stages(self) -> list[StageModule]:
+        """The stages."""
+        return list(self._modules.values())  # type: ignore[arg-type]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name in the model, parameter) of all stages."""
+        for stage in self.stages:
+            yield from stage.model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the model, buffer) of all stages; buffers outside of the layers are on each of them."""
+        for stage in self.stages:
+            yield from stage.model.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """What the stages' own hold, by name in the model."""
+        return {name: value for stage in self.stages for name, value in stage.model.state_dict(*args, **kwargs).items()}
+
+
+def stages_in(module: nn.Module) -> list[StageModule]:
+    """The stages of a rank's module: its own, those of its chunks, or none where there is no pipeline."""
+    if isinstance(module, Chunks):
+        return module.stages
+    return [module] if isinstance(module, StageModule) else []
+
+
+class _CompleteError(Exception):
+    """All that the next stage needs has been produced."""
+
+
+class _Exchange:
+    """Puts arrived tensors in their producers' places, and collects the wanted ones until all are there."""
+
+    def __init__(
+        self,
+        arrived: dict[Producer, torch.Tensor],
+        wanted: tuple[Producer, ...],
+        shapes: dict[Producer, torch.Size],
+    ) -> None:
+        self.arrived = arrived
+        self.wanted = wanted
+        self._shapes = shapes
+        self.made = {producer: arrived[producer] for producer in wanted if producer in arrived}
+        self._seen: set[Producer] = set()
+
+    def replace(self, producer: Producer, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor to go on with. Raises RuntimeError if it would take the place of one of another shape."""
+        if producer in self.arrived:
+            self._seen.add(producer)
+            found, made = own_shape(tensor), own_shape(self.arrived[producer])
+            if found not in (self._shapes[producer], made):
+                raise RuntimeError(
+                    f"{_words(producer)} is of {tuple(found)} on this stage and of {tuple(made)} where it was made: "
+                    f"{STALE}"
+                )
+            tensor = self.arrived[producer]
+        elif producer in self.wanted:
+            self.made[producer] = tensor
+            if len(self.made) == len(self.wanted):
+                raise _CompleteError
+        return tensor
+
+    def check_all_seen(self) -> None:
+        """Raises RuntimeError if an arrived tensor found no producer to replace: placeholders would be used instead."""
+        for producer in self.arrived:
+            if producer not in self._seen:
+                raise RuntimeError(f"{_words(producer)} arrived, which the model never made: {STALE}")
+
+
+_NOTHING = _Exchange({}, (), {})
+
+
+def _words(producer: Producer) -> str:
+    if producer.kind == "module":
+        return f"output {producer.leaf} of call {producer.call} of module {producer.name}"
+    return f"result {producer.leaf} of call {producer.call} of {producer.name} between the layers"

@@ -1,0 +1,336 @@
+"""Tensor and sequence parallelism of one stage: weights cut, collectives where the cuts begin and end.
+
+Activations are ordinary tensors. Legend: T tensor ranks; "alike": equal on all of them; "sliced": each holds 1/T of
+the sequence; "cut": each computes its own features or heads.
+
+    columns   alike -> cut: nothing / all-reduce      sliced -> cut: all-gather / reduce-scatter
+    rows      cut -> alike: all-reduce / nothing      cut -> sliced: reduce-scatter / all-gather
+    head      columns, then all-gather of the features / slice
+    embedding rows outside this rank's vocabulary give 0, then all-reduce / nothing
+    edges     alike -> sliced: slice / all-gather      sliced -> alike: all-gather / slice
+
+(forward / backward). Columns that read the same tensor share one collective. Under sequence parallelism slices are
+gathered where the cut's `gather` module begins, because attention modules read the sequence's length from their input
+before they use it, or else by the columns themselves.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+from ...planner.plan import LayerPlan, Plan
+from ...profiler.cuts.held_tokens import own_shape
+from ...profiler.model_profile import CrossingTensor, TensorCut
+from .tensor_collectives import Alike, GatherAlike, GatherSum, Slice, SumAlike, SumSlice, call
+from .tensor_forwards import (
+    SharedInput,
+    as_it_is,
+    column_forward,
+    embedding_forward,
+    entry_forward,
+    gathered_forward,
+    norm_forward,
+    row_forward,
+    table_forward,
+)
+from .tensor_layout import ParameterCut, TensorLayout
+
+
+def apply_tensor_parallel(
+    stage: nn.Module, plan: Plan, layers: Iterable[LayerPlan], mesh: DeviceMesh, following: LayerPlan | None
+) -> TensorLayout:
+    """Cut the stage's weights and attributes in place, and put collectives into the forwards concerned.
+
+    stage: holds the layers under their original names; on the meta device or not. Cut parameters become DTensors on
+    `mesh` (one axis). following: the layer behind the stage's last, on another stage; None if there is none.
+    Raises ValueError if a tied parameter would be cut in one place and whole in another.
+    """
+    _check_ties(plan)
+    layout = TensorLayout()
+    layers = list(layers)
+    region = _Region(plan, mesh)
+    done: set[str] = set()
+    replaced: dict[int, nn.Parameter] = {}
+    names = {id(p): n for n, p in stage.named_parameters()}
+    for i, layer in enumerate(layers):
+        next_layer = layers[i + 1] if i + 1 < len(layers) else following
+        sliced = is_sliced(plan, layer)
+        if layer.name in done:
+            continue
+        done.add(layer.name)
+        prefix = layer.root + "." if layer.root else ""
+        cuts = plan.class_plan(layer.layer_class).cuts
+        inputs = _shared_inputs(cuts, region, sliced)
+        for name in layer.modules:
+            stage.get_submodule(name).register_forward_pre_hook(_forgetting(inputs.values()))
+        for cut in cuts:
+            _cut_parameters(stage, prefix, cut, mesh, layout, replaced, names)
+            _divide_attributes(stage, prefix, cut, mesh.size())
+            _replace_forwards(stage, prefix, cut, inputs[cut.name], region, sliced)
+        if sliced:
+            layout.partial.update(names[id(stage.get_parameter(name))] for name in layer.parameters)
+        region.hook(stage, layer, gather_after=sliced and next_layer is not None and not is_sliced(plan, next_layer))
+    layout.partial -= set(layout.cuts)
+    _check_partial(layers, layout, plan)
+    _set_parameters(stage, replaced)
+    return layout
+
+
+def _check_partial(layers: list[LayerPlan], layout: TensorLayout, plan: Plan) -> None:
+    """A gradient is a share on every tensor rank, or whole on every one; never a sum of both kinds."""
+    whole = {n for layer in layers if not is_sliced(plan, layer) for n in layer.parameters}
+    whole |= {n for names in plan.model.ties if whole & set(names) for n in names}
+    for name in sorted(layout.partial & whole):
+        raise ValueError(
+            f"{name} is read by a layer that runs on slices of the sequence and by one that does not; "
+            "plan it without sequence parallelism"
+        )
+
+
+def _cut_parameters(
+    stage: nn.Module,
+    prefix: str,
+    cut: TensorCut,
+    mesh: DeviceMesh,
+    layout: TensorLayout,
+    replaced: dict[int, nn.Parameter],
+    names: dict[int, str],
+) -> None:
+    for relative, dim in cut.sharded.items():
+        name = prefix + relative
+        parameter = stage.get_parameter(name)
+        size = parameter.shape[dim]
+        widths = cut.parts.get(relative.rpartition(".")[0], (size,)) if _is_column(cut, relative) else (size,)
+        if any(width % mesh.size() for width in widths) or sum(widths) != size:
+            raise ValueError(f"{name} of {size} along dim {dim} ({widths}) is not divisible by tensor={mesh.size()}")
+        division = ParameterCut(dim, tuple(widths), mesh.size())
+        if layout.cuts.setdefault(name, division) != division:
+            raise ValueError(f"{name} would be cut in two different ways; plan it with tensor=1 or untie it")
+        first = names[id(parameter)]
+        if layout.cuts.setdefault(first, division) != division:
+            raise ValueError(f"{name} is tied to {first}, which is cut differently; plan it with tensor=1 or untie it")
+        if id(parameter) not in replaced:
+            local = division.local(parameter.detach(), mesh.get_local_rank())
+            sharded = DTensor.from_local(
+                local, mesh, [Shard(dim)], run_check=False, shape=parameter.shape, stride=_contiguous(parameter.shape)
+            )
+            replaced[id(parameter)] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def _is_column(cut: TensorCut, relative: str) -> bool:
+    return relative.rpartition(".")[0] in cut.columns
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
+
+
+def _set_parameters(stage: nn.Module, replaced: dict[int, nn.Parameter]) -> None:
+    """Put the new parameters wherever the old ones were, so that ties stay."""
+    for module in stage.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in replaced:
+                module._parameters[name] = replaced[id(parameter)]
+
+
+def _divide_attributes(stage: nn.Module, prefix: str, cut: TensorCut, degree: int) -> None:
+    for module_name, attributes in cut.attributes.items():
+        module = _submodule(stage, prefix, module_name)
+        for attribute in attributes:
+            setattr(module, attribute, getattr(module, attribute) // degree)
+
+
+def _check_ties(plan: Plan) -> None:
+    """A parameter with several names is cut at all of those that are read, wherever in the pipeline they are."""
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    ways: dict[str, int | None] = {name: None for layer in layers for name in layer.parameters}
+    for layer in layers:
+        for cut in plan.class_plan(layer.layer_class).cuts:
+            ways |= {(layer.root + "." if layer.root else "") + name: dim for name, dim in cut.sharded.items()}
+    for group in plan.model.ties:
+        found = {name: ways[name] for name in group if name in ways}
+        if len(set(found.values())) > 1:
+            raise ValueError(
+                f"tied parameters must be cut alike, but the plan cuts {found} (dim, or None for whole); "
+                "cut both classes or neither, or untie them"
+            )
+
+
+def _shared_inputs(cuts: Sequence[TensorCut], region: "_Region", sliced: bool) -> dict[str, SharedInput]:
+    """Cut -> what its columns are given; cuts whose columns read one tensor share it."""
+    groups: list[tuple[list[str], set[str]]] = []
+    shared: dict[str, SharedInput] = {}
+    for cut in cuts:
+        if sliced and cut.gather:
+            shared[cut.name] = SharedInput(as_it_is)
+            continue
+        read = {tensor for column, tensor in cut.inputs.items() if not cut.has_entered(column)}
+        same = [group for group in groups if group[1] & read]
+        groups = [group for group in groups if group not in same]
+        names = [name for members, _ in same for name in members]
+        groups.append(([*names, cut.name], read.union(*(tensors for _, tensors in same))))
+    for names, _ in groups:
+        shared |= dict.fromkeys(names, SharedInput(region.column_input(sliced), len(names)))
+    return shared
+
+
+def _forgetting(inputs: Iterable[SharedInput]) -> Callable[..., None]:
+    """A hook for the beginning of a forward."""
+    every = list(dict.fromkeys(inputs))
+
+    def hook(module: nn.Module, args: Any) -> None:
+        for shared in every:
+            shared.clear()
+
+    return hook
+
+
+def _replace_forwards(
+    stage: nn.Module, prefix: str, cut: TensorCut, shared: SharedInput, region: "_Region", sliced: bool
+) -> None:
+    around = cut.gather if sliced else ""
+    if around:
+        _submodule(stage, prefix, around).register_forward_pre_hook(region.gather_sum, with_kwargs=True)
+    for name in cut.columns:
+        module = _submodule(stage, prefix, name)
+        if cut.kind == "embedding":
+            module.forward = embedding_forward(module, region.group)
+        elif cut.kind == "table":
+            module.forward = table_forward(module, region.group)
+        else:
+            enter = as_it_is if cut.has_entered(name) else shared
+            forward = column_forward(module, enter)
+            module.forward = gathered_forward(forward, shared, region.group) if cut.kind == "head" else forward
+    for name in () if around else cut.entries:
+        module = _submodule(stage, prefix, name)
+        module.forward = entry_forward(module, region.column_input(sliced))
+    for name in cut.between:
+        module = _submodule(stage, prefix, name)
+        module.forward = norm_forward(module)
+    for name in cut.rows:
+        module = _submodule(stage, prefix, name)
+        module.forward = row_forward(module, shared, region.row_output(sliced))
+
+
+def _submodule(stage: nn.Module, prefix: str, name: str) -> nn.Module:
+    """The module `name`, relative to the layer's root; '' is the root itself."""
+    return stage.get_submodule((prefix + name).removesuffix("."))
+
+
+def is_sliced(plan: Plan, layer: LayerPlan) -> bool:
+    """Whether a layer runs on slices of the sequence."""
+    return plan.class_plan(layer.layer_class).sequence
+
+
+def crosses_sliced(tensor: CrossingTensor, plan: Plan) -> bool:
+    """Whether a cut of the pipeline sends only a rank's slice of a tensor: made between two layers on slices."""
+    if "sequence" not in tensor.dims or not tensor.requires_grad:
+        return False
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    return all(is_sliced(plan, layer) for layer in layers[tensor.made_by : tensor.made_by + 2])
+
+
+class _Region:
+    """Where the sequence is sliced, and what converts at its edges and at the cuts."""
+
+    def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
+        self.plan = plan
+        self.group = mesh.get_group()
+        self.degree = mesh.size()
+        self.sequences = {
+            (
+                tuple(size for size, dim in zip(t.shape, t.dims, strict=True) if dim == "other"),
+                t.dims.index("sequence"),
+                t.shape[t.dims.index("sequence")] // plan.degrees.context,
+            )
+            for t in plan.model.tensors
+            if t.requires_grad and "sequence" in t.dims
+        }
+        dims = {dim for _, dim, _ in self.sequences}
+        self.sequence_dim = dims.pop() if len(dims) == 1 else 1
+
+    def column_input(self, sliced: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What a column does to its input."""
+        if sliced:
+            return lambda x: call(GatherSum, x, self.sequence_dim, self.group)
+        return lambda x: call(Alike, x, self.group)
+
+    def gather_sum(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook: gather every slice that enters a module; gradients that come back are shares, to be summed."""
+
+        def gather(x: Any) -> Any:
+            found = self._length(x)
+            if found is None or own_shape(x)[found[0]] == found[1]:
+                return x
+            return call(GatherSum, x, found[0], self.group)
+
+        seen: dict[int, Any] = {}
+        return tree_map(lambda x: seen.setdefault(id(x), gather(x)), (args, kwargs))
+
+    def row_output(self, sliced: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What a row does to its product."""
+        if sliced:
+            return lambda y: call(SumSlice, y, self.sequence_dim, self.group)
+        return lambda y: call(SumAlike, y, self.group)
+
+    def hook(self, stage: nn.Module, layer: LayerPlan, gather_after: bool) -> None:
+        """Slice or gather what enters the layer's modules, and gather what leaves them if the next layer needs it."""
+        if not self.plan.sequence_parallel:
+            return
+        enter = self._enter_sliced if is_sliced(self.plan, layer) else self._enter_whole
+        for name in layer.modules:
+            module = stage.get_submodule(name)
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+            if gather_after:
+                _before_other_hooks(module, lambda module, args, output: tree_map(self._gather, output))
+
+    def _enter_sliced(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not any(self._length(x) for x in tree_leaves((args, kwargs))):
+            shapes = [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            lengths = sorted({length for _, _, length in self.sequences})
+            raise ValueError(
+                f"a {type(module).__name__} runs on slices of a sequence of {lengths} by plan, but was given {shapes}; "
+                "feed the length that was planned for, or plan again with --seq-len"
+            )
+        return tree_map(self._slice, (args, kwargs))
+
+    def _enter_whole(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(self._gather, (args, kwargs))
+
+    def _length(self, x: Any) -> tuple[int, int] | None:
+        """(dim, whole length) of a tensor that carries the sequence and a gradient; None for any other."""
+        if not isinstance(x, torch.Tensor) or not (x.requires_grad or not torch.is_grad_enabled()):
+            return None
+        shape = own_shape(x)
+        for others, dim, length in self.sequences:
+            if len(shape) == len(others) + 2 and shape[dim] in (length, length // self.degree):
+                rest = [size for i, size in enumerate(shape) if i != dim]
+                if tuple(rest[-len(others) :]) == others or tuple(rest[: len(others)]) == others:
+                    return dim, length
+        return None
+
+    def _slice(self, x: Any) -> Any:
+        found = self._length(x)
+        if found is None:
+            return x
+        return call(Slice, x, found[0], self.group) if own_shape(x)[found[0]] == found[1] else x
+
+    def _gather(self, x: Any) -> Any:
+        found = self._length(x)
+        if found is None or own_shape(x)[found[0]] == found[1]:
+            return x
+        return call(GatherAlike, x, found[0], self.group)
+
+
+def _before_other_hooks(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Run on the module's output before anything else sees it."""
+    return module.register_forward_hook(hook, prepend=True)

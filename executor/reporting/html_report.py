@@ -1,0 +1,469 @@
+"""A report as one HTML file that needs no network: the sections of a plan's report, and of a comparison."""
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from ...planner.bands import Band, memory_band, time_band
+from ...planner.estimate import MFU_CONVENTION
+from ...planner.exchange.export import export
+from ...planner.exchange.targets import NAMES, TARGETS
+from ...planner.not_run import marked
+from ...planner.plan import Plan
+from ...planner.questions.explain import CAUSES, reason
+from ...planner.search import Candidate
+from ...profiler.units import GIB, format_bytes, format_count, format_seconds
+from .drawing import legend, table, tag
+from .measured_report import MeasuredTable
+from .report import (
+    against_others,
+    axis_rows,
+    certificate_line,
+    choice_in_words,
+    comparison_rows,
+    label_of,
+    launch_command,
+    layer_runs,
+    loss_rows,
+    splits_in_words,
+    stage_names,
+)
+from .report_charts import (
+    cluster_map,
+    host_cards,
+    layer_strip,
+    loss_bars,
+    memory_bars,
+    scatter,
+    stage_places,
+    timeline,
+    tornado,
+    waterfall,
+)
+from .report_facts import Facts
+
+_TRILLION = 1e12
+_DAY_S = 86_400.0
+
+
+def report_page(facts: Facts, plan_file: str, notes: Sequence[str] = (), run: str = "") -> str:
+    """The report of a plan. notes: what could not be cut or recognised; run: markup of a table of a real run."""
+    plan = facts.plan
+    sections = [
+        _where_section(facts),
+        _memory_section(facts),
+        _timeline_section(facts),
+        _breakdown_section(facts),
+        _alternatives_section(facts),
+        _sensitivity_section(facts),
+        _proof_section(plan),
+        *([_section("run", "A real run", "", run)] if run else []),
+        _use_section(plan, plan_file, notes),
+    ]
+    title = f"{plan.model.name} on {plan.cluster.devices.replace(' x ', ' × ')}"
+    head = f'<p class="kicker">Training plan</p><h1>{escape(title)}</h1>' + tag(
+        "p", escape(_job_in_words(plan)), class_="sub"
+    )
+    links = [
+        ("where", "GPUs and layers"),
+        ("memory", "Memory"),
+        ("time", "One step"),
+        ("causes", "Where it goes"),
+        ("alternatives", "Alternatives"),
+        ("sensitivity", "Sensitivity"),
+        ("proof", "Proof"),
+        ("use", "Use it"),
+    ]
+    return page(title, head + _decision(facts) + _tiles(facts), links, sections)
+
+
+def comparison_page(
+    candidates: Sequence[Candidate], job: Plan, price_per_hour: float | None, measured: MeasuredTable | None = None
+) -> str:
+    """Set-ups side by side: one step of each by cause, the numbers, and what was measured."""
+    title = f"{job.model.name} on {job.cluster.devices.replace(' x ', ' × ')}"
+    head = f'<p class="kicker">Planned beside manual set-ups</p><h1>{escape(title)}</h1>'
+    head += tag(
+        "p", escape(f"{_job_in_words(job)}. All at the same global batch, by the same cost model."), class_="sub"
+    )
+    picture, names = loss_bars(candidates)
+    unit, headings, rows = loss_rows(candidates)
+    sections = [
+        _section(
+            "losses",
+            "One step by cause",
+            "Where each set-up spends its step; shorter is better.",
+            names + _wide(picture),
+        ),
+        *([] if measured is None else [_measured_section(measured)]),
+        _section("numbers", "Numbers", "", table(*comparison_rows(candidates, price_per_hour), numeric_from=1)),
+        _section("causes", f"The step by cause, {unit}", "", table(headings, rows)),
+        _section(
+            "verdicts", "Verdicts", "", table(["set-up", "layout", "verdict"], _verdicts(candidates), numeric_from=3)
+        ),
+    ]
+    return page(f"Compared: {title}", head, [], sections)
+
+
+def _measured_section(found: MeasuredTable) -> str:
+    said = tag("ul", "".join(tag("li", escape(sentence)) for sentence in found.sentences), class_="sub")
+    return _section("measured", "Measured", "", (table(found.headings, found.rows) if found.rows else "") + said)
+
+
+def comparison_fragment(candidates: Sequence[Candidate]) -> str:
+    """The tables of a comparison for a notebook's cell."""
+    unit, headings, rows = loss_rows(candidates)
+    return (
+        table(*comparison_rows(candidates, None))
+        + table(headings, rows, caption=f"Where the step goes, {unit}")
+        + table(["set-up", "layout", "verdict"], _verdicts(candidates), numeric_from=3)
+    )
+
+
+def page(title: str, head: str, links: Iterable[tuple[str, str]], sections: Iterable[str]) -> str:
+    """A whole document around its head and sections, with style and script inside."""
+    here = Path(__file__).parent
+    style, script = ((here / f"html_report.{kind}").read_text() for kind in ("css", "js"))
+    shown = "".join(tag("a", escape(name), href=f"#{anchor}") for anchor, name in links)
+    button = '<button id="theme" type="button">Dark</button>'
+    body = (
+        f'<main><header class="top"><div>{head.partition("</h1>")[0]}</h1></div>{button}</header>'
+        + head.partition("</h1>")[2]
+        + (tag("nav", shown, aria_label="sections") if shown else "")
+        + "".join(sections)
+        + "<footer>Made by Meshwright. All times and sizes are predictions of its cost model unless marked as "
+        "measured.</footer></main>"
+    )
+    return (
+        '<!doctype html>\n<html lang="en" data-theme="light"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>{body}"
+        f'<div id="tip" role="presentation"></div><script>{script}</script></body></html>\n'
+    )
+
+
+def _section(anchor: str, heading: str, below: str, content: str) -> str:
+    words = tag("p", escape(below), class_="sub") if below else ""
+    return tag("section", tag("h2", escape(heading)) + words + content, id=anchor)
+
+
+def _wide(picture: str) -> str:
+    return tag("div", picture, class_="wide")
+
+
+def _numbers(summary: str, content: str) -> str:
+    return tag("details", tag("summary", escape(summary)) + content)
+
+
+def _job_in_words(plan: Plan) -> str:
+    training = plan.training
+    batch = f"global batch {training.global_batch:,}"
+    batch += f" × {training.seq_len:,} tokens" if training.seq_len is not None else " samples"
+    parts = [
+        f"{format_count(plan.model.num_parameters)} parameters",
+        batch,
+        training.precision,
+        training.optimizer,
+        training.software,
+    ]
+    return " · ".join(parts)
+
+
+def _decision(facts: Facts) -> str:
+    plan, found = facts.plan, facts.estimate
+    hosts = plan.cluster.num_hosts
+    unit = "tokens" if plan.training.seq_len is not None else "samples"
+    peak = max(found.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
+    sentences = [
+        f"Train <b>{escape(plan.model.name)}</b> on {escape(plan.cluster.devices.replace(' x ', ' '))} "
+        f"({hosts:,} host{'s' if hosts > 1 else ''}) with <b>{escape(choice_in_words(plan))}</b>.",
+        *([f"<b>{escape(marked(plan).capitalize())}.</b>"] if marked(plan) else []),
+        *(escape(f"{name.capitalize()}: {words}.") for name, words in splits_in_words(plan).items()),
+        f"One optimizer step is predicted to take <b>{format_seconds(found.step_time_s)}</b>: "
+        f"{format_count(found.tokens_per_s)} {unit} per second at {found.mfu:.0%} of the GPUs' peak.",
+        f"The fullest GPU holds {format_bytes(peak.device_bytes)} of the {format_bytes(peak.budget_bytes)} it may use.",
+    ]
+    why = reason(plan, found, next((c.verdict for c in facts.alternatives if c.label == "DDP"), None))
+    sentences.append(escape(f"Why: {why}."))
+    if facts.alternatives:
+        against = against_others(plan, found.step_time_s, facts.alternatives)
+        sentences.append(
+            escape(
+                f"It is {against}."
+                if against[0].isdigit() or against.startswith("as ")
+                else f"{against[0].upper()}{against[1:]}."
+            )
+        )
+    return tag("p", " ".join(sentences[:3]), class_="lead") + tag("p", " ".join(sentences[3:]))
+
+
+def _between(band: Band | None, predicted: float, words: Callable[[float], str]) -> str:
+    """The band around a prediction: where 8 of 10 published runs of the kind fell."""
+    return "" if band is None else "{} to {} in 8 of 10 runs; ".format(*map(words, band.around(predicted)))
+
+
+def _tiles(facts: Facts) -> str:
+    plan, found = facts.plan, facts.estimate
+    unit = "tokens/s" if plan.training.seq_len is not None else "samples/s"
+    fullest = max(found.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
+    peak, budget = fullest.device_bytes, fullest.budget_bytes
+    tiles = [
+        (
+            "step time",
+            format_seconds(found.step_time_s),
+            _between(time_band(plan), found.step_time_s, format_seconds)
+            + f"{plan.num_microbatches} × micro-batch {plan.micro_batch} per data rank",
+        ),
+        (
+            unit,
+            format_count(found.tokens_per_s),
+            f"{format_count(found.tokens_per_s / plan.degrees.num_devices)} per GPU",
+        ),
+        ("MFU", f"{found.mfu:.1%}", "of dense peak FLOP/s"),
+        (
+            "memory",
+            f"{peak / GIB:.1f} GiB",
+            _between(memory_band(plan), peak, format_bytes) + f"{peak / budget:.0%} of the budget on the fullest GPU",
+        ),
+    ]
+    price = plan.cluster.price_per_hour
+    if plan.training.seq_len is not None:
+        days = _TRILLION / found.tokens_per_s / _DAY_S
+        cost = ""
+        if price is not None:
+            cost = f", ${format_count(days * 24 * price * plan.degrees.num_devices)}"
+        tiles.append(("a trillion tokens", _days(days), f"on these {plan.degrees.num_devices:,} GPUs{cost}"))
+    if price is not None:
+        hourly = price * plan.degrees.num_devices
+        tiles.append(("cost", f"${hourly:,.0f}/h", f"${hourly * found.step_time_s / 3600:,.4g} per step"))
+    cells = (
+        tag("div", tag("span", name) + tag("b", value) + tag("small", escape(below)), class_="tile")
+        for name, value, below in tiles
+    )
+    return tag("div", "".join(cells), class_="tiles")
+
+
+def _days(days: float) -> str:
+    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days" if days >= 1 else f"{24 * days:.1f} h"
+
+
+def _where_section(facts: Facts) -> str:
+    plan = facts.plan
+    picture, names = layer_strip(plan)
+    content = tag("h3", "The model's layers") + names + _wide(picture)
+    if any(layer.recompute != "none" for stage in plan.stages for layer in stage.layers):
+        content += tag("p", "Hatched layers run their forward again during backward (recompute).", class_="sub")
+    whole = cluster_map(facts)
+    content += tag("h3", "The whole cluster") + _wide(whole) if whole else ""
+    kinds = "Every host" if len(facts.patterns) == 1 else "Each kind of host"
+    content += tag("h3", kinds) + _wide(host_cards(facts))
+    places = table(["stage", "where", "layers"], stage_places(plan), numeric_from=3)
+    treated = [
+        (stage_names(plan, position), run.names, str(run.num_layers), run.treatment)
+        for position in range(plan.degrees.pipeline)
+        for run in layer_runs(plan, position)
+    ]
+    axes = [(row.axis.replace("_", " "), f"{row.degree:,}", row.first_group, row.where) for row in axis_rows(plan)]
+    content += _numbers("Stages in a table", places)
+    content += _numbers(
+        "Layers and their treatment", table(["stage", "layers", "count", "treatment"], treated, numeric_from=4)
+    )
+    if axes:
+        content += _numbers(
+            "Mesh axes, outermost first",
+            table(["axis", "ways", "ranks of the first group", "each group sits"], axes, numeric_from=4),
+        )
+    below = {
+        True: "Colours are pipeline stages: which layers each holds, and which GPUs hold it.",
+        False: "Every GPU works on all layers; what is split are samples, parameters or single layers.",
+    }[plan.degrees.pipeline > 1]
+    return _section("where", "Which layer lives on which GPU", below, content)
+
+
+def _memory_section(facts: Facts) -> str:
+    picture, names = memory_bars(facts)
+    memory = facts.estimate.memory
+    items = list(memory[0].items)
+    rows = [
+        (
+            str(i),
+            *(f"{stage.items[name] / GIB:.2f}" for name in items),
+            f"{stage.device_bytes / GIB:.2f}",
+            f"{-stage.over_bytes / GIB:.2f}",
+            *([f"{stage.budget_bytes / GIB:.2f}", escape(stage.device)] if stage.device else []),
+        )
+        for i, stage in enumerate(memory)
+    ]
+    more = ["budget", "device"] if memory[0].device else []
+    below = f"Peak of one GPU, itemised. {facts.plan.training.memory_margin:.0%} of the device is left free on purpose."
+    details = _numbers("Every rank in a table (GiB)", table(["rank", *items, "total", "free", *more], rows))
+    return _section("memory", "Memory against the budget", below, names + _wide(picture) + details)
+
+
+def _timeline_section(facts: Facts) -> str:
+    plan, played = facts.plan, facts.played
+    picture, names = timeline(facts)
+    left_out = plan.num_microbatches - played.num_microbatches
+    below = "The plan's own schedule by event simulation, whole."
+    if left_out:
+        full = "" if played.num_microbatches > plan.degrees.pipeline else " (which is not reached in the picture)"
+        below = (
+            f"The plan's own schedule by event simulation. {played.num_microbatches} of its {plan.num_microbatches} "
+            f"micro-batches are drawn: the other {left_out} repeat the middle{full}, and the real step takes "
+            f"{format_seconds(facts.estimate.step_time_s)}."
+        )
+    return _section("time", "One training step", f"{below} Point at a pass for its times.", names + _wide(picture))
+
+
+def _breakdown_section(facts: Facts) -> str:
+    found = facts.estimate
+    rows = [
+        (CAUSES.get(name, name), format_seconds(s), f"{s / found.step_time_s:.1%}")
+        for name, s in found.breakdown.items()
+    ]
+    moved = [
+        (
+            traffic.axis.replace("_", " "),
+            traffic.kind.replace("_", "-"),
+            format_bytes(traffic.bytes),
+            f"{traffic.calls:,.0f}",
+        )
+        for traffic in found.collectives
+    ]
+    details = _numbers("The causes in a table", table(["cause", "seconds", "of the step"], rows))
+    if moved:
+        below = "What one rank passes to collectives in a step; full tensors, not shards"
+        details += _numbers("Communication by axis", table(["axis", "collective", "bytes", "calls"], moved, 2, below))
+    below = (
+        "From what the model's arithmetic takes at the GPUs' peak to the step, on the busiest stage. "
+        f"MFU: {MFU_CONVENTION}."
+    )
+    return _section("causes", "Where the step goes", below, _wide(waterfall(facts)) + details)
+
+
+def _alternatives_section(facts: Facts) -> str:
+    marks = legend(
+        [("the plan", "var(--accent)"), ("what people usually try", "var(--orange)"), ("other layouts", "var(--slate)")]
+    )
+    below = (
+        "Each point is a layout with its best micro-batch, schedule and recompute; the line joins those that none "
+        "beats in both time and memory. Layouts over four times as slow are left out."
+    )
+    rows = _verdicts(facts.alternatives)
+    details = _numbers(
+        "All alternatives and why they lost", table(["set-up", "layout", "verdict"], rows, numeric_from=3)
+    )
+    return _section("alternatives", "Time against memory", below, marks + _wide(scatter(facts)) + details)
+
+
+def _verdicts(candidates: Sequence[Candidate]) -> list[tuple[str, str, str]]:
+    return [
+        (c.label, "–" if c.plan is None else f"{label_of(c.plan)}, micro-batch {c.plan.micro_batch}", c.verdict)
+        for c in candidates
+    ]
+
+
+def _sensitivity_section(facts: Facts) -> str:
+    overtaken = [f"{shift.name}: {shift.overtaken_by}" for shift in facts.shifts if shift.overtaken_by]
+    verdict = (
+        f"A layout that is slower today would be more than 1% faster in these cases: {'; '.join(overtaken)}."
+        if overtaken
+        else "No layout that is slower today would then be more than 1% faster than this plan."
+    )
+    below = "The same plan, priced again with one number of the cluster 20% lower or higher."
+    return _section(
+        "sensitivity",
+        "What if the hardware is not what we think",
+        below,
+        _wide(tornado(facts)) + tag("p", escape(f"{verdict} {facts.spare_memory}")),
+    )
+
+
+def _proof_section(plan: Plan) -> str:
+    certificate = plan.certificate
+    if certificate is None:
+        return _section("proof", "Proof", "", tag("p", escape(certificate_line(plan))))
+    shapes = certificate.shapes
+    badge = tag("span", certificate.status, class_="badge" if certificate.status == "optimal" else "badge weak")
+    rows = [
+        ("closed form of this plan", format_seconds(certificate.objective)),
+        ("proven bound: no plan in the space is below", format_seconds(certificate.bound)),
+        ("gap between them", f"{certificate.gap:.2%}"),
+        ("event simulation of this plan", format_seconds(certificate.simulated_s)),
+        ("layouts in the space", f"{shapes['total']:,}"),
+        ("rejected by a rule", f"{shapes['rejected']:,}"),
+        ("pruned by their bound", f"{shapes['pruned']:,}"),
+        ("solved", f"{shapes['solved']:,}"),
+        ("solver, time", f"{certificate.solver}, {format_seconds(certificate.search_seconds)}"),
+    ]
+    content = tag("p", badge + " " + escape(certificate_line(plan).partition(": ")[2].partition(" (")[0] + "."))
+    content += table(["", ""], rows)
+    if certificate.rejected:
+        rejected = sorted(certificate.rejected.items(), key=lambda item: -item[1])
+        content += _numbers(
+            "Rules that rejected layouts", table(["rule", "layouts"], [(rule, f"{n:,}") for rule, n in rejected])
+        )
+    below = "The proof is about the cost model, not about your cluster; plan compare --measure tells how far it is off."
+    return _section("proof", "Proof", below, content)
+
+
+def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:
+    name = Path(plan_file).name
+    script = (
+        "from meshwright.executor import parallelize\n\n"
+        f'trainer = parallelize(MyModel, plan="{name}", optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4), loss=loss)\n'
+        "for batch in trainer.loader(dataset):\n    metrics = trainer.step(batch)"
+    )
+    commands = (
+        f"plan verify {name}      # same numbers as one device, on processes of this machine\n"
+        f"{launch_command(plan, 'train.py')}\n"
+        f"plan report {name} --trace trace.json      # this step for ui.perfetto.dev"
+    )
+    content = tag("h3", "train.py") + tag("pre", escape(script)) + tag("h3", "Commands") + tag("pre", escape(commands))
+    flags = " ".join(setup_words(plan))
+    content += tag("h3", "The same layout in words, for plan compare --setup") + tag("pre", escape(flags))
+    content += tag("h3", "The same layout for other frameworks, as plan export writes it") + _exports(plan)
+    content += (
+        tag("p", escape("Made for: " + ", ".join(f"{k} {v}" for k, v in plan.versions.items())), class_="sub")
+        if plan.versions
+        else ""
+    )
+    if notes:
+        content += tag("h3", "Notes on the model") + tag("ul", "".join(tag("li", escape(note)) for note in notes))
+    return _section("use", "Use it", "", content)
+
+
+def _exports(plan: Plan) -> str:
+    """The plan as settings of every target, folded; or why the target cannot run it."""
+    shown = []
+    for target in TARGETS:
+        try:
+            found = export(plan, target)
+        except ValueError as refusal:
+            words, content = "not possible", tag("p", escape(f"{refusal}."), class_="sub")
+        else:
+            left = f", {len(found.notes)} things it cannot say" if found.notes else ""
+            words, content = f"plan export --to {target}{left}", tag("pre", escape(found.text.rstrip("\n")))
+        shown.append(_numbers(f"{NAMES[target]}: {words}", content))
+    return "".join(shown)
+
+
+def setup_words(plan: Plan) -> list[str]:
+    """A plan's layout as the words of --setup; recompute where all layers that can are treated alike."""
+    degrees = plan.degrees
+    named = {"ddp": "data_replicate", "fsdp": "data_shard", "tp": "tensor", "cp": "context", "ep": "expert"}
+    named |= {"pp": "pipeline", "v": "virtual_stages"}
+    ways = {word: getattr(degrees, name) for word, name in named.items()}
+    words = [f"{word}={degree}" for word, degree in ways.items() if degree > 1]
+    if degrees.context > 1:
+        words.append(f"cp_kind={plan.context_kind}")
+    if degrees.sharded_over > 1:
+        reshards = any(layer.reshard for stage in plan.stages for layer in stage.layers)
+        words.append("zero=3" if reshards else "zero=2" if plan.gradient_sync == "every" else "zero=1")
+    if degrees.tensor > 1:
+        words.append("sp=on" if plan.sequence_parallel else "sp=off")
+    words.append(f"mb={plan.micro_batch}")
+    words += [f"schedule={plan.schedule}"] if degrees.pipeline > 1 else []
+    modules = [layer for stage in plan.stages for layer in stage.layers if layer.modules == (layer.root,)]
+    kinds = {layer.recompute for layer in modules}
+    return [*words, f"recompute={kinds.pop()}"] if len(kinds) == 1 else words

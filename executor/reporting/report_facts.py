@@ -1,0 +1,275 @@
+"""What a report says of a plan, as plain data: alternatives, sensitivity, one step played out, who sits where."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+from ...planner.cost.priced_layer import LayerCost
+from ...planner.cost.simulate import Event, simulate
+from ...planner.estimate import Estimate, StageMemory, estimate, priced_stages
+from ...planner.plan import Plan, stage_of
+from ...planner.questions.asked import best_of, followed
+from ...planner.questions.explain import compared
+from ...planner.questions.guidance import named_rules, rules_of_thumb
+from ...planner.questions.sensitivity import Shift, sensitivity
+from ...planner.search import Candidate
+from ...planner.solve.explore import Explorer
+from ...planner.strategy import Pins, divisors, shape_of
+from ...profiler.model_profile import ModelProfile
+
+DRAWN_PASSES = 5000
+"""Passes of micro-batches in a timeline, unless one round of the pipeline has more: what a browser draws at once."""
+
+EXPLORED_SECONDS = 8.0
+"""Time for pricing alternatives beside a plan; the rules of thumb are priced in any case."""
+
+LEANER = (0.3, 0.45, 0.6, 0.75, 0.85)
+"""Shares of memory left free for which the plan's own degrees are planned again: the front of time against memory."""
+
+_WHY_NOT = "pinned away, less simple, or not in the space when this was planned"
+
+
+@dataclass(frozen=True)
+class Played:
+    """One step by event simulation: passes in order, and per pipeline rank the end of its passes and of its step.
+    causes: [stage]["forward" or "backward"] -> seconds of one pass by cause."""
+
+    events: tuple[Event, ...]
+    passes_end_s: tuple[float, ...]
+    step_end_s: tuple[float, ...]
+    num_microbatches: int
+    causes: tuple[dict[str, dict[str, float]], ...]
+
+    @property
+    def seconds(self) -> float:
+        """The end of the last rank's step."""
+        return max(self.step_end_s)
+
+
+@dataclass(frozen=True)
+class HostPattern:
+    """Hosts whose devices hold the same stages: [device] -> pipeline coordinate."""
+
+    positions: tuple[int, ...]
+    hosts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that a report draws."""
+
+    plan: Plan
+    estimate: Estimate
+    alternatives: tuple[Candidate, ...]
+    shifts: tuple[Shift, ...]
+    spare_memory: str
+    played: Played
+    patterns: tuple[HostPattern, ...]
+    ideal_s: float
+
+
+def gather(
+    plan: Plan,
+    profile: ModelProfile,
+    say: Callable[[str, float | None], None] = lambda *_: None,
+    seconds: float = EXPLORED_SECONDS,
+) -> Facts:
+    """The facts of a plan's report; seconds: how long alternatives are looked for. Raises ValueError when the plan is
+    for another model."""
+    found = estimate(plan, profile)
+    say("pricing alternatives", None)
+    others = tuple(alternatives(plan, found, profile, seconds))
+    say("playing the schedule", None)
+    return Facts(
+        plan=plan,
+        estimate=found,
+        alternatives=others,
+        shifts=sensitivity(plan, found, profile, others),
+        spare_memory=_spare_memory(found),
+        played=played(plan, profile, found, drawn_microbatches(plan)),
+        patterns=host_patterns(plan),
+        ideal_s=found.mfu * found.step_time_s,
+    )
+
+
+def alternatives(plan: Plan, found: Estimate, profile: ModelProfile, seconds: float) -> Iterator[Candidate]:
+    """Rules of thumb first, then other tensor and pipeline degrees, nearest first, each with its best choices; and the
+    plan's own degrees with less memory. Those that are the plan itself, or priced before, are left out."""
+    explorer = Explorer(profile, plan.cluster, plan.training)
+    deadline = time.monotonic() + seconds
+    seen = {_identity(plan)}
+    for rule in (*rules_of_thumb(plan.cluster, plan.training), *named_rules(plan.cluster, profile)):
+        candidate = followed(explorer, rule, deadline)
+        if candidate.estimate is not None:
+            candidate = replace(candidate, verdict=compared(candidate.estimate, found, _WHY_NOT))
+        if candidate.plan is None or _identity(candidate.plan) not in seen:
+            yield candidate
+        if candidate.plan is not None:
+            seen.add(_identity(candidate.plan))
+    for pins in _neighbours(plan):
+        if time.monotonic() > deadline:
+            return
+        yield from _unseen(explorer, pins, found, deadline, seen)
+    own = Pins(
+        tensor=plan.degrees.tensor,
+        pipeline=plan.degrees.pipeline,
+        data_shard=plan.degrees.data_shard,
+        data_replicate=plan.degrees.data_replicate,
+        context=plan.degrees.context,
+        context_kind=plan.context_kind if plan.degrees.context > 1 else None,
+        expert=plan.degrees.expert,
+    )
+    for margin in LEANER:
+        training = plan.training.model_copy(update={"memory_margin": margin})
+        yield from _unseen(Explorer(profile, plan.cluster, training), own, found, deadline, seen)
+
+
+def _unseen(explorer: Explorer, pins: Pins, found: Estimate, deadline: float, seen: set[object]) -> Iterator[Candidate]:
+    other = best_of(explorer, pins, deadline)
+    if other is None or _identity(other[0]) in seen:
+        return
+    seen.add(_identity(other[0]))
+    shape = shape_of(other[0])
+    label = f"{shape.label}, micro-batch {shape.micro_batch}"
+    yield Candidate(label, *other, compared(other[1], found, _WHY_NOT), other[1].step_time_s)
+
+
+def _identity(plan: Plan) -> object:
+    treatments = tuple(tuple((layer.recompute, layer.reshard) for layer in stage.layers) for stage in plan.stages)
+    layout = plan.degrees, plan.schedule, plan.micro_batch, plan.sequence_parallel, plan.gradient_sync, treatments
+    return layout, plan.context_kind
+
+
+def _neighbours(plan: Plan) -> Iterator[Pins]:
+    """Other tensor degrees within a host and pipeline degrees, those that differ least from the plan's first; shards
+    over all data ranks, over those of a host, and none."""
+    per_host, count = plan.cluster.devices_per_host, plan.degrees.num_devices
+    layers = sum(len(stage.layers) for stage in plan.stages)
+    pairs = [
+        (tensor, pipeline)
+        for tensor in divisors(per_host)
+        for pipeline in divisors(count // tensor)
+        if pipeline <= min(layers, 64)
+    ]
+
+    def steps(pair: tuple[int, int]) -> int:
+        return sum(
+            max(a, b).bit_length() - min(a, b).bit_length()
+            for a, b in zip(pair, (plan.degrees.tensor, plan.degrees.pipeline), strict=True)
+        )
+
+    for tensor, pipeline in sorted(pairs, key=steps):
+        data = count // tensor // pipeline
+        inside = max(size for size in divisors(data) if size <= max(1, per_host // tensor))
+        for shard in dict.fromkeys((data, inside, 1)):
+            yield Pins(tensor=tensor, pipeline=pipeline, data_shard=shard, data_replicate=data // shard)
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points (memory, time) that none beats in both, from little memory to much."""
+    best: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: (points[i][0], points[i][1])):
+        if not best or points[i][1] < points[best[-1]][1]:
+            best.append(i)
+    return best
+
+
+def _spare_memory(found: Estimate) -> str:
+    """How much less memory a device may have before the plan no longer fits."""
+    fullest = max(found.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
+    spare = 1.0 - fullest.device_bytes / fullest.budget_bytes
+    if spare < 0:
+        return f"The plan is over its budget by {-spare:.0%}."
+    fits = "still fits" if spare >= 0.2 else "no longer fits"
+    return f"With 20% less device memory the plan {fits}: {spare:.0%} of the budget is free on the fullest GPU."
+
+
+def drawn_microbatches(plan: Plan) -> int:
+    """How many of a step's micro-batches a timeline shows: all, or some rounds of the pipeline."""
+    degrees = plan.degrees
+    passes = degrees.pipeline * degrees.virtual_stages * (3 if plan.schedule.startswith("zb") else 2)
+    rounds = max(1, min(3, DRAWN_PASSES // (passes * degrees.pipeline)))
+    most = max(6, rounds * degrees.pipeline)
+    return min(plan.num_microbatches, most)
+
+
+def played(plan: Plan, profile: ModelProfile, found: Estimate, num_microbatches: int) -> Played:
+    """So many micro-batches of a step, played as the plan's schedule has them; each rank ends with what it does once
+    (the last gradients and the optimizer)."""
+    stages = priced_stages(plan, profile)
+    costs = [cost for cost, _ in stages]
+    ranks = plan.degrees.pipeline
+    events = simulate(
+        plan.schedule,
+        [cost.forward_s for cost in costs],
+        [cost.backward_s for cost in costs],
+        num_microbatches,
+        [cost.weight_s for cost in costs],
+        ranks,
+    )
+    ends = [max(event.end_s for event in events if event.rank == rank) for rank in range(ranks)]
+    return Played(
+        events=tuple(events),
+        passes_end_s=tuple(ends),
+        step_end_s=tuple(end + once for end, once in zip(ends, found.stage_once_s, strict=True)),
+        num_microbatches=num_microbatches,
+        causes=tuple(
+            {
+                "forward": _causes(layers, "forward", cost.forward_s),
+                "backward": _causes(layers, "backward", cost.backward_s),
+            }
+            for cost, layers in stages
+        ),
+    )
+
+
+_CAUSES = tuple(
+    field.name.removesuffix("_forward_s") for field in fields(LayerCost) if field.name.endswith("_forward_s")
+)
+"""Kinds of communication that a layer's passes wait for."""
+
+
+def _causes(layers: Sequence[LayerCost], part: str, total_s: float) -> dict[str, float]:
+    """Seconds of one pass through a stage by cause; what its layers do not account for is waiting for its neighbours'
+    tensors ("pipeline")."""
+    found = {"compute": sum(getattr(layer, f"{part}_s") for layer in layers)}
+    if part == "backward":
+        found["recompute"] = sum(layer.recompute_s for layer in layers)
+    for cause in _CAUSES:
+        found[cause] = sum(getattr(layer, f"{cause}_{part}_s") for layer in layers)
+    found["pipeline"] = total_s - sum(found.values())
+    return {cause: seconds for cause, seconds in found.items() if seconds > 1e-6 * total_s}
+
+
+def stage_of_event(plan: Plan, event: Event) -> int:
+    """The stage that an event's pass goes through."""
+    return stage_of(plan.schedule, event.rank, event.action.chunk, plan.degrees.pipeline)
+
+
+def host_patterns(plan: Plan) -> tuple[HostPattern, ...]:
+    """The cluster's hosts, joined where their devices hold the same stages."""
+    stride, pipeline = plan.stride("pipeline"), plan.degrees.pipeline
+    found: dict[tuple[int, ...], list[int]] = {}
+    rank = 0
+    for group in plan.cluster.hosts:
+        for _ in range(group.count):
+            ranks = range(rank, rank + group.devices_per_host)
+            host = plan.cluster.host_of(rank)[0]
+            found.setdefault(tuple(r // stride % pipeline for r in ranks), []).append(host)
+            rank += group.devices_per_host
+    return tuple(HostPattern(positions, tuple(hosts)) for positions, hosts in found.items())
+
+
+def collapsed(stages: Sequence[StageMemory], digits: int = 1) -> list[tuple[int, int, StageMemory]]:
+    """(first, last, memory) of neighbouring ranks whose items are equal to so many digits of a GiB."""
+    rows: list[tuple[int, int, StageMemory]] = []
+    for i, stage in enumerate(stages):
+        if rows and _figures(rows[-1][2], digits) == _figures(stage, digits):
+            rows[-1] = (rows[-1][0], i, rows[-1][2])
+        else:
+            rows.append((i, i, stage))
+    return rows
+
+
+def _figures(stage: StageMemory, digits: int) -> tuple[float, ...]:
+    return tuple(round(size / 2**30, digits) for size in stage.items.values())

@@ -1,0 +1,87 @@
+"""A run beside the prediction of its plan: rows of words, for terminals and reports alike. Needs no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...planner.plan import Plan
+from ...planner.strategy import shape_of
+from ...profiler.units import GIB
+from ..measuring.measurement import quantile
+from ..run_document import RunStep, load_run
+
+WARM_UP_STEPS = 2
+"""First steps of a run: they allocate, connect ranks, and make optimizer state."""
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Predicted and measured figures. difference: measured over predicted, minus one; "" where it says nothing."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+
+
+def run_table(plan: Plan, path: Path) -> RunTable:
+    """The run in `path` (parallelize(..., telemetry=path)) beside the plan's prediction.
+
+    Raises ValueError if the run is of another model or layout, or has too few steps.
+    """
+    header, steps = load_run(path)
+    layout = shape_of(plan).label
+    if (header.model, header.layout) != (plan.model.name, layout):
+        raise ValueError(
+            f"{path} is a run of {header.model} by {header.layout}, the plan is for {plan.model.name} by {layout}"
+        )
+    timed = steps[WARM_UP_STEPS:]
+    if not timed:
+        raise ValueError(f"{path} has {len(steps)} steps; {WARM_UP_STEPS} to warm up and some more are needed")
+    seconds = tuple(step.step_time_s for step in timed)
+    found_s = quantile(seconds, 0.5)
+    spread = (quantile(seconds, 0.75) - quantile(seconds, 0.25)) / 2 / found_s
+    rate = "samples/s" if plan.training.seq_len is None else "tokens/s"
+    predicted = plan.prediction
+    rows = [
+        _row("step time, ms", None if predicted is None else predicted.step_time_s * 1e3, found_s * 1e3, 1),
+        _row(rate, None if predicted is None else predicted.tokens_per_s, header.tokens_per_step / found_s, 0),
+    ]
+    if predicted is not None:
+        rows.append(_row("MFU, %", predicted.mfu * 100, predicted.mfu * predicted.step_time_s / found_s * 100, 1))
+    rows += _memory(plan, timed)
+    for axis in timed[0].communication_s:
+        measured = quantile(tuple(step.communication_s[axis].mean for step in timed), 0.5)
+        rows.append((f"communication {axis}, ms under way", "", f"{measured * 1e3:,.1f}", ""))
+    notes = [
+        f"{len(timed)} steps after {WARM_UP_STEPS} to warm up, on {header.num_ranks} x {header.device}, torch "
+        f"{header.torch_version}; median, half of the distance between quartiles {spread:.1%}",
+        f"between steps {sum(s.between_s for s in timed) / len(timed) * 1e3:,.1f} ms: data and checkpoints, not "
+        "predicted",
+    ]
+    if header.memory_kind == "resident":
+        notes.append("memory is that of the whole process, libraries included: on the CPU torch tells no other")
+    return RunTable(
+        f"{header.model} by {layout}: the run in {path.name} beside the prediction",
+        ("", "predicted", "measured", "difference"),
+        tuple(rows),
+        tuple(notes),
+    )
+
+
+def _memory(plan: Plan, steps: list[RunStep]) -> list[tuple[str, ...]]:
+    """Of every pipeline coordinate the fullest rank."""
+    peaks = [max(step.peak_memory_bytes[rank] for step in steps) for rank in range(plan.degrees.num_devices)]
+    rows = []
+    for position in range(plan.degrees.pipeline):
+        own = [peak for rank, peak in enumerate(peaks) if plan.coordinates(rank)["pipeline"] == position]
+        predicted = plan.prediction.stage_memory_bytes[position] / GIB if plan.prediction is not None else None
+        name = "peak memory, GiB" if plan.degrees.pipeline == 1 else f"peak memory of pipeline rank {position}, GiB"
+        rows.append(_row(name, predicted, max(own) / GIB, 2))
+    return rows
+
+
+def _row(name: str, predicted: float | None, measured: float, digits: int) -> tuple[str, ...]:
+    found = f"{measured:,.{digits}f}"
+    if not predicted:
+        return name, "", found, ""
+    return name, f"{predicted:,.{digits}f}", found, f"{measured / predicted - 1:+.1%}"

@@ -1,0 +1,256 @@
+"""A sweep as a table, a JSON document, and a picture: throughput of one GPU against their number."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ...planner.questions.sweep import Point, Price, changes_of_kind
+from ...planner.strategy import shape_of
+from ...profiler.units import GIB, format_count, format_seconds
+from . import terminal
+from .drawing import figure, legend, line, table, tag, text, ticks
+from .output_files import check_replaceable, check_writable
+
+_KIND = "meshwright-sweep"
+_COLOURS = ("blue", "rose", "green", "gold", "violet", "orange", "cyan", "slate")
+_HEX = ("#3f6fd1", "#c43e5b", "#1b7d65", "#8d6c0a", "#8158c9", "#b45d0e", "#17798f", "#6c7688")
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What more of each resource would be worth at a point, and how robust the choice is there."""
+
+    prices: tuple[Price, ...]
+    robustness: str
+
+
+def check_target(path: Path) -> None:
+    """Raises ValueError if a sweep cannot be written there."""
+    check_writable(path, "-o", ".png", ".html", ".json")
+    if path.suffix == ".json":
+        check_replaceable(path, "-o", "sweep", f'"{_KIND}"')
+
+
+def sweep_rows(points: Sequence[Point], price_per_hour: float | None) -> tuple[list[str], list[tuple[str, ...]]]:
+    """(headings, rows): the best plan of every point with step, throughput, MFU, memory, and cost where it has one."""
+    sequences = any(point.profile.seq_len is not None for point in points)
+    unit = "tokens" if sequences else "samples"
+    headings = ["GPUs", *(["tokens"] if sequences else []), "batch", "step", f"{unit}/s", "per GPU", "MFU", "GiB"]
+    headings += [f"$/M {unit}"] if price_per_hour is not None else []
+    rows: list[tuple[str, ...]] = []
+    for point in points:
+        cells = [f"{point.num_devices:,}", *([f"{point.profile.seq_len or 0:,}"] if sequences else [])]
+        cells.append(f"{point.training.global_batch:,}")
+        if point.result is None:
+            rows.append((*cells, *["-"] * (len(headings) - len(cells)), "does not fit"))
+            continue
+        found = point.result.estimate
+        cells += [
+            format_seconds(found.step_time_s),
+            format_count(found.tokens_per_s),
+            format_count(found.tokens_per_s / point.num_devices),
+            f"{found.mfu:.1%}",
+            f"{max(stage.device_bytes for stage in found.memory) / GIB:.1f}",
+        ]
+        if price_per_hour is not None:
+            cells.append(f"{point.cost_per_million(price_per_hour):,.3g}")
+        rows.append((*cells, shape_of(point.result.plan).label))
+    return [*headings, "plan"], rows
+
+
+def sweep_document(
+    points: Sequence[Point], worth: Sequence[Worth], notes: Sequence[str], price_per_hour: float | None
+) -> dict[str, Any]:
+    """A sweep as plain data; worth: of every point, or of none."""
+    return {
+        "kind": _KIND,
+        "price_per_hour": price_per_hour,
+        "points": [_point_document(point, price_per_hour) for point in points],
+        "worth": [asdict(each) for each in worth],
+        "changes": changes_of_kind(points),
+        "notes": list(notes),
+    }
+
+
+def _point_document(point: Point, price_per_hour: float | None) -> dict[str, Any]:
+    found = {
+        "gpus": point.num_devices,
+        "seq_len": point.profile.seq_len,
+        "global_batch": point.training.global_batch,
+        "kind": point.kind,
+        "why": point.why,
+    }
+    if point.result is None:
+        return found | {"layout": None}
+    estimate, certificate = point.result.estimate, point.result.certificate
+    return found | {
+        "layout": shape_of(point.result.plan).label,
+        "micro_batch": point.result.plan.micro_batch,
+        "step_time_s": estimate.step_time_s,
+        "tokens_per_s": estimate.tokens_per_s,
+        "mfu": estimate.mfu,
+        "device_bytes": max(stage.device_bytes for stage in estimate.memory),
+        "dollars_per_million": None if price_per_hour is None else point.cost_per_million(price_per_hour),
+        "status": certificate.status,
+    }
+
+
+def print_sweep(
+    console: Console,
+    points: Sequence[Point],
+    worth: Sequence[Worth],
+    notes: Sequence[str],
+    price_per_hour: float | None,
+) -> None:
+    """The table of a sweep, where the kind of plan changes, why points have no plan, and what more would be worth."""
+    headings, rows = sweep_rows(points, price_per_hour)
+    grid = terminal.make_table()
+    for heading in headings[:-1]:
+        grid.add_column(heading, justify="right", no_wrap=True)
+    grid.add_column(headings[-1], overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    terminal.print_titled(console, f"Best plan of {points[0].profile.name} at every point", grid)
+    console.print()
+    for sentence in changes_of_kind(points):
+        console.print(terminal.hanging("kind", Text(sentence), "cyan"))
+    for point in points:
+        if point.why:
+            console.print(terminal.hanging("no plan", Text(f"{_named(point)}: {point.why}"), "yellow"))
+    for point, each in zip(points, worth, strict=False):
+        if each.prices:
+            words = " · ".join(f"{price.name} = {price.share:+.1%}" for price in each.prices)
+            console.print()
+            console.print(terminal.hanging("worth", Text(f"{_named(point)}, step time: {words}"), "cyan"))
+            console.print(terminal.hanging("", Text(each.robustness, style="dim"), "cyan"))
+    for note in notes:
+        console.print(terminal.hanging("note", Text(note), "yellow"))
+
+
+def _named(point: Point) -> str:
+    length = "" if point.profile.seq_len is None else f", {point.profile.seq_len:,} tokens"
+    return f"{point.num_devices:,} GPUs{length}"
+
+
+def write(path: Path, points: Sequence[Point], document: dict[str, Any], price_per_hour: float | None) -> None:
+    """Write a sweep as its file's name says. Raises ValueError where a picture would be empty."""
+    if path.suffix == ".json":
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        return
+    if all(point.result is None for point in points):
+        raise ValueError(f"-o {path}: nothing fits at any point, so there is nothing to draw: {points[0].why}")
+    if path.suffix == ".html":
+        path.write_text(_page(points, document, price_per_hour))
+    else:
+        _draw(path, points)
+
+
+def _lines(points: Sequence[Point]) -> list[tuple[str, list[tuple[int, float, str]]]]:
+    """Per sequence length (name, [(GPUs, tokens/s of one GPU, plan)]) of what fits."""
+    found = []
+    for length in dict.fromkeys(point.profile.seq_len for point in points):
+        here = sorted(
+            (point.num_devices, point.result.estimate.tokens_per_s / point.num_devices, point.kind)
+            for point in points
+            if point.profile.seq_len == length and point.result is not None
+        )
+        if here:
+            found.append(("samples" if length is None else f"{length:,} tokens", here))
+    return found
+
+
+def _page(points: Sequence[Point], document: dict[str, Any], price_per_hour: float | None) -> str:
+    from .html_report import page
+
+    lines = _lines(points)
+    title = f"{points[0].profile.name} on {points[0].cluster.device.name}"
+    names = legend([(name, f"var(--{_COLOURS[i % len(_COLOURS)]})") for i, (name, _) in enumerate(lines)])
+    sentences = [*document["changes"], *document["notes"]]
+    headings, rows = sweep_rows(points, price_per_hour)
+    worth = [
+        (_named(point), price["name"], f"{price['share']:+.1%}")
+        for point, each in zip(points, document["worth"], strict=False)
+        for price in each["prices"]
+    ]
+    robust = [f"{_named(point)}: {each['robustness']}" for point, each in zip(points, document["worth"], strict=False)]
+    sections = [
+        tag("section", tag("h2", "Throughput of one GPU") + names + _chart(lines), id="chart"),
+        tag("section", tag("h2", "Best plan at every point") + table(headings, rows, 0), id="points"),
+    ]
+    if worth:
+        more = table(["point", "with", "step time"], worth, 2) + "".join(tag("p", escape(words)) for words in robust)
+        sections.append(tag("section", tag("h2", "What more would be worth") + more, id="worth"))
+    head = f'<p class="kicker">Sweep</p><h1>{escape(title)}</h1>'
+    head += "".join(tag("p", escape(sentence), class_="sub") for sentence in sentences)
+    return page(title, head, [("chart", "Chart"), ("points", "Plans")], sections)
+
+
+_WIDTH, _HEIGHT, _LEFT, _BASE = 1000.0, 380.0, 80.0, 330.0
+
+
+def _chart(lines: Sequence[tuple[str, list[tuple[int, float, str]]]]) -> str:
+    """Tokens/s of one GPU against the number of GPUs, one line for each length; equal steps between the numbers."""
+    counts = sorted({count for _, points in lines for count, _, _ in points})
+    marks_at = ticks(max(rate for _, points in lines for _, rate, _ in points))
+    step = (_WIDTH - _LEFT - 60) / max(1, len(counts) - 1)
+
+    def x(count: int) -> float:
+        return _LEFT + step * counts.index(count)
+
+    def y(rate: float) -> float:
+        return _BASE - (_BASE - 20) * rate / marks_at[-1]
+
+    marks = []
+    for rate in marks_at:
+        marks.append(line(_LEFT - 10, y(rate), _WIDTH - 20, y(rate), class_="grid"))
+        marks.append(text(_LEFT - 16, y(rate) + 4, format_count(rate), class_="tick end"))
+    marks += [text(x(count), _BASE + 22, f"{count:,} GPUs", class_="tick mid") for count in counts]
+    for i, (name, points) in enumerate(lines):
+        colour = f"var(--{_COLOURS[i % len(_COLOURS)]})"
+        for (a, rate_a, _), (b, rate_b, _) in pairwise(points):
+            marks.append(line(x(a), y(rate_a), x(b), y(rate_b), stroke=colour, stroke_width=2))
+        before = ""
+        for count, rate, kind in points:
+            if kind != before:
+                marks.append(text(x(count), y(rate) + 22, kind, class_="tick mid"))
+            before = kind
+            tip = f"{name}, {count:,} GPUs|{kind}|{format_count(rate)} a second"
+            marks.append(tag("circle", cx=x(count), cy=y(rate), r=5.0, fill=colour, data_t=tip))
+    said = "; ".join(f"{name}: {', '.join(f'{kind} on {count:,}' for count, _, kind in pts)}" for name, pts in lines)
+    return figure("sweep", "Throughput of one GPU against the number of GPUs", said, _WIDTH, _HEIGHT, marks)
+
+
+def _draw(path: Path, points: Sequence[Point]) -> None:
+    """The chart as a PNG, each point named by the kind of its plan where that changes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(9, 5), layout="constrained", dpi=150)
+    FigureCanvasAgg(drawing)
+    axes = drawing.add_subplot()
+    counts = sorted({point.num_devices for point in points})
+    for i, (name, found) in enumerate(_lines(points)):
+        places = [counts.index(count) for count, _, _ in found]
+        axes.plot(places, [rate for _, rate, _ in found], marker="o", color=_HEX[i % len(_HEX)], label=name)
+        before = ""
+        for place, (_, rate, kind) in zip(places, found, strict=True):
+            if kind != before:
+                axes.annotate(kind, (place, rate), textcoords="offset points", xytext=(4, 7), fontsize=8)
+            before = kind
+    axes.set_xticks(range(len(counts)), [f"{count:,}" for count in counts])
+    axes.set_xlabel("GPUs")
+    unit = "tokens/s" if points[0].profile.seq_len is not None else "samples/s"
+    axes.set_ylabel(f"predicted {unit} of one GPU")
+    axes.set_ylim(0, 1.15 * axes.dataLim.y1)
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{points[0].profile.name} on {points[0].cluster.device.name}", fontsize=10)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    drawing.savefig(path)

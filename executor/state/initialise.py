@@ -1,0 +1,272 @@
+"""Numbers for a stage that was built on the meta device: the same under every plan, one device included."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..parallel.expert import HeldExperts
+from ..parallel.tensor_layout import ParameterCut
+from ..torch_compat import replaced_truncated_normal
+
+BUILD_LIMIT_BYTES = 4 * 2**30
+"""Models up to this size, counted in fp32, are built whole on the CPU of every rank."""
+
+
+@dataclass
+class Values:
+    """Initial values by original name: every rank can ask for any of them, and gets the same."""
+
+    parameter: Callable[[str], torch.Tensor]
+    buffer: Callable[[str], torch.Tensor]
+
+
+def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int) -> Values:
+    """Values that `torch.manual_seed(seed); model_fn()` gives on one CPU, unless the model is large.
+
+    Every rank builds the model for itself, so nothing is sent, and every rank's random state is afterwards the one
+    that a single process would have. Large models are never whole: what the constructor does to a parameter is
+    recorded on fake tensors, and repeated for one parameter at a time with a seed made of `seed` and its name (see
+    Recording). Their numbers have the same distribution, and are the same under every plan and on one device, but are
+    not those of the plain constructor.
+    """
+    if not is_large:
+        torch.manual_seed(seed)
+        with torch.device("cpu"):
+            model = model_fn()
+        values = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+        return Values(values.__getitem__, dict(model.named_buffers(remove_duplicate=False)).__getitem__)
+    recording = Recording()
+    # Not on the meta device, where torch.nn.init leaves much out because "sampling is a no-op".
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recording,
+        replaced_truncated_normal(lambda original: functools.partial(recording.note_in_place, original)),
+    ):
+        try:
+            model = model_fn()
+        except DataDependentOutputException as error:
+            raise ValueError(
+                f"the constructor of a model above {BUILD_LIMIT_BYTES / 2**30:.0f} GiB may not look at the numbers it "
+                f"makes, as they are made later: {error}"
+            ) from error
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(p): n for n, p in model.named_parameters()}
+    with _parameters_on_meta(), torch.device("cpu"):
+        buffers = dict(model_fn().named_buffers(remove_duplicate=False))
+    torch.manual_seed(seed)
+    return Values(lambda n: recording.repeat(parameters[n], seed, first[id(parameters[n])]), buffers.__getitem__)
+
+
+def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: set[str], seed: int) -> Values:
+    """Memory without numbers for the parameters that will be loaded, and initial values of a large model for others.
+
+    model: on the meta device. loaded: names of parameters. The model is never whole.
+    """
+    if loaded.issuperset(n for n, _ in model.named_parameters(remove_duplicate=False)):
+        with _parameters_on_meta(), torch.device("cpu"):
+            buffers = dict(model_fn().named_buffers(remove_duplicate=False))
+        torch.manual_seed(seed)
+        others = Values(lambda n: torch.empty(0), buffers.__getitem__)
+    else:
+        others = initial_values(model_fn, True, seed)
+    likes = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False) if n in loaded}
+
+    def parameter(name: str) -> torch.Tensor:
+        return torch.empty_like(likes[name], device="cpu") if name in likes else others.parameter(name)
+
+    return Values(parameter, others.buffer)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """While it lasts, modules move their parameters to the meta device as soon as they get them."""
+    register = nn.Module.register_parameter
+
+    def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = moved  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor as a window on a storage."""
+
+    storage: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operator call that wrote to storages; tensors are given as views."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    read: frozenset[int]
+    written: frozenset[int]
+    outputs: tuple[_View, ...]
+
+
+class Recording(TorchDispatchMode):
+    """What was done to fake tensors, so that it can be repeated for any one of them with real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[_Call] = []
+        self._storages: dict[int, Any] = {}
+
+    def note_in_place(
+        self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Note a function that fills a tensor as one call, instead of its operators."""
+        view = self._view(tensor)
+        storage = frozenset([view.storage])
+        self._calls.append(_Call(function, (view, *args), kwargs, storage, storage, (view,)))
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and note it if it makes or changes a storage (views do neither)."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        given = {self._view(x).storage for x in _tensors((args, kwargs))}
+        outputs = tuple(self._view(x) for x in _tensors(output))
+        written = {view.storage for view in outputs} - given
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written |= {self._view(x).storage for x in _tensors(value)}
+        if written:
+            saved_args, saved_kwargs = tree_map(self._saved, (args, kwargs))
+            self._calls.append(_Call(func, saved_args, saved_kwargs, frozenset(given), frozenset(written), outputs))
+        return output
+
+    def repeat(self, tensor: torch.Tensor, seed: int, name: str) -> torch.Tensor:
+        """The tensor with real numbers, on the CPU. Raises ValueError if it was never given any."""
+        wanted = self._view(tensor)
+        needed, calls = {wanted.storage}, []
+        for call in reversed(self._calls):
+            if call.written & needed:
+                needed |= call.read
+                calls.append(call)
+        if all(call.function.__name__.startswith(("empty", "new_empty")) for call in calls):
+            raise ValueError(
+                f"{name} gets no numbers when the model is built on fake tensors, as models above "
+                f"{BUILD_LIMIT_BYTES / 2**30:.0f} GiB are; initialise it in the constructor, by torch functions"
+            )
+        made: dict[int, torch.Tensor] = {}
+
+        def real(x: Any) -> Any:
+            if isinstance(x, _View):
+                return made[x.storage].as_strided(x.shape, x.stride, x.offset)
+            return torch.device("cpu") if isinstance(x, torch.device) else x
+
+        number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
+        with torch.random.fork_rng([]), torch.no_grad():
+            torch.manual_seed(number)
+            for call in reversed(calls):
+                args, kwargs = tree_map(real, (call.args, call.kwargs))
+                output = call.function(*args, **kwargs)
+                for view, x in zip(call.outputs, _tensors(output), strict=True):
+                    if view.storage not in made:
+                        made[view.storage] = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+            return real(wanted).clone()  # type: ignore[no-any-return]
+
+    def _view(self, tensor: torch.Tensor) -> _View:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage  # kept, so that no other gets its number
+        return _View(storage._cdata, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _saved(self, x: Any) -> Any:
+        return self._view(x) if isinstance(x, torch.Tensor) else x
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters in fp32, tied ones once."""
+    return sum(4 * p.numel() for p in model.parameters())
+
+
+class Materialiser:
+    """Gives the modules of a stage their numbers, each parameter as what this rank holds before sharding."""
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        values: Values,
+        cuts: dict[str, ParameterCut],
+        tensor_rank: int,
+        device: torch.device,
+        experts: Mapping[str, HeldExperts] = MappingProxyType({}),
+    ) -> None:
+        self._experts = experts
+        self._names = {id(p): n for n, p in stage.named_parameters()}
+        self._buffer_names = {id(b): n for n, b in stage.named_buffers()}
+        self._values = values
+        self._cuts = cuts
+        self._tensor_rank = tensor_rank
+        self._device = device
+        self._made: dict[int, nn.Parameter] = {}
+        self._meta: list[nn.Parameter] = []
+
+    def __call__(self, modules: Iterable[nn.Module]) -> None:
+        """Materialise what is on the meta device in these modules; parameters that were one object stay one."""
+        for module in modules:
+            for submodule in module.modules():
+                self._parameters(submodule)
+                self._buffers(submodule)
+
+    def _parameters(self, module: nn.Module) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in self._made:
+                    self._meta.append(parameter)  # keeps the id from being given to another object
+                    self._made[id(parameter)] = self._make(parameter)
+                module._parameters[name] = self._made[id(parameter)]
+
+    def _make(self, parameter: nn.Parameter) -> nn.Parameter:
+        name = self._names[id(parameter)]
+        value = self._values.parameter(name)
+        if name in self._cuts:
+            value = self._cuts[name].local(value, self._tensor_rank)
+        if name in self._experts:
+            value = self._experts[name].local(value)
+        made = value.to(device=self._device, copy=True, memory_format=torch.contiguous_format)
+        if isinstance(parameter, DTensor):
+            made = DTensor.from_local(
+                made,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+    def _buffers(self, module: nn.Module) -> None:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = self._values.buffer(self._buffer_names[id(buffer)]).to(self._device, copy=True)

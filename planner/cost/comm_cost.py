@@ -1,0 +1,92 @@
+"""Seconds of one collective over a group of ranks, from where those ranks really sit."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ...profiler.cluster import Group, Link
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class GroupLinks:
+    """A communication group with the links it runs over.
+
+    devices_per_host: all of them talk at once (as the groups of one mesh axis do), so a host's network is shared
+    evenly between them.
+    """
+
+    group: Group
+    link: Link
+    network: Link
+    devices_per_host: int
+    factors: tuple[tuple[str, float], ...] = ()
+
+    def factor(self, kind: Collective) -> float:
+        """Measured time over the ideal ring for this backend; 1 where nothing was measured."""
+        return dict(self.factors).get(kind, 1.0)
+
+
+def collective_s(kind: Collective, full_bytes: float, links: GroupLinks) -> float:
+    """Seconds of one collective of a tensor of `full_bytes` (gathered or reduced size, not one rank's shard).
+
+    Inside a host a ring moves (n-1)/n of the tensor past each device. Across hosts the group's share of a host's
+    network carries (h-1)/h of it while the ring inside goes on, so the slower of the two counts. Latency: one hop per
+    rank inside a host, one per host across hosts. all_reduce is a reduce_scatter and an all_gather.
+    all_to_all is of one rank's tensor, of which every rank keeps 1/n and sends the rest, each part to another rank.
+    A group of one costs 0.0. Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005 (ring).
+    """
+    if links.group.size == 1 or full_bytes == 0.0:
+        return 0.0
+    if kind == "p2p":
+        return _neighbour_s(full_bytes, links) * links.factor(kind)
+    if kind == "all_to_all":
+        return exchange_s(full_bytes, full_bytes, links) * links.factor(kind)
+    halves = 2 if kind == "all_reduce" else 1
+    return halves * _ring_s(full_bytes, links) * links.factor(kind)
+
+
+def _ring_s(full_bytes: float, links: GroupLinks) -> float:
+    inside, hosts = links.group.ranks_per_host, links.group.hosts
+    size = links.group.size
+    inside_s = (size - 1) / size * full_bytes / links.link.bandwidth if inside > 1 else 0.0
+    across_s = 0.0
+    if hosts > 1:
+        share = links.network.bandwidth * inside / links.devices_per_host
+        across_s = (hosts - 1) / hosts * full_bytes / share
+    latency_s = (inside - 1) * links.link.latency + (hosts - 1) * links.network.latency
+    return max(inside_s, across_s) + latency_s
+
+
+def _neighbour_s(num_bytes: float, links: GroupLinks) -> float:
+    """Seconds to hand a tensor to the next rank of the group; over the network if any neighbour is on another host."""
+    if links.group.hosts > 1:
+        return num_bytes / (links.network.bandwidth / links.devices_per_host) + links.network.latency
+    return num_bytes / links.link.bandwidth + links.link.latency
+
+
+def exchange_s(inside_bytes: float, across_bytes: float, links: GroupLinks) -> float:
+    """Seconds until every rank has sent its part to each of the others. inside_bytes, across_bytes: what one rank would
+    send if all n parts of its tensor went over that link; they differ where what several ranks of a host want crosses
+    the network once. Links inside hosts and the network work at the same time."""
+    inside, size = links.group.ranks_per_host, links.group.size
+    if size == 1:
+        return 0.0
+    inside_s = (inside - 1) / size * inside_bytes / links.link.bandwidth
+    across_s = (size - inside) / size * across_bytes / (links.network.bandwidth / links.devices_per_host)
+    latency_s = (links.link.latency if inside > 1 else 0.0) + _doublings(links.group.hosts) * links.network.latency
+    return max(inside_s, across_s) + latency_s
+
+
+def _doublings(hosts: int) -> int:
+    return math.ceil(math.log2(hosts))
+
+
+def exposed_s(comm_s: float, compute_s: float, overlap: float, contention: float) -> float:
+    """Seconds that communication adds to a layer that computes `compute_s` meanwhile.
+
+    Behind a share `overlap` of the compute time communication hides, yet slows it by `contention` of what is hidden.
+    """
+    hidden_s = min(comm_s, overlap * compute_s)
+    return comm_s - hidden_s + contention * hidden_s

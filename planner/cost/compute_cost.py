@@ -1,0 +1,281 @@
+"""Seconds that one device computes: operators by roofline with shape-dependent efficiency, and the optimizer step."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...profiler.cluster import Device, MatmulSample
+from ...profiler.model_profile import Amount, Costs, OpProfile
+from ..plan import Recompute
+from .kept import kept
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+WAVE_EXPONENT = 0.432
+"""How much of the ideal loss to partly filled waves of tiles is paid. This and the other constants here are fitted to
+published runs, see benchmarks/published/fitted/fit.md."""
+
+UNHIDDEN_TRAFFIC = 0.29
+"""Share of a matmul's operand traffic that its arithmetic does not hide."""
+
+MISALIGNED = 0.102
+"""Speed of products inside attention whose sides are no multiples of 8 elements, over that of aligned ones: tensor
+cores load 16 bytes at a time. Seen in published runs with heads of 150 features."""
+
+OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
+"""Bytes moved per fp32 parameter: read parameter, gradient and moments, write parameter and moments."""
+
+
+BATCHED = 0.324
+"""Speed of batched products (inside attention that is not fused) over that of large ones."""
+
+CAST_BYTES = 3.49
+"""Bytes moved to cast one element of the operands of a product to fp8 or fp4: 4 are read in bf16, written in low
+precision, and written once more transposed for the backward; fusion saves some."""
+
+LOW_PRECISIONS = ("fp8", "fp4")
+
+OF_WEIGHTS = ("mm", "addmm", "_grouped_mm")
+"""Matmuls that low precision is for: of weights; those inside attention stay in bf16."""
+
+SELECTIVELY_KEPT = ("matmul", "attention")
+"""Kinds of operators that selective recompute does not repeat."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Compute time of one layer for one micro-batch. repeated: the parts of the forward that recompute repeats: all of
+    it ("full"), all but matmuls and attention ("selective"), or unfused attention only ("attention")."""
+
+    forward: float
+    repeated: dict[Recompute, float]
+    backward_input: float
+    backward_weight: float
+
+    @property
+    def backward(self) -> float:
+        """Both parts of the backward."""
+        return self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class OperatorTable:
+    """Operators of a layer by columns: amounts as coefficients of (1, batch, 1 / tensor, batch / tensor), and what they
+    are. kernels: every (name, kind) that occurs; kernel: which of them each operator is."""
+
+    flops: Floats
+    elements: Floats
+    other_bytes: Floats
+    sides: Floats
+    kernels: tuple[tuple[str, str], ...]
+    kernel: Ints
+    is_product: Flags
+    is_attention: Flags
+    is_of_weights: Flags
+    is_batched: Flags
+    parts: Floats
+    """[forward, input part, weight part of the backward][operator], 1 or 0."""
+    repeats: Floats
+    """[attention, selective, full recompute][operator]: whether it repeats the operator."""
+    has_forward: Flags
+
+
+def table_of(operators: Sequence[OpProfile]) -> OperatorTable:
+    """The operators by columns."""
+    kernels = tuple(dict.fromkeys((op.name, op.kind) for op in operators))
+    forward = np.array([op.part == "forward" for op in operators], dtype=bool)
+    weights = np.array([op.part == "backward_weight" for op in operators], dtype=bool)
+    again = np.array([op.repeated for op in operators], dtype=bool) & forward
+    cheap = np.array([op.kind not in SELECTIVELY_KEPT for op in operators], dtype=bool)
+    core = np.array([op.core for op in operators], dtype=bool) & forward
+    product = np.array([op.kind == "matmul" and op.shape is not None for op in operators], dtype=bool)
+    of_weights = np.array([op.name in OF_WEIGHTS and op.shape is not None for op in operators], dtype=bool)
+    return OperatorTable(
+        flops=_amounts([op.flops for op in operators]),
+        elements=_amounts([op.moved.elements for op in operators]),
+        other_bytes=_amounts([op.moved.other_bytes for op in operators]),
+        sides=np.stack([_amounts([(op.shape or _NO_SHAPE)[side] for op in operators]) for side in range(3)]),
+        kernels=kernels,
+        kernel=np.array([kernels.index((op.name, op.kind)) for op in operators], dtype=np.int64),
+        is_product=product,
+        is_attention=np.array([op.kind == "attention" for op in operators], dtype=bool),
+        is_of_weights=of_weights,
+        is_batched=product & np.array([op.name in ("bmm", "baddbmm") for op in operators], dtype=bool),
+        parts=np.array([forward, ~forward & ~weights, weights], dtype=np.float64),
+        repeats=np.array([core, again & cheap, again], dtype=np.float64),
+        has_forward=forward,
+    )
+
+
+_NO_SHAPE = ((1.0, 0.0, 0.0, 0.0),) * 3
+
+
+def _amounts(amounts: Sequence[Amount]) -> Floats:
+    return np.array(amounts, dtype=np.float64).reshape(len(amounts), 4)
+
+
+@kept
+def _table_of_layer(costs: Costs) -> OperatorTable:
+    return table_of(costs.operators)
+
+
+def layer_seconds(
+    costs: Costs,
+    device: Device,
+    precision: str,
+    element_bytes: int,
+    batch: float,
+    tensor: int,
+    as_run: Callable[[OperatorTable], OperatorTable] | None = None,
+) -> Seconds:
+    """Compute seconds of a layer on one device, forward and backward, each operator on its own roofline.
+
+    Operators of the backward that serve both gradients count as input part. as_run: changes operators into what one
+    rank runs of them (experts).
+    """
+    table = _table_of_layer(costs)
+    if as_run is not None:
+        table = as_run(table)
+    seconds = operators_s(table, device, precision, element_bytes, batch, tensor)
+    forward, backward_input, backward_weight = (table.parts @ seconds).tolist()
+    attention, selective, full = (table.repeats @ seconds).tolist()
+    repeated: dict[Recompute, float] = {"none": 0.0, "attention": attention, "selective": selective, "full": full}
+    return Seconds(forward, repeated, backward_input, backward_weight)
+
+
+def operator_s(op: OpProfile, device: Device, precision: str, element_bytes: int, batch: float, tensor: int) -> float:
+    """Seconds of one operator."""
+    return float(operators_s(table_of((op,)), device, precision, element_bytes, batch, tensor)[0])
+
+
+def operators_s(
+    table: OperatorTable, device: Device, precision: str, element_bytes: int, batch: float, tensor: int
+) -> Floats:
+    """Seconds of each operator: max(FLOPs / speed at this shape, bytes / bandwidth), and no less than a launch."""
+    at = np.array([1.0, batch, 1.0 / tensor, batch / tensor])
+    flops = table.flops @ at
+    traffic_s = _moving_s(element_bytes * (table.elements @ at) + table.other_bytes @ at, device, table)
+    rows, inner, columns = table.sides @ at
+    low = precision in LOW_PRECISIONS
+    peak = device.flops["bf16" if low else precision]
+    speed = np.full(len(flops), peak * device.matmul_efficiency)
+    tiles = tile_efficiencies(rows, columns, device)
+    speed[table.is_product] *= tiles[table.is_product]
+    speed[table.is_batched] *= BATCHED
+    if precision != "fp32":
+        speed[table.is_batched & ((inner % 8 != 0) | (columns % 8 != 0))] *= MISALIGNED
+    backward = device.attention_backward_efficiency or device.attention_efficiency
+    attention = np.where(table.has_forward, device.attention_efficiency, backward)
+    speed[table.is_attention] = peak * attention[table.is_attention]
+    shows = table.is_product
+    if low:
+        lower = device.flops[precision] * device.low_precision_efficiency * tiles
+        speed[table.is_of_weights] = lower[table.is_of_weights]
+        shows = shows | table.is_of_weights
+    seconds = flops / speed + UNHIDDEN_TRAFFIC * traffic_s * (shows & (flops > 0.0))
+    seconds = np.maximum(seconds, traffic_s)
+    if low:
+        cast = CAST_BYTES * (rows * inner + inner * columns) * table.is_of_weights * (1.0 - table.parts[2])
+        seconds = seconds + cast / (device.bandwidth * device.bandwidth_efficiency)
+    if precision in device.matmul_samples:  # what moving its operands takes is in the measured share
+        for i in np.flatnonzero(table.is_product & (flops > 0.0)).tolist():
+            share = measured_efficiency((rows[i], inner[i], columns[i]), device.matmul_samples[precision])
+            seconds[i] = flops[i] / (peak * share)
+    slowest: Floats = np.maximum(seconds, device.launch)
+    return slowest
+
+
+def _moving_s(num_bytes: Floats, device: Device, table: OperatorTable) -> Floats:
+    """`moving_s` of each operator."""
+    if device.size_efficiency:
+        pairs = zip(num_bytes.tolist(), table.kernel.tolist(), strict=True)
+        return np.array([moving_s(size, device, *table.kernels[kernel]) for size, kernel in pairs])
+    speeds = np.array([device.bandwidth * _share(device, kernels) for kernels in table.kernels])
+    seconds: Floats = num_bytes / speeds[table.kernel]
+    return seconds
+
+
+def moving_s(num_bytes: float, device: Device, *kernels: str) -> float:
+    """Seconds to move bytes in one kernel: at the measured speed of the first of `kernels` (operator, kind) that has
+    one, and of kernels of this size, else at the device's usual share of its bandwidth."""
+    speed = device.bandwidth * _share(device, kernels)
+    return num_bytes / (speed * _size_efficiency(num_bytes, device.size_efficiency))
+
+
+def _share(device: Device, kernels: Sequence[str]) -> float:
+    """Share of the bandwidth that kernels of one of these names reach, the first that is known."""
+    for kernel in kernels:
+        if kernel in device.kernel_efficiency:
+            return device.kernel_efficiency[kernel]
+    return device.bandwidth_efficiency
+
+
+def _size_efficiency(num_bytes: float, samples: Sequence[tuple[float, float]]) -> float:
+    """Between the samples by a power law, beyond them that of the nearest; 1 where there are none."""
+    if not samples or num_bytes <= samples[0][0]:
+        return samples[0][1] if samples else 1.0
+    for (low, slower), (high, faster) in pairwise(samples):
+        if num_bytes <= high:
+            place = math.log(num_bytes / low) / math.log(high / low)
+            return float(slower * (faster / slower) ** place)
+    return samples[-1][1]
+
+
+def measured_efficiency(shape: Sequence[float], samples: Sequence[MatmulSample]) -> float:
+    """Share of peak of a product of this shape (rows, inner, columns): the logarithmic mean of the samples, weighted
+    by their nearness, in doublings of the sides; beyond the samples as at the nearest of their sides."""
+    total = weights = 0.0
+    sides = [
+        math.log2(min(max(side, min(s[i] for s in samples)), max(s[i] for s in samples)))
+        for i, side in enumerate(shape)
+    ]
+    for *measured, share in samples:
+        distance = sum((side - math.log2(other)) ** 2 for side, other in zip(sides, measured, strict=True))
+        weight = 1.0 / (distance + _SAME_SHAPE) ** 2
+        total += weight * math.log(share)
+        weights += weight
+    return math.exp(total / weights)
+
+
+_SAME_SHAPE = 0.01
+"""Squared doublings of the sides within which a sample counts as the shape itself."""
+
+
+def tile_efficiency(rows: float, columns: float, device: Device) -> float:
+    """Share of a large matmul's speed that one of this shape keeps: tiles at the edges and in the last wave idle."""
+    return float(tile_efficiencies(np.array([rows]), np.array([columns]), device)[0])
+
+
+def tile_efficiencies(rows: Floats, columns: Floats, device: Device) -> Floats:
+    """`tile_efficiency` of each shape."""
+    tile_rows, tile_columns = device.tile
+    tiles = np.ceil(np.maximum(rows, 1.0) / tile_rows) * np.ceil(np.maximum(columns, 1.0) / tile_columns)
+    waves = tiles / device.compute_units
+    filled = waves / np.ceil(waves)
+    kept_share: Floats = np.maximum(filled, 1.0 / device.compute_units) ** WAVE_EXPONENT
+    return kept_share
+
+
+def accumulate_s(num_elements: float, device: Device) -> float:
+    """Seconds to add as many fp32 gradients to those that are there."""
+    return moving_s(12.0 * num_elements, device, "add_", "elementwise")
+
+
+def optimizer_s(num_elements: float, optimizer: str, device: Device) -> float:
+    """Seconds to update `num_elements` fp32 parameters on one device: all memory traffic, at any size alike (an
+    optimizer works parameter by parameter)."""
+    share = device.kernel_efficiency.get(optimizer, device.bandwidth_efficiency)
+    return OPTIMIZER_BYTES[optimizer] * num_elements / (device.bandwidth * share)
+
+
+def host_optimizer_s(num_elements: float, optimizer: str, device: Device) -> float:
+    """The same where state and step are on the host: fp32 gradients go there, parameters come back, one after the
+    other (Ren et al., ZeRO-Offload, USENIX ATC 2021, without its delayed update)."""
+    passed_s = 2 * 4 * num_elements / device.host_bandwidth
+    return passed_s + OPTIMIZER_BYTES[optimizer] * num_elements / device.host_memory_bandwidth

@@ -1,0 +1,147 @@
+"""Context parallelism: what ranks that hold parts of one sequence exchange for attention, and how much of it shows.
+
+Work, saved bytes and everything else of a layer are those of samples / context samples (Shape.samples): tokens are
+divided, and of a sample's s^2 scores each rank has s^2 / context, causal ones in balanced chunks. An operator that runs
+over samples but not over positions (a classifier behind pooling) is divided, too, where every rank would repeat it.
+"""
+
+from dataclasses import dataclass
+
+from ...profiler.cluster import Device
+from ...profiler.model_profile import Costs, LayerClass, amount_at
+from ..plan import ContextKind, Recompute
+from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
+from .compute_cost import operator_s
+
+Sizes = tuple[float, float]
+"""Bytes of (queries, keys and values) of the whole sequence."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives that one pass of attention needs: kind, bytes (as collective_s counts them) and how many."""
+
+    kind: Collective
+    num_bytes: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class ContextCost:
+    """Exposed seconds of one layer's exchanges for one micro-batch, their traffic, and the bytes of buffers.
+
+    kept_bytes: what is kept beside what attention keeps in one process. kept_selectively_bytes: the same under
+    selective recompute.
+    """
+
+    forward_s: float
+    backward_s: float
+    forward: tuple[Exchange, ...]
+    backward: tuple[Exchange, ...]
+    buffer_bytes: float
+    kept_bytes: float = 0.0
+    kept_selectively_bytes: float = 0.0
+
+    def kept(self, recompute: Recompute) -> float:
+        """Bytes that are kept more under a kind of recompute."""
+        if recompute == "full":
+            return 0.0
+        return self.kept_selectively_bytes if recompute == "selective" else self.kept_bytes
+
+
+NOTHING = ContextCost(0.0, 0.0, (), (), 0.0)
+
+
+def attention_bytes(
+    layer_class: LayerClass, costs: Costs, micro_batch: int, element_bytes: int, tensor: int
+) -> Sizes | None:
+    """Bytes of what a layer's attention reads of a micro-batch's whole sequences on one tensor rank; None without any.
+
+    Fused attention moves queries, keys, values and an output as wide as the queries. Unfused attention begins with the
+    product of queries and keys.
+    """
+    groups = _keys_per_query(layer_class)
+    forward = [op for op in costs.operators if op.part == "forward"]
+    fused = [op for op in forward if op.kind == "attention"]
+    if fused:
+        moved = sum(amount_at(op.moved.elements, micro_batch, tensor) for op in fused)
+        queries = moved / (2 + 2 * groups)
+        return element_bytes * queries, element_bytes * 2 * groups * queries
+    scores = next((op.shape for op in forward if op.core and op.kind == "matmul" and op.shape is not None), None)
+    if scores is None:
+        return None
+    queries = amount_at(scores[0], micro_batch, tensor) * amount_at(scores[1], micro_batch, tensor)
+    return element_bytes * queries, element_bytes * 2 * groups * queries
+
+
+def _keys_per_query(layer_class: LayerClass) -> float:
+    """Width of the keys over that of the queries: less than 1 where heads share them. Read off the three projections,
+    or the three parts of a fused one; 1 where there are no such three."""
+    shapes = {parameter.name: parameter.shape for parameter in layer_class.parameters}
+    for cut in layer_class.cuts:
+        if cut.kind == "attention":
+            names = [f"{column}.weight" for column in cut.columns]
+            widths = [shapes[name][cut.sharded[name]] for name in names if name in cut.sharded]
+            widths = next((list(parts) for parts in cut.parts.values() if len(parts) == 3), widths)
+            if len(widths) == 3:
+                return min(widths) / max(widths)
+    return 1.0
+
+
+def exchanges(sizes: Sizes, context: int, kind: ContextKind) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+    """(forward, backward) exchanges of one layer.
+
+    ring: each rank passes on the block of keys and values that it has, context - 1 times; backward their gradients go
+    round as well. all_to_all: queries, keys, values and output change from slices of the sequence to heads or back.
+    all_gather: all keys and values are gathered, in backward again, and their gradients are summed and scattered.
+    """
+    queries, keys_values = sizes
+    if kind == "ring":
+        block, steps = keys_values / context, context - 1
+        return (Exchange("p2p", block, steps),), (Exchange("p2p", block, 2 * steps),)
+    if kind == "all_to_all":
+        both = Exchange("all_to_all", queries / context, 2), Exchange("all_to_all", keys_values / 2 / context, 2)
+        return both, both
+    gather = Exchange("all_gather", keys_values, 1)
+    return (gather,), (gather, Exchange("reduce_scatter", keys_values, 1))
+
+
+def context_cost(
+    layer_class: LayerClass,
+    costs: Costs,
+    micro_batch: int,
+    element_bytes: int,
+    tensor: int,
+    context: int,
+    kind: ContextKind,
+    links: GroupLinks,
+    device: Device,
+    precision: str,
+) -> ContextCost:
+    """Cost of a layer's exchanges. Those of a ring hide behind the attention to the block before, step by step, and
+    slow it as other hidden communication does; all others are waited for."""
+    sizes = attention_bytes(layer_class, costs, micro_batch, element_bytes, tensor) if context > 1 else None
+    if sizes is None:
+        return NOTHING
+    forward, backward = exchanges(sizes, context, kind)
+    seconds = [sum(e.calls * collective_s(e.kind, e.num_bytes, links) for e in part) for part in (forward, backward)]
+    if kind == "ring":
+        samples = micro_batch / context
+        attention = [0.0, 0.0]
+        for op in costs.operators:
+            if op.kind == "attention" or op.core:
+                op_s = operator_s(op, device, precision, element_bytes, samples, tensor)
+                attention[op.part != "forward"] += op_s
+        if not any(op.kind == "attention" for op in costs.operators):
+            attention[1] = 2 * attention[0]  # unfused: its backward has products twice as many
+        behind = [(context - 1) / context * attention_s for attention_s in attention]
+        seconds = [exposed_s(s, b, 1.0, device.contention) for s, b in zip(seconds, behind, strict=True)]
+    buffers = {
+        "ring": 2 * sizes[1] / context,
+        "all_to_all": (2 * sizes[0] + sizes[1]) / context,
+        "all_gather": sizes[1],
+    }
+    # All-to-all: attention keeps its output by heads, and what follows it keeps the same by tokens. Selective recompute
+    # keeps what the exchanged attention returns, and that includes its exchanged inputs.
+    more = (sizes[0] / context, (2 * sizes[0] + sizes[1]) / context) if kind == "all_to_all" else (0.0, 0.0)
+    return ContextCost(seconds[0], seconds[1], forward, backward, buffers[kind], *more)

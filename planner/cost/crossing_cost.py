@@ -1,0 +1,130 @@
+"""What crosses from one pipeline stage to the next: seconds and bytes at every place of the chain."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...profiler.model_profile import ModelProfile
+from ..strategy import Shape
+from .comm_cost import collective_s
+from .kept import kept
+from .kinds import Kind, kept_with_last
+from .peak import Arrivals
+
+if TYPE_CHECKING:
+    from .layer_cost import CostModel
+
+P2P_EXPOSED = 0.269
+"""Share of a transfer between stages that its receiver waits for. Fit to published runs, see
+benchmarks/published/fitted/fit.md."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What crosses one place of the chain for one micro-batch: seconds until the next stage has it, and bytes."""
+
+    seconds: float
+    bytes: float
+
+
+class Crossings:
+    """What crosses between the layers of one model on one cluster, with caches."""
+
+    def __init__(self, model: "CostModel") -> None:
+        self._model = model
+        self._cuts: dict[tuple[object, ...], list[Cut]] = {}
+        self._found_sizes: dict[tuple[object, ...], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+
+    def cuts(self, shape: Shape) -> list[Cut]:
+        """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
+        between layers, behind the last."""
+        sliced = shape.tensor if shape.sequence else 1
+        key = shape.samples, sliced, shape.cuts, shape.pipeline, shape.stride("pipeline")
+        if key not in self._cuts:
+            links = self._model.axis_links(shape, "pipeline")
+            sizes = self._bytes(shape)
+            cuts = {size: Cut(collective_s("p2p", size, links) if size else 0.0, size) for size in set(sizes)}
+            self._cuts[key] = [cuts[size] for size in sizes]
+        return self._cuts[key]
+
+    def _on_slices(self, kind: Kind, shape: Shape) -> bool:
+        return self._model.mode(kind, shape)[0] == "sequence"
+
+    def _bytes(self, shape: Shape) -> list[float]:
+        spans = _spans(self._model.profile)
+        at = np.array([1.0, shape.samples, 1.0, shape.samples])
+        sizes = (self._model.training.compute_bytes * spans.elements + spans.other_bytes) @ at
+        cut = {kind.layer_class: self._on_slices(kind, shape) for kind in self._model.kinds}
+        sequence = np.array([*(cut[kind.layer_class] for kind in self._model.kinds), False])
+        sliced = spans.may_slice & sequence[spans.made_by]
+        parts = sizes[spans.tensor]
+        parts = np.where(sliced[spans.tensor] & sequence[spans.position], parts / shape.tensor, parts)
+        summed: list[float] = np.bincount(spans.position, parts, len(self._model.kinds) + 1).tolist()
+        return summed
+
+    def arrivals(self, shape: Shape, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrivals:
+        """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one behind
+        its last."""
+        tensors = self._model.profile.tensors
+        if shape.pipeline == 1 or not tensors:
+            nothing = np.zeros(len(firsts))
+            return Arrivals(nothing, nothing, nothing)
+        made_by, last_used_by = _spans(self._model.profile).made_by, np.array([t.last_used_by for t in tensors])
+        readers = np.array([last for last, _ in kept_with_last(self._model.profile)])
+        whole, counted = self._sizes(shape)
+        crosses = (made_by < firsts[:, None]) & (firsts[:, None] <= last_used_by)
+        received = np.where(crosses, self._slices(shape)[firsts] * whole, 0.0)
+        stays = readers < ends[:, None]
+        inputs = np.maximum(0.0, received - counted) * stays
+        gradients = received * np.array([t.requires_grad for t in tensors])
+        return Arrivals(inputs.sum(axis=1), (gradients * ~stays).sum(axis=1), gradients.sum(axis=1))
+
+    def _slices(self, shape: Shape) -> NDArray[np.float64]:
+        """[place of the chain][crossing tensor] -> the share of it that crosses there."""
+        spans = _spans(self._model.profile)
+        sequence = np.array([*(self._on_slices(kind, shape) for kind in self._model.kinds), False])
+        sliced = spans.may_slice & sequence[spans.made_by] & sequence[:, None]
+        return np.where(sliced, 1 / shape.tensor, 1.0)
+
+    def _sizes(self, shape: Shape) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[crossing tensor] -> (bytes of one micro-batch of it, those that count with its last reader)."""
+        key = shape.samples, shape.tensor if shape.sequence else 1, shape.cuts
+        if key not in self._found_sizes:
+            batch, element_bytes = shape.samples, self._model.training.compute_bytes
+            whole = [tensor.size.at(batch, element_bytes) for tensor in self._model.profile.tensors]
+            counted = [
+                item.size.at(batch, element_bytes)
+                / (shape.tensor if item.slices and self._on_slices(self._model.kinds[last], shape) else 1)
+                for last, item in kept_with_last(self._model.profile)
+            ]
+            self._found_sizes[key] = np.array(whole), np.array(counted)
+        return self._found_sizes[key]
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Crossing tensors by columns: amounts as coefficients, and one entry of (tensor, position) for each place of the
+    chain that one crosses."""
+
+    elements: NDArray[np.float64]
+    other_bytes: NDArray[np.float64]
+    may_slice: NDArray[np.bool_]
+    made_by: NDArray[np.int64]
+    tensor: NDArray[np.int64]
+    position: NDArray[np.int64]
+
+
+@kept
+def _spans(profile: ModelProfile) -> _Spans:
+    tensors = profile.tensors
+    places = [(i, at) for i, t in enumerate(tensors) for at in range(t.made_by + 1, t.last_used_by + 1)]
+    return _Spans(
+        elements=np.array([t.size.elements for t in tensors], dtype=np.float64).reshape(len(tensors), 4),
+        other_bytes=np.array([t.size.other_bytes for t in tensors], dtype=np.float64).reshape(len(tensors), 4),
+        may_slice=np.array([t.requires_grad and "sequence" in t.dims for t in tensors], dtype=bool),
+        made_by=np.array([t.made_by for t in tensors], dtype=np.int64),
+        tensor=np.array([i for i, _ in places], dtype=np.int64),
+        position=np.array([at for _, at in places], dtype=np.int64),
+    )

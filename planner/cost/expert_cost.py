@@ -1,0 +1,119 @@
+"""Mixtures of experts: what one rank holds and computes of a layer's experts, and how tokens reach them and return."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...profiler.cluster import Device
+from ...profiler.model_profile import Costs, Experts, LayerClass, amount_at
+from ..strategy import Shape
+from .comm_cost import GroupLinks, exchange_s
+from .compute_cost import Flags, OperatorTable
+
+COUNT_BYTES = 8
+"""Of the number of tokens for one expert, of which ranks tell each other before they exchange tokens."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Parameter elements of a layer on one tensor rank, by what they cost there. stored: as if all were sharded over
+    the ranks that share the layer's other parameters. gathered: what is there while the layer runs. reduced: of that,
+    what data shards gather and reduce, counted in the larger group of the other parameters."""
+
+    stored: float
+    gathered: float
+    reduced: float
+
+
+def spread(elements: float, of_experts: float, shape: Shape) -> Spread:
+    """A layer's elements, of which `of_experts` belong to experts. Each expert rank holds 1/expert of those, sharded
+    over the ranks that hold the same experts."""
+    if shape.expert == 1 or of_experts == 0.0:
+        return Spread(elements, elements, elements)
+    others = elements - of_experts
+    same, all_ranks = shape.same_experts, shape.sharded_over
+    held = of_experts / shape.expert
+    moved = held * (1 - 1 / same) / (1 - 1 / all_ranks) if all_ranks > 1 else 0.0
+    return Spread(others + of_experts * all_ranks / shape.experts_over, others + held, others + moved)
+
+
+def on_one_rank(
+    table: OperatorTable,
+    products: tuple[tuple[Flags, int], ...],
+    device: Device,
+    batch: float,
+    tensor: int,
+    expert: int,
+    imbalance: float,
+) -> OperatorTable:
+    """The operators as the busiest of the ranks that share the experts runs them.
+
+    products: which operators are products with the weights of a bank, and how many experts it has. Of these a rank
+    holds 1/expert, and gets `imbalance` times its share of the tokens. Each expert's tokens fill tiles of their own, so
+    with few tokens for each the last tile of each idles.
+    """
+    at = np.array([1.0, batch, 1.0 / tensor, batch / tensor])
+    flops, elements, sides = table.flops.copy(), table.elements.copy(), table.sides.copy()
+    is_weight = table.parts[2] > 0
+    for mask, count in products:
+        held = max(1, count // expert)
+        elements[mask] *= np.array([1.0 / expert, imbalance, 1.0 / expert, imbalance])
+        flops[mask] *= imbalance
+        for index in np.flatnonzero(mask).tolist():
+            rows = float(table.sides[0, index] @ at)
+            if is_weight[index]:  # one product for each expert, its tokens summed over
+                filled = held * _tiled(rows, device)
+            else:
+                each = imbalance * rows / held
+                filled = (held if each >= 1 else imbalance * rows) * _tiled(each, device)
+                flops[index] *= filled / (imbalance * rows)
+            sides[0, index] = (filled, 0.0, 0.0, 0.0)
+    return replace(table, flops=flops, elements=elements, sides=sides)
+
+
+def _tiled(rows: float, device: Device) -> float:
+    return float(np.ceil(max(rows, 1.0) / device.tile[0]) * device.tile[0])
+
+
+def expert_products(layer_class: LayerClass, costs: Costs) -> tuple[tuple[Flags, int], ...]:
+    """Which of a class's operators (in one of its modes) are products with the weights of each bank of experts, and the
+    bank's experts."""
+    return tuple((_products(costs, bank), bank.count) for bank in layer_class.experts)
+
+
+def _products(costs: Costs, bank: Experts) -> Flags:
+    return np.array([op.kind == "matmul" and _is_in(op.module, bank) for op in costs.operators], dtype=bool)
+
+
+def routed_bytes(bank: Experts, costs: Costs, samples: float, slices: int, element_bytes: int) -> float:
+    """Bytes of the copies of tokens, one for each expert that a token goes to, that one rank sends to a bank of experts
+    for one micro-batch. slices: parts of the sequence, of which the rank routes one."""
+    first = next((op for op in costs.operators if op.kind == "matmul" and _is_in(op.module, bank)), None)
+    width = amount_at(first.shape[1], samples) if first is not None and first.shape is not None else 0.0
+    return amount_at(bank.routed, samples) / slices * width * element_bytes
+
+
+def copies(bank: Experts, tokens_per_sample: int) -> float:
+    """Experts that each token goes to."""
+    return amount_at(bank.routed, 1.0) / tokens_per_sample
+
+
+def exchange_of(num_bytes: float, num_copies: float, links: GroupLinks, once_per_host: bool) -> float:
+    """Seconds of one exchange of tokens between the ranks that share experts: dispatch or combine, forward or backward.
+
+    num_bytes: of all copies that a rank sends. once_per_host: a token crosses the network once for each host that has
+    any of its experts (DeepEP, HybridEP), not once for each expert; experts are taken to be drawn at random.
+    """
+    return exchange_s(num_bytes, num_bytes * network_share(num_copies, links.group.hosts, once_per_host), links)
+
+
+def network_share(num_copies: float, hosts: int, once_per_host: bool) -> float:
+    """Share of the copies that cross the network where those of a token for one host cross it together."""
+    if hosts == 1 or num_copies <= 1 or not once_per_host:
+        return 1.0
+    wanted: float = hosts * (1 - (1 - 1 / hosts) ** num_copies)
+    return wanted / num_copies
+
+
+def _is_in(module: str, bank: Experts) -> bool:
+    return f"{module}.".startswith(f"{bank.module}.")

@@ -1,0 +1,767 @@
+"""What one layer costs under a shape and an option: the coefficients of the ILP, and of every estimate."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...profiler.cluster import ClusterSpec, Device, Group
+from ...profiler.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
+from ..plan import EXECUTABLE_RECOMPUTES, Axis, Recompute
+from ..strategy import Cuts, LayerOption, Shape, chosen_cuts, divisors, is_sequence_cut
+from ..training import TrainingSpec
+from .comm_cost import GroupLinks, collective_s, exposed_s
+from .compute_cost import Seconds, accumulate_s, host_optimizer_s, layer_seconds, optimizer_s
+from .context_cost import NOTHING, ContextCost, context_cost
+from .crossing_cost import Crossings, Cut
+from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
+from .kept import kept
+from .kinds import Kind, kinds_of
+from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_buffers, uses_fully_shard
+from .part_cost import part_cost
+from .peak import Arrivals
+from .priced_layer import Held, LayerCost, Traffic
+from .sharding import padded_elements
+from .software import StackMemory, load_software
+from .tensor_costs import mode_costs
+
+Part = Literal["forward", "backward"]
+
+_Mode = tuple[str, Costs, int, tuple[int, ...]]
+"""Name, observed costs, tensor degree, and indices of the cuts that are applied."""
+
+
+class CostModel:
+    """Prices layers of one model on one cluster for one job; pure in its three inputs, with caches."""
+
+    def __init__(
+        self, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, job: ClusterSpec | None = None
+    ) -> None:
+        """job: the whole cluster, where `cluster` is only the part of it that some stages of a pipeline lie on."""
+        self.profile = profile
+        self.cluster = cluster
+        self.job = job or cluster
+        self.training = training
+        self.software = load_software(training.software)
+        self.device: Device = self.software.on(cluster.device, self.job.num_devices)
+        if training.precision not in self.device.flops:
+            known = ", ".join(self.device.flops)
+            raise ValueError(f"{self.device.name} has no rate for {training.precision}; its device file has {known}")
+        self._neighbours: dict[tuple[Kind, bool], Kind | None] = {}
+        self._seconds: dict[tuple[object, ...], Seconds] = {}
+        self._contexts: dict[tuple[object, ...], ContextCost] = {}
+        self._activations: dict[tuple[object, ...], tuple[float, _Working]] = {}
+        self._part_costs: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._links: dict[tuple[int, int], GroupLinks] = {}
+        self._links_of_stages: dict[tuple[int, int], GroupLinks] = {}
+        self._places: dict[int, tuple[int, ...]] = {}
+        self._held: dict[tuple[object, ...], tuple[Held, ...]] = {}
+        self._modes: dict[tuple[int, int, bool, Cuts | None], _Mode] = {}
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kind of every layer of the chain."""
+        return kinds_of(self.profile)
+
+    @cached_property
+    def keeps_as_traced(self) -> bool:
+        """Whether the training stack keeps the activations that the profile says, and no fewer."""
+        return self.software.memory == StackMemory()
+
+    @cached_property
+    def _crossings(self) -> Crossings:
+        return Crossings(self)
+
+    def links(self, size: int, stride: int) -> GroupLinks:
+        """Links of the groups of `size` ranks that lie `stride` apart."""
+        if (size, stride) not in self._links:
+            self._links[size, stride] = GroupLinks(
+                group=self.cluster.group(size, stride),
+                link=self.cluster.link,
+                network=self.software.through(self.cluster.network),
+                devices_per_host=self.cluster.devices_per_host,
+                factors=tuple(sorted(self.device.collective_factors.items())),
+            )
+        return self._links[size, stride]
+
+    def links_of_stages(self, size: int, stride: int) -> GroupLinks:
+        """The same of groups with ranks of several stages: where those have unequal devices, at the slowest of each."""
+        if self.job is self.cluster:
+            return self.links(size, stride)
+        if (size, stride) not in self._links_of_stages:
+            devices = [self.software.on(group.device, self.job.num_devices) for group in self.job.hosts]
+            names = sorted({name for device in devices for name in device.collective_factors})
+            self._links_of_stages[size, stride] = GroupLinks(
+                group=self.job.group(size, stride),
+                link=self.job.link,
+                network=self.software.through(self.job.network),
+                devices_per_host=max(group.devices_per_host for group in self.job.hosts),
+                factors=tuple((name, max(d.collective_factors.get(name, 1.0) for d in devices)) for name in names),
+            )
+        return self._links_of_stages[size, stride]
+
+    def places(self, size: int) -> tuple[int, ...]:
+        """Strides of groups of `size` ranks that sit differently on the hosts, neighbours first."""
+        if size not in self._places:
+            per_host, apart = self.cluster.devices_per_host, self.job.num_devices // size
+            found: dict[Group, int] = {}
+            for stride in divisors(max(1, apart)):
+                found.setdefault(self.links(size, min(stride, per_host)).group, stride)
+            self._places[size] = tuple(found.values())
+        return self._places[size]
+
+    def axis_links(self, shape: Shape, axis: Axis) -> GroupLinks:
+        """Links of a mesh axis."""
+        size, stride = shape.degree(axis), shape.stride(axis)
+        return self.links_of_stages(size, stride) if axis == "pipeline" else self.links(size, stride)
+
+    def optimizer_s(self, elements: float) -> float:
+        """Seconds of the optimizer step over `elements` parameters on one device."""
+        return optimizer_s(elements, self.training.optimizer, self.device)
+
+    def host_optimizer_s(self, elements: float) -> float:
+        """The same with state and step on the host."""
+        return host_optimizer_s(elements, self.training.optimizer, self.device)
+
+    def layer_class(self, kind: Kind) -> LayerClass:
+        """The class of a kind."""
+        return self.profile.classes[kind.layer_class]
+
+    def mode(self, kind: Kind, shape: Shape) -> tuple[str, Costs, int]:
+        """(name, observed costs, tensor degree) that a kind runs with under a shape."""
+        return self._mode(kind, shape)[:3]
+
+    def _mode(self, kind: Kind, shape: Shape) -> "_Mode":
+        """The same, and the cuts that are applied."""
+        key = kind.layer_class, shape.tensor, shape.sequence, shape.cuts
+        if key not in self._modes:
+            self._modes[key] = self._mode_of(self.layer_class(kind), shape)
+        return self._modes[key]
+
+    def _mode_of(self, layer_class: LayerClass, shape: Shape) -> "_Mode":
+        chosen = chosen_cuts(layer_class, shape)
+        if not chosen:
+            return "whole", layer_class.whole, 1, ()
+        slices = is_sequence_cut(layer_class, shape)
+        return "sequence" if slices else "tensor", mode_costs(layer_class, chosen, slices), shape.tensor, chosen
+
+    def compute(self, kind: Kind, shape: Shape) -> Seconds:
+        """Compute seconds of a layer for one micro-batch."""
+        mode, costs, tensor, chosen = self._mode(kind, shape)
+        key = (kind.layer_class, mode, shape.samples, tensor, shape.expert, chosen)
+        if key not in self._seconds:
+            as_run = None
+            if self.layer_class(kind).experts:
+                as_run = partial(
+                    on_one_rank,
+                    products=expert_products(self.layer_class(kind), costs),
+                    device=self.device,
+                    batch=shape.samples,
+                    tensor=tensor,
+                    expert=shape.expert,
+                    imbalance=self.imbalance(kind, shape),
+                )
+            self._seconds[key] = layer_seconds(
+                costs, self.device, self.training.precision, self.training.compute_bytes, shape.samples, tensor, as_run
+            )
+        return self._seconds[key]
+
+    def imbalance(self, kind: Kind, shape: Shape) -> float:
+        """Tokens of the rank whose experts get most, over the mean; 1 where each expert gets as many."""
+        uneven = any(bank.called != "stacked" for bank in self.layer_class(kind).experts)
+        return self.training.expert_imbalance if shape.expert > 1 and uneven else 1.0
+
+    def elements(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[float, float]:
+        """(all, trainable) parameter elements of a layer on one tensor rank, before data sharding, with its padding."""
+        total = trainable = 0.0
+        for item in self.held(kind, shape):
+            if item.name in without:
+                continue
+            total += item.elements
+            trainable += item.elements if item.trainable else 0.0
+        return total, trainable
+
+    def held(self, kind: Kind, shape: Shape) -> tuple[Held, ...]:
+        """Parameters of a layer as one tensor rank has them."""
+        _, _, tensor, chosen = self._mode(kind, shape)
+        key = kind.layer_class, tensor, shape.sharded_over, chosen
+        if key not in self._held:
+            layer_class = self.layer_class(kind)
+            cut_dims = {name: dim for i in chosen for name, dim in layer_class.cuts[i].sharded.items()}
+            partial = {name for i in chosen for name in layer_class.cuts[i].partial}
+            held = []
+            for parameter in layer_class.parameters:
+                local = list(parameter.shape)
+                if parameter.name in cut_dims:
+                    local[cut_dims[parameter.name]] //= tensor
+                elements = padded_elements(tuple(local), shape.sharded_over)
+                is_partial = parameter.name in partial
+                held.append(
+                    Held(parameter.name, elements, parameter.trainable, parameter.name not in cut_dims, is_partial)
+                )
+            self._held[key] = tuple(held)
+        return self._held[key]
+
+    def _transients(
+        self,
+        kind: Kind,
+        shape: Shape,
+        state: StateBytes,
+        working: "_Working",
+        kept: float,
+        resharded: bool,
+        again: bool,
+    ) -> tuple[float, float, float]:
+        """(transient_bytes, ending_bytes, waiting_bytes): the most of a layer's forward, of its backward, and of what
+        comes after that, when what it kept is gone: gradients in compute dtype, and in fp32 until they are reduced.
+        again: the layer is recomputed, so that the first new gradient meets all that the forward has made again."""
+        if state.buffers:
+            return (max(working.forward, working.backward),) * 3
+        total, trainable = self._spread(kind, shape)
+        if not uses_fully_shard(shape, self.training):
+            sizes = [p.num_elements for p in self.layer_class(kind).parameters if p.trainable]
+            new = max(sizes, default=0) * state.new_gradient or trainable.gathered * MASTER_BYTES - kept
+            most = max(working.forward, working.backward + (max(0.0, new) if again else 0.0), new)
+            return most, most, -math.inf
+        in_root, several = kind.is_in_root(shape), shape.sharded_over > 1
+        copy = total.gathered * state.gathered
+        own = copy if resharded else 0.0
+        ahead = self._before(kind, shape) if resharded and several else None
+        prefetched = self._spread(ahead, shape)[0].gathered * state.gathered if ahead else 0.0
+        arrived = copy if several and not in_root and (resharded or not state.copies_stay) else 0.0
+        new, whole = trainable.gathered * self.training.compute_bytes, trainable.reduced * MASTER_BYTES
+        if working.logits:
+            # The loss comes when the layer's parameters are given back, unless it is computed inside of the module.
+            around = arrived if self.profile.returns_loss else 0.0
+            most = max(working.forward, working.backward) + around
+            forward = working.logits - working.passed
+            backward = forward + new
+        else:
+            most, forward = 0.0, working.forward
+            backward = working.backward + max(0.0, new - working.passed)
+        between = max(most, forward + own + arrived, backward + own + prefetched)
+        ending = between
+        if not in_root:
+            made = 0.0 if state.copies_stay else new
+            scattered = whole / shape.sharded_over if several else 0.0
+            after = made + whole + scattered + prefetched - kept - (0.0 if resharded else copy)
+            ending = max(ending, after)
+        return between, ending, backward + own + prefetched
+
+    def _before(self, kind: Kind, shape: Shape) -> Kind | None:
+        """What fully_shard handles before a layer of this kind: of its own kind if there are several in a row, else the
+        next layer before it that has parameters of its own."""
+        key = kind, shape.pipeline == 1
+        if key not in self._neighbours:
+            self._neighbours[key] = self._found_before(kind, shape)
+        return self._neighbours[key]
+
+    def _found_before(self, kind: Kind, shape: Shape) -> Kind | None:
+        kinds = self.kinds
+        places = [i for i, other in enumerate(kinds) if other == kind]
+        if any(i and kinds[i - 1] == kind for i in places):
+            return kind
+        others = kinds[: places[0]][::-1]
+        return next((k for k in others if self.layer_class(k).parameters and not k.is_in_root(shape)), None)
+
+    def hidden_tensor(self, links: GroupLinks) -> float:
+        """Share of tensor-parallel communication over these links that the stack hides; none between hosts. What cuts a
+        matmul into pieces to send each as soon as it is ready writes into the other GPUs' memory (user buffers of
+        Transformer Engine, torch's symmetric memory), which reaches as far as the links inside a host do."""
+        return self.software.tensor_overlap if links.group.hosts == 1 else 0.0
+
+    def _exposed_tensor_s(self, comm_s: float, compute_s: float, links: GroupLinks) -> float:
+        """What is left of tensor-parallel communication where the stack hides a share of it behind the layer's work."""
+        return comm_s - min(self.hidden_tensor(links) * comm_s, compute_s)
+
+    def shard_links(self, shape: Shape) -> GroupLinks:
+        """Links of the groups that parameters are sharded over."""
+        return self.links(shape.sharded_over, shape.shard_stride)
+
+    def _context(self, kind: Kind, shape: Shape, stride: int | None = None) -> ContextCost:
+        """Exchanges of a layer's attention between context ranks; stride: between them, if not as the shape has it."""
+        if shape.context == 1:
+            return NOTHING
+        mode, costs, tensor, chosen = self._mode(kind, shape)
+        apart = shape.stride("context") if stride is None else stride
+        way = shape.micro_batch, shape.context, shape.context_kind, apart
+        key = kind.layer_class, mode, tensor, chosen, *way
+        if key not in self._contexts:
+            self._contexts[key] = context_cost(
+                self.layer_class(kind),
+                costs,
+                shape.micro_batch,
+                self.training.compute_bytes,
+                tensor,
+                shape.context,
+                shape.context_kind,
+                self.links(shape.context, apart),
+                self.device,
+                self.training.precision,
+            )
+        return self._contexts[key]
+
+    def least_exchange_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
+        """Exposed seconds of a layer's exchanges with context and expert ranks in the forward, and in the backward
+        without recompute, that no order of the mesh axes beats."""
+        contexts = [self._context(kind, shape, stride) for stride in self.places(shape.context)]
+        dispatch_s = min(self._dispatch(kind, shape, stride)[0] for stride in self.places(shape.expert))
+        expert_s = self._exposed_dispatch_s(dispatch_s, kind, shape)
+        forward_s, backward_s = min(c.forward_s for c in contexts), min(c.backward_s for c in contexts)
+        return forward_s + 2 * expert_s, backward_s + 2 * expert_s
+
+    def _exposed_dispatch_s(self, dispatch_s: float, kind: Kind, shape: Shape) -> float:
+        """What is left of sending tokens to experts where the stack hides a share of it behind the layer's work."""
+        return dispatch_s - min(self.software.expert_overlap * dispatch_s, self.compute(kind, shape).forward)
+
+    def _dispatch(self, kind: Kind, shape: Shape, stride: int | None = None) -> tuple[float, float, float]:
+        """(seconds, bytes, calls) of sending a layer's tokens to their experts once for one micro-batch; bringing them
+        back takes the same, and so do their gradients. stride: between expert ranks, if not as the shape has it."""
+        if shape.expert == 1:
+            return 0.0, 0.0, 0.0
+        slices = shape.tensor if self.mode(kind, shape)[0] == "sequence" else 1
+        links = self.links(shape.expert, shape.expert_stride if stride is None else stride)
+        whole, banks = self.layer_class(kind).whole, self.layer_class(kind).experts
+        seconds = total = 0.0
+        for bank in banks:
+            num_bytes = routed_bytes(bank, whole, shape.samples, slices, self.training.compute_bytes)
+            busiest = num_bytes * self.imbalance(kind, shape)
+            num_copies = copies(bank, self.profile.tokens_per_sample)
+            seconds += exchange_of(busiest, num_copies, links, self.software.dispatches_once_per_host)
+            total += num_bytes
+        return seconds, total, float(len(banks))
+
+    def _routing_s(self, kind: Kind, shape: Shape) -> float:
+        """Seconds that the host adds to a pass for a layer's experts."""
+        banks, expert = self.layer_class(kind).experts, shape.expert
+        return sum(self.software.host_routing_s(bank.count / expert, expert) for bank in banks)
+
+    def _accumulate_s(self, trainable: float, shape: Shape) -> float:
+        """Seconds per micro-batch of adding new gradients to those of the micro-batches before: fp32, two reads and a
+        write, of shards where they are reduced first."""
+        if shape.num_microbatches == 1 or self.software.accumulates_in_matmul:
+            return 0.0
+        elements = trainable / (shape.sharded_over if shape.gradient_sync == "every" else 1)
+        added = accumulate_s(elements, self.device)
+        return added * (1 - 1 / shape.num_microbatches)
+
+    def tensor_traffic(self, kind: Kind, shape: Shape) -> tuple[tuple[Part, bool, Traffic], ...]:
+        """(part, whether recompute repeats it, collective) of tensor parallelism in one layer for one micro-batch."""
+        mode, costs, tensor = self.mode(kind, shape)
+        element_bytes, batch = self.training.compute_bytes, shape.samples
+        traffic: list[tuple[Part, bool, Traffic]] = [
+            (
+                c.part,
+                c.part == "forward" and c.repeated,
+                Traffic("tensor", c.kind, c.tensor.at(batch, element_bytes, tensor), 1.0, per_step=False),
+            )
+            for c in costs.collectives
+            if mode != "whole"
+        ]
+        if shape.sequence and mode != "sequence":
+            edges: tuple[tuple[Part, int], ...] = (("forward", kind.leaves), ("backward", kind.enters))
+            neighbour = self.hidden_bytes(shape)
+            traffic += [(part, False, Traffic("tensor", "all_gather", neighbour, 1.0, False)) for part, n in edges if n]
+        return tuple(traffic)
+
+    def hidden_bytes(self, shape: Shape) -> float:
+        """Bytes of the hidden state that is sliced where sequence parallelism begins and gathered where it ends."""
+        sizes = [
+            c.whole.inputs.at(shape.samples, self.training.compute_bytes)
+            for c in self.profile.classes
+            if c.sequence is not None
+        ]
+        return max(sizes, default=0.0)
+
+    def cost(self, kind: Kind, shape: Shape, option: LayerOption) -> LayerCost:
+        """What a layer of this kind costs under a shape and an option."""
+        seconds = self.compute(kind, shape)
+        state = state_bytes(shape, self.training)
+        total, trainable = self._spread(kind, shape)
+        axis_links = self.axis_links(shape, "tensor")
+        tensor_s: dict[Part, float] = {"forward": 0.0, "backward": 0.0}
+        repeated_s = 0.0
+        for part, repeated, item in self.tensor_traffic(kind, shape):
+            item_s = collective_s(item.kind, item.bytes, axis_links)
+            tensor_s[part] += item_s
+            repeated_s += item_s if repeated else 0.0
+        in_root = kind.is_in_root(shape)
+        resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
+        own, own_trainable = self._spread(kind, shape, kind.held_before(shape))
+        data = self._data(shape, resharded, own.reduced, own_trainable.reduced, seconds)
+        full = option.recompute == "full"
+        kept, working = self._activation_bytes(kind, shape, option.recompute)
+        uncast = full and not state.buffers and not uses_fully_shard(shape, self.training)
+        held = 0.0 if resharded or uncast else total.gathered * state.gathered
+        context = self._context(kind, shape)
+        expert_s = self._exposed_dispatch_s(self._dispatch(kind, shape)[0], kind, shape)
+        again_s, freed = self._parts(kind, shape, option.recompute)
+        freed *= self.software.memory.kept(option.recompute, self.training.precision)
+        if freed:
+            kept, working = kept - freed, replace(working, backward=working.backward + freed)
+        kept += context.kept(option.recompute)
+        repeats_attention = option.recompute in ("attention", "full")
+        repeats_collectives = option.recompute in ("selective", "full")
+        away_s = self._away_s(kept) if option.offload else 0.0
+        buffers = context.buffer_bytes + (context.kept_bytes if full else 0.0)
+        if option.offload:  # one layer's on their way, the next one's arriving
+            kept, buffers = 0.0, buffers + 2 * kept
+        again = option.recompute in ("selective", "full")
+        transient, ending, waiting = self._transients(kind, shape, state, working, kept, resharded, again)
+        host_s = self.software.host_layer_s + self._routing_s(kind, shape)
+        shard = shape.sharded_over
+        return LayerCost(
+            forward_s=seconds.forward + host_s,
+            backward_s=seconds.backward + self._accumulate_s(trainable.gathered, shape) + host_s,
+            weight_s=seconds.backward_weight,
+            recompute_s=seconds.repeated[option.recompute] + again_s,
+            tensor_forward_s=self._exposed_tensor_s(tensor_s["forward"], seconds.forward, axis_links),
+            tensor_backward_s=self._exposed_tensor_s(tensor_s["backward"], seconds.backward, axis_links)
+            + (self._exposed_tensor_s(repeated_s, seconds.forward, axis_links) if repeats_collectives else 0.0),
+            data_forward_s=data.forward_s,
+            data_backward_s=data.backward_s,
+            once_data_s=data.once_s + self.whole_gradients_s(kind, shape),
+            optimizer_s=(self.host_optimizer_s if state.on_host else self.optimizer_s)(trainable.stored / shard),
+            elements=total.stored,
+            trainable_elements=trainable.stored,
+            kept_bytes=kept,
+            held_bytes=held,
+            released_bytes=0.0 if in_root and uses_fully_shard(shape, self.training) else held,
+            accumulated_bytes=(trainable.gathered if state.buffers else trainable.reduced) * state.accumulated,
+            root_bytes=trainable.gathered * state.root_gradients if in_root else 0.0,
+            root_end_bytes=trainable.gathered * state.root_end if in_root else 0.0,
+            transient_bytes=transient + buffers,
+            ending_bytes=ending + buffers,
+            waiting_bytes=waiting + buffers,
+            reduced_bytes=0.0 if in_root else trainable.reduced * MASTER_BYTES,
+            traffic=tuple(
+                Traffic(t.axis, t.kind, t.bytes, 2.0 if repeats_collectives and repeated else 1.0, False)
+                for _, repeated, t in self.tensor_traffic(kind, shape)
+            )
+            + self._exchange_traffic(kind, shape, repeats_attention, repeats_collectives),
+            context_forward_s=context.forward_s,
+            context_backward_s=context.backward_s + (context.forward_s if repeats_attention else 0.0),
+            expert_forward_s=2 * expert_s,
+            expert_backward_s=(4 if repeats_collectives else 2) * expert_s,
+            offload_forward_s=exposed_s(away_s, seconds.forward, 1.0, self.device.contention),
+            offload_backward_s=exposed_s(away_s, seconds.backward, 1.0, self.device.contention),
+            arrived_bytes=self._arrived_bytes(kind, shape, option),
+        )
+
+    def _exchange_traffic(
+        self, kind: Kind, shape: Shape, repeats_attention: bool, repeats_experts: bool
+    ) -> tuple[Traffic, ...]:
+        """Collectives of one layer with context ranks and expert ranks for one micro-batch."""
+        context, traffic = self._context(kind, shape), []
+        for exchanges, times in ((context.forward, 2.0 if repeats_attention else 1.0), (context.backward, 1.0)):
+            for e in exchanges:
+                ends = 2.0 if e.kind == "p2p" else 1.0  # each rank of a ring sends one block and receives another
+                traffic.append(Traffic("context", e.kind, e.num_bytes, ends * times * e.calls, False))
+        _, num_bytes, calls = self._dispatch(kind, shape)
+        if calls:
+            passes = 6 if repeats_experts else 4
+            traffic.append(Traffic("expert", "all_to_all", num_bytes / calls, passes * calls, False))
+            told = 2.0 if repeats_experts else 1.0
+            counts = [bank.count for bank in self.layer_class(kind).experts if bank.called != "stacked"]
+            traffic += [Traffic("expert", "all_to_all", float(COUNT_BYTES * count), told, False) for count in counts]
+        return tuple(traffic)
+
+    def _parts(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float]:
+        """(seconds, bytes not kept) of the parts of a layer that are recomputed; nothing where all of it is."""
+        if not shape.recompute_parts or recompute == "full":
+            return 0.0, 0.0
+        mode, costs, tensor, chosen = self._mode(kind, shape)
+        element_bytes = self.training.compute_bytes
+        key = kind.layer_class, mode, tensor, chosen, shape.samples, shape.recompute_parts
+        if key not in self._part_costs:
+            self._part_costs[key] = part_cost(
+                costs,
+                shape.recompute_parts,
+                self.device,
+                self.training.precision,
+                element_bytes,
+                shape.samples,
+                tensor,
+            )
+        seconds, returned = self._part_costs[key]
+        under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective}[recompute]
+        kept, least = (part.at(shape.samples, element_bytes, tensor) for part in (under, costs.full))
+        return seconds, min(returned, max(0.0, kept - least))
+
+    def _away_s(self, num_bytes: float) -> float:
+        """Seconds to bring bytes to the host, or back."""
+        return num_bytes / self.device.host_bandwidth
+
+    def _spread(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[Spread, Spread]:
+        """(all, trainable) parameter elements of a layer on one tensor rank by what they cost there."""
+        total, trainable = self.elements(kind, shape, without)
+        if shape.expert == 1:
+            return Spread(total, total, total), Spread(trainable, trainable, trainable)
+        others, others_trainable = self.elements(kind, shape, without | self.spread_names(kind, shape))
+        return spread(total, total - others, shape), spread(trainable, trainable - others_trainable, shape)
+
+    def stored_elements(self, kind: Kind, shape: Shape) -> tuple[float, float]:
+        """(all, trainable) elements of a layer, as if all were sharded over the ranks that share its other ones."""
+        total, trainable = self._spread(kind, shape)
+        return total.stored, trainable.stored
+
+    def spread_names(self, kind: Kind, shape: Shape) -> frozenset[str]:
+        """Parameters of experts, where these are spread over ranks."""
+        banks = self.layer_class(kind).experts if shape.expert > 1 else ()
+        return frozenset(name for bank in banks for name in bank.parameters)
+
+    def bank_elements(self, kind: Kind, shape: Shape) -> list[tuple[float, float]]:
+        """[bank] -> (all, trainable) elements that one rank has of it, with the padding of the ranks that shard them;
+        nothing where experts are not spread."""
+        layer_class, found = self.layer_class(kind), []
+        for bank in layer_class.experts if shape.expert > 1 else ():
+            own = [p for p in layer_class.parameters if p.name in bank.parameters]
+            sizes = [padded_elements((p.shape[0] // shape.expert, *p.shape[1:]), shape.same_experts) for p in own]
+            trained = [size for size, p in zip(sizes, own, strict=True) if p.trainable]
+            found.append((float(sum(sizes)), float(sum(trained))))
+        return found
+
+    def arriving_bytes(self, kind: Kind, shape: Shape, recomputed: bool) -> float:
+        """Bytes of tensors from earlier layers that a layer keeps for one micro-batch."""
+        batch, element_bytes = shape.samples, self.training.compute_bytes
+        slices = self.mode(kind, shape)[0] == "sequence"
+        return sum(
+            item.size.at(batch, element_bytes) / (shape.tensor if slices and item.slices else 1)
+            for item in (kind.keeps_for_recompute if recomputed else kind.keeps)
+        )
+
+    def _arrived_bytes(self, kind: Kind, shape: Shape, option: LayerOption) -> float:
+        """Bytes of those that it keeps only because it is recomputed."""
+        if option.recompute not in ("selective", "full") or option.offload:
+            return 0.0
+        return self.arriving_bytes(kind, shape, True) - self.arriving_bytes(kind, shape, False)
+
+    def batch_bytes(self, shape: Shape) -> float:
+        """Bytes of a rank's share of the global batch, which every stage holds."""
+        each = sum(math.prod(tensor.shape) * _dtype_bytes(tensor.dtype) for tensor in self.profile.batch)
+        return float(shape.micro_batch * shape.num_microbatches * each)
+
+    def _activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "_Working"]:
+        """(kept bytes, bytes beyond them while at work) for one micro-batch; in the backward recomputed layers pass
+        through everything that they would have saved."""
+        buffers, sharded = uses_buffers(shape, self.training), uses_fully_shard(shape, self.training)
+        key = kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute, buffers, sharded
+        if key not in self._activations:
+            self._activations[key] = self._found_activation_bytes(kind, shape, recompute)
+        return self._activations[key]
+
+    def _found_activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "_Working"]:
+        batch, element_bytes = shape.samples, self.training.compute_bytes
+        _, costs, tensor = self.mode(kind, shape)
+        logits = self._logits_bytes(kind, shape)
+        buffers = uses_buffers(shape, self.training)
+        mixed = self.training.is_mixed and not buffers and not self.software.memory.pure
+        autocast = mixed and not uses_fully_shard(shape, self.training)
+        if autocast and logits:
+            element_bytes = MASTER_BYTES
+        saved = costs.saved.at(batch, element_bytes, tensor)
+        under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective, "full": costs.full}
+        kept = under[recompute].at(batch, element_bytes, tensor)
+        forward = costs.forward_transient.at(batch, element_bytes, tensor)
+        backward = costs.backward_transient.at(batch, element_bytes, tensor)
+        arriving = self.arriving_bytes(kind, shape, recompute in ("selective", "full"))
+        if autocast and not logits:
+            more = (MASTER_BYTES - self.training.compute_bytes) * autocast_elements(costs, batch)
+            saved += more
+            kept += more if recompute in ("none", "attention") else arriving if more else 0.0
+        memory, precision = self.software.memory, self.training.precision
+        if logits and memory.logit_bytes is not None:
+            made = memory.logit_bytes * self._num_logits(kind, shape)
+            return arriving, _Working(made, made, made, made)
+        again = self._gathered_again(kind, shape)
+        saved -= again
+        kept -= 0.0 if recompute == "full" else min(again, kept)
+        saved *= memory.kept("none", precision)
+        kept, arriving = (part * memory.kept(recompute, precision) for part in (kept, arriving))
+        backward += max(0.0, saved - kept)
+        return kept + arriving, _Working(forward, backward, max(saved, kept), logits)
+
+    def least_transient_bytes(self, kind: Kind, shape: Shape) -> float:
+        """Bytes that are there only during a layer's turn, at least, whatever its option and however data is split."""
+        working = self._activation_bytes(kind, shape, "none")[1]
+        return max(working.forward, working.backward)
+
+    def _gathered_again(self, kind: Kind, shape: Shape) -> float:
+        """Bytes of gathered inputs of matmuls beyond a rank's slice, where the stack does not keep them."""
+        mode, costs, tensor = self.mode(kind, shape)
+        if mode != "sequence" or not self.software.memory.gathers_again:
+            return 0.0
+        gathers = (c for c in costs.collectives if c.part == "forward" and c.kind == "all_gather")
+        whole = sum(c.tensor.at(shape.samples, self.training.compute_bytes, tensor) for c in gathers)
+        return whole * (1 - 1 / tensor)
+
+    def _logits_bytes(self, kind: Kind, shape: Shape) -> float:
+        """Bytes of what a layer's last matmul makes for the loss in it, and of gathering that; 0 without a loss."""
+        _, costs, tensor = self.mode(kind, shape)
+        if not _has_loss(costs):
+            return 0.0
+        gathered = sum(
+            c.tensor.at(shape.samples, self.training.compute_bytes, tensor)
+            for c in costs.collectives
+            if c.part == "forward" and c.kind == "all_gather"
+        )
+        return self._num_logits(kind, shape) * self.training.compute_bytes + 2 * gathered
+
+    def _num_logits(self, kind: Kind, shape: Shape) -> float:
+        """Elements that a layer's last matmul makes on one rank."""
+        _, costs, tensor = self.mode(kind, shape)
+        shapes = [op.shape for op in costs.operators if op.part == "forward" and op.shape is not None]
+        rows, _, columns = shapes[-1] if shapes else (ZERO, ZERO, ZERO)
+        return amount_at(rows, shape.samples, tensor) * amount_at(columns, shape.samples, tensor)
+
+    def _data(self, shape: Shape, resharded: bool, total: float, trainable: float, seconds: Seconds) -> "_DataCost":
+        """Exposed seconds of gathers and gradient reductions of one layer; traffic.py counts them."""
+        shard, replicate = self.shard_links(shape), self.axis_links(shape, "data_replicate")
+        overlap, contention = self.device.overlap, self.device.contention
+        gather_bytes = self.training.compute_bytes * total
+        reduce_bytes = self.software.gradient_bytes * trainable
+        gather_s = collective_s("all_gather", gather_bytes, shard)
+        reduce_s = collective_s("reduce_scatter", reduce_bytes, shard)
+        reduce_s += collective_s("all_reduce", reduce_bytes / shape.sharded_over, replicate)
+        every = shape.gradient_sync == "every"
+        keeps = not resharded
+        forward = exposed_s(gather_s, seconds.forward, overlap, contention)
+        backward_comm = (gather_s if resharded else 0.0) + (reduce_s if every else 0.0)
+        backward = exposed_s(backward_comm, seconds.backward, overlap, contention)
+        once_comm = 0.0 if every else reduce_s
+        once = 0.0
+        if keeps and not every:
+            once, forward = forward, 0.0
+        if not every:
+            room = seconds.backward if keeps else max(0.0, seconds.backward - gather_s)
+            once += exposed_s(once_comm, room, overlap, contention)
+        return _DataCost(forward, backward, once)
+
+    def whole_gradients_s(self, kind: Kind, shape: Shape) -> float:
+        """Seconds per step of summing gradients of weights that are left whole though they could be cut, where each
+        tensor rank has the share of its slice of the sequence. (Norms and biases are too small to count.)"""
+        mode, _, _, chosen = self._mode(kind, shape)
+        cuts = self.layer_class(kind).cuts
+        if mode != "sequence" or len(chosen) == len(cuts):
+            return 0.0
+        left = {name for i, cut in enumerate(cuts) if i not in chosen for name in cut.sharded}
+        elements = sum(item.elements for item in self.held(kind, shape) if item.name in left and item.trainable)
+        links = self.axis_links(shape, "tensor")
+        return collective_s("all_reduce", MASTER_BYTES * elements / shape.sharded_over, links)
+
+    def tie_bytes(self, elements: float, shape: Shape) -> float:
+        """Bytes of gradients that a stage sums with other stages once per step: fp32, of tied weights that have this
+        many elements there."""
+        return 4 * elements / shape.sharded_over
+
+    def tie_s(self, elements: float, shape: Shape) -> float:
+        """Seconds of that: between the first stage and the last, which is where embedding and head are."""
+        if shape.pipeline == 1 or elements == 0.0:
+            return 0.0
+        links = self.links_of_stages(2, shape.stride("pipeline") * (shape.pipeline - 1))
+        return collective_s("all_reduce", self.tie_bytes(elements, shape), links)
+
+    def crossings(self, shape: Shape) -> list[Cut]:
+        """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
+        between layers, behind the last."""
+        return self._crossings.cuts(shape)
+
+    def arrivals(self, shape: Shape, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrivals:
+        """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one behind
+        its last."""
+        return self._crossings.arrivals(shape, firsts, ends)
+
+    def options(
+        self,
+        kind: Kind,
+        shape: Shape,
+        recompute: Recompute | None = None,
+        reshard: bool | None = None,
+        everything: bool = False,
+    ) -> list[LayerOption]:
+        """The options of a layer of this kind under a shape, restricted to what is pinned: every kind of recompute that
+        the executor runs, where the layer is a module and has saved something to give up, and giving back parameters.
+        everything: activations may wait in the host's memory, too, which is priced, not run."""
+        recomputes: tuple[Recompute, ...] = ("none",)
+        if kind.can_recompute:
+            kept = self.kept_bytes(kind, shape, "none")
+            excluded = {"none"}
+            excluded |= {"selective"} if self.layer_class(kind).writes_into_kept else set()
+            excluded |= {"attention"} if self.layer_class(kind).writes_into_attention else set()
+            runs = (r for r in EXECUTABLE_RECOMPUTES if r not in excluded)
+            less = [r for r in runs if self.kept_bytes(kind, shape, r) < kept]
+            recomputes = (recompute,) if recompute is not None else ("none", *less)
+        reshards: tuple[bool, ...] = (shape.reshard,)
+        if shape.sharded_over > 1 and shape.pipeline == 1:
+            reshards = (False, True) if reshard is None else (reshard,)
+            reshards = (False,) if kind.is_in_root(shape) or not self.layer_class(kind).parameters else reshards
+        offloads = (False, True) if everything else (False,)
+        return [LayerOption(r, s, away) for r in recomputes for s in reshards for away in offloads]
+
+    def kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
+        """Bytes that a layer keeps of one micro-batch in the model's own numbers."""
+        _, costs, tensor = self.mode(kind, shape)
+        under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective, "full": costs.full}
+        again = recompute in ("selective", "full")
+        kept = under[recompute].at(shape.samples, self.training.compute_bytes, tensor)
+        return kept + self.arriving_bytes(kind, shape, again)
+
+
+@kept
+def _has_loss(costs: Costs) -> bool:
+    return any(op.kind == "loss" for op in costs.operators)
+
+
+_NEARLY = 0.02
+"""A norm moves its parameters besides what it reads and writes."""
+
+
+def autocast_elements(costs: Costs, batch: float) -> float:
+    """Elements that autocast keeps in fp32 where the profile has them in the compute dtype: what layer norms read, for
+    it keeps the residual stream in fp32; and as many for each matmul that reads the same of it as one before, as each
+    makes a copy in the compute dtype."""
+    stream, readers, found = amount_at(costs.inputs.elements, batch), 0, 0.0
+    for op in costs.operators:
+        if op.part != "forward":
+            continue
+        if op.name == "native_layer_norm":
+            stream, readers = amount_at(op.moved.elements, batch) / 2, 0
+            found += stream
+        elif op.kind == "attention":
+            stream = 0.0
+        elif op.shape is not None and stream:
+            read = amount_at(op.shape[0], batch) * amount_at(op.shape[1], batch)
+            readers += math.isclose(read, stream, rel_tol=_NEARLY)
+            found += stream if readers > 1 and math.isclose(read, stream, rel_tol=_NEARLY) else 0.0
+    return found
+
+
+def _dtype_bytes(name: str) -> int:
+    """Bytes of one element of a torch dtype. Inputs in the compute dtype are given in fp32."""
+    if name == "bool":
+        return 1
+    if name == "compute":
+        return 4
+    bits = next(int(size) for size in ("128", "64", "32", "16", "8") if size in name)
+    return bits // 8
+
+
+@dataclass(frozen=True)
+class _Working:
+    """Bytes of activations while a layer is at work, beyond what it keeps. passed: what its backward has let go of when
+    it ends. logits: 0 without a loss."""
+
+    forward: float
+    backward: float
+    passed: float
+    logits: float
+
+
+@dataclass(frozen=True)
+class _DataCost:
+    forward_s: float
+    backward_s: float
+    once_s: float

@@ -1,0 +1,151 @@
+"""Memory of one stage as a running maximum: what is there while each of its layers is at work."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..strategy import Shape
+from .memory_cost import StateBytes
+from .priced_layer import LayerCost
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One pass backward over a stage, and what it finds there. While a layer has its turn, it and those before it hold
+    `before`, and those behind it, whose turn is over, `behind`.
+
+    flights: micro-batches whose activations are there when it begins. before_shards, behind_shards: bytes of gradients
+    per trainable element; before_whole, behind_whole: whether accumulated ones are there beyond these. copies_stay:
+    layers keep gathered copies after their turn. reduces: gradients are reduced. sends: gradients of the micro-batch
+    before are on their way to the stage before.
+    """
+
+    flights: int
+    before_shards: float
+    behind_shards: float
+    before_whole: bool
+    behind_whole: bool
+    copies_stay: bool
+    reduces: bool
+    sends: bool
+
+    def before(self, cost: LayerCost) -> float:
+        """Bytes of a layer until its turn is over."""
+        return self.flights * cost.kept_bytes + cost.held_bytes + self.gradients_before(cost)
+
+    def behind(self, cost: LayerCost) -> float:
+        """Bytes of a layer after its turn."""
+        return (self.flights - 1) * cost.kept_bytes + self.copies_behind(cost) + self.gradients_behind(cost)
+
+    def copies_behind(self, cost: LayerCost) -> float:
+        """Bytes of copies of parameters that a layer holds after its turn."""
+        return cost.held_bytes - (0.0 if self.copies_stay else cost.released_bytes)
+
+    def gradients_before(self, cost: LayerCost) -> float:
+        """Bytes of a layer's gradients until its turn is over."""
+        return cost.trainable_elements * self.before_shards + (cost.accumulated_bytes if self.before_whole else 0.0)
+
+    def gradients_behind(self, cost: LayerCost) -> float:
+        """Bytes of a layer's gradients after its turn."""
+        whole = cost.accumulated_bytes if self.behind_whole else 0.0
+        return cost.trainable_elements * self.behind_shards + whole + cost.root_bytes
+
+    def transient(self, cost: LayerCost, behind: LayerCost | None) -> float:
+        """Bytes that are there only during a layer's turn. behind: the next layer of the stage, if there is one."""
+        return cost.reducing_bytes(behind) if self.reduces else cost.transient_bytes
+
+    def shared_gradients(self, state: StateBytes) -> float:
+        """Bytes of gradients per element that two layers of a stage count both."""
+        whole = state.accumulated if self.before_whole and self.behind_whole else 0.0
+        return min(self.before_shards, self.behind_shards) + whole
+
+    def shared(self, state: StateBytes) -> float:
+        """Bytes per element, of all kinds, that two layers of a stage count both."""
+        return state.sharded_parameters + state.optimizer + state.copied_twice + self.shared_gradients(state)
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What stages hold of tensors from the stages before them, beyond what their layers keep and what they send; bytes
+    by stage.
+
+    inputs: of every micro-batch in flight, as they came, if the first layer is not recomputed. passed: gradients of
+    what is handed on to the next stage, throughout the backward. gradients: what the backward sends; with 1F1B that is
+    there until the next one's has been made.
+    """
+
+    inputs: Floats
+    passed: Floats
+    gradients: Floats
+
+    def held(self, flights: int, sends: bool, arrived: Floats | float) -> Floats:
+        """[stage] -> bytes. arrived: what the first layer keeps of inputs because it is recomputed."""
+        held: Floats = flights * np.maximum(0.0, self.inputs - arrived) + self.passed
+        return held + self.gradients if sends else held
+
+    def at(self, stage: int) -> "Arrivals":
+        """Those of one stage."""
+        here = slice(stage, stage + 1)
+        return Arrivals(self.inputs[here], self.passed[here], self.gradients[here])
+
+
+def moments_of(shape: Shape, state: StateBytes, in_flight: int) -> tuple[Moment, ...]:
+    """The passes of a step that may hold most: one in the middle (all gradients are there), the last (they are reduced,
+    one micro-batch is left), and, where it alone finds the pipeline full, the first."""
+    count, shards = shape.num_microbatches, state.sharded_gradients
+    if state.buffers:
+        return (Moment(min(in_flight, count), shards, shards, True, True, True, reduces=False, sends=False),)
+    stay = state.copies_stay
+    early = shards if count > 1 or state.gradients_stay else 0.0
+    sends = shape.schedule == "1f1b" and count > 1
+    last = Moment(1, early, shards, count > 1, behind_whole=False, copies_stay=False, reduces=True, sends=sends)
+    if count == 1:
+        return (last,)
+    middle = Moment(min(in_flight, count - 1), shards, shards, stay, stay, stay, not stay, sends)
+    found = (middle, last) if stay else (middle,)
+    if in_flight < count:
+        return found
+    early = shards if state.gradients_stay else 0.0
+    first = Moment(in_flight, early, shards, False, stay, stay, reduces=not stay, sends=False)
+    return (*found, first)
+
+
+def highest(moment: Moment, layers: Sequence[tuple[LayerCost, int]]) -> tuple[int, int]:
+    """(index, turn): layers hold most in a pass when it is the turn of the `turn`-th of the equal layers at this index
+    of `layers`. Of neighbours that are equal it is the first, the last, or the one before that, which has one of its
+    own kind behind it."""
+    there, best = 0.0, (-math.inf, 0, 0)
+    for index, (cost, n) in enumerate(layers):
+        more = moment.before(cost) - moment.behind(cost)
+        for turn in {1, max(1, n - 1), n}:
+            transient = moment.transient(cost, behind_of(layers, index, turn))
+            best = max(best, (there + turn * more + transient, index, turn))
+        there += n * more
+    return best[1], best[2]
+
+
+def behind_of(layers: Sequence[tuple[LayerCost, int]], index: int, turn: int) -> LayerCost | None:
+    """The next layer of the stage behind the `turn`-th of the equal layers at this index."""
+    if turn < layers[index][1]:
+        return layers[index][0]
+    return layers[index + 1][0] if index + 1 < len(layers) else None
+
+
+def running(before: Floats, behind: Floats, transient: Floats, at_end: Floats, counts: Floats) -> tuple[Floats, Floats]:
+    """([composition][run] -> bytes before the run's first turn, the most while one of its layers is at work; that is
+    -inf where it has none).
+
+    before, behind, transient: [run]. at_end: [composition][run], transient of the run's last layer. counts:
+    [composition][run].
+    """
+    more = before - behind
+    rise = counts * more
+    start = np.cumsum(rise, axis=1) - rise + (counts @ behind)[:, None]
+    inner = start + np.maximum(more, (counts - 1) * more) + transient
+    most = np.maximum(start + rise + at_end, np.where(counts > 1, inner, -np.inf))
+    return start, np.where(counts == 0, -np.inf, most)

@@ -1,0 +1,124 @@
+"""What one layer costs under a shape and an option, in numbers: seconds, bytes and collectives."""
+
+from dataclasses import dataclass, replace
+
+from ..plan import GroupAxis
+from .comm_cost import Collective
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes and calls of one collective on one axis by one rank."""
+
+    axis: GroupAxis
+    kind: Collective
+    bytes: float
+    calls: float
+    per_step: bool
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of a layer class on one tensor rank. elements: padded to what data shards divide evenly; whole: not
+    cut by tensor parallelism; partial: read between cut modules, so that each tensor rank has a share of its
+    gradient."""
+
+    name: str
+    elements: int
+    trainable: bool
+    whole: bool
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer under one shape and option. Seconds per micro-batch unless `once_`; bytes on one rank.
+
+    weight_s: the part of backward_s that is for gradients of weights. kept_bytes: activations of one micro-batch, until
+    the layer's backward, of which arrived_bytes come from earlier layers and count only because it is recomputed.
+    held_bytes: compute copies of parameters, of which released_bytes are given back once
+    gradients are reduced. accumulated_bytes: gradients before they are reduced, beyond their shards. root_bytes:
+    gradients that wait for fully_shard's root from the layer's backward on, and root_end_bytes what that takes then.
+    transient_bytes: there only during the layer's turn, beyond what is kept and held; ending_bytes: the same in a pass
+    that reduces gradients; waiting_bytes: of that, what is there while those of the layer behind it, its reduced_bytes,
+    are on their way.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    recompute_s: float
+    tensor_forward_s: float
+    tensor_backward_s: float
+    data_forward_s: float
+    data_backward_s: float
+    once_data_s: float
+    optimizer_s: float
+    elements: float
+    trainable_elements: float
+    kept_bytes: float
+    held_bytes: float
+    released_bytes: float
+    accumulated_bytes: float
+    root_bytes: float
+    root_end_bytes: float
+    transient_bytes: float
+    ending_bytes: float
+    waiting_bytes: float
+    reduced_bytes: float
+    traffic: tuple[Traffic, ...]
+    context_forward_s: float = 0.0
+    context_backward_s: float = 0.0
+    expert_forward_s: float = 0.0
+    expert_backward_s: float = 0.0
+    offload_forward_s: float = 0.0
+    offload_backward_s: float = 0.0
+    arrived_bytes: float = 0.0
+
+    def reducing_bytes(self, behind: "LayerCost | None") -> float:
+        """Bytes that are there only during the layer's turn in a pass that reduces gradients. behind: the next layer of
+        the stage, if there is one."""
+        waiting = 0.0 if behind is None else self.waiting_bytes + behind.reduced_bytes
+        return max(self.ending_bytes, waiting)
+
+    def with_waiting(self, num_bytes: float) -> "LayerCost":
+        """The same in a place where so many bytes of others pass by."""
+        if not num_bytes:
+            return self
+        return replace(
+            self,
+            transient_bytes=self.transient_bytes + num_bytes,
+            ending_bytes=self.ending_bytes + num_bytes,
+            waiting_bytes=self.waiting_bytes + num_bytes,
+        )
+
+    @property
+    def exchange_forward_s(self) -> float:
+        """Exposed exchanges of the forward with context ranks, expert ranks and the host."""
+        return self.context_forward_s + self.expert_forward_s + self.offload_forward_s
+
+    @property
+    def exchange_backward_s(self) -> float:
+        """The same of the backward."""
+        return self.context_backward_s + self.expert_backward_s + self.offload_backward_s
+
+    @property
+    def forward_total_s(self) -> float:
+        """Forward of one micro-batch, exposed communication included."""
+        return self.forward_s + self.tensor_forward_s + self.data_forward_s + self.exchange_forward_s
+
+    @property
+    def backward_total_s(self) -> float:
+        """Backward of one micro-batch, recompute and exposed communication included."""
+        exposed_s = self.tensor_backward_s + self.data_backward_s + self.exchange_backward_s
+        return self.backward_s + self.recompute_s + exposed_s
+
+    @property
+    def microbatch_s(self) -> float:
+        """Forward and backward of one micro-batch."""
+        return self.forward_total_s + self.backward_total_s
+
+    @property
+    def once_s(self) -> float:
+        """Once per step: exposed gradient reduction and first gathers, and the optimizer."""
+        return self.once_data_s + self.optimizer_s

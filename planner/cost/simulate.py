@@ -1,0 +1,276 @@
+"""Pipeline schedules: the table of what each rank does in which order, and its time by event simulation."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Literal
+
+from ..plan import Schedule, stage_of
+
+ZERO_BUBBLE: tuple[Schedule, ...] = ("zb-h1", "zb-h2", "zb-v")
+"""Schedules whose backward is in two parts, for inputs and for weights."""
+
+
+def is_chunked(schedule: Schedule) -> bool:
+    """Whether ranks hold several stages or split their backward: then only the simulation tells the step time."""
+    return schedule == "interleaved" or schedule in ZERO_BUBBLE
+
+
+KINDS: tuple[Literal["forward", "backward", "weight"], ...] = ("forward", "backward", "weight")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One pass of one micro-batch through one chunk (the stages of a rank, in order). In zero-bubble schedules
+    "backward" is for inputs only."""
+
+    kind: Literal["forward", "backward", "weight"]
+    microbatch: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """An action with its time. rank: along the pipeline."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@lru_cache(maxsize=64)
+def table(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int = 1) -> tuple[list[Action], ...]:
+    """[rank] -> its actions in order: what the executor runs and what is priced.
+
+    1F1B: as many forwards ahead as stages follow, then in turn (Narayanan et al., SC21, section 2.2). Interleaved: the
+    same with chunks, micro-batches in rounds of as many as there are ranks (section 2.2.2 there; rounds of unequal
+    numbers as in torch.distributed.pipelining). GPipe and a single stage: all forwards first, or in turn. Zero bubbles:
+    see _zero_bubble and _there_and_back.
+    """
+    ranks = range(num_ranks)
+    if schedule == "interleaved":
+        return tuple(_interleaved(rank, num_ranks, num_microbatches, virtual) for rank in ranks)
+    if schedule in ("zb-h1", "zb-h2"):
+        per_hop = 1 if schedule == "zb-h1" else 2
+        return tuple(_zero_bubble(rank, num_ranks, num_microbatches, virtual, per_hop) for rank in ranks)
+    if schedule == "zb-v":
+        return tuple(_there_and_back(rank, num_ranks, num_microbatches) for rank in ranks)
+    order = []
+    forwards = [Action("forward", i) for i in range(num_microbatches)]
+    backwards = [Action("backward", i) for i in range(num_microbatches)]
+    for rank in ranks:
+        ahead = num_microbatches if schedule == "gpipe" else min(num_microbatches, num_ranks - rank)
+        order.append(_in_turn(forwards, backwards, ahead))
+    return tuple(order)
+
+
+def _interleaved(rank: int, num_ranks: int, num_microbatches: int, virtual: int) -> list[Action]:
+    forwards, backwards, in_round = _in_rounds(num_ranks, num_microbatches, virtual)
+    ahead = (virtual - 1) * in_round + 2 * (num_ranks - 1 - rank) + 1
+    return _in_turn(forwards, backwards, ahead)
+
+
+def _in_rounds(num_ranks: int, num_microbatches: int, virtual: int) -> tuple[list[Action], list[Action], int]:
+    """(forwards, backwards, micro-batches of a round): each round goes through all chunks before the next begins."""
+    rounds = max(1, num_microbatches // num_ranks)
+    in_round = -(-num_microbatches // rounds)
+    forwards, backwards = [], []
+    for first in range(0, num_microbatches, in_round):
+        microbatches = range(first, min(first + in_round, num_microbatches))
+        for chunk in range(virtual):
+            forwards += [Action("forward", i, chunk) for i in microbatches]
+            backwards += [Action("backward", i, virtual - 1 - chunk) for i in microbatches]
+    return forwards, backwards, in_round
+
+
+def _zero_bubble(rank: int, num_ranks: int, num_microbatches: int, virtual: int, per_hop: int) -> list[Action]:
+    """`per_hop` forwards ahead for each rank that follows, and weights as many behind for each before.
+
+    ZB-H1 holds no more than 1F1B's first rank, ZB-H2 nearly twice as much (Qi et al., Zero Bubble Pipeline Parallelism,
+    ICLR 2024, section 2). The order of ZB-H1 is that of torch's ScheduleInterleavedZeroBubble, with its chunks.
+    """
+    forwards, backwards, in_round = _in_rounds(num_ranks, num_microbatches, virtual)
+    ahead = (virtual - 1) * in_round + per_hop * (num_ranks - 1 - rank) + 1
+    behind = per_hop * rank
+    order = list(forwards[:ahead])
+    weights = [Action("weight", action.microbatch, action.chunk) for action in backwards]
+    for i, backward in enumerate(backwards):
+        order.append(backward)
+        order += weights[i - behind : i - behind + 1] if i >= behind else []
+        order += forwards[ahead + i : ahead + i + 1]
+    return order + weights[max(0, len(weights) - behind) :]
+
+
+def _there_and_back(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+    """ZB-V: chunk 0 goes down the ranks and chunk 1 back up (Qi et al., Pipeline Parallelism with Controllable Memory,
+    NeurIPS 2024). The order is that of torch's ScheduleZBVZeroBubble: one for 2p - 1 or more micro-batches, of which
+    those are left out that are not there.
+    """
+    count = max(2 * num_ranks - 1, num_microbatches)
+    down, up = (tuple((kind, chunk) for kind in ("forward", "backward", "weight")) for chunk in (0, 1))
+    early = 2 * num_ranks - 1 - rank
+    turns = [down[0]] * (early - rank) + [up[0], down[0]] * rank + [*up] * (num_ranks - rank)
+    turns += [*down, *up] * (count - early) + [*down[1:], *up] * (early - num_ranks)
+    turns += [down[1], up[1]] * rank + [*down[1:]] * (num_ranks - rank) + [up[2]] * rank + [down[2]] * rank
+    met: Counter[tuple[str, int]] = Counter()
+    order = []
+    for kind, chunk in turns:
+        order.append(Action(kind, met[kind, chunk], chunk))  # type: ignore[arg-type]
+        met[kind, chunk] += 1
+    return [action for action in order if action.microbatch < num_microbatches]
+
+
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
+    """`ahead` forwards, then a backward and a forward in turn."""
+    ahead = min(ahead, len(forwards))
+    order = list(forwards[:ahead])
+    for i, backward in enumerate(backwards):
+        order.append(backward)
+        order += forwards[ahead + i : ahead + i + 1]
+    return order
+
+
+def in_flight(actions: Sequence[Action]) -> int:
+    """Largest number of micro-batches (of any chunk) whose activations a rank holds at once."""
+    return sum(held_at_peak(actions))
+
+
+def held_at_peak(actions: Sequence[Action]) -> tuple[int, ...]:
+    """[chunk] -> micro-batches whose activations a rank holds when it holds most. Zero-bubble schedules hold them
+    until the weights' backward."""
+    frees = "weight" if any(action.kind == "weight" for action in actions) else "backward"
+    held = [0] * (1 + max((action.chunk for action in actions), default=0))
+    most, total, largest = tuple(held), 0, 0
+    for action in actions:
+        if action.kind == "forward":
+            held[action.chunk] += 1
+            total += 1
+        elif action.kind == frees:
+            held[action.chunk] -= 1
+            total -= 1
+        if total > largest:
+            most, largest = tuple(held), total
+    return most
+
+
+@cache
+def rank_in_flight(
+    schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
+) -> tuple[tuple[int, ...], ...]:
+    """[rank][chunk] -> micro-batches in flight at the peak, counted from the table."""
+    few = min(num_microbatches, 4 * num_ranks + num_microbatches % num_ranks)
+    few = num_microbatches if schedule == "gpipe" else few
+    return tuple(held_at_peak(actions) for actions in table(schedule, num_ranks, few, virtual))
+
+
+def simulate(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    num_microbatches: int,
+    weight_s: Sequence[float] | None = None,
+    num_ranks: int | None = None,
+) -> list[Event]:
+    """Start and end of every action; an action starts when its rank is free and its input has arrived.
+
+    forward_s, backward_s, weight_s: per stage (of which each rank has one or more), waiting for transfers included;
+    weight_s is the part of backward_s that zero-bubble schedules put off.
+    """
+    ranks = num_ranks or len(forward_s)
+    steps, actions = _order(schedule, ranks, num_microbatches, len(forward_s) // ranks)
+    seconds = _durations(schedule, forward_s, backward_s, weight_s)
+    ends, _ = _times(steps, seconds, ranks)
+    free = [0.0] * ranks
+    events = []
+    for (rank, _, waits_for), action, end in zip(steps, actions, ends[1:], strict=True):
+        events.append(Event(rank, action, max(free[rank], ends[waits_for]), end))
+        free[rank] = end
+    return events
+
+
+Step = tuple[int, int, int]
+"""(rank, index of its duration, what it waits for: number of a step from 1, or 0 for nothing)."""
+
+
+@lru_cache(maxsize=256)
+def _order(
+    schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
+) -> tuple[tuple[Step, ...], tuple[Action, ...]]:
+    """Every action of a table, each behind those that it waits for. Durations count by kind, then by stage."""
+    order = table(schedule, num_ranks, num_microbatches, virtual)
+    num_stages = num_ranks * virtual
+    number: dict[tuple[int, str, int], int] = {}
+    position = [0] * num_ranks
+    steps: list[Step] = []
+    actions: list[Action] = []
+    while len(steps) < sum(map(len, order)):
+        before = len(steps)
+        for rank in range(num_ranks):
+            while position[rank] < len(order[rank]):
+                action = order[rank][position[rank]]
+                stage = stage_of(schedule, rank, action.chunk, num_ranks)
+                needs = _input_of(action.kind, action.microbatch, stage, num_stages)
+                if needs is not None and needs not in number:
+                    break
+                steps.append((rank, KINDS.index(action.kind) * num_stages + stage, number[needs] if needs else 0))
+                actions.append(action)
+                number[stage, action.kind, action.microbatch] = len(steps)
+                position[rank] += 1
+        assert len(steps) > before, "the schedule's table deadlocks"
+    return tuple(steps), tuple(actions)
+
+
+def _input_of(kind: str, microbatch: int, stage: int, num_stages: int) -> tuple[int, str, int] | None:
+    """(stage, kind, micro-batch) of the action whose result an action takes; None for the batch itself."""
+    if kind == "forward":
+        return (stage - 1, "forward", microbatch) if stage else None
+    if kind == "weight":
+        return stage, "backward", microbatch
+    return (stage, "forward", microbatch) if stage == num_stages - 1 else (stage + 1, "backward", microbatch)
+
+
+def _durations(
+    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] | None
+) -> list[float]:
+    if schedule not in ZERO_BUBBLE:
+        return [*forward_s, *backward_s]
+    weights = weight_s or [0.0] * len(forward_s)
+    return [*forward_s, *(b - w for b, w in zip(backward_s, weights, strict=True)), *weights]
+
+
+def _times(steps: Sequence[Step], seconds: Sequence[float], num_ranks: int) -> tuple[list[float], list[float]]:
+    """([step] -> when it ends, behind a 0.0 for what waits for nothing, [rank] -> when it has done all)."""
+    free = [0.0] * num_ranks
+    ends = [0.0] * (len(steps) + 1)
+    for number, (rank, what, waits_for) in enumerate(steps, 1):
+        start, ready = free[rank], ends[waits_for]
+        free[rank] = ends[number] = (ready if ready > start else start) + seconds[what]
+    return ends, free
+
+
+def simulated_step_s(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    once_s: Sequence[float],
+    num_microbatches: int,
+    weight_s: Sequence[float] | None = None,
+) -> float:
+    """Seconds of one step: each rank ends its step `once_s` after its last pass.
+
+    forward_s, backward_s, weight_s: per stage; once_s: per rank. Long steps are periodic once the pipeline is full:
+    beyond 6 micro-batches per rank the last period is continued.
+    """
+    num_ranks = len(once_s)
+    simulated = 6 * num_ranks
+    if num_microbatches > simulated:
+        shorter, longer = (
+            simulated_step_s(schedule, forward_s, backward_s, once_s, count, weight_s)
+            for count in (simulated - num_ranks, simulated)
+        )
+        return longer + (num_microbatches - simulated) * (longer - shorter) / num_ranks
+    steps, _ = _order(schedule, num_ranks, num_microbatches, len(forward_s) // num_ranks)
+    _, last = _times(steps, _durations(schedule, forward_s, backward_s, weight_s), num_ranks)
+    return max(end + once for end, once in zip(last, once_s, strict=True))

@@ -1,0 +1,244 @@
+"""Software: a training stack by a handful of constants, relative to what a device file says of the device."""
+
+import math
+import tomllib
+from functools import cache
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...profiler.cluster import Device, Link
+
+REFERENCE = "fsdp2-eager"
+"""What our executor runs, and what device files are made for."""
+
+COMPILING = "fsdp2-compile"
+"""The same with layers that are compiled one by one."""
+
+_FILE = Path(__file__).with_name("software.toml")
+
+_MEMORY_KINDS = ("norm", "elementwise", "copy", "loss", "embedding", "other")
+"""Kinds of operators that fusion speeds up: all that are neither matmul nor attention."""
+
+
+class StackMemory(BaseModel):
+    """What a training stack holds, where that differs from FSDP2 and eager kernels: bytes per element, and shares."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    buffers: bool = Field(
+        default=False,
+        description="weights and gradients lie whole in buffers all step long, beside a sharded optimizer with fp32 "
+        "weights, as Megatron's distributed optimizer has them; where weights are not gathered layer by layer",
+    )
+    gradient_copies: float = Field(default=0.0, ge=0, description="bytes of a parameter's gradient beside the buffer's")
+    pure: bool = Field(default=False, description="weights, gradients and moments are in the compute dtype alone")
+    optimizer_copies: float = Field(
+        default=0.0, ge=0, description="bytes beside an optimizer's state for each element that it has: its own copies"
+    )
+    gathers_again: bool = Field(
+        default=False, description="sequence parallelism keeps slices of what matmuls read, and gathers them once more"
+    )
+    moments: float = Field(default=1.0, gt=0, description="size of an optimizer's moments relative to fp32")
+    activations: float = Field(default=1.0, gt=0, description="share of the saved activations that fused kernels keep")
+    low_precision: float = Field(default=1.0, gt=0, description="share of those that fp8 and fp4 matmuls leave")
+    selective: float = Field(default=1.0, gt=0, description="share of what selective recompute keeps that is kept")
+    logit_bytes: float | None = Field(
+        default=None, ge=0, description="bytes for each logit of this rank while the loss is computed; None: as traced"
+    )
+    fragmentation: float | None = Field(default=None, ge=0, description="reserved over allocated - 1; None: device's")
+    context: float | None = Field(default=None, ge=0, description="bytes outside of the allocator; None: the device's")
+    communicator: float | None = Field(default=None, ge=0, description="those of a process group; None: the device's")
+
+    def kept(self, recompute: str, precision: str) -> float:
+        """Share of what the profile says is kept under a recompute that this stack keeps."""
+        if recompute == "full":
+            return 1.0
+        share = self.activations * (self.low_precision if precision in ("fp8", "fp4") else 1.0)
+        return share * (self.selective if recompute == "selective" else 1.0)
+
+
+class Software(BaseModel):
+    """A training stack. Shares and factors are relative to the device file's numbers; seconds are the host's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    description: str
+    matmul: float = Field(default=1.0, gt=0, description="speed of matmuls")
+    low_precision: float = Field(default=1.0, gt=0, description="speed of fp8 and fp4 matmuls, casts included")
+    attention: float = Field(default=1.0, gt=0, description="speed of fused attention: its kernel's generation")
+    fusion: float = Field(default=1.0, gt=0, description="share of the memory traffic of other kernels that is left")
+    overlap: float | None = Field(
+        default=None, ge=0, le=1, description="share of compute behind which gradients and gathers hide; None: device's"
+    )
+    tensor_overlap: float = Field(default=0.0, ge=0, le=1, description="share of tensor-parallel communication hidden")
+    network: float = Field(default=1.0, gt=0, description="share of the bandwidth between hosts that it reaches")
+    loss: float = Field(default=1.0, gt=0, description="share of the traffic of the loss over logits that is left")
+    gradient_bytes: int = Field(default=4, description="bytes of one element of gradients when they are reduced")
+    layer_s: float = Field(default=0.0, ge=0, description="seconds that the host adds to each pass of a layer")
+    step_s: float = Field(default=0.0, ge=0, description="seconds that the host adds to each step")
+    graphed: float = Field(default=0.0, ge=0, le=1, description="share of launches that are replayed from CUDA graphs")
+    routing_s: float = Field(
+        default=2e-3,
+        ge=0,
+        description="seconds that the host adds to each pass of a bank of experts for which it waits: how many tokens "
+        "go to which rank. 1.1-5.2 ms in published runs of mixtures with plain all-to-all",
+    )
+    expert_s: float = Field(
+        default=0.0, ge=0, description="seconds that the host adds for each expert held, per pass: stacks that loop"
+    )
+    expert_overlap: float = Field(
+        default=0.0, ge=0, le=1, description="share of the exchange of tokens with experts that is hidden"
+    )
+    dispatches_once_per_host: bool = Field(
+        default=False, description="a token crosses the network once for each host with experts of its, not for each"
+    )
+    memory: StackMemory = StackMemory()
+    accumulates_in_matmul: bool = Field(default=False, description="new gradients are added by the matmul itself")
+    source: str = Field(description="where the numbers come from")
+
+    @property
+    def host_layer_s(self) -> float:
+        """Seconds that the host adds to each pass of a layer, where launches are not replayed."""
+        return self.layer_s * (1 - self.graphed)
+
+    def host_routing_s(self, num_experts: float, expert: int) -> float:
+        """Seconds that the host adds to each pass of a bank of experts, of which a rank holds so many. It only issues
+        kernels where no rank has to be told what will come: without expert parallelism, or with DeepEP or HybridEP."""
+        waits = expert > 1 and not self.dispatches_once_per_host
+        return (self.routing_s * (1 if waits else ISSUING) + self.expert_s * num_experts) * (1 - self.graphed)
+
+    def on(self, device: Device, num_devices: int = 1) -> Device:
+        """The device as this stack uses it, in a job of so many."""
+        device = _waiting_for_stragglers(device, num_devices)
+        changes: dict[str, object] = {}
+        if self.matmul != 1.0:
+            changes["matmul_efficiency"] = device.matmul_efficiency * self.matmul
+            changes["low_precision_efficiency"] = device.low_precision_efficiency * self.matmul * self.low_precision
+            changes["matmul_samples"] = {
+                dtype: tuple((*sides, share * self.matmul) for *sides, share in samples)
+                for dtype, samples in device.matmul_samples.items()
+            }
+        elif self.low_precision != 1.0:
+            changes["low_precision_efficiency"] = device.low_precision_efficiency * self.low_precision
+        if self.attention != 1.0:
+            changes["attention_efficiency"] = device.attention_efficiency * self.attention
+            if device.attention_backward_efficiency is not None:
+                changes["attention_backward_efficiency"] = device.attention_backward_efficiency * self.attention
+        if self.fusion != 1.0 or self.loss != 1.0:
+            shares = dict.fromkeys(_MEMORY_KINDS, device.bandwidth_efficiency) | device.kernel_efficiency
+            shares = {kernel: share / self.fusion for kernel, share in shares.items()}
+            changes["kernel_efficiency"] = shares | {"loss": shares["loss"] / self.loss}
+        if self.overlap is not None:
+            changes["overlap"] = self.overlap
+        for field in ("fragmentation", "context", "communicator"):
+            if getattr(self.memory, field) is not None:
+                changes[field] = getattr(self.memory, field)
+        if self.graphed:
+            replayed = min(device.launch, GRAPH_LAUNCH_S)
+            changes["launch"] = self.graphed * replayed + (1 - self.graphed) * device.launch
+        return device.model_copy(update=changes) if changes else device
+
+    def through(self, network: Link) -> Link:
+        """The network between hosts as this stack uses it."""
+        return network.model_copy(update={"bandwidth": network.bandwidth * self.network})
+
+
+ISSUING = 0.1
+"""Of routing_s, what is left where the host does not wait. Assumption: 40 small kernels of 5 us."""
+
+GRAPH_LAUNCH_S = 2e-6
+"""Seconds that the smallest kernel of a CUDA graph takes. Assumption: about 2 us of work; NVIDIA's "Getting Started
+with CUDA Graphs" has 0.5 us between kernels of a graph."""
+
+STRAGGLING = 0.00626
+"""Share that a step loses for each doubling of the devices beyond one host. Fit to published runs, see
+benchmarks/published/fitted/fit.md."""
+
+
+def _waiting_for_stragglers(device: Device, num_devices: int) -> Device:
+    doublings = math.log2(num_devices / device.devices_per_host) if num_devices > device.devices_per_host else 0.0
+    if doublings == 0.0:
+        return device
+    speed = 1.0 / (1.0 + STRAGGLING * doublings)
+    names = ("matmul_efficiency", "low_precision_efficiency", "attention_efficiency", "bandwidth_efficiency")
+    return device.model_copy(update={name: getattr(device, name) * speed for name in names})
+
+
+@cache
+def all_software() -> dict[str, Software]:
+    """Every stack by name."""
+    tables = tomllib.loads(_FILE.read_text())
+    return {name: Software(name=name, **table) for name, table in tables.items()}
+
+
+MEMORY_VARIANTS: dict[str, dict[str, float]] = {
+    "deepspeed": {"optimizer_copies": 4.0, "context": 5.1 * 2**30},
+    "deepspeed-2021": {"optimizer_copies": 4.0, "gradient_copies": 4.0},
+    "deepspeed-bf16": {"gradient_copies": 2.0},
+    "flat-optimizer": {"optimizer_copies": 8.0, "context": 4.8 * 2**30},
+    "half-moments": {"moments": 0.5},
+    "torchtitan": {"selective": 0.68, "logit_bytes": 14.0, "gathers_again": True},
+    "compiled-loss": {"logit_bytes": 6.0},
+    "pure-16-bit": {"pure": True},
+}
+"""What variants change of a stack's memory. Which copies a program holds is inferred from what its published runs
+hold beyond the textbook's sum, and from how its authors describe it; it was not read in its source. DeepSpeed's
+ZeRO-1: gradients of its shard copied to fp32, and buckets, which are counted with the context; that of 2021 copied
+all gradients of a rank; its bf16 optimizer keeps gradients in bf16 and adds them up in fp32. A flat optimizer, as
+InternEvo's, copies gradients to fp32 and makes one more copy in the step. Half moments are Adam's in bf16, as recipes
+of DeepSeek's architecture have them. torchtitan's selective checkpointing keeps every other matmul's result and no
+gathered input, and its loss is computed on logits that stay cut: in bf16 and fp32, with the gradients of both, or,
+compiled (since 2025), in one pass over them. Pure 16-bit is Lightning's "bf16-true": weights, gradients and moments
+in the compute dtype. Context, selective and what is not whole: fits, benchmarks/published/fitted/memory.md."""
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "overlapped-tensor": {"tensor_overlap": 0.6},
+    "half-gradients": {"gradient_bytes": 2},
+    "graphs": {"graphed": 1.0},
+    "part-graphs": {"graphed": 0.5},
+    "once-per-host": {"dispatches_once_per_host": True},
+    "overlapped-experts": {"expert_overlap": 0.8},
+    "looped-experts": {"expert_s": 30e-6},
+    **{name: {} for name in MEMORY_VARIANTS},
+}
+"""What may be added to a stack's name: tensor-parallel communication hidden behind matmuls cut in pieces (torch's
+asynchronous tensor parallelism; 0.6 is an assumption, published runs show that not all hides); gradients reduced in
+the 16-bit dtype; CUDA graphs of whole steps, or of parts of layers (half of all launches, an assumption); DeepEP or
+HybridEP; exchanges of tokens behind another micro-batch's work (DualPipe, Megatron's 1F1B with overlapped all-to-all:
+0.8 is an assumption); experts in a Python loop (6 kernels of 5 us for each)."""
+
+
+def load_software(name_or_path: str) -> Software:
+    """A stack of ours by name, or the one table of a TOML file. Raises ValueError that names those there are.
+
+    Variants are added to either with "+": megatron-core+graphs+once-per-host.
+    """
+    if name_or_path in all_software():
+        return all_software()[name_or_path]
+    name_or_path, *added = [name_or_path] if Path(name_or_path).exists() else name_or_path.split("+")
+    unknown = [name for name in added if name not in VARIANTS]
+    if unknown:
+        raise ValueError(f"there is no variant {unknown[0]!r} of software; there are {', '.join(VARIANTS)}")
+    stack = _stack(name_or_path)
+    changes = {field: value for name in added for field, value in VARIANTS[name].items()}
+    memory = {field: value for name in added for field, value in MEMORY_VARIANTS.get(name, {}).items()}
+    if memory:
+        changes["memory"] = stack.memory.model_copy(update=memory)
+    return stack.model_copy(update=changes) if changes else stack
+
+
+def _stack(name_or_path: str) -> Software:
+    if name_or_path in all_software():
+        return all_software()[name_or_path]
+    path = Path(name_or_path)
+    if path.suffix != ".toml" or not path.exists():
+        raise ValueError(
+            f"there is no software {name_or_path!r}; there are {', '.join(all_software())}, or give the path of a TOML"
+        )
+    try:
+        ((name, table),) = tomllib.loads(path.read_text()).items()
+        return Software(name=name, **table)
+    except (tomllib.TOMLDecodeError, ValidationError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no table of one software: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,288 @@
+"""What one rank passes to every kind of collective in a step: bytes and calls, counted as the executor makes them.
+
+Layers alone cannot say it: fully_shard gathers what several layers of a stage share in one call of its root, flat
+buffers join gradients of many layers, and what is done at an edge between layers depends on the stage it falls to.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+
+from ...profiler.model_profile import ModelProfile
+from ..plan import GroupAxis, Plan
+from ..strategy import Shape
+from .comm_cost import Collective
+from .kept import kept
+from .kinds import kinds_of
+from .layer_cost import CostModel
+from .memory_cost import MASTER_BYTES, uses_fully_shard
+from .priced_layer import Held, LayerCost
+
+BUCKET_ELEMENTS = 16 * 2**20
+"""Gradients that the executor reduces together in one flat buffer (64 MiB in fp32)."""
+
+FIRST_DDP_BUCKET_BYTES, DDP_BUCKET_BYTES = 2**20, 25 * 2**20
+"""A bucket of DistributedDataParallel is full once it holds this much: the first to be reduced, and all others (torch
+2.13, nn/parallel/distributed.py)."""
+
+
+Elements = tuple[float, float]
+"""(all, trainable)"""
+
+
+class Tally:
+    """Bytes and calls by axis and collective; bytes of full tensors, not shards."""
+
+    def __init__(self) -> None:
+        self.passed: dict[tuple[GroupAxis, Collective], tuple[float, float]] = {}
+
+    def add(self, axis: GroupAxis, kind: Collective, num_bytes: float, calls: float = 1.0) -> None:
+        """Count `num_bytes`, the sum over `calls` of them; negative: count them off."""
+        before = self.passed.get((axis, kind), (0.0, 0.0))
+        self.passed[axis, kind] = before[0] + num_bytes, before[1] + calls
+
+
+def add_layers(tally: Tally, layers: Iterable[tuple[LayerCost, int]], num_microbatches: int) -> None:
+    """Count what layers pass by themselves, each of them so many times."""
+    for layer, count in layers:
+        for item in layer.traffic:
+            calls = count * item.calls * (1 if item.per_step else num_microbatches)
+            tally.add(item.axis, item.kind, calls * item.bytes, calls)
+
+
+def rank_tallies(plan: Plan, model: CostModel, shape: Shape) -> list[Tally]:
+    """[place in the pipeline] -> what its rank passes beside what its layers do by themselves."""
+    ends = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
+    stages = [range(first, last) for first, last in pairwise(ends)]
+    tallies = []
+    fully_sharded = uses_fully_shard(shape, model.training)
+    own = _own_parameters(model, shape, stages) if fully_sharded else []
+    for position in range(shape.pipeline):
+        tally = Tally()
+        here = plan.stages_of(position)
+        layers = [layer for stage in here for layer in stages[stage]]
+        if fully_sharded:
+            for stage in here:
+                reshards = [layer.reshard for layer in plan.stages[stage].layers]
+                _add_units(tally, model, shape, stages[stage], own[stage], reshards)
+                _add_banks(tally, model, shape, stages[stage], reshards)
+        elif shape.data_replicate > 1:
+            _add_replicas(tally, model, shape, layers)
+        if shape.tensor > 1:
+            _add_partial(tally, model, shape, layers)
+        tallies.append(tally)
+    places = [tallies[plan.position_of(stage)] for stage in range(len(stages))]
+    if shape.pipeline > 1:
+        _add_ties(places, model, shape, stages)
+    for before, behind, cut in zip(places, places[1:], ends[1:], strict=False):
+        if before is not behind:
+            _add_transfers(before, behind, model, shape, cut)
+        if shape.sequence:
+            _move_gathers(before, behind, model, shape, cut)
+    return tallies
+
+
+def _add_units(
+    tally: Tally, model: CostModel, shape: Shape, layers: range, own: Sequence[Elements], reshards: Sequence[bool]
+) -> None:
+    """Gathers and reductions of fully_shard: a unit for every layer, but layers that share parameters with another one
+    of the stage are in the root, which gathers and reduces them all at once and never gives them back."""
+    shared = _shared_names(model.profile)
+    readers = Counter(name for layer in layers if shared[layer] for name in set(shared[layer].values()))
+    units: Counter[tuple[float, float, bool]] = Counter()
+    root = [0.0, 0.0]
+    for layer, (total, trainable), reshard in zip(layers, own, reshards, strict=True):
+        if shared[layer] and any(readers[name] > 1 for name in shared[layer].values()):
+            root = [root[0] + total, root[1] + trainable]
+        else:
+            units[total, trainable, reshard] += 1
+    units[root[0], root[1], False] += 1
+    for (total, trainable, reshard), count in units.items():
+        _add_unit(tally, model, shape, (total, trainable), reshard, count, shape.sharded_over)
+
+
+def _add_banks(tally: Tally, model: CostModel, shape: Shape, layers: range, reshards: Sequence[bool]) -> None:
+    """Experts that are spread over ranks are units of their own, over the ranks that hold the same."""
+    units: Counter[tuple[float, float, bool]] = Counter()
+    for layer, reshard in zip(layers, reshards, strict=True):
+        for total, trainable in model.bank_elements(model.kinds[layer], shape):
+            units[total, trainable, reshard] += 1
+    for (total, trainable, reshard), count in units.items():
+        _add_unit(tally, model, shape, (total, trainable), reshard, count, shape.same_experts)
+
+
+def _add_unit(
+    tally: Tally, model: CostModel, shape: Shape, elements: Elements, reshard: bool, count: int, sharded_over: int
+) -> None:
+    """So many units of fully_shard with so many elements each."""
+    total, trainable = elements
+    num_reductions = shape.num_microbatches if shape.gradient_sync == "every" else 1
+    num_gathers = 2 * shape.num_microbatches if reshard else num_reductions
+    gathered, reduced = model.training.compute_bytes * total, MASTER_BYTES * trainable
+    if total and sharded_over > 1:
+        calls = count * num_gathers
+        tally.add("data_shard", "all_gather", calls * gathered, calls)
+    calls = count * num_reductions
+    if trainable and sharded_over > 1:
+        tally.add("data_shard", "reduce_scatter", calls * reduced, calls)
+    if trainable and shape.data_replicate > 1:
+        tally.add("data_replicate", "all_reduce", calls * reduced / sharded_over, calls)
+
+
+def _own_parameters(model: CostModel, shape: Shape, stages: Sequence[range]) -> list[list[Elements]]:
+    """[stage][layer] -> elements that data shards pass and that no earlier layer of the stage has; no experts that are
+    spread over ranks."""
+    shared = _shared_names(model.profile)
+    known: dict[int, Elements] = {}
+    found = []
+    for layers in stages:
+        own: list[Elements] = []
+        seen: set[str] = set()
+        for layer in layers:
+            kind, names = model.kinds[layer], shared[layer]
+            if names:
+                again = frozenset(name for name, full in names.items() if full in seen)
+                own.append(model.elements(kind, shape, again | model.spread_names(kind, shape)))
+                seen.update(names.values())
+            else:
+                if kind.layer_class not in known:
+                    known[kind.layer_class] = model.elements(kind, shape, model.spread_names(kind, shape))
+                own.append(known[kind.layer_class])
+        found.append(own)
+    return found
+
+
+def _add_replicas(tally: Tally, model: CostModel, shape: Shape, layers: Sequence[int]) -> None:
+    """Gradients of whole replicas: by DDP in its buckets, as backward comes to them; in a pipeline, and where replicas
+    decide by values, once a step in flat buffers."""
+    sizes = _sizes(model, shape, layers, lambda _, item: item.trainable)
+    if shape.pipeline > 1 or model.profile.decides_by_values:
+        tally.add("data_replicate", "all_reduce", MASTER_BYTES * sum(sizes), num_buffers(sizes))
+        return
+    times = shape.num_microbatches if shape.gradient_sync == "every" else 1
+    calls = times * num_ddp_buckets([MASTER_BYTES * size for size in reversed(sizes)])
+    tally.add("data_replicate", "all_reduce", times * MASTER_BYTES * sum(sizes), calls)
+
+
+def _add_partial(tally: Tally, model: CostModel, shape: Shape, layers: Sequence[int]) -> None:
+    """Gradients of which each tensor rank has the share of its slice of the sequence, or of its heads: summed once a
+    step, in flat buffers of a rank's shards."""
+    sliced = [layer for layer in layers if _is_sliced(model, shape, layer)]
+    spread = set[str]().union(*(model.spread_names(model.kinds[layer], shape) for layer in sliced))
+
+    def is_share(layer: int, item: Held) -> bool:
+        share = item.whole and item.name not in spread if _is_sliced(model, shape, layer) else item.partial
+        return item.trainable and share
+
+    sizes = _sizes(model, shape, layers, is_share)
+    if sizes:
+        shards = [size / shape.sharded_over for size in sizes]
+        tally.add("tensor", "all_reduce", MASTER_BYTES * sum(shards), num_buffers(shards))
+
+
+def _sizes(model: CostModel, shape: Shape, layers: Iterable[int], wanted: Callable[[int, Held], bool]) -> list[int]:
+    """Elements of the wanted parameters of layers in their order; those that several share, with the first of them."""
+    shared = _shared_names(model.profile)
+    known: dict[int, list[int]] = {}
+    seen: set[str] = set()
+    sizes: list[int] = []
+    for layer in layers:
+        kind, names = model.kinds[layer], shared[layer]
+        if names:
+            held = [item for item in model.held(kind, shape) if wanted(layer, item)]
+            sizes += [item.elements for item in held if names.get(item.name) not in seen]
+            seen.update(names.values())
+        else:
+            if kind.layer_class not in known:
+                known[kind.layer_class] = [item.elements for item in model.held(kind, shape) if wanted(layer, item)]
+            sizes += known[kind.layer_class]
+    return sizes
+
+
+def num_buffers(sizes: Iterable[float]) -> int:
+    """Flat buffers that gradients of so many elements fill one after another (executor/parallel/gradients.py)."""
+    buffers = filled = 0.0
+    for size in sizes:
+        if not buffers or filled + size > BUCKET_ELEMENTS:
+            buffers, filled = buffers + 1, 0.0
+        filled += size
+    return int(buffers)
+
+
+def num_ddp_buckets(sizes: Iterable[int]) -> int:
+    """Buckets that DDP makes of gradients of so many bytes, in the order in which they come; each ends with the
+    gradient that fills it."""
+    full, filled, limit = 0, 0, FIRST_DDP_BUCKET_BYTES
+    for size in sizes:
+        filled += size
+        if filled >= limit:
+            full, filled, limit = full + 1, 0, DDP_BUCKET_BYTES
+    return full + (1 if filled else 0)
+
+
+def _add_ties(places: Sequence[Tally], model: CostModel, shape: Shape, stages: Sequence[range]) -> None:
+    """Gradients of weights that several ranks of the pipeline hold copies of: one call for each, once a step. places:
+    [stage] -> tally of its rank."""
+    shared = _shared_names(model.profile)
+    holders: dict[str, dict[int, Tally]] = {}
+    elements: dict[str, int] = {}
+    for tally, layers in zip(places, stages, strict=True):
+        for layer in layers:
+            for item in model.held(model.kinds[layer], shape) if shared[layer] else ():
+                if item.name in shared[layer]:
+                    name = shared[layer][item.name]
+                    holders.setdefault(name, {})[id(tally)] = tally
+                    elements[name] = item.elements
+    for name, tallies in holders.items():
+        for tally in tallies.values() if len(tallies) > 1 else ():
+            tally.add("pipeline", "all_reduce", model.tie_bytes(elements[name], shape))
+
+
+def _add_transfers(before: Tally, behind: Tally, model: CostModel, shape: Shape, cut: int) -> None:
+    """What crosses a cut: every tensor is a call, and so is its gradient; both ends count."""
+    for index in _crossing(model.profile)[cut]:
+        tensor = model.profile.tensors[index]
+        size = tensor.size.at(shape.samples, model.training.compute_bytes)
+        around = range(tensor.made_by, tensor.made_by + 2)
+        if tensor.requires_grad and "sequence" in tensor.dims and all(_is_sliced(model, shape, i) for i in around):
+            size /= shape.tensor
+        calls = shape.num_microbatches * (2 if tensor.requires_grad else 1)
+        before.add("pipeline", "p2p", calls * size, calls)
+        behind.add("pipeline", "p2p", calls * size, calls)
+
+
+def _move_gathers(before: Tally, behind: Tally, model: CostModel, shape: Shape, cut: int) -> None:
+    """At a cut, gathers fall to the other side than in the middle of a stage: a sliced tensor that the next layer needs
+    whole is gathered before it is sent, and what arrives whole is sliced where it has arrived."""
+    num_bytes, calls = shape.num_microbatches * model.hidden_bytes(shape), shape.num_microbatches
+    if model.kinds[cut].leaves and not _is_sliced(model, shape, cut):
+        before.add("tensor", "all_gather", num_bytes, calls)
+        behind.add("tensor", "all_gather", -num_bytes, -calls)
+    if model.kinds[cut - 1].enters and not _is_sliced(model, shape, cut - 1):
+        before.add("tensor", "all_gather", -num_bytes, -calls)
+        behind.add("tensor", "all_gather", num_bytes, calls)
+
+
+def _is_sliced(model: CostModel, shape: Shape, layer: int) -> bool:
+    return model.mode(model.kinds[layer], shape)[0] == "sequence"
+
+
+@kept
+def _shared_names(profile: ModelProfile) -> tuple[dict[str, str], ...]:
+    """[layer] -> its parameters that other layers read, too: name in the layer -> the same name for all of them."""
+    first_of = {name: names[0] for names in profile.ties for name in names}
+    found = []
+    for layer, kind in zip(profile.layers, kinds_of(profile), strict=True):
+        prefix = f"{layer.root}." if layer.root else ""
+        found.append({item.name: first_of.get(prefix + item.name, prefix + item.name) for item in kind.shared})
+    return tuple(found)
+
+
+@kept
+def _crossing(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
+    """[place of the chain] -> indices of the tensors that cross it."""
+    places: list[list[int]] = [[] for _ in range(len(profile.layers) + 1)]
+    for index, tensor in enumerate(profile.tensors):
+        for place in range(tensor.made_by + 1, tensor.last_used_by + 1):
+            places[place].append(index)
+    return tuple(map(tuple, places))

@@ -1,0 +1,1 @@
+"""Plans as settings of other training frameworks, and their settings as plans."""

@@ -1,0 +1,35 @@
+"""The row of numbered blocks that most models are: what flags of other frameworks count, cut and recompute."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...profiler.model_profile import LayerProfile
+from ..plan import LayerPlan
+
+_NUMBERED = re.compile(r"(.+)\.(\d+)")
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """Number of layers before the blocks (embeddings), of the blocks, and of layers behind them (norm, head)."""
+
+    before: int
+    blocks: int
+    after: int
+
+    def holds(self, layer: int) -> bool:
+        """Whether the layer at this place of the chain is one of the blocks."""
+        return self.before <= layer < self.before + self.blocks
+
+
+def block_row(layers: Sequence[LayerPlan] | Sequence[LayerProfile]) -> BlockRow | None:
+    """Where the blocks are in a chain; None if its numbered layers are not one row (T5 has two, a U-Net several)."""
+    found = [_NUMBERED.fullmatch(layer.root) if layer.modules == (layer.root,) else None for layer in layers]
+    places = [place for place, match in enumerate(found) if match]
+    names = [(match[1], int(match[2])) for match in found if match]
+    if not names or names != [(names[0][0], number) for number in range(len(names))]:
+        return None
+    if places != list(range(places[0], places[0] + len(places))):
+        return None
+    return BlockRow(places[0], len(places), len(layers) - places[-1] - 1)

@@ -1,0 +1,165 @@
+"""Plans as a configuration of DeepSpeed, and its files as a Layout: one table of keys for both ways."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..plan import AXES, Plan
+from ..training import Precision
+from .block_row import BlockRow, block_row
+from .export_notes import (
+    Settings,
+    kept_note,
+    layers_of,
+    order_note,
+    ordered,
+    refuse_pipeline,
+    sync_note,
+    whole_layers_notes,
+    zero_stage,
+)
+from .from_flags import left_over, mapping, number, unknown_keys
+from .imports import Layout
+
+_KEYS = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "zero_optimization",
+        "bf16",
+        "fp16",
+        "tensor_parallel",
+    }
+)
+"""Keys of a DeepSpeed configuration that a layout is said with."""
+
+_ZERO_KEYS = frozenset({"stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "offload_optimizer"})
+
+_REFUSED: dict[str, str] = {
+    "sequence_parallel_size": "Ulysses sequence ranks of DeepSpeed are not read",
+    "pipeline": "stages are made in code (PipelineModule), which the file does not show",
+    "curriculum_learning": "sequences that grow have no one step time",
+    "sparse_attention": "sparse attention is priced where the model has it, not by a key",
+    "elasticity": "a batch that follows the number of GPUs has no one step time",
+}
+
+_ZERO_REFUSED: dict[str, str] = {
+    "offload_param": "parameters on the host are not priced",
+    "zero_hpz_partition_size": "a second copy of the parameters inside the host (hpZ) is not priced",
+    "zero_quantized_weights": "quantized gathers are not priced",
+    "zero_quantized_gradients": "quantized reductions are not priced",
+    "mics_shard_size": "MiCS is not read; write it as --setup hsdp:N",
+    "zenflow": "ZenFlow is not priced",
+    "cpu_offload": "DeepSpeed has dropped it; use offload_optimizer",
+}
+
+
+KEYS = {"": _KEYS, "zero_optimization": _ZERO_KEYS}
+"""Keys of a DeepSpeed configuration that a layout is said with, by section; see targets.py for the version."""
+
+
+def deepspeed_settings(plan: Plan, notes: list[str]) -> Settings:
+    """DeepSpeed's configuration for a plan; what it does not say is added to the notes. Raises ValueError for what
+    DeepSpeed cannot do."""
+    degrees, training, stage = plan.degrees, plan.training, zero_stage(plan)
+    refuse_pipeline(plan, "deepspeed")
+    if training.precision in ("fp8", "fp4"):
+        raise ValueError(f"precision {training.precision} is no key of DeepSpeed; plan in bf16")
+    if degrees.context > 1 or degrees.expert > 1:
+        raise ValueError(
+            f"context={degrees.context}, expert={degrees.expert}: DeepSpeed says these in code (Ulysses, MoE layers); "
+            "export to megatron or torchtitan"
+        )
+    if degrees.data_replicate > 1 and degrees.data_shard > 1:
+        raise ValueError(
+            f"{degrees.data_replicate} replicas of {degrees.data_shard} shards: ZeRO shards over all data ranks; plan "
+            f"with --pin data_replicate=1, or export to torchtitan or accelerate"
+        )
+    if degrees.tensor > 1 and stage == 3:
+        raise ValueError(
+            f"ZeRO-3 with tensor={degrees.tensor}: DeepSpeed's AutoTP goes with ZeRO up to 2; plan with --pin tensor=1"
+        )
+    if plan.sequence_parallel:
+        raise ValueError(
+            "sequence parallelism beside tensor parallelism: DeepSpeed's AutoTP has none, and needs more memory "
+            "without it; plan with --pin sequence=off"
+        )
+    document: Settings = {
+        "train_batch_size": training.global_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.num_microbatches,
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+    }
+    if plan.offload_optimizer:
+        document["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if training.precision in ("bf16", "fp16"):
+        document[training.precision] = {"enabled": True}
+    if degrees.tensor > 1:
+        document["tensor_parallel"] = {"autotp_size": degrees.tensor}
+    row = block_row(layers_of(plan)) or BlockRow(0, len(layers_of(plan)), 0)
+    recomputes = {layer.recompute for place, layer in enumerate(layers_of(plan)) if row.holds(place)}
+    if recomputes != {"none"}:
+        counted = sum(layer.recompute != "none" for layer in layers_of(plan))
+        notes.append(
+            f"recompute ({', '.join(sorted(recomputes - {'none'}))} in {counted} of {len(layers_of(plan))} layers) is "
+            "said in the script: model.gradient_checkpointing_enable() does it for all blocks; without it, it "
+            "takes more memory than the plan"
+        )
+    if stage == 3:
+        notes += kept_note(plan, "deepspeed") + sync_note(plan, "deepspeed")
+    if ordered(plan, plan.mesh_axes) != ordered(plan, AXES):
+        notes.append(order_note(plan, "deepspeed"))
+    notes += whole_layers_notes(plan, row)
+    return document
+
+
+def read_deepspeed(document: Mapping[str, Any], num_devices: int) -> Layout:
+    """The layout of a DeepSpeed configuration on a number of GPUs. Recompute is said in the script, so it is left open.
+
+    Raises ValueError that names the key that is wrong or not understood.
+    """
+    for key, reason in _REFUSED.items():
+        if document.get(key):
+            raise ValueError(f"{key}: {reason}")
+    ignored = unknown_keys(document, _KEYS, "deepspeed", "")
+    zero = mapping(document, "zero_optimization")
+    for key, reason in _ZERO_REFUSED.items():
+        if zero.get(key) not in (None, False, 1, {}):
+            raise ValueError(f"zero_optimization.{key}: {reason}")
+    ignored += unknown_keys(zero, _ZERO_KEYS, "deepspeed", "zero_optimization.")
+    stage = number(zero, "stage", 0, least=0)
+    if stage > 3:
+        raise ValueError(f"zero_optimization.stage: {stage}; choose 0, 1, 2 or 3")
+    tensor = number(mapping(document, "tensor_parallel"), "autotp_size", 1, least=0) or 1
+    data = left_over(num_devices, tensor, "autotp_size")
+    micro, steps, batch = (
+        None if document.get(key) in (None, "auto") else number(document, key, 1)
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    )
+    if batch is None and micro is not None:
+        batch = micro * (steps or 1) * data
+    if micro is None and batch is not None and steps is not None:
+        micro = batch // steps // data
+    if None not in (micro, steps, batch) and (micro or 1) * (steps or 1) * data != batch:
+        raise ValueError(
+            f"train_batch_size {batch} is not train_micro_batch_size_per_gpu x gradient_accumulation_steps x data "
+            f"ranks = {micro} x {steps} x {data}: change one of them"
+        )
+    precision: Precision = "fp32"
+    for name in ("bf16", "fp16"):
+        if mapping(document, name).get("enabled") is True:
+            precision = "bf16" if name == "bf16" else "fp16"
+    return Layout(
+        target="deepspeed",
+        data_replicate=1 if stage else data,
+        data_shard=data if stage else 1,
+        tensor=tensor,
+        reshard="all" if stage == 3 else "none",
+        sync_every=stage >= 2,
+        micro_batch=micro,
+        global_batch=batch,
+        precision=precision,
+        offload_optimizer=mapping(zero, "offload_optimizer").get("device") in ("cpu", "nvme"),
+        ignored=tuple(ignored),
+        notes=("activation checkpointing is said in the script: chosen at its best here",),
+    )

@@ -1,0 +1,125 @@
+"""A Plan as settings of other training frameworks: Megatron-LM, torchtitan, Accelerate (FSDP2) and DeepSpeed.
+
+What a target cannot say is never left out in silence. It is refused where the target would need more memory than the
+plan, or train other layers on other ranks; it is dropped aloud, as one of `Export.notes`, where the target only takes
+another time, or where code has to say it. Versions: targets.py.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...profiler.units import format_seconds
+from ..plan import Plan
+from ..strategy import shape_of
+from .accelerate import accelerate_settings
+from .deepspeed import deepspeed_settings
+from .export_notes import Settings, layers_of
+from .megatron import megatron_words
+from .targets import NAMES, TARGETS, VERSIONS, Target
+from .torchtitan import torchtitan_words
+
+
+@dataclass(frozen=True)
+class Export:
+    """Settings of a target. `words`: its command-line arguments; `document`: its file's content; one of them is empty.
+    `notes`: what of the plan the settings do not say, a sentence each."""
+
+    target: Target
+    words: tuple[str, ...] = ()
+    document: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    text: str = ""
+    """What goes into a file: the settings, below a header that names versions, plan and notes."""
+
+
+def export(plan: Plan, target: str) -> Export:
+    """The plan for a target of TARGETS. Raises ValueError for what the target cannot do, with a way out."""
+    if target not in TARGETS:
+        raise ValueError(f"cannot export to {target!r}: choose {', '.join(TARGETS)}")
+    chosen: Target = next(name for name in TARGETS if name == target)
+    _refuse_everywhere(plan, chosen)
+    notes: list[str] = []
+    if chosen == "megatron":
+        words = megatron_words(plan, notes)
+        text = _command_line(plan, chosen, words, notes, 'pretrain_gpt.py "${MEGATRON_ARGS[@]}"')
+    elif chosen == "torchtitan":
+        words = torchtitan_words(plan, notes)
+        text = _command_line(
+            plan, chosen, words, notes, '-m torchtitan.train --module NAME --config NAME "${TORCHTITAN_ARGS[@]}"'
+        )
+    elif chosen == "accelerate":
+        document = accelerate_settings(plan, notes)
+        return Export(chosen, (), document, tuple(notes), _comment(_header(plan, chosen, notes)) + _yaml(document))
+    else:
+        document = deepspeed_settings(plan, notes)
+        text = json.dumps({"_comment": _header(plan, chosen, notes), **document}, indent=2) + "\n"
+        return Export(chosen, (), document, tuple(notes), text)
+    return Export(chosen, tuple(words), {}, tuple(notes), text)
+
+
+def _refuse_everywhere(plan: Plan, target: Target) -> None:
+    name = NAMES[target]
+    if plan.recompute_parts:
+        raise ValueError(
+            f"the plan runs {', '.join(plan.recompute_parts)} again in every layer, which {name} cannot: plan without "
+            "parts, for example --pin recompute=full"
+        )
+    offloaded = sum(layer.offload for layer in layers_of(plan))
+    if offloaded:
+        raise ValueError(
+            f"{offloaded} layers keep their activations on the host, which no flag of {name} says layer by layer: "
+            "plan without offload, for example --pin recompute=full"
+        )
+    if plan.offload_optimizer and target in ("torchtitan", "accelerate"):
+        raise ValueError(
+            f"the optimizer runs on the host; {name} moves parameters and gradients there, too: export to megatron or "
+            "deepspeed, or plan without offload"
+        )
+
+
+def _header(plan: Plan, target: Target, notes: list[str]) -> list[str]:
+    """What this is, for which plan, and every note."""
+    device, found = plan.cluster.device.name, plan.prediction
+    step = "" if found is None else f"; predicted {format_seconds(found.step_time_s)} a step, {plan.training.software}"
+    return [
+        f"{plan.model.name} on {plan.degrees.num_devices} x {device}, from a Meshwright plan: {shape_of(plan).label}, "
+        f"micro-batch {plan.micro_batch} x {plan.num_microbatches}{step}",
+        f"Options as of {VERSIONS[target]}. They say the layout; model, data and learning rate are yours.",
+        *(f"Not said here: {note}" for note in notes),
+    ]
+
+
+def _comment(lines: list[str]) -> str:
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _command_line(plan: Plan, target: Target, words: list[str], notes: list[str], program: str) -> str:
+    """A shell file that sets an array of arguments."""
+    hosts, per_host = plan.cluster.num_hosts, plan.cluster.devices_per_host
+    lines: list[str] = []
+    for word in words:
+        if word.startswith(("--", "activation_checkpoint:")):
+            lines.append(f"    {shlex.quote(word)}")
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    launch = f"# torchrun --nnodes {hosts} --nproc-per-node {per_host} {program}\n"
+    return _comment(_header(plan, target, notes)) + launch + f"{target.upper()}_ARGS=(\n" + "\n".join(lines) + "\n)\n"
+
+
+def _yaml(document: Settings) -> str:
+    """A mapping of scalars and of mappings of scalars."""
+    lines = []
+    for name, value in document.items():
+        if isinstance(value, dict):
+            lines += [f"{name}:", *(f"  {key}: {_scalar(item)}" for key, item in value.items())]
+        else:
+            lines.append(f"{name}: {_scalar(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: object) -> str:
+    """JSON is YAML, and quotes words such as no that YAML would read as something else."""
+    return json.dumps(value)

@@ -1,0 +1,143 @@
+"""What the exporters share: the blocks of a plan by stage, and sentences on what a target does otherwise."""
+
+from typing import Any
+
+from ..plan import AXES, Axis, LayerPlan, Plan, Recompute
+from .block_row import BlockRow, block_row
+from .targets import NAMES, Target
+
+Settings = dict[str, Any]
+
+
+def zero_stage(plan: Plan) -> int:
+    """ZeRO stage of a plan: 0 replicas, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    if plan.degrees.sharded_over == 1:
+        return 0
+    if any(layer.reshard for layer in layers_of(plan)):
+        return 3
+    return 2 if plan.gradient_sync == "every" else 1
+
+
+def layers_of(plan: Plan) -> list[LayerPlan]:
+    """All layers, in the order of the chain."""
+    return [layer for stage in plan.stages for layer in stage.layers]
+
+
+def refuse_pipeline(plan: Plan, target: Target) -> None:
+    """Raises ValueError for a plan with a pipeline, for targets whose settings say none."""
+    if plan.degrees.pipeline > 1:
+        raise ValueError(
+            f"pipeline={plan.degrees.pipeline}: {NAMES[target]} has stages in code, not in its settings; plan with "
+            "--pin pipeline=1, or export to megatron or torchtitan"
+        )
+
+
+def row_of(plan: Plan, target: Target) -> BlockRow:
+    """The plan's row of blocks. Raises ValueError for a model that is none."""
+    row = block_row(layers_of(plan))
+    if row is None:
+        raise ValueError(
+            f"{plan.model.name} is no single row of numbered blocks, which is what {NAMES[target]} builds; export to "
+            "torchtitan or accelerate"
+        )
+    return row
+
+
+def blocks_by_stage(plan: Plan, row: BlockRow, target: Target) -> tuple[int, ...]:
+    """Blocks of each stage. Raises ValueError where layers before or behind the blocks are on other stages than the
+    first and the last."""
+    counts, place = [], 0
+    for index, stage in enumerate(plan.stages):
+        places = range(place, place + len(stage.layers))
+        counts.append(sum(row.holds(p) for p in places))
+        for p, layer in zip(places, stage.layers, strict=True):
+            outside = p < row.before and index > 0
+            if outside or (p >= row.before + row.blocks and index < len(plan.stages) - 1):
+                raise ValueError(
+                    f"{layer.name} is on stage {index}: {NAMES[target]} keeps what comes before the blocks on the "
+                    "first stage, and what comes behind them on the last; plan with fewer stages, for example "
+                    f"--pin pipeline={max(1, plan.degrees.pipeline // 2)}"
+                )
+        place += len(stage.layers)
+    return tuple(counts)
+
+
+def recomputed_blocks(
+    plan: Plan, row: BlockRow, target: Target, notes: list[str]
+) -> tuple[Recompute, tuple[int, ...], tuple[int, ...]]:
+    """(kind, blocks of each stage that recompute, blocks of each stage). What else recomputes is noted."""
+    counts, sizes, kinds, others, place = [], [], set[Recompute](), [], 0
+    for stage in plan.stages:
+        places = range(place, place + len(stage.layers))
+        blocks = [layer for p, layer in zip(places, stage.layers, strict=True) if row.holds(p)]
+        others += [x.name for x in stage.layers if x.recompute != "none" and x not in blocks]
+        kinds |= {layer.recompute for layer in blocks} - {"none"}
+        counts.append(sum(layer.recompute != "none" for layer in blocks))
+        sizes.append(len(blocks))
+        place += len(stage.layers)
+    if len(kinds) > 1:
+        raise ValueError(
+            f"blocks recompute in {len(kinds)} ways ({', '.join(sorted(kinds))}); {NAMES[target]} takes one: plan with "
+            "--pin recompute=full"
+        )
+    if others:
+        notes.append(f"recompute of {', '.join(others)} is left out: {NAMES[target]} recomputes blocks only")
+    return (kinds.pop() if kinds else "none"), tuple(counts), tuple(sizes)
+
+
+def kept_note(plan: Plan, target: Target) -> list[str]:
+    """That some layers keep their parameters gathered, for targets in which all give them back."""
+    kept = sum(not layer.reshard for layer in layers_of(plan))
+    return [
+        f"{kept} of {len(layers_of(plan))} layers keep their parameters gathered in the plan; {NAMES[target]} gives "
+        "all back: less memory, more time"
+    ] * (kept > 0 and zero_stage(plan) == 3)
+
+
+def sync_note(plan: Plan, target: Target) -> list[str]:
+    """That gradients are reduced once a step, for targets that do after every micro-batch."""
+    return [
+        f"the plan reduces gradients once, after {plan.num_microbatches} micro-batches; {NAMES[target]} does after "
+        "each: less memory, more time"
+    ] * (plan.gradient_sync == "last" and plan.num_microbatches > 1 and plan.degrees.sharded_over > 1)
+
+
+def ordered(plan: Plan, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """Those of the axes that split anything."""
+    return tuple(axis for axis in axes if plan.degrees.of(axis) > 1)
+
+
+def order_note(plan: Plan, target: Target) -> str:
+    """That ranks lie in another order than the target's."""
+    return (
+        f"the plan orders ranks {' > '.join(ordered(plan, plan.mesh_axes))}, outermost first; {NAMES[target]} orders "
+        f"them {' > '.join(ordered(plan, AXES))}: other links carry the traffic"
+    )
+
+
+def whole_layers_notes(plan: Plan, row: BlockRow | None) -> list[str]:
+    """Layers that stay whole in the plan, though the target may cut them."""
+    if plan.degrees.tensor == 1 or row is None:
+        return []
+    cut = {c.name for c in plan.classes if c.cuts}
+    whole = [
+        layer.name
+        for place, layer in enumerate(layers_of(plan))
+        if not row.holds(place) and layer.parameters and layer.layer_class not in cut
+    ]
+    notes = [
+        f"{', '.join(whole)} stay whole in the plan, on each of {plan.degrees.tensor} tensor ranks; the target may cut "
+        "them: less memory"
+    ] * bool(whole)
+    return notes + _whole_attention(plan)
+
+
+def _whole_attention(plan: Plan) -> list[str]:
+    """Attention that stays whole in layers of which the rest is cut."""
+    uncut = {c.name for c in plan.classes if c.cuts and all(cut.kind != "attention" for cut in c.cuts)}
+    roots = [layer.root for layer in layers_of(plan) if layer.layer_class in uncut and layer.root]
+    count = sum(any(name.startswith(f"{root}.") for name in plan.model.attention_modules) for root in roots)
+    return [
+        f"the attention of {count} layers stays whole in the plan, on each of {plan.degrees.tensor} tensor ranks; the "
+        "target cuts it, or refuses where its heads do not divide: other times and memory than the plan's"
+    ] * bool(count)

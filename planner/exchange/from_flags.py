@@ -1,0 +1,157 @@
+"""What the importers share: arguments and files of other frameworks as words, numbers and keys, checked by name."""
+
+import difflib
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ...profiler.model_profile import ModelProfile
+from .block_row import BlockRow
+from .targets import NAMES, Target
+
+_NEAR = 0.87
+"""Names this much alike (difflib's ratio) are taken for a typing mistake, not for another option."""
+
+
+def read_words(text: str) -> list[str]:
+    """Arguments from a string, or from a file that holds them, such as the one `plan export` writes."""
+    path = Path(text)
+    if not text.lstrip().startswith("-") and "\n" not in text and path.is_file():
+        lines = [line for line in path.read_text().splitlines() if not line.rstrip().endswith("_ARGS=(")]
+        text = "\n".join(line for line in lines if line.strip() != ")")
+    return shlex.split(text.replace("\\\n", " "), comments=True)
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """A mapping from a YAML or JSON file. Raises ValueError if it is none."""
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    if path.suffix == ".json":
+        try:
+            found = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON ({error})") from None
+    else:
+        try:
+            yaml = import_module("yaml")  # not among our dependencies; transformers brings it
+        except ImportError:
+            raise ValueError(f"{path}: reading YAML needs PyYAML (pip install pyyaml)") from None
+        try:
+            found = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not YAML ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no settings; a mapping of keys to values is read")
+    return found
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Options of a target that say a layout: those that take one whole number, one word (with the words that are
+    understood; (): any), several, or none. refused: options that change what a step costs and that no plan can say,
+    with the reason. Exports are checked against the same table."""
+
+    sizes: frozenset[str]
+    words: Mapping[str, tuple[str, ...]]
+    switches: frozenset[str]
+    refused: Mapping[str, str]
+    lists: frozenset[str] = field(default=frozenset())
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Every option that is understood."""
+        return self.sizes | self.words.keys() | self.switches | self.lists
+
+
+class Sizes:
+    """Whole numbers among what was said."""
+
+    def __init__(self, said: Mapping[str, str], target: Target) -> None:
+        self._said = said
+        self._target = target
+
+    def __call__(self, name: str, default: int = 1) -> int:
+        """The number said for an option; `default` where it is not there."""
+        text = self._said.get(name, str(default))
+        if not text.isdecimal() or int(text) < 1:
+            flag = name if name.startswith("--") else f"--{name}"
+            raise ValueError(f"{flag} {text}: give a whole number of at least 1")
+        return int(text)
+
+
+def left_over(num_devices: int, used: int, what: str) -> int:
+    """Data ranks that degrees, which multiply to `used`, leave of the devices. Raises ValueError for a rest."""
+    data, rest = divmod(num_devices, used)
+    if rest or not data:
+        raise ValueError(f"{what} = {used} does not divide {num_devices} GPUs: give --gpus, or other degrees")
+    return data
+
+
+def check_known(name: str, known: Iterable[str]) -> None:
+    """Raises ValueError for a name that is nearly one that is understood."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
+    if near:
+        raise ValueError(f"{name} is unknown; did you mean {near[0]}?")
+
+
+def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Options, each with the words up to the next option."""
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, mark, value = word.partition("=")
+            found.append((name, [value] if mark else []))
+        elif not found:
+            raise ValueError(f"cannot read {word!r}: arguments begin with an option such as --seq-length")
+        else:
+            found[-1][1].append(word)
+    return found
+
+
+def needed_row(row: BlockRow | None, profile: ModelProfile, pipeline: int) -> BlockRow:
+    """The row of blocks. Raises ValueError for a model without one, of which no flag can count blocks."""
+    if row is None:
+        raise ValueError(
+            f"a pipeline of {pipeline}: the flags count blocks, and {profile.name} is no single row of them; plan it "
+            f"with: plan MODEL --pin pipeline={pipeline}"
+        )
+    return row
+
+
+def stage_sizes(counts: Sequence[int], row: BlockRow | None) -> tuple[int, ...]:
+    """Layers of each stage: its blocks, on the first what comes before them, on the last what comes behind."""
+    if not counts or row is None:
+        return ()
+    sizes = list(counts)
+    sizes[0] += row.before
+    sizes[-1] += row.after
+    return tuple(sizes)
+
+
+def unknown_keys(found: Mapping[str, Any], known: Iterable[str], target: Target, where: str) -> list[str]:
+    """Keys that are ignored. Raises ValueError for one that is nearly one that is understood."""
+    keys = set(known)
+    strange = [key for key in found if key not in keys]
+    for key in strange:
+        check_known(key, keys)
+        if target == "accelerate":
+            raise ValueError(f"{where}{key} is no key of {NAMES[target]}, which would refuse the file: leave it out")
+    return [f"{where}{key}" for key in strange if key != "_comment"]
+
+
+def mapping(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The section of a document under a key; an empty one if it is not there."""
+    value = found.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def number(found: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
+    """The whole number under a key. Raises ValueError for anything else."""
+    value = found.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{key}: {value}; give a whole number of at least {least}")
+    return value

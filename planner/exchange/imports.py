@@ -1,0 +1,199 @@
+"""A layout that another framework's settings say, as a Plan of ours: what they leave open is chosen at its best."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ...profiler.cluster import ClusterSpec
+from ...profiler.model_profile import ModelProfile
+from ..estimate import Estimate, estimate
+from ..plan import AXES, Axis, ContextKind, Plan, Recompute, Schedule
+from ..strategy import (
+    LayerOption,
+    Shape,
+    can_recompute,
+    context_rule,
+    divisors,
+    expert_rule,
+    legal_cuts,
+    make_plan,
+    sequence_rule,
+    sharding_rule,
+    tensor_rule,
+)
+from ..training import Precision, TrainingSpec
+from .block_row import BlockRow, block_row
+from .targets import NAMES, Target
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What settings of `target` decide. None: not said, so the fastest choice that fits is taken.
+
+    reshard: which layers give gathered parameters back after forward; "inner" is all but those behind the blocks.
+    sync_every: shards of gradients are reduced after every micro-batch. recomputed: blocks of each stage that are run
+    again, first ones first; None: all. stage_sizes: layers of each stage; (): all on one.
+    """
+
+    target: Target
+    data_replicate: int = 1
+    data_shard: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
+    context_kind: ContextKind = "ring"
+    sequence: bool = False
+    schedule: Schedule = "none"
+    reshard: Literal["all", "inner", "none"] = "none"
+    sync_every: bool = False
+    mesh_axes: tuple[Axis, ...] = AXES
+    stage_sizes: tuple[int, ...] = ()
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    recompute: Recompute | None = None
+    recomputed: int | None = None
+    seq_len: int | None = None
+    precision: Precision | None = None
+    software: str = "fsdp2-eager"
+    sgd: bool = False
+    offload_optimizer: bool = False
+    ignored: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sharded_over(self) -> int:
+        """Ranks that parameters or optimizer state are sharded over."""
+        return self.data_shard * self.context
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A layout as a plan with its account; fits says whether every stage is within its budget."""
+
+    plan: Plan
+    estimate: Estimate
+
+
+def imported(layout: Layout, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec) -> Imported:
+    """The plan of a layout for a model and a job; of what it leaves open the fastest that fits, else what needs least.
+
+    Raises ValueError where the layout does not go with the model, the cluster or the global batch.
+    """
+    _check_legal(layout, profile, training)
+    best: Imported | None = None
+    for micro_batch, recompute in _open_choices(layout, training):
+        plan = plan_of(layout, profile, cluster, training, micro_batch, recompute)
+        found = Imported(plan, estimate(plan, profile))
+        if best is None or _rank(found) < _rank(best):
+            best = found
+    assert best is not None, "a share of the batch has a divisor"
+    return best
+
+
+def _rank(found: Imported) -> tuple[bool, float]:
+    """Sorts what fits first, the fastest before the others; of what does not fit, the smallest."""
+    if found.estimate.fits:
+        return False, found.estimate.step_time_s
+    return True, max(stage.over_bytes for stage in found.estimate.memory)
+
+
+def _check_legal(layout: Layout, profile: ModelProfile, training: TrainingSpec) -> None:
+    name = NAMES[layout.target]
+    wrapped = layout.target in ("torchtitan", "accelerate") and layout.sharded_over > 1
+    rules = (
+        tensor_rule(profile, layout.tensor),
+        sequence_rule(profile, layout.tensor, layout.context) if layout.sequence else None,
+        context_rule(profile, layout.context, layout.tensor, layout.context_kind),
+        expert_rule(profile, layout.expert, layout.sequence),
+        sharding_rule(profile, training.precision) if wrapped else None,
+    )
+    for rule in rules:
+        if rule is not None:
+            raise ValueError(f"{name} set-up is not legal for {profile.name}: {rule}")
+    data = layout.data_replicate * layout.data_shard
+    each = data * (layout.micro_batch or 1)
+    if training.global_batch % each:
+        raise ValueError(
+            f"the global batch of {training.global_batch} is no multiple of {each}, which is {data} data ranks x "
+            f"micro-batch {layout.micro_batch or 1}: change one of them"
+        )
+
+
+def _open_choices(layout: Layout, training: TrainingSpec) -> Iterator[tuple[int, Recompute]]:
+    share = training.global_batch // (layout.data_replicate * layout.data_shard)
+    sizes = [layout.micro_batch] if layout.micro_batch else divisors(share)
+    kinds: tuple[Recompute, ...] = ("none", "full") if layout.recompute is None else (layout.recompute,)
+    return ((size, kind) for size in sizes for kind in kinds)
+
+
+def plan_of(
+    layout: Layout,
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    micro_batch: int,
+    recompute: Recompute,
+) -> Plan:
+    """The plan of a layout with a micro-batch and a recompute; ValueError where the numbers do not go together."""
+    count = training.global_batch // (layout.data_replicate * layout.data_shard) // micro_batch
+    every = layout.sync_every and layout.sharded_over > 1 and count > 1
+    row = block_row(profile.layers) or BlockRow(0, len(profile.layers), 0)
+    sizes = layout.stage_sizes or (len(profile.layers),)
+    if sum(sizes) != len(profile.layers):
+        raise ValueError(
+            f"the stages hold {sum(sizes)} layers, {profile.name} has {len(profile.layers)}: the flags are for another "
+            "model"
+        )
+    stages, place = [], 0
+    for size in sizes:
+        stages.append(_options(layout, profile, row, range(place, place + size), recompute))
+        place += size
+    shape = Shape(
+        data_replicate=layout.data_replicate,
+        data_shard=layout.data_shard,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        micro_batch=micro_batch,
+        num_microbatches=count,
+        sequence=layout.sequence,
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        gradient_sync="every" if every else "last",
+        mesh_axes=layout.mesh_axes,
+        context=layout.context,
+        context_kind=layout.context_kind if layout.context > 1 else "ring",
+        expert=layout.expert,
+        offload_optimizer=layout.offload_optimizer,
+    )
+    try:
+        return make_plan(profile, cluster, training, shape, stages)
+    except ValueError as error:  # pydantic's sentence for degrees, batch and schedule that do not go together
+        first = str(error).partition("Value error, ")[2].partition(" [type=")[0] or str(error)
+        raise ValueError(f"{NAMES[layout.target]} set-up: {first}") from None
+
+
+def _options(
+    layout: Layout, profile: ModelProfile, row: BlockRow, places: range, recompute: Recompute
+) -> list[LayerOption]:
+    """Options of the layers at these places of the chain, which are one stage."""
+    begins = places.start
+    if begins and begins not in legal_cuts(profile):
+        raise ValueError(
+            f"a stage begins at {profile.layers[begins].name}, before which {profile.name} cannot be cut: the layer "
+            "shares a parameter with the one before it, or the model decides by values"
+        )
+    left = len(places) if layout.recomputed is None else layout.recomputed
+    options = []
+    for place in places:
+        again = row.holds(place) and left > 0 and can_recompute(profile, profile.layers[place])
+        left -= row.holds(place)
+        inner = layout.reshard == "inner" and place < row.before + row.blocks
+        options.append(
+            LayerOption(
+                recompute=recompute if again else "none",
+                reshard=layout.sharded_over > 1 and (layout.reshard == "all" or inner),
+            )
+        )
+    return options

@@ -1,0 +1,439 @@
+"""Plans as arguments of Megatron-LM, and its arguments as a Layout: one table of options for both ways."""
+
+from collections.abc import Mapping, Sequence
+
+from ...profiler.model_profile import ModelProfile
+from ..plan import AXES, Axis, ContextKind, Plan, Recompute
+from ..strategy import has_experts
+from ..training import Precision
+from .block_row import BlockRow, block_row
+from .export_notes import (
+    blocks_by_stage,
+    kept_note,
+    order_note,
+    ordered,
+    recomputed_blocks,
+    row_of,
+    sync_note,
+    whole_layers_notes,
+    zero_stage,
+)
+from .from_flags import Flags, Sizes, check_known, grouped, left_over, needed_row, stage_sizes
+from .imports import Layout
+from .megatron_layout import layout_string, parse_layout
+
+_SIZES = frozenset(
+    {
+        "--tensor-model-parallel-size",
+        "--pipeline-model-parallel-size",
+        "--context-parallel-size",
+        "--expert-model-parallel-size",
+        "--expert-tensor-parallel-size",
+        "--num-distributed-optimizer-instances",
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
+        "--decoder-first-pipeline-num-layers",
+        "--decoder-last-pipeline-num-layers",
+        "--micro-batch-size",
+        "--global-batch-size",
+        "--seq-length",
+        "--num-layers",
+        "--recompute-num-layers",
+    }
+)
+
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""--data-parallel-sharding-strategy of Megatron FSDP, by ZeRO stage."""
+
+_WORDS: dict[str, tuple[str, ...]] = {
+    "--pipeline-model-parallel-layout": (),
+    "--cp-comm-type": ("p2p", "a2a", "allgather"),
+    "--data-parallel-sharding-strategy": _STRATEGIES,
+    "--recompute-granularity": ("full", "selective"),
+    "--recompute-method": ("uniform", "block"),
+    "--recompute-modules": ("core_attn",),
+    "--fp8-format": ("e4m3", "hybrid"),
+    "--fp4-format": ("e2m1",),
+    "--optimizer": ("adam", "sgd"),
+    "--ckpt-format": (),
+    "--optimizer-offload-fraction": (),
+}
+
+_SWITCHES = frozenset(
+    {
+        "--sequence-parallel",
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--use-megatron-fsdp",
+        "--use-torch-fsdp2",
+        "--torch-fsdp2-no-reshard-after-forward",
+        "--no-gradient-accumulation-fusion",
+        "--use-tp-pp-dp-mapping",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+        "--recompute-activations",
+        "--optimizer-cpu-offload",
+        "--use-precision-aware-optimizer",
+        "--bf16",
+        "--fp16",
+    }
+)
+
+_REFUSED: dict[str, str] = {
+    "--hierarchical-context-parallel-sizes": "context ranks in several levels are not priced",
+    "--rampup-batch-size": "a global batch that grows has no one step time",
+    "--decrease-batch-size-if-needed": "a global batch that changes has no one step time",
+    "--distribute-saved-activations": "saved activations spread over tensor ranks are not priced",
+    "--cpu-offloading-num-layers": "activations that wait on the host are not priced by number of layers",
+    "--fp8-param-gather": "parameters kept in fp8 are not priced",
+    "--grad-reduce-in-bf16": "gradients reduced in bf16 are not priced",
+    "--main-grads-dtype": "gradients in another dtype than fp32 are not priced",
+    "--main-params-dtype": "main parameters in another dtype than fp32 are not priced",
+    "--exp-avg-dtype": "optimizer state in another dtype than fp32 is not priced",
+    "--exp-avg-sq-dtype": "optimizer state in another dtype than fp32 is not priced",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "interleaving in groups of another size is not priced",
+    "--mtp-num-layers": "multi-token prediction layers are priced where the model has them, not by a flag",
+    "--enable-full-sharding-in-hsdp": "optimizer state sharded further than gradients is not priced",
+    "--defer-embedding-wgrad-compute": "weight gradients computed late are not priced",
+    "--heterogeneous-layers-config-path": "blocks that a file makes unequal are not read; give the model itself",
+    "--yaml-cfg": "a YAML file is not read; give its settings as flags",
+    "--pipeline-model-parallel-split-rank": "encoder and decoder on pipelines of their own are not priced",
+    "--model-parallel-size": "Megatron-LM has dropped it; use --tensor-model-parallel-size",
+    "--batch-size": "Megatron-LM has dropped it; use --micro-batch-size",
+    "--checkpoint-activations": "Megatron-LM has dropped it; use --recompute-granularity full",
+}
+
+FLAGS = Flags(sizes=_SIZES, words=_WORDS, switches=_SWITCHES, refused=_REFUSED)
+"""Megatron-LM's options as of megatron/training/arguments.py; see targets.py for the version."""
+
+_CONTEXT: dict[ContextKind, str] = {"ring": "p2p", "all_to_all": "a2a", "all_gather": "allgather"}
+_PRECISION: dict[Precision, tuple[str, ...]] = {
+    "fp8": ("--bf16", "--fp8-format", "hybrid"),
+    "fp4": ("--bf16", "--fp4-format", "e2m1"),
+    "bf16": ("--bf16",),
+    "fp16": ("--fp16",),
+    "fp32": (),
+}
+
+DATA_OUTERMOST: tuple[Axis, ...] = ("data_replicate", "data_shard", "context", "pipeline", "tensor")
+"""Megatron-LM's other order of ranks, --use-tp-pp-dp-mapping; its usual one is that of AXES."""
+
+
+def megatron_words(plan: Plan, notes: list[str]) -> list[str]:
+    """Megatron-LM's arguments for a plan; what they do not say is added to the notes. Raises ValueError for what
+    Megatron-LM cannot do."""
+    degrees, stage, row = plan.degrees, zero_stage(plan), row_of(plan, "megatron")
+    pipelined = degrees.pipeline > 1
+    if plan.schedule not in ("none", "1f1b", "interleaved"):
+        raise ValueError(
+            f"schedule {plan.schedule}: Megatron-LM runs 1f1b and interleaved; plan with --pin schedule=1f1b"
+        )
+    if plan.schedule == "interleaved" and plan.num_microbatches % degrees.pipeline:
+        raise ValueError(
+            f"{plan.num_microbatches} micro-batches on {degrees.pipeline} stages: Megatron-LM interleaves in groups of "
+            f"{degrees.pipeline}; plan with --pin schedule=1f1b, or another --global-batch"
+        )
+    if stage >= 2 and pipelined:
+        raise ValueError(
+            f"ZeRO-{stage} in a pipeline of {degrees.pipeline}: Megatron FSDP goes with tensor, context and expert "
+            "parallelism, and its pipelines shard the optimizer only; plan with --pin pipeline=1, or compare with "
+            f'--setup "tp={degrees.tensor} pp={degrees.pipeline} zero=1"'
+        )
+    words = ["--tensor-model-parallel-size", str(degrees.tensor)]
+    words += ["--sequence-parallel"] if plan.sequence_parallel else []
+    words += ["--pipeline-model-parallel-size", str(degrees.pipeline), "--num-layers", str(row.blocks)]
+    words += _cuts(plan, row)
+    if degrees.context > 1:
+        words += ["--context-parallel-size", str(degrees.context), "--cp-comm-type", _CONTEXT[plan.context_kind]]
+    words += _experts(plan)
+    words += _data(plan, stage, notes)
+    words += ["--micro-batch-size", str(plan.micro_batch), "--global-batch-size", str(plan.training.global_batch)]
+    if plan.training.seq_len is not None:
+        words += ["--seq-length", str(plan.training.seq_len)]
+    words += _PRECISION[plan.training.precision]
+    words += _recompute(plan, row, notes)
+    words += ["--optimizer", "adam" if plan.training.optimizer == "adamw" else "sgd"]
+    if plan.offload_optimizer:
+        words += ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "1.0", "--use-precision-aware-optimizer"]
+    fixed = (AXES,) if stage >= 2 or degrees.context > 1 else (AXES, DATA_OUTERMOST)
+    if ordered(plan, plan.mesh_axes) == ordered(plan, AXES):
+        pass
+    elif DATA_OUTERMOST in fixed and ordered(plan, plan.mesh_axes) == ordered(plan, DATA_OUTERMOST):
+        words.append("--use-tp-pp-dp-mapping")
+    else:
+        notes.append(order_note(plan, "megatron"))
+    notes += whole_layers_notes(plan, row)
+    return words
+
+
+def _cuts(plan: Plan, row: BlockRow) -> list[str]:
+    """Which stage holds which blocks: nothing where they are even, else the layout string."""
+    degrees = plan.degrees
+    if degrees.pipeline == 1:
+        return []
+    counts = blocks_by_stage(plan, row, "megatron")
+    if len(set(counts)) == 1:
+        return ["--num-layers-per-virtual-pipeline-stage", str(counts[0])] if degrees.virtual_stages > 1 else []
+    return ["--pipeline-model-parallel-layout", layout_string(counts)]
+
+
+def _experts(plan: Plan) -> list[str]:
+    """Where experts are: whole ones, also beside tensor parallelism, where Megatron-LM would cut each of them."""
+    degrees = plan.degrees
+    words = ["--expert-model-parallel-size", str(degrees.expert)] if degrees.expert > 1 else []
+    if degrees.tensor == 1 or not plan.model.expert_modules:
+        return words
+    if not plan.sequence_parallel:
+        raise ValueError(
+            f"tensor={degrees.tensor} without sequence parallelism: Megatron-LM trains mixtures of experts on tensor "
+            "ranks only with it; plan with --pin sequence=on or --pin tensor=1"
+        )
+    return [*words, "--expert-tensor-parallel-size", "1"]
+
+
+def _data(plan: Plan, stage: int, notes: list[str]) -> list[str]:
+    """How state is spread over data ranks, and what is hidden behind compute."""
+    degrees = plan.degrees
+    if degrees.data * degrees.context == 1:
+        return []
+    words = ["--overlap-grad-reduce"]
+    if stage == 0:
+        return words
+    words += ["--use-distributed-optimizer", "--overlap-param-gather"]
+    if degrees.data_replicate > 1:
+        words += ["--num-distributed-optimizer-instances", str(degrees.data_replicate)]
+    if stage >= 2:
+        words += ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", _STRATEGIES[stage]]
+        words += ["--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor"]
+        notes += kept_note(plan, "megatron") + sync_note(plan, "megatron")
+    return words
+
+
+def _recompute(plan: Plan, row: BlockRow, notes: list[str]) -> list[str]:
+    kind, counts, sizes = recomputed_blocks(plan, row, "megatron", notes)
+    if kind == "none":
+        return []
+    if kind == "selective":
+        raise ValueError(
+            "recompute=selective (all but matmuls and attention) is no --recompute-modules of Megatron-LM; plan with "
+            "--pin recompute=attention, its core_attn, or --pin recompute=full"
+        )
+    if kind == "attention":
+        if counts != sizes:
+            notes.append(
+                f"recompute of attention in {sum(counts)} of {sum(sizes)} blocks becomes all of them: 'selective' of "
+                "Megatron-LM is for every block; less memory, more time"
+            )
+        return ["--recompute-granularity", "selective"]
+    if counts == sizes:
+        return ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    most = max(counts)
+    if not _recomputes_first(plan, row):
+        notes.append(
+            f"the plan recomputes other blocks than the first {most} of each stage, which is what Megatron-LM's block "
+            "method takes: the peak may be higher; plan check --megatron-args tells"
+        )
+    if any(count != min(most, size) for count, size in zip(counts, sizes, strict=True)):
+        notes.append(
+            f"recompute of {', '.join(map(str, counts))} blocks of the stages becomes {most} of each: "
+            "--recompute-num-layers is one number for all stages; less memory, more time"
+        )
+    return ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", str(most)]
+
+
+def _recomputes_first(plan: Plan, row: BlockRow) -> bool:
+    """Whether the blocks that recompute are the first ones of every stage."""
+    place = 0
+    for stage in plan.stages:
+        again = [x.recompute != "none" for p, x in enumerate(stage.layers, place) if row.holds(p)]
+        if again != sorted(again, reverse=True):
+            return False
+        place += len(stage.layers)
+    return True
+
+
+def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile) -> Layout:
+    """The layout of Megatron-LM arguments on a number of GPUs.
+
+    Raises ValueError that names the option that is wrong, not understood, or for another model.
+    """
+    said, ignored = _read_words(words)
+    size = Sizes(said, "megatron")
+    tensor, context = size("--tensor-model-parallel-size"), size("--context-parallel-size")
+    pipeline = size("--pipeline-model-parallel-size")
+    data = left_over(num_devices, tensor * pipeline * context, "tensor x pipeline x context")
+    row = block_row(profile.layers)
+    if row is not None and size("--num-layers", row.blocks) != row.blocks:
+        raise ValueError(
+            f"--num-layers {size('--num-layers')}, but {profile.name} has {row.blocks} blocks: give the model that the "
+            "arguments are for"
+        )
+    zero, replicas = _read_zero(said, size, data, context)
+    _check_experts(said, size, zero, profile)
+    counts = _read_blocks(said, size, pipeline, row, profile)
+    virtual = len(counts) // pipeline if counts else 1
+    recompute, recomputed = _read_recompute(said, size)
+    notes = [] if "--micro-batch-size" in said else ["--micro-batch-size is not given: chosen at its best"]
+    micro = size("--micro-batch-size") if "--micro-batch-size" in said else None
+    batch = size("--global-batch-size") if "--global-batch-size" in said else None
+    return Layout(
+        target="megatron",
+        data_replicate=replicas if zero else data,
+        data_shard=data // replicas if zero else 1,
+        tensor=tensor,
+        context=context,
+        expert=size("--expert-model-parallel-size"),
+        pipeline=pipeline,
+        virtual_stages=virtual,
+        context_kind={word: kind for kind, word in _CONTEXT.items()}[said.get("--cp-comm-type", "p2p")],
+        sequence="--sequence-parallel" in said and tensor > 1,
+        schedule="none" if pipeline == 1 else "interleaved" if virtual > 1 else "1f1b",
+        reshard="all" if zero == 3 else "none",
+        sync_every=zero >= 2,
+        mesh_axes=DATA_OUTERMOST if "--use-tp-pp-dp-mapping" in said else AXES,
+        stage_sizes=stage_sizes(counts, row),
+        micro_batch=micro,
+        global_batch=batch if batch is not None or micro is None else micro * data,
+        recompute=recompute,
+        recomputed=recomputed,
+        seq_len=size("--seq-length") if "--seq-length" in said else None,
+        precision=_read_precision(said),
+        software="megatron-core",
+        sgd=said.get("--optimizer") == "sgd",
+        offload_optimizer="--optimizer-cpu-offload" in said,
+        ignored=tuple(ignored),
+        notes=tuple(notes),
+    )
+
+
+def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(option -> its value, what is ignored). Raises ValueError for options that are refused."""
+    said: dict[str, str] = {}
+    ignored: list[str] = []
+    for name, values in grouped(words):
+        if name in FLAGS.refused:
+            raise ValueError(f"{name}: {FLAGS.refused[name]}")
+        if name not in FLAGS.known:
+            check_known(name, FLAGS.known | FLAGS.refused.keys())
+            ignored.append(name)
+            continue
+        if name in FLAGS.switches:
+            if values:
+                raise ValueError(f"{name} {values[0]}: it takes no value")
+            said[name] = "true"
+            continue
+        if len(set(values)) != 1:
+            raise ValueError(f"{name} {' '.join(values)}: give one value; a value for each layer is not read")
+        allowed = FLAGS.words.get(name, ())
+        if allowed and values[0] not in allowed:
+            raise ValueError(f"{name} {values[0]}: {' and '.join(allowed)} can be priced")
+        said[name] = values[0]
+    return said, ignored
+
+
+def _read_zero(said: Mapping[str, str], size: Sizes, data: int, context: int) -> tuple[int, int]:
+    """(ZeRO stage, replicas of the shards)."""
+    replicas = size("--num-distributed-optimizer-instances")
+    if data % replicas:
+        raise ValueError(f"--num-distributed-optimizer-instances {replicas} does not divide {data} data ranks")
+    if "--use-torch-fsdp2" in said:
+        return (2 if "--torch-fsdp2-no-reshard-after-forward" in said else 3), replicas
+    if "--use-megatron-fsdp" in said:
+        stage = _STRATEGIES.index(said.get("--data-parallel-sharding-strategy", _STRATEGIES[0]))
+    else:
+        stage = int("--use-distributed-optimizer" in said and data * context > 1)
+    if stage == 0 and context > 1:
+        raise ValueError(
+            f"--context-parallel-size {context} without --use-distributed-optimizer: context ranks that each hold all "
+            "of the optimizer's state are not priced; add --use-distributed-optimizer"
+        )
+    return stage, replicas
+
+
+def _check_experts(said: Mapping[str, str], size: Sizes, zero: int, profile: ModelProfile) -> None:
+    """Raises ValueError where experts are cut, or spread over ranks that share nothing else."""
+    tensor, expert = size("--tensor-model-parallel-size"), size("--expert-model-parallel-size")
+    each = size("--expert-tensor-parallel-size", tensor)
+    if has_experts(profile) and each > 1:
+        raise ValueError(
+            f"--expert-tensor-parallel-size {each}{'' if '--expert-tensor-parallel-size' in said else ' (the default)'}"
+            ": experts that are cut are not priced; give --expert-tensor-parallel-size 1"
+        )
+    if expert > 1 and zero == 0:
+        raise ValueError(
+            f"--expert-model-parallel-size {expert} without --use-distributed-optimizer: data ranks that share experts "
+            "and nothing else are not priced; add --use-distributed-optimizer"
+        )
+
+
+def _read_precision(said: Mapping[str, str]) -> Precision:
+    """The first precision whose own option is there, the last one of its words: fp8 and fp4 come with --bf16."""
+    own = {name: [word for word in words if word.startswith("--")][-1:] for name, words in _PRECISION.items()}
+    return next(name for name, words in own.items() if said.keys() >= set(words))
+
+
+def _read_recompute(said: Mapping[str, str], size: Sizes) -> tuple[Recompute, int | None]:
+    """(kind, blocks of each stage that recompute or None for all)."""
+    kind = "selective" if "--recompute-activations" in said else said.get("--recompute-granularity")
+    if kind is None:
+        return "none", None
+    if kind == "selective":
+        return "attention", None
+    method = said.get("--recompute-method")
+    if method is None or "--recompute-num-layers" not in said:
+        raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+    count = size("--recompute-num-layers")
+    if method == "uniform" and count > 1:
+        raise ValueError(
+            f"--recompute-method uniform with --recompute-num-layers {count}: groups of several blocks are not priced; "
+            "give 1, or --recompute-method block"
+        )
+    return "full", None if method == "uniform" else count
+
+
+def _read_blocks(
+    said: Mapping[str, str], size: Sizes, pipeline: int, row: BlockRow | None, profile: ModelProfile
+) -> tuple[int, ...]:
+    """Blocks of each stage, in the order of the chain; () without a pipeline."""
+    ways = [
+        name
+        for name in (
+            "--pipeline-model-parallel-layout",
+            "--num-layers-per-virtual-pipeline-stage",
+            "--num-virtual-stages-per-pipeline-rank",
+        )
+        if name in said
+    ]
+    if len(ways) > 1:
+        raise ValueError(f"{' and '.join(ways)}: Megatron-LM takes one of them")
+    if pipeline == 1:
+        return ()
+    row = needed_row(row, profile, pipeline)
+    if "--pipeline-model-parallel-layout" in said:
+        return parse_layout(said["--pipeline-model-parallel-layout"], pipeline, row.blocks)
+    head = int("--account-for-embedding-in-pipeline-split" in said)
+    tail = int("--account-for-loss-in-pipeline-split" in said)
+    ends = {
+        index: size(name)
+        for index, name in ((0, "--decoder-first-pipeline-num-layers"), (-1, "--decoder-last-pipeline-num-layers"))
+        if name in said
+    }
+    virtual = size("--num-virtual-stages-per-pipeline-rank")
+    each, rest = divmod(row.blocks + head + tail - sum(ends.values()), pipeline - len(ends))
+    if "--num-layers-per-virtual-pipeline-stage" in said:
+        of_chunk = size("--num-layers-per-virtual-pipeline-stage")
+        virtual, over = divmod(each, of_chunk)
+        rest += over
+    if rest or each % virtual or any(count % virtual for count in ends.values()) or each < 1:
+        raise ValueError(
+            f"{row.blocks} blocks do not spread evenly over {pipeline} stages x {virtual}; Megatron-LM takes uneven "
+            "ones as --pipeline-model-parallel-layout"
+        )
+    counts = [each // virtual] * (pipeline * virtual)
+    for index, count in ends.items():
+        for chunk in range(virtual):
+            counts[chunk * pipeline + index % pipeline] = count // virtual
+    counts[0] -= head
+    counts[-1] -= tail
+    return tuple(counts)

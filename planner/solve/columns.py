@@ -1,0 +1,799 @@
+"""Columns: one pipeline stage holding one interval of the chain, at its best options under the stage's memory.
+
+Equal neighbours in the chain form runs, and intervals with equal counts of each run cost the same: such a class of
+intervals is a composition, priced once per number of micro-batches in flight. Within a composition each layer takes
+one option (recompute x reshard); the least time whose running maximum of memory (peak.py) fits is exact (knapsack.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...profiler.model_profile import CrossingTensor, ModelProfile
+from ..cost.crossing_cost import P2P_EXPOSED, Cut
+from ..cost.kept import kept
+from ..cost.kinds import Kind, kinds_of, shared_groups
+from ..cost.layer_cost import CostModel
+from ..cost.memory_cost import StateBytes, state_bytes
+from ..cost.peak import Arrivals, Moment, moments_of, running
+from ..cost.priced_layer import LayerCost
+from ..cost.stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
+from ..plan import Recompute
+from ..strategy import LayerOption, Shape, legal_cuts
+from .knapsack import Turns, lightest, tie_prices
+from .relaxed import least_slowest_s
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+ROUNDING = 1e-9
+"""Relative: sums of the same terms in another order differ by less."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring layers that are alike in kind, in what crosses on both sides, and in the weights they share."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Intervals of the chain that hold the same number of layers of each run."""
+
+    first_run: int
+    counts: tuple[int, ...]
+
+    @property
+    def last_run(self) -> int:
+        """The last run with layers in the interval."""
+        return self.first_run + len(self.counts) - 1
+
+
+@kept
+def _runs(profile: ModelProfile) -> tuple[Run, ...]:
+    kinds, groups = kinds_of(profile), shared_groups(profile)
+    can_slice = [profile.classes[layer.layer_class].sequence is not None for layer in profile.layers]
+    crossing: list[list[tuple[object, ...]]] = [[] for _ in range(len(kinds) + 1)]
+    for t in profile.tensors:
+        for position in range(t.made_by + 1, t.last_used_by + 1):
+            sliced = can_slice[t.made_by] and position < len(kinds) and can_slice[position]
+            crossing[position].append((t.shape, t.dims, t.dtype, t.requires_grad, sliced))
+    crossings = [sorted(found) for found in crossing]
+    runs = [Run(0, 1)]
+    for i in range(1, len(kinds)):
+        start = runs[-1].start
+        alike = crossings[i] == crossings[start] and crossings[i + 1] == crossings[start + 1]
+        if kinds[i] == kinds[start] and alike and groups[i] == groups[start]:
+            runs[-1] = Run(start, runs[-1].length + 1)
+        else:
+            runs.append(Run(i, 1))
+    return tuple(runs)
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """[run] -> least seconds of a layer: per micro-batch, of its forward, of reductions and gathers once per step, and
+    of a whole step on one stage."""
+
+    microbatch_s: Floats
+    forward_s: Floats
+    once_s: Floats
+    step_s: Floats
+
+
+class Chain:
+    """The model's chain as runs, with every interval's composition; the same for all shapes."""
+
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
+        self.num_layers = len(model.profile.layers)
+        self._fastest: dict[tuple[object, ...], Fastest] = {}
+        self._costs: dict[object, tuple[list[list[LayerOption]], list[list[LayerCost]]]] = {}
+
+    def priced(
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool
+    ) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
+        """([run] -> options of its layers that no other beats, what a layer costs with each): the same for all
+        schedules of a pipeline."""
+        alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
+        key = alike, recompute, reshard, everything
+        if key not in self._costs:
+            by_kind: dict[Kind, tuple[list[LayerOption], list[LayerCost]]] = {}
+            for kind in {self.model.kinds[run.start] for run in self.runs}:
+                options = self.model.options(kind, shape, recompute, reshard, everything)
+                costs = [self.model.cost(kind, shape, option) for option in options]
+                best = unbeaten(costs)
+                by_kind[kind] = [options[i] for i in best], [costs[i] for i in best]
+            found = [by_kind[self.model.kinds[run.start]] for run in self.runs]
+            waiting = self.waiting_bytes(shape)
+            self._costs[key] = (
+                [options for options, _ in found],
+                [[cost.with_waiting(size) for cost in costs] for (_, costs), size in zip(found, waiting, strict=True)],
+            )
+        return self._costs[key]
+
+    def fastest(self, shape: Shape, recompute: Recompute | None, reshard: bool | None) -> "Fastest":
+        """What layers take at least, at the options that are fastest: nothing is run again unless that is pinned."""
+        alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
+        key = alike, recompute, reshard
+        if key not in self._fastest:
+            by_kind: dict[Kind, list[LayerCost]] = {}
+            for kind in {self.model.kinds[run.start] for run in self.runs}:
+                options = self.model.options(kind, shape, recompute or "none", reshard)
+                by_kind[kind] = [self.model.cost(kind, shape, option) for option in options]
+            costs, count = [by_kind[self.model.kinds[run.start]] for run in self.runs], shape.num_microbatches
+            self._fastest[key] = Fastest(
+                np.array([min(c.microbatch_s for c in row) for row in costs]),
+                np.array([min(c.forward_total_s for c in row) for row in costs]),
+                np.array([min(c.once_data_s for c in row) for row in costs]),
+                np.array([min(count * c.microbatch_s + c.once_s for c in row) for row in costs]),
+            )
+        return self._fastest[key]
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Runs in order."""
+        return _runs(self.model.profile)
+
+    @cached_property
+    def lengths(self) -> Floats:
+        """[run] -> layers."""
+        return np.array([run.length for run in self.runs], dtype=float)
+
+    @cached_property
+    def shared_groups(self) -> list[list[int]]:
+        """[layer] -> tie groups it reads."""
+        return shared_groups(self.model.profile)
+
+    @cached_property
+    def uncuttable(self) -> set[int]:
+        """Layers before which no stage may begin."""
+        return set(range(1, self.num_layers)) - set(legal_cuts(self.model.profile))
+
+    def shared_weights(self, shape: Shape) -> list[tuple[list[int], float]]:
+        """Per group of layers that read one weight: those layers, and its padded elements on one tensor rank."""
+        profile = self.model.profile
+        result = []
+        for group in sorted({g for groups in self.shared_groups for g in groups}):
+            layers = [i for i, groups in enumerate(self.shared_groups) if group in groups]
+            first = profile.layers[layers[0]]
+            names = (
+                set(profile.ties[group])
+                if group < len(profile.ties)
+                else set.intersection(*(set(profile.layers[i].parameters) for i in layers))
+            )
+            prefix = f"{first.root}." if first.root else ""
+            held = self.model.held(self.model.kinds[layers[0]], shape)
+            result.append((layers, float(sum(item.elements for item in held if prefix + item.name in names))))
+        return result
+
+    def waiting_bytes(self, shape: Shape) -> list[float]:
+        """[run] -> bytes of tensors that pass by a layer while it has its turn: gradients of what later layers have
+        read already and an earlier one has made, and what is kept of it, where that counts with its last reader. Of
+        stages of a pipeline none: what passes by them is sent."""
+        if shape.pipeline > 1:
+            return [0.0] * len(self.runs)
+        at = np.array([1.0, shape.samples, 1.0, shape.samples])
+        elements, other_bytes = _passing(self.model.profile)
+        there = (self.model.training.compute_bytes * elements + other_bytes) @ at
+        return [float(there[run.start : run.start + run.length].max()) for run in self.runs]
+
+    @cached_property
+    def run_of(self) -> Ints:
+        """[layer] -> run."""
+        return np.repeat(np.arange(len(self.runs)), [run.length for run in self.runs])
+
+    @cached_property
+    def compositions(self) -> tuple[Composition, ...]:
+        """Every composition an interval can have."""
+        return self._intervals[0]
+
+    @cached_property
+    def composition_of(self) -> Ints:
+        """[start][end] -> composition of layers start..end-1; -1 for an empty interval."""
+        return self._intervals[1]
+
+    @cached_property
+    def _intervals(self) -> tuple[tuple[Composition, ...], Ints]:
+        index: dict[Composition, int] = {}
+        table = np.full((self.num_layers + 1, self.num_layers + 1), -1, dtype=np.int64)
+        for start in range(self.num_layers):
+            if start in self.uncuttable:
+                continue
+            counts: list[int] = []
+            for end in range(start + 1, self.num_layers + 1):
+                offset = int(self.run_of[end - 1] - self.run_of[start])
+                if offset == len(counts):
+                    counts.append(0)
+                counts[offset] += 1
+                if end in self.uncuttable:
+                    continue
+                key = Composition(int(self.run_of[start]), tuple(counts))
+                table[start, end] = index.setdefault(key, len(index))
+        return tuple(index), table
+
+    @cached_property
+    def examples(self) -> tuple[Ints, Ints]:
+        """([composition] -> first layer of one of its intervals, the layer behind its last)."""
+        found, places = np.unique(self.composition_of, return_index=True)
+        places = places[found >= 0]
+        return places // (self.num_layers + 1), places % (self.num_layers + 1)
+
+    @cached_property
+    def first_runs(self) -> Ints:
+        """[composition] -> its first run."""
+        return np.array([c.first_run for c in self.compositions])
+
+    @cached_property
+    def last_runs(self) -> Ints:
+        """[composition] -> its last run."""
+        return np.array([c.last_run for c in self.compositions])
+
+    @cached_property
+    def at_start(self) -> NDArray[np.bool_]:
+        """[composition] -> whether some interval of it begins the chain."""
+        return self._seen(self.composition_of[0])
+
+    @cached_property
+    def at_end(self) -> NDArray[np.bool_]:
+        """[composition] -> whether some interval of it ends the chain."""
+        return self._seen(self.composition_of[:, -1])
+
+    def _seen(self, compositions: Ints) -> NDArray[np.bool_]:
+        seen = np.zeros(len(self.compositions), dtype=bool)
+        seen[compositions[compositions >= 0]] = True
+        return seen
+
+    @cached_property
+    def counts(self) -> Floats:
+        """[composition][run] -> layers."""
+        table = np.zeros((len(self.compositions), len(self.runs)))
+        for i, composition in enumerate(self.compositions):
+            table[i, composition.first_run : composition.last_run + 1] = composition.counts
+        return table
+
+
+def unbeaten(costs: Sequence[LayerCost]) -> list[int]:
+    """Options, by their costs, that no other matches in time and in bytes at every moment; of equals the first."""
+    table = np.array([_felt(cost) for cost in costs])
+    no_worse = (table[:, None, :] <= table[None, :, :]).all(axis=2)
+    order = np.arange(len(costs))
+    beats = no_worse & (~no_worse.T | (order[:, None] < order[None, :]))
+    return [int(i) for i in np.flatnonzero(~beats.any(axis=0))]
+
+
+def _felt(cost: LayerCost) -> tuple[float, ...]:
+    """All that a stage feels of an option: less of each is better. What a layer keeps counts with and without what has
+    arrived, which stands in for what the stage holds of it anyway."""
+    return (
+        cost.forward_total_s,
+        cost.backward_total_s,
+        -cost.weight_s,
+        cost.once_s,
+        cost.kept_bytes,
+        cost.kept_bytes - cost.arrived_bytes,
+        cost.held_bytes,
+        cost.held_bytes - cost.released_bytes,
+        cost.accumulated_bytes,
+        cost.root_bytes,
+        cost.root_end_bytes,
+        cost.transient_bytes,
+        cost.ending_bytes,
+        cost.waiting_bytes,
+    )
+
+
+@kept
+def _passing(profile: ModelProfile) -> tuple[Floats, Floats]:
+    """[layer] -> coefficients of elements, and of bytes of other dtypes, that pass by it."""
+    groups: dict[int, list[CrossingTensor]] = {}
+    for i, tensor in enumerate(profile.tensors):
+        groups.setdefault(i if tensor.same_as is None else tensor.same_as, []).append(tensor)
+    elements, other_bytes = np.zeros((len(profile.layers), 4)), np.zeros((len(profile.layers), 4))
+    for group in groups.values():
+        savers = [reader for tensor in group for reader in tensor.saved_by]
+        size = group[0].size
+        for layer in range(group[0].made_by + 1, max(tensor.last_used_by for tensor in group)):
+            times = group[0].requires_grad + (min(savers, default=len(profile.layers)) <= layer)
+            elements[layer] += times * np.array(size.elements)
+            other_bytes[layer] += times * np.array(size.other_bytes)
+    return elements, other_bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Options of a composition's layers: per run, how many layers take which option."""
+
+    parts: tuple[tuple[int, LayerOption, int], ...]
+
+
+class Prices(Protocol):
+    """Prices of a shape's stages."""
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+
+    @property
+    def chain(self) -> Chain:
+        """The chain that its stages cut."""
+
+    def on(self, stage: int) -> "StagePrices":
+        """The prices on the device of a stage."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the stages of a pipeline share between them, where their devices are unequal: a layer of each run counts
+    `per_run`, all layers `whole`. Of it the other stages do at most others_rate in a second. pass_s: seconds that a
+    micro-batch takes at least through all stages."""
+
+    per_run: Floats
+    whole: float
+    others_rate: float
+    pass_s: float
+
+
+class StagePrices:
+    """Prices of all compositions under one shape: seconds per micro-batch, seconds per step, and what to choose."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        shape: Shape,
+        recompute: Recompute | None = None,
+        reshard: bool | None = None,
+        everything: bool = False,
+        work: "Work | None" = None,
+    ) -> None:
+        """work: what else the other stages can do, where they have other devices than those priced here."""
+        self.chain = chain
+        self.shape = shape
+        self._work = work
+        model = chain.model
+        self.model = model
+        self._pinned = recompute, reshard, everything
+        self._passes: dict[int, list[_Pass]] = {}
+        self._known_rooms: dict[int, list[tuple[Floats, Floats]]] = {}
+        self._known_fits: dict[int, NDArray[np.bool_]] = {}
+        self._priced: dict[tuple[int, int], tuple[StageCost, Choice] | None] = {}
+
+    @property
+    def options(self) -> list[list[LayerOption]]:
+        """[run] -> options of its layers."""
+        return self._priced_options[0]
+
+    @property
+    def costs(self) -> list[list[LayerCost]]:
+        """[run][option] -> what a layer costs."""
+        return self._priced_options[1]
+
+    @cached_property
+    def _priced_options(self) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
+        return self.chain.priced(self.shape, *self._pinned)
+
+    @property
+    def fastest(self) -> Fastest:
+        """What layers take at least, before all options are priced."""
+        return self.chain.fastest(self.shape, *self._pinned[:2])
+
+    @cached_property
+    def budget(self) -> float:
+        """Bytes that the allocator may hand out on one rank."""
+        return allocatable_bytes(self.shape, self.model.device, self.model.training)
+
+    @cached_property
+    def _state(self) -> StateBytes:
+        return state_bytes(self.shape, self.model.training)
+
+    @cached_property
+    def _batch_bytes(self) -> float:
+        return self.model.batch_bytes(self.shape)
+
+    @cached_property
+    def _receives(self) -> list[Cut]:
+        crossings = self.model.crossings(self.shape)
+        return [crossings[run.start] for run in self.chain.runs]
+
+    @cached_property
+    def _sends(self) -> list[Cut]:
+        crossings = self.model.crossings(self.shape)
+        return [crossings[run.start + run.length] for run in self.chain.runs]
+
+    @cached_property
+    def _arrivals(self) -> Arrivals:
+        return self.model.arrivals(self.shape, *self.chain.examples)
+
+    @cached_property
+    def _arrived(self) -> list[Floats]:
+        return [np.array([cost.arrived_bytes for cost in costs]) for costs in self.costs]
+
+    @cached_property
+    def _weights(self) -> list[list[float]]:
+        return [[self._weight(cost) for cost in costs] for costs in self.costs]
+
+    @cached_property
+    def _fastest(self) -> list[int]:
+        return [int(np.argmin(weights)) for weights in self._weights]
+
+    def _weight(self, cost: LayerCost) -> float:
+        """What the choice of options minimises: with one stage the whole step, else one micro-batch (what is paid once
+        per step does not depend on the options then)."""
+        if self.shape.pipeline == 1:
+            return self.shape.num_microbatches * cost.microbatch_s + cost.once_s
+        return cost.microbatch_s
+
+    def on(self, stage: int) -> "StagePrices":
+        """The prices on the device of a stage: here, the same for all."""
+        return self
+
+    def stage_cost(self, composition: int, choice: Choice, in_flight: int) -> StageCost:
+        """The whole account of a composition with its options."""
+        item = self.chain.compositions[composition]
+        layers = [(self.costs[run][self.options[run].index(option)], count) for run, option, count in choice.parts]
+        return combine(
+            layers,
+            in_flight,
+            self._receives[item.first_run],
+            self._sends[item.last_run],
+            self._arrivals.at(composition),
+            float(self._shared_elements[composition]),
+            self.model.tie_s(float(self._tied_elements[composition]), self.shape),
+            self._state,
+            self.model.training,
+            self.model.device,
+            self.shape,
+            self._batch_bytes,
+        )
+
+    @cached_property
+    def _fastest_microbatch_s(self) -> Floats:
+        """[composition] -> seconds per micro-batch with the fastest options, memory ignored: a lower bound."""
+        per_run = np.array([min(c.microbatch_s for c in costs) for costs in self.costs])
+        seconds: Floats = self.chain.counts @ per_run + P2P_EXPOSED * self._waits
+        return seconds
+
+    @cached_property
+    def _waits(self) -> Floats:
+        """[composition] -> seconds of the transfers before and behind it."""
+        receives = np.array([cut.seconds for cut in self._receives])
+        sends = np.array([cut.seconds for cut in self._sends])
+        seconds: Floats = receives[self.chain.first_runs] + sends[self.chain.last_runs]
+        return seconds
+
+    def _weight_bounds(self, in_flight: int) -> Floats:
+        """[composition] -> weight that its options have at least: memory at a price, the best of the prices where two
+        options of a run tie, for every pass."""
+        bounds: Floats = self.chain.counts @ np.array([min(row) for row in self._weights])
+        weights = [np.array(row) for row in self._weights]
+        for one, (room, _) in zip(self._passes_of(in_flight), self._rooms(in_flight), strict=True):
+            spare = room - np.array([row.min() for row in one.ending])[self.chain.last_runs]
+            prices = tie_prices(weights, one.before)
+            least = np.array(
+                [(w + prices[:, None] * held).min(axis=1) for w, held in zip(weights, one.before, strict=True)]
+            )
+            priced = self.chain.counts @ least - spare[:, None] * prices
+            bounds = np.maximum(bounds, priced.max(axis=1, initial=-np.inf))
+        return bounds
+
+    def least_slowest_s(self) -> float:
+        """Seconds per micro-batch that the slowest stage takes at least, with the options that memory asks for, if
+        layers could be divided (relaxed.py)."""
+        weights, memory, rooms = self.divisible(range(self.shape.pipeline))
+        return least_slowest_s(weights, memory, self.chain.lengths, rooms)
+
+    def divisible(self, stages: Sequence[int]) -> tuple[list[Floats], list[Floats], Floats]:
+        """What these stages could take if layers could be divided: [run][option] -> seconds of a layer, [run] ->
+        [stage][option] bytes of it at least, [stage] -> bytes of room for them at most."""
+        shape, state = self.shape, self._state
+        each = np.array([
+            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
+            for costs in self.costs
+        ])  # fmt: skip
+        shared = sum(n * (len(layers) - 1) for layers, n in self.chain.shared_weights(shape))
+        passes = [self._passes_of(shape.in_flight(stage))[0] for stage in stages]
+        twice = shared * max(one.moment.shared(state) for one in passes)
+        rooms = np.full(len(passes), self.budget - self._batch_bytes + twice)
+        rooms -= [
+            one.ending[-1].min() if stage == shape.pipeline - 1 else min(row.min() for row in one.ending)
+            for stage, one in zip(stages, passes, strict=True)
+        ]
+        memory = [np.array([one.before[run] for one in passes]) + fixed for run, fixed in enumerate(each)]
+        return [np.array(row) for row in self._weights], memory, rooms
+
+    def bounds(self, stage: int, cutoff_s: float = float("inf")) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """([composition] -> seconds per micro-batch at least, seconds once per step, whether those are the price).
+
+        Infinite where the composition cannot stand on that stage, where nothing can fit, and where it cannot be part of
+        a step below `cutoff_s`.
+        """
+        shape, chain = self.shape, self.chain
+        in_flight = shape.in_flight(stage)
+        fastest = self._fastest_microbatch_s
+        fits = self._fits(in_flight)
+        may_stand = (fits | self._may_fit(in_flight)) & self._update_fits
+        if stage == 0:
+            may_stand &= chain.at_start
+        if stage == shape.pipeline - 1:
+            may_stand &= chain.at_end
+        seconds = fastest.copy()
+        if shape.pipeline > 1:
+            least = self._weight_bounds(in_flight) + P2P_EXPOSED * self._waits
+            seconds = np.where(fits, fastest, np.maximum(fastest, least * (1 - ROUNDING)))
+        may_stand &= self._balanced(cutoff_s, seconds)
+        return np.where(may_stand, seconds, np.inf), np.where(may_stand, self._once_s, np.inf), fits | ~may_stand
+
+    def _balanced(self, cutoff_s: float, seconds: Floats) -> NDArray[np.bool_]:
+        """Compositions that can be part of a step below `cutoff_s`: not so long that they alone make it longer, nor so
+        short that the other stages must. seconds: [composition] -> what a micro-batch takes at least."""
+        shape, fastest = self.shape, self._fastest_microbatch_s
+        more = shape.num_microbatches - 1
+        if not np.isfinite(cutoff_s) or more == 0:
+            return seconds <= cutoff_s * (1 + ROUNDING)
+        if self._work is not None:
+            longest_s = (cutoff_s - self._work.pass_s) / more
+            done = self.chain.counts @ self._work.per_run
+            least = self._work.whole - self._work.others_rate * longest_s
+            return (seconds <= longest_s * (1 + ROUNDING)) & (done >= least - ROUNDING * self._work.whole)
+        per_run = np.array([min(c.microbatch_s for c in costs) for costs in self.costs])
+        whole_s = float(np.array([run.length for run in self.chain.runs]) @ per_run)
+        longest_s = (cutoff_s - whole_s) / more
+        shortest_s = whole_s - (shape.pipeline - 1) * longest_s
+        return (seconds <= longest_s * (1 + ROUNDING)) & (fastest >= shortest_s * (1 - ROUNDING))
+
+    def price(self, stage: int, cutoff_s: float = float("inf")) -> tuple[Floats, Floats]:
+        """([composition] -> seconds per micro-batch, seconds once per step) of a stage at the best options that fit.
+
+        Infinite where `bounds` is, and where nothing fits.
+        """
+        seconds, once, exact = self.bounds(stage, cutoff_s)
+        for i in np.flatnonzero(~exact):
+            seconds[i] = self.exact_s(int(i), stage, cutoff_s)
+            if not np.isfinite(seconds[i]):
+                once[i] = np.inf
+        if self.shape.pipeline == 1 and np.isfinite(seconds).any():
+            seconds, once = self._single_stage(seconds)
+        return seconds, once
+
+    def exact_s(self, composition: int, stage: int, cutoff_s: float = float("inf")) -> float:
+        """Seconds per micro-batch of a composition on a stage at its best options; infinite if none fit."""
+        found = self._priced_one(composition, self.shape.in_flight(stage), cutoff_s)
+        return np.inf if found is None else found[0].microbatch_s
+
+    def _single_stage(self, seconds: Floats) -> tuple[Floats, Floats]:
+        """Prices of the one composition of a pipeline of one, where what is paid once depends on the options."""
+        whole = int(np.flatnonzero(np.isfinite(seconds))[0])
+        found = self._priced_one(whole, self.shape.in_flight(0), float("inf"))
+        assert found is not None
+        once = np.full(len(seconds), np.inf)
+        seconds[whole], once[whole] = found[0].microbatch_s, found[0].once_s
+        return seconds, once
+
+    def choice(self, composition: int, in_flight: int) -> Choice:
+        """The options behind a price."""
+        priced = self._priced_one(composition, in_flight, float("inf"))
+        assert priced is not None
+        return priced[1]
+
+    @cached_property
+    def _once_s(self) -> Floats:
+        """[composition] -> seconds once per step; the options do not change it where stages are several."""
+        counts, shard = self.chain.counts, self.shape.sharded_over
+        data = counts @ np.array([costs[0].once_data_s for costs in self.costs])
+        tied = self._tied_elements
+        known = {elements: self.model.tie_s(elements, self.shape) for elements in set(tied.tolist())}
+        data += np.array([known[elements] for elements in tied.tolist()])
+        trainable = counts @ np.array([costs[0].trainable_elements for costs in self.costs])
+        seconds: Floats = data + (trainable - self._shared_elements) / shard * self.model.optimizer_s(1.0)
+        return seconds
+
+    def _priced_one(self, composition: int, in_flight: int, cutoff_s: float) -> tuple[StageCost, Choice] | None:
+        key = composition, in_flight
+        if key not in self._priced:
+            choice = self._best_choice(composition, in_flight, self._weight_cutoff(cutoff_s))
+            cost = None if choice is None else self.stage_cost(composition, choice, in_flight)
+            fits = cost is not None and cost.allocated_bytes <= self.budget
+            self._priced[key] = (cost, choice) if cost is not None and choice is not None and fits else None
+        return self._priced[key]
+
+    def _best_choice(self, composition: int, in_flight: int, cutoff: float) -> Choice | None:
+        """Options of a composition's layers of least total weight whose memory fits, in the order of their turns."""
+        item = self.chain.compositions[composition]
+        runs = range(item.first_run, item.last_run + 1)
+        if self._fits(in_flight)[composition]:
+            fastest = [(run, self.options[run][self._fastest[run]]) for run in runs]
+            return Choice(tuple((run, option, n) for (run, option), n in zip(fastest, item.counts, strict=True)))
+        passes = self._passes_of(in_flight)
+        orders = [self._order(run, in_flight) for run in runs]
+        rows = [
+            Turns(
+                count,
+                np.array(self._weights[run])[order],
+                np.array([one.before[run][order] for one in passes]),
+                np.array([one.behind[run][order] for one in passes]),
+                np.array([one.transient[run][order] for one in passes]),
+                np.array([(one.ending if run == runs[-1] else one.joined)[run][order] for one in passes]),
+            )
+            for run, count, order in zip(runs, item.counts, orders, strict=True)
+        ]
+        rooms = np.array([room[composition] for room, _ in self._rooms(in_flight)])
+        found = lightest(rows, rooms, cutoff, self._starting(composition, orders[0], passes))
+        if found is None:
+            return None
+        parts = [
+            (run, self.options[run][o], int(n))
+            for run, order, counts in zip(runs, orders, found.counts, strict=True)
+            for o, n in zip(order, counts, strict=True)
+            if n
+        ]
+        return Choice(tuple(parts))
+
+    def _rooms(self, in_flight: int) -> list[tuple[Floats, Floats]]:
+        """[pass] -> ([composition] -> bytes that layers may hold at most, the same if the first layer takes its fastest
+        option), beyond parameters and optimizer state. The options of a stage's first layer decide what the stage
+        holds of what arrives."""
+        if in_flight not in self._known_rooms:
+            most = np.array([row.max() for row in self._arrived])
+            fastest = np.array([row[o] for row, o in zip(self._arrived, self._fastest, strict=True)])
+            found = []
+            for one in self._passes_of(in_flight):
+                moment = one.moment
+                sent = np.array([sent_bytes(cut, moment.flights) for cut in self._sends])[self.chain.last_runs]
+                room = self._free - sent + self._shared_elements * moment.shared(self._state)
+                first = self.chain.first_runs
+                held = (self._arrivals.held(moment.flights, moment.sends, row[first]) for row in (most, fastest))
+                least, usual = held
+                found.append((room - least, room - usual))
+            self._known_rooms[in_flight] = found
+        return self._known_rooms[in_flight]
+
+    @cached_property
+    def _free(self) -> Floats:
+        """[composition] -> bytes beyond parameters, optimizer state and the samples of a step."""
+        state = self._state
+        each = [
+            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
+            for costs in self.costs
+        ]
+        free: Floats = self.budget - self._batch_bytes - self.chain.counts @ np.array(each)
+        return free
+
+    def _passes_of(self, in_flight: int) -> "list[_Pass]":
+        """What every option of every run holds in the passes that may hold most."""
+        if in_flight not in self._passes:
+            self._passes[in_flight] = [
+                _Pass.of(moment, self.costs) for moment in moments_of(self.shape, self._state, in_flight)
+            ]
+        return self._passes[in_flight]
+
+    def _order(self, run: int, in_flight: int) -> list[int]:
+        """Options of a run in the order in which its layers take them, so that it holds least: those that pass through
+        most come first, when least is kept. What shrinks memory comes before all others, the lowest first."""
+        passes = self._passes_of(in_flight)
+        rise = passes[0].before[run] - passes[0].behind[run]
+        most = np.max([one.transient[run] for one in passes], axis=0)
+        return sorted(
+            range(len(rise)), key=lambda o: (0, float(rise[o] + most[o])) if rise[o] < 0 else (1, -float(most[o]))
+        )
+
+    def _at_end(self, joined: Floats, ending: Floats) -> Floats:
+        """[composition][run] -> transient of the run's last layer: the stage's last one has none behind it."""
+        is_last = np.arange(len(joined)) == self.chain.last_runs[:, None]
+        return np.where(is_last, ending, joined)
+
+    def _holds(self, in_flight: int, pick: Callable[[Floats, int], float], fastest: bool) -> NDArray[np.bool_]:
+        """[composition] -> whether it fits with the amounts that `pick` takes of each run's options."""
+        fits = np.ones(len(self.chain.compositions), dtype=bool)
+        for one, rooms in zip(self._passes_of(in_flight), self._rooms(in_flight), strict=True):
+            before, behind, transient, joined, ending = (
+                np.array([pick(row, run) for run, row in enumerate(rows)])
+                for rows in (one.before, one.behind, one.transient, one.joined, one.ending)
+            )
+            _, most = running(before, behind, transient, self._at_end(joined, ending), self.chain.counts)
+            fits &= most.max(axis=1) <= rooms[fastest]
+        return fits
+
+    def _fits(self, in_flight: int) -> NDArray[np.bool_]:
+        """[composition] -> whether it fits with the fastest option of each run."""
+        if in_flight not in self._known_fits:
+            self._known_fits[in_flight] = self._holds(in_flight, lambda row, run: row[self._fastest[run]], True)
+        return self._known_fits[in_flight]
+
+    def _may_fit(self, in_flight: int) -> NDArray[np.bool_]:
+        """[composition] -> False where not even the least of every item fits."""
+        return self._holds(in_flight, lambda row, run: row.min(), False)
+
+    @cached_property
+    def _update_fits(self) -> NDArray[np.bool_]:
+        """[composition] -> whether the optimizer's step fits, when activations are gone; no option changes that."""
+        counts, state = self.chain.counts, self._state
+        trainable_bytes = state.sharded_gradients + state.optimizer
+        each = [
+            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * trainable_bytes
+            for costs in self.costs
+        ]
+        root = counts @ np.array([costs[0].root_end_bytes for costs in self.costs])
+        root -= self._shared_elements * state.root_end
+        temporary = np.array([costs[0].trainable_elements for costs in self.costs]) * state.optimizer_temporaries
+        total: Floats = counts @ np.array(each) + self._batch_bytes
+        total -= self._shared_elements * (state.sharded_parameters + trainable_bytes)
+        total += np.maximum(root, counts @ temporary - self._shared_elements * state.optimizer_temporaries)
+        return total <= self.budget
+
+    @cached_property
+    def _shared_elements(self) -> Floats:
+        """[composition] -> parameter elements that its layers hold together and must not be counted twice."""
+        found = np.zeros(len(self.chain.compositions))
+        for runs, elements in self._shared_by_runs:
+            found += elements * np.maximum(0.0, self.chain.counts[:, runs].sum(axis=1) - 1.0)
+        return found
+
+    @cached_property
+    def _tied_elements(self) -> Floats:
+        """[composition] -> parameter elements that other stages hold copies of."""
+        found = np.zeros(len(self.chain.compositions))
+        for runs, elements in self._shared_by_runs:
+            here = self.chain.counts[:, runs].sum(axis=1)
+            found += elements * ((here > 0) & (here < sum(self.chain.runs[run].length for run in runs)))
+        return found
+
+    @cached_property
+    def _shared_by_runs(self) -> list[tuple[list[int], float]]:
+        run_of = self.chain.run_of
+        return [
+            (sorted({int(run_of[layer]) for layer in layers}), elements)
+            for layers, elements in self.chain.shared_weights(self.shape)
+        ]
+
+    def _starting(self, composition: int, order: list[int], passes: "list[_Pass]") -> Floats:
+        """[pass][option, in this order] -> bytes of what arrives that the stage holds more than it must if its first
+        layer takes the option."""
+        arrivals = self._arrivals.at(composition)
+        arrived = self._arrived[self.chain.compositions[composition].first_run][order]
+        held = np.array([arrivals.held(one.moment.flights, one.moment.sends, arrived) for one in passes])
+        starting: Floats = held - held.min(axis=1, keepdims=True)
+        return starting
+
+    def _weight_cutoff(self, cutoff_s: float) -> float:
+        """Total weight above which one stage alone makes a step longer than `cutoff_s` (shared weights are updated
+        once, but stand in every reader's weight)."""
+        if self.shape.pipeline > 1:
+            return float("inf")
+        return cutoff_s + sum(
+            (len(layers) - 1) * self.model.optimizer_s(elements / self.shape.sharded_over)
+            for layers, elements in self.chain.shared_weights(self.shape)
+        )
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What the options of each run hold in one pass: [run] -> [option] -> bytes. transient: of layers with one of their
+    run behind them; joined: with the next run's first; ending: with none."""
+
+    moment: Moment
+    before: list[Floats]
+    behind: list[Floats]
+    transient: list[Floats]
+    joined: list[Floats]
+    ending: list[Floats]
+
+    @classmethod
+    def of(cls, moment: Moment, costs: list[list[LayerCost]]) -> "_Pass":
+        """Amounts of a pass."""
+        return cls(
+            moment,
+            [np.array([moment.before(cost) for cost in row]) for row in costs],
+            [np.array([moment.behind(cost) for cost in row]) for row in costs],
+            [np.array([moment.transient(cost, cost) for cost in row]) for row in costs],
+            [
+                np.array([moment.transient(cost, behind) for cost in row])
+                for row, behind in zip(costs, [*(row[0] for row in costs[1:]), None], strict=True)
+            ],
+            [np.array([moment.transient(cost, None) for cost in row]) for row in costs],
+        )

@@ -1,0 +1,613 @@
+"""Best-first branch and bound over the space of shapes: bound, solve by scan or by chunkings, prove by ILP."""
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...profiler.cluster import ClusterSpec
+from ...profiler.model_profile import ModelProfile
+from ..cost.comm_cost import collective_s
+from ..cost.kinds import Kind
+from ..cost.layer_cost import CostModel
+from ..cost.memory_cost import state_bytes
+from ..cost.simulate import ZERO_BUBBLE, is_chunked
+from ..cost.stage_cost import allocatable_bytes
+from ..plan import AXES, EXECUTABLE_RECOMPUTES, Axis, ContextKind, Plan, Recompute
+from ..strategy import Pins, Shape, make_plan
+from ..training import TrainingSpec
+from .chunked import Chunking, Cuts, LeastRecompute, best_chunking, chunkings
+from .columns import Chain, StagePrices
+from .ilp import solve_master
+from .relaxed import least_of_one_s, least_slowest_s
+from .scan import Assignment, scan
+from .space import Family, Space, Split
+from .tensor_choice import CutChoice
+from .unequal import Held, Kinds, UnequalPrices
+
+WINDOW = 0.03
+"""Shapes that may come this near the best are solved too: runners-up, and finalists of the event simulation."""
+
+SIMPLE = 0.01
+"""Among plans this near the best the simplest wins."""
+
+MAX_NEAR = 40
+"""Shapes solved inside the window once the best is proven: enough for runners-up, and keeps the search in seconds."""
+
+ALTERNATIVES = 5
+"""Other layouts that are shown beside the plan, if there are as many legal ones that fit."""
+
+MAX_SLOW = 60
+"""Shapes outside the window that are solved for their sake, at most."""
+
+SLOWEST = 4.0
+"""Layouts that take longer than the best by this factor are no alternatives."""
+
+TIE = 0.001
+"""Shapes this near the best are put to the ILP as well; all others are bounded, or solved exactly by the scan."""
+
+MAX_TIES = 4
+"""At most so many, the best first."""
+
+CUTOFF_SLACK = 1e-5
+"""The ILP need only rule out steps shorter than the scan's: longer ones by more than this are cut off."""
+
+SOLVER_S = 1e-9
+"""The solver's tolerance of 1e-6 ms, which every micro-batch may fall short of: as much as steps of microseconds."""
+
+Floats = NDArray[np.float64]
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A shape with its best assignment, as a plan and priced."""
+
+    shape: Shape
+    prices: StagePrices | UnequalPrices
+    assignment: Assignment
+
+    @property
+    def seconds(self) -> float:
+        """Closed form of the step."""
+        return self.assignment.seconds
+
+
+@dataclass
+class Outcome:
+    """What a search over a space found and proved."""
+
+    solved: list[Solved] = field(default_factory=list)
+    bound: float = float("inf")
+    complete: bool = True
+    total: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    pruned: int = 0
+    num_solved: int = 0
+
+    @property
+    def best(self) -> Solved | None:
+        """The shape of least closed-form step time."""
+        return min(self.solved, key=lambda s: s.seconds, default=None)
+
+
+@dataclass(frozen=True)
+class _Least:
+    """[run] -> least seconds of a layer for one micro-batch, in all and forward; trainable elements of all layers.
+
+    weights: [run][way to recompute] -> the same with what is run again. held: [run] -> ([way] -> bytes that a layer
+    keeps of a micro-batch, bytes that it holds anyway). twice: bytes of weights that more than one layer counts.
+    fewest_bytes: activations of all layers at least. whole, whole_trainable: elements of all layers, before they are
+    sharded over data ranks.
+    """
+
+    seconds: Floats
+    forward_s: Floats
+    elements: float
+    weights: list[Floats]
+    held: list[tuple[Floats, float]]
+    twice: float
+    fewest_bytes: float
+    whole: float
+    whole_trainable: float
+
+
+_Frame = tuple[Chunking, int, int, bool, int, ContextKind, int]
+"""What the cuts of a chunked shape depend on."""
+
+
+class Explorer:
+    """Searches spaces of one model, cluster and job; caches what all of them share."""
+
+    def __init__(self, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.training = training
+        self.model = CostModel(profile, cluster, training)
+        self.chain = Chain(self.model)
+        self.kinds = Kinds(self.model) if len(cluster.kinds) > 1 else None
+        self.choice = CutChoice(self.model)
+        self._leasts: dict[Shape, _Least | None] = {}
+        self._leasts_by_kind: dict[Shape, list[_Least] | None] = {}
+        self._cuts: dict[_Frame, list[Cuts]] = {}
+        self._works: dict[tuple[object, ...], Floats] = {}
+
+    def explore(
+        self,
+        pins: Pins,
+        deadline_s: float,
+        near: int = MAX_NEAR,
+        progress: Progress | None = None,
+        cutoff_s: float = float("inf"),
+        any_will_do: bool = False,
+    ) -> Outcome:
+        """Solve every shape that could be the best, up to `near` more within the window of it, and (unless near is 0)
+        as many as it takes for enough alternatives to show, even slower ones.
+
+        deadline_s: time.monotonic() at which to stop; the outcome then says it is not complete. cutoff_s: the closed
+        form of a plan that is known; with near 0 only faster ones are looked for. any_will_do: stop at the first plan
+        that fits; none is found only where none fits.
+        """
+        space = Space(self.profile, self.cluster, self.training, pins, self.choice.faster)
+        outcome = Outcome()
+        order = itertools.count()
+        heap: list[tuple[float, int, Split | Family | StagePrices | UnequalPrices, bool]] = []
+        for split in space.splits():
+            outcome.total += space.num_shapes_of(split)
+            heapq.heappush(heap, (self._split_bound(split, space), next(order), split, False))
+        outcome.rejected = dict(space.rejected)
+        outcome.total += sum(space.rejected.values())
+        best = cutoff_s
+        window = WINDOW if near > 0 else 0.0
+        extra = 0
+        later: list[tuple[float, int, Family, bool]] = []
+        while heap or later:
+            if later and (not heap or heap[0][0] >= best):
+                heap += later  # now that there is a plan to be compared with
+                heapq.heapify(heap)
+                later = []
+            bound = heap[0][0]
+            layouts = {solved.shape.layout for solved in outcome.solved}
+            few = near > 0 and extra < MAX_NEAR + MAX_SLOW and len(layouts) <= ALTERNATIVES
+            if not few and (bound >= best * (1 + window) or (bound >= best and extra >= near)):
+                break
+            cutoff = best * (SLOWEST if few else 1 + window)
+            if time.monotonic() > deadline_s:
+                outcome.complete = False
+                outcome.bound = min([outcome.bound, bound, *(entry[0] for entry in later)])
+                break
+            _, _, item, raised = heapq.heappop(heap)
+            if not raised:  # dearer bounds wait until it is an item's turn by its cheap one
+                least_s = self._least_with_recompute_s(item, pins, cutoff)
+                if least_s >= cutoff:
+                    continue
+                if least_s > bound:
+                    heapq.heappush(heap, (least_s, next(order), item, True))
+                    continue
+            if isinstance(item, Split):
+                for family in space.families_of(item):
+                    family_bound = max(bound, self._family_bound(family))
+                    if np.isfinite(family_bound) and family_bound < cutoff:
+                        entry = family_bound, next(order), family, False
+                        if is_chunked(family.schedule) and best >= cutoff_s:
+                            later.append(entry)
+                        else:
+                            heapq.heappush(heap, entry)
+                continue
+            if isinstance(item, Family):
+                alike = 0.0 if self.kinds is None else self._bound_of_equal(item)
+                for shape in space.shapes(item):
+                    if not self._may_be_held(shape, item) or (alike >= cutoff and not shape.kind_order):
+                        continue
+                    recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
+                    prices = self.priced(shape, recompute, pins.reshard, pins.everything)
+                    leaf_bound = max(bound, self._shape_bound(prices))
+                    if leaf_bound < cutoff:
+                        heapq.heappush(heap, (leaf_bound, next(order), prices, False))
+                continue
+            extra += bound >= best
+            outcome.num_solved += 1
+            found = self._solved(item, cutoff)
+            if found is not None:
+                outcome.solved.append(Solved(item.shape, item, found))
+                best = min(best, found.seconds)
+                if any_will_do:
+                    break
+                if progress is not None:
+                    progress(f"{outcome.num_solved} shapes solved", min(0.9, bound / best))
+        outcome.pruned = outcome.total - sum(outcome.rejected.values()) - outcome.num_solved
+        if heap and outcome.complete:
+            outcome.bound = min(outcome.bound, heap[0][0])
+        outcome.bound = min([outcome.bound, *(s.seconds for s in outcome.solved)])
+        return outcome
+
+    def _least_with_recompute_s(
+        self, item: Split | Family | StagePrices | UnequalPrices, pins: Pins, cutoff_s: float
+    ) -> float:
+        """Seconds that shapes take at least with the recompute that memory asks for; 0 where nothing is known."""
+        if isinstance(item, Family):
+            if is_chunked(item.schedule):
+                return self._least_of_chunked_s(item, pins, cutoff_s)
+            return self._bound_with_memory(item, pins)
+        if isinstance(item, Split):
+            return 0.0
+        if not self._may_hold(item):
+            return float("inf")
+        if isinstance(item, UnequalPrices):
+            return item.least_with_memory_s()
+        if isinstance(item, StagePrices):
+            shape = item.shape
+            if is_chunked(shape.schedule):
+                return self._least_with_memory_s(item)
+            if shape.pipeline > 1:
+                pass_s = float(self.chain.lengths @ self._fastest_s(item)[0])
+                return (shape.num_microbatches - 1) * item.least_slowest_s() + pass_s
+        return 0.0
+
+    def priced(
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool = False
+    ) -> StagePrices | UnequalPrices:
+        """Prices of a shape's stages, on unequal devices each on its own."""
+        if shape.kind_order and self.kinds is not None:
+            return self.kinds.priced(shape, recompute, reshard, everything)
+        return StagePrices(self.chain, shape, recompute, reshard, everything)
+
+    def _solved(self, prices: StagePrices | UnequalPrices, cutoff_s: float) -> Assignment | None:
+        """The best stages of a shape."""
+        if isinstance(prices, StagePrices) and is_chunked(prices.shape.schedule):
+            return best_chunking(prices, self._cuts[self._frame_of(prices.shape)], cutoff_s)
+        return scan(prices, cutoff_s)
+
+    def _may_be_held(self, shape: Shape, family: Family) -> bool:
+        """The same before anything is priced; True where stages are on unequal devices."""
+        if shape.kind_order:
+            return True
+        frugal = _frugal_shape(family)
+        least = self._least(replace(frugal, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else frugal)
+        if least is None:
+            return False
+        state = state_bytes(shape, self.training)
+        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
+        need = least.fewest_bytes + least.whole * state.sharded_parameters
+        need += least.whole_trainable * (gradients + state.optimizer)
+        return need <= allocatable_bytes(shape, self.model.device, self.training) * shape.pipeline
+
+    def _may_hold(self, prices: StagePrices | UnequalPrices) -> bool:
+        """False where all ranks of the pipeline together cannot hold the least that every layer keeps."""
+        if isinstance(prices, UnequalPrices):
+            return self._fits_together(prices.on(0), prices.budget)
+        return self._fits_together(prices, prices.budget * prices.shape.pipeline)
+
+    def _fits_together(self, prices: StagePrices, room: float) -> bool:
+        shape = prices.shape
+        state = state_bytes(shape, self.training)
+        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
+        per_element = state.sharded_parameters + gradients + state.optimizer
+        least = [
+            min(c.elements * state.sharded_parameters + c.kept_bytes + c.trainable_elements * (
+                gradients + state.optimizer) for c in costs)
+            for costs in prices.costs
+        ]  # fmt: skip
+        shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
+        need = sum(run.length * each for run, each in zip(self.chain.runs, least, strict=True)) - per_element * shared
+        return need <= room
+
+    def _frame_of(self, shape: Shape) -> _Frame:
+        frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+        split = shape.context, shape.context_kind, shape.expert
+        return frame, shape.micro_batch, shape.tensor, shape.sequence, *split
+
+    def _least_chunked_s(self, shape: Shape, per_run_s: Floats, forward_s: Floats) -> float:
+        """Seconds that a chunked shape takes at least over all cuts that are tried, memory aside; infinite if there are
+        none. The first call for a frame decides them."""
+        key = self._frame_of(shape)
+        if key not in self._cuts:
+            self._cuts[key] = chunkings(self.chain, key[0], per_run_s)
+        count = shape.num_microbatches
+        bounds = (cuts.least_s(shape.schedule, count, per_run_s, forward_s) for cuts in self._cuts[key])
+        return min(bounds, default=float("inf"))
+
+    def _least_with_memory_s(self, prices: StagePrices) -> float:
+        """The same with the recompute that memory asks for."""
+        shape = prices.shape
+        each, forward = self._fastest_s(prices)
+        recompute = LeastRecompute.of(prices)
+        return min(
+            cuts.least_s(shape.schedule, shape.num_microbatches, each, forward, recompute.added_s(cuts))
+            for cuts in self._cuts[self._frame_of(shape)]
+        )
+
+    def _least_of_chunked_s(self, family: Family, pins: Pins, cutoff_s: float) -> float:
+        """Seconds that no shape of a chunked family can beat: those of its cuts, with the recompute that memory asks
+        for where everything is sharded over all data ranks; infinite if even without that they reach `cutoff_s`."""
+        frugal = _frugal_shape(family)
+        sharded = frugal.sharded_over > 1
+        shape = replace(
+            frugal,
+            gradient_sync="every" if sharded and family.num_microbatches > 1 else "last",
+            reshard=sharded,
+        )
+        least = self._least(replace(frugal, schedule="1f1b", virtual_stages=1))
+        if least is None or self._least_chunked_s(shape, least.seconds, least.forward_s) >= cutoff_s:
+            return float("inf")
+        recompute = "none" if family.schedule in ZERO_BUBBLE else pins.recompute
+        # Repeated exchanges cost least where their ranks are neighbours: those of tensor, or the others.
+        orders = (AXES,) if family.context == family.expert == 1 else (AXES, TENSOR_APART)
+        prices = [
+            StagePrices(self.chain, replace(shape, mesh_axes=order), recompute, pins.reshard, pins.everything)
+            for order in orders
+        ]
+        return min(
+            cuts.least_s(
+                family.schedule,
+                family.num_microbatches,
+                least.seconds,
+                least.forward_s,
+                each.added_s(cuts),
+            )
+            for each in map(LeastRecompute.of, prices)
+            for cuts in self._cuts[self._frame_of(shape)]
+        )
+
+    def _fastest_s(self, prices: StagePrices) -> tuple[Floats, Floats]:
+        """[run] -> least seconds of a layer for one micro-batch, and of its forward."""
+        return prices.fastest.microbatch_s, prices.fastest.forward_s
+
+    def _split_bound(self, split: Split, space: Space) -> float:
+        """Seconds that no shape of a split can beat: compute of all micro-batches, tensor traffic at its best place,
+        shared evenly by the stages."""
+        return min(count * self._slowest_s(split, micro_batch) for micro_batch, count in space.micro_batches(split))
+
+    def _slowest_s(self, split: Split, micro_batch: int) -> float:
+        """Least seconds of compute and tensor traffic that one micro-batch is for the slowest stage."""
+        alike = float(self._works_s(split, micro_batch, self.model) @ self.chain.lengths) / split.pipeline
+        if self.kinds is None or not self.kinds.may_have_own(split.pipeline):
+            return alike
+        each = [self._works_s(split, micro_batch, model) for model in self.kinds.models]
+        return min(alike, self.kinds.shares(each, split.pipeline).slowest_s)
+
+    def _works_s(self, split: Split, micro_batch: int, model: CostModel) -> Floats:
+        """[run] -> least seconds of compute and tensor traffic that one micro-batch is for a layer on such devices."""
+        key = split.tensor, split.sequence, split.expert, micro_batch / split.context, split.cuts, id(model)
+        if key not in self._works:
+            context, expert = split.context, split.expert
+            shape = Shape(1, 1, split.tensor, 1, micro_batch, 1, split.sequence, context=context, expert=expert)
+            shape = replace(shape, cuts=split.cuts)
+            self._works[key] = np.array([_pass_s(model, run.start, shape)[0] for run in self.chain.runs])
+        return self._works[key]
+
+    def _family_bound(self, family: Family) -> float:
+        """Seconds that no shape of a family can beat: compute, traffic of tensor, context and expert ranks at their
+        best places, perfect balance, and an optimizer sharded over all data ranks. Infinite if even so the memory of
+        all devices does not do."""
+        alike = self._bound_of_equal(family)
+        return alike if self.kinds is None else min(alike, self._bound_of_unequal(family, self.kinds))
+
+    def _bound_of_unequal(self, family: Family, kinds: Kinds) -> float:
+        """The same of shapes whose stages are each on one kind of device, in any order; infinite if there are none."""
+        least, shape = self._leasts_of_kinds(family, kinds), _frugal_shape(family)
+        if least is None:
+            return float("inf")
+        step_s = kinds.shares([each.seconds for each in least], shape.pipeline).step_s(shape.num_microbatches)
+        return step_s + self._update_of_kinds_s(shape, least, kinds)
+
+    def _update_of_kinds_s(self, shape: Shape, least: list[_Least], kinds: Kinds) -> float:
+        """Seconds of the optimizer's step at least."""
+        return kinds.optimizer_s(least[0].elements / shape.sharded_over / shape.pipeline)
+
+    def _leasts_of_kinds(self, family: Family, kinds: Kinds) -> list[_Least] | None:
+        """[kind] -> what layers of a family take at least on such devices; None if none of its shapes has stages on one
+        kind each, or the memory of all together does not do."""
+        if not kinds.may_have_own(family.pipeline):
+            return None
+        shape = replace(_frugal_shape(family), schedule="1f1b", virtual_stages=1)
+        if shape not in self._leasts_by_kind:
+            found = [self._least_of(shape, model, kinds.room(shape)) for model in kinds.models]
+            each = [least for least in found if least is not None]
+            self._leasts_by_kind[shape] = each if len(each) == len(found) else None
+        return self._leasts_by_kind[shape]
+
+    def _bound_of_equal(self, family: Family) -> float:
+        shape = _frugal_shape(family)
+        counts = np.array([run.length for run in self.chain.runs], dtype=float)
+        least = self._least(replace(shape, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else shape)
+        if least is None:
+            return float("inf")
+        pass_s = float(counts @ least.seconds)
+        if is_chunked(shape.schedule):  # its cuts are looked for when it is this bound's turn
+            return family.num_microbatches * pass_s / family.pipeline
+        slowest = max(pass_s / family.pipeline, float(least.seconds.max()))
+        update = least.elements / shape.sharded_over / family.pipeline
+        return (family.num_microbatches - 1) * slowest + pass_s + self.model.optimizer_s(update)
+
+    def _least(self, shape: Shape) -> "_Least | None":
+        """What the layers of a family take at least, whatever the schedule; None if their memory does not do."""
+        if shape not in self._leasts:
+            room = allocatable_bytes(shape, self.model.device, self.training)
+            self._leasts[shape] = self._least_of(shape, self.model, room * shape.pipeline)
+        return self._leasts[shape]
+
+    def _least_of(self, shape: Shape, model: CostModel, room: float) -> "_Least | None":
+        """room: bytes that the allocator may hand out on one rank of every stage together."""
+        runs = self.chain.runs
+        counts = np.array([run.length for run in runs], dtype=float)
+        state = state_bytes(shape, self.training)
+        # With one micro-batch a gradient comes when its layer's activations go.
+        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
+        seconds, forward, elements, weights, held, passing = [], [], [], [], [], []
+        for run in runs:
+            kind = model.kinds[run.start]
+            pass_s, forward_s = _pass_s(model, run.start, shape)
+            exchange_s = model.least_exchange_s(kind, shape)
+            total, trainable = model.stored_elements(kind, shape)
+            saved, kept, again_s = self._ways(model, kind, shape)
+            seconds.append(pass_s + sum(exchange_s))
+            forward.append(forward_s + exchange_s[0])
+            elements.append(trainable)
+            weights.append(seconds[-1] + again_s)
+            held.append((kept, total * state.sharded_parameters + trainable * (gradients + state.optimizer)))
+            passing.append(saved)
+        shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
+        twice = (state.sharded_parameters + gradients + state.optimizer) * shared
+        need = float(counts @ np.array([kept.min() + fixed for kept, fixed in held])) - twice
+        if need > room or max(passing) > room:
+            return None
+        trainable_elements = max(0.0, float(counts @ np.array(elements)) - shared)
+        unsharded = replace(shape, data_replicate=shape.data, data_shard=1)
+        whole = np.array([model.stored_elements(model.kinds[run.start], unsharded) for run in runs])
+        total, trainable = np.maximum(0.0, counts @ whole - shared)
+        fewest = float(counts @ np.array([kept.min() for kept, _ in held]))
+        return _Least(
+            np.array(seconds), np.array(forward), trainable_elements, weights, held, twice, fewest, total, trainable
+        )
+
+    def _ways(self, model: CostModel, kind: Kind, shape: Shape) -> tuple[float, Floats, Floats]:
+        """(bytes that a layer saves, [way to recompute] -> bytes that it keeps, seconds that it runs again) at least,
+        for one micro-batch."""
+        if not model.keeps_as_traced:
+            return 0.0, np.zeros(1), np.zeros(1)
+        _, costs, tensor = model.mode(kind, shape)
+        ways: tuple[Recompute, ...] = EXECUTABLE_RECOMPUTES if kind.can_recompute else ("none",)
+        kept = np.array([model.kept_bytes(kind, shape, way) for way in ways])
+        again_s = np.array([model.compute(kind, shape).repeated[way] for way in ways])
+        return costs.saved.at(shape.samples, self.training.compute_bytes, tensor), kept, again_s
+
+    def _bound_with_memory(self, family: Family, pins: Pins) -> float:
+        """Seconds that no shape of a family of one stage per rank can beat, with the recompute that memory asks for
+        where everything is sharded over all data ranks."""
+        if pins.everything or is_chunked(family.schedule):
+            return 0.0
+        alike = self._bound_of_equal_with_memory(family)
+        return alike if self.kinds is None else min(alike, self._bound_of_unequal_with_memory(family, self.kinds))
+
+    def _bound_of_equal_with_memory(self, family: Family) -> float:
+        """The same of shapes all of whose devices count as the slowest, with the least memory."""
+        shape = _frugal_shape(family)
+        count, stages = shape.num_microbatches, shape.pipeline
+        least = self._least(replace(shape, schedule="1f1b", virtual_stages=1) if stages > 1 else shape)
+        if least is None:
+            return float("inf")
+        counts = self.chain.lengths
+        # At the last layer's turn all but one micro-batch are there; the last one's too, if there is no other.
+        flights = np.array([float(max(1, min(shape.in_flight(s), count - 1))) for s in range(stages)])
+        rooms = np.full(stages, allocatable_bytes(shape, self.model.device, self.training) + least.twice)
+        update = self.model.optimizer_s(least.elements / shape.sharded_over / stages)
+        if stages == 1:
+            memory = [flights[0] * kept + fixed for kept, fixed in least.held]
+            return count * least_of_one_s(least.weights, memory, counts, float(rooms[0])) + update
+        slowest = least_slowest_s(
+            least.weights, [flights[:, None] * kept + fixed for kept, fixed in least.held], counts, rooms
+        )
+        return (count - 1) * slowest + float(counts @ least.seconds) + update
+
+    def _bound_of_unequal_with_memory(self, family: Family, kinds: Kinds) -> float:
+        """The same of shapes whose stages are each on one kind of device; infinite if there are none."""
+        least = self._leasts_of_kinds(family, kinds)
+        if least is None:
+            return float("inf")
+        shape, count = _frugal_shape(family), family.num_microbatches
+        held = [
+            Held(
+                each.weights,
+                each.held,
+                allocatable_bytes(shape, model.device, self.training) + each.twice,
+            )
+            for each, model in zip(least, kinds.models, strict=True)
+        ]
+        flights = [float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)]
+        slowest = kinds.least_slowest_s(held, flights)
+        pass_s = kinds.shares([each.seconds for each in least], shape.pipeline).pass_s
+        return (count - 1) * slowest + pass_s + self._update_of_kinds_s(shape, least, kinds)
+
+    def _shape_bound(self, prices: StagePrices | UnequalPrices) -> float:
+        """Seconds that no assignment of a shape can beat: fastest options, memory and integrality relaxed."""
+        if isinstance(prices, UnequalPrices):
+            return prices.least_s()
+        shape, runs = prices.shape, self.chain.runs
+        counts = np.array([run.length for run in runs], dtype=float)
+        more = shape.num_microbatches
+        if shape.pipeline == 1:
+            shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
+            twice_s = self.model.optimizer_s(shared / shape.sharded_over)
+            return float(counts @ prices.fastest.step_s) - twice_s
+        each, forward = self._fastest_s(prices)
+        if is_chunked(shape.schedule):
+            return self._least_chunked_s(shape, each, forward)
+        pass_s = float(counts @ each)
+        slowest = max(pass_s / shape.pipeline, float(each.max()))
+        return (more - 1) * slowest + pass_s + float(counts @ prices.fastest.once_s) / shape.pipeline
+
+    def plan_of(self, solved: Solved) -> Plan:
+        """The plan of an assignment: equal layers take their options in the order of the choice."""
+        stages = [
+            [option for _, option, count in choice.parts for _ in range(count)] for choice in solved.assignment.choices
+        ]
+        return make_plan(self.profile, self.cluster, self.training, solved.shape, stages)
+
+    def prove(self, outcome: Outcome, time_limit_s: float) -> tuple[float, str, str]:
+        """(bound, status, solver): for the best shape and near ties the ILP must find what the scan found.
+
+        Near ties are settled one by one, which is faster than one master ILP over them (HiGHS, 405B on 16,384 devices:
+        1 s against 5 s for three shapes). The bound holds for the whole space: the ILP's for its shapes, the exact
+        scan's for the other solved ones, the relaxation's for the pruned ones. Raises SolverError.
+        """
+        ranked = sorted(outcome.solved, key=lambda s: s.seconds)
+        best = ranked[0].seconds
+        ties = [s for s in ranked[:MAX_TIES] if s.seconds <= best * (1 + TIE) and not is_chunked(s.shape.schedule)]
+        bound, optimal, name = outcome.bound, outcome.complete, "enumeration"
+        deadline = time.monotonic() + time_limit_s
+        for tie in ties:
+            result = solve_master([tie.prices], tie.seconds * (1 + CUTOFF_SLACK), deadline - time.monotonic())
+            assert result is not None, "the ILP finds nothing where the scan has a plan"
+            solution = result[0]
+            name = solution.solver
+            if solution.status == "optimal":
+                difference = abs(solution.objective - tie.seconds)
+                allowed = 2 * CUTOFF_SLACK * tie.seconds + SOLVER_S * tie.shape.num_microbatches
+                assert difference < allowed, f"ILP {solution.objective} and scan {tie.seconds} differ"
+            else:
+                optimal = False
+                bound = min(bound, solution.bound)
+        return bound, "optimal" if optimal else "feasible", name
+
+
+def _pass_s(model: CostModel, layer: int, shape: Shape) -> tuple[float, float]:
+    """(seconds, those of its forward) of a layer for one micro-batch at least: compute, and tensor traffic between
+    ranks that sit where it takes least. That need not be one host: two may mean fewer hops, and the links of both."""
+    kind = model.kinds[layer]
+    compute = model.compute(kind, shape)
+    traffic = model.tensor_traffic(kind, shape)
+    places = [model.links(shape.tensor, stride) for stride in model.places(shape.tensor)]
+    tensor_s = min(
+        (1.0 - model.hidden_tensor(links)) * sum(collective_s(item.kind, item.bytes, links) for _, _, item in traffic)
+        for links in places
+    )
+    return compute.forward + compute.backward + tensor_s, compute.forward
+
+
+TENSOR_APART: tuple[Axis, ...] = ("pipeline", "data_replicate", "tensor", "data_shard", "context")
+"""The order of mesh axes in which context and expert ranks are neighbours, not those of tensor."""
+
+
+def _frugal_shape(family: Family) -> Shape:
+    """The family's shape with everything sharded over all data ranks."""
+    return Shape(
+        data_replicate=1,
+        data_shard=family.data,
+        tensor=family.tensor,
+        pipeline=family.pipeline,
+        micro_batch=family.micro_batch,
+        num_microbatches=family.num_microbatches,
+        sequence=family.sequence,
+        schedule=family.schedule,
+        virtual_stages=family.virtual_stages,
+        context=family.context,
+        context_kind=family.context_kind,
+        expert=family.expert,
+        cuts=family.cuts,
+    )

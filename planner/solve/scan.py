@@ -1,0 +1,171 @@
+"""Joins columns into a pipeline by dynamic programming over candidate bottlenecks: exact, and the ILP's oracle."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.stage_cost import closed_form_s
+from .columns import Choice, Prices
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Stages of one shape: per stage its composition and options; `seconds` is the closed form of the step."""
+
+    seconds: float
+    compositions: tuple[int, ...]
+    choices: tuple[Choice, ...]
+
+
+def scan(prices: Prices, cutoff_s: float = float("inf")) -> Assignment | None:
+    """The assignment of least closed-form step time, or None if nothing fits or nothing is faster than `cutoff_s`.
+
+    For every candidate T of the slowest stage the cheapest way through the chain with no stage above T is a shortest
+    path; T runs upwards from the least feasible one until (m - 1) T alone cannot win any more. The end of the step
+    (the slowest stage's once_s) is bounded in turn, from the loosest bound down.
+
+    Stages are first taken at their bounds, and only those on the best way are priced exactly, until no way is better
+    at its bounds than one that is known exactly.
+    """
+    chain, shape = prices.chain, prices.shape
+    if shape.pipeline > chain.num_layers:
+        return None
+    stages = [_Stage(prices, stage, cutoff_s) for stage in range(shape.pipeline)]
+    best: tuple[float, tuple[int, ...]] | None = None
+    cutoff = cutoff_s
+    while True:
+        cuts = _best_cuts(stages, shape.num_microbatches - 1, cutoff)
+        if cuts is None:
+            break
+        here = tuple(int(chain.composition_of[cuts[s], cuts[s + 1]]) for s in range(shape.pipeline))
+        known = [stage.was_exact(composition) for stage, composition in zip(stages, here, strict=True)]
+        each = [float(stage.seconds[c]) for stage, c in zip(stages, here, strict=True)]
+        once = [float(stage.once[c]) for stage, c in zip(stages, here, strict=True)]
+        seconds = closed_form_s(each, once, shape.num_microbatches)
+        if seconds < cutoff:
+            best, cutoff = (seconds, here), seconds
+        if all(known):
+            break
+    if best is None:
+        return None
+    choices = tuple(prices.on(s).choice(c, shape.in_flight(s)) for s, c in enumerate(best[1]))
+    return Assignment(best[0], best[1], choices)
+
+
+class _Stage:
+    """What the compositions cost on one stage, at least or exactly: [composition] -> seconds, seconds once."""
+
+    def __init__(self, prices: Prices, stage: int, cutoff_s: float) -> None:
+        self.prices, self._stage = prices.on(stage), stage
+        if prices.shape.pipeline == 1:
+            self.seconds, self.once = self.prices.price(stage, cutoff_s)
+            self._exact = np.ones(len(self.seconds), dtype=bool)
+        else:
+            self.seconds, self.once, self._exact = self.prices.bounds(stage, cutoff_s)
+
+    def was_exact(self, composition: int) -> bool:
+        """Whether a composition had its price already; from now on it has."""
+        if self._exact[composition]:
+            return True
+        self.seconds[composition] = self.prices.exact_s(composition, self._stage)
+        self._exact[composition] = True
+        return False
+
+    def between(self, starts: Ints, ends: Ints) -> tuple[Floats, Floats]:
+        """([start][end] -> seconds, seconds once) of the intervals between these places; infinite for none."""
+        table = self.prices.chain.composition_of[np.ix_(starts, ends)]
+        return np.where(table >= 0, self.seconds[table], np.inf), np.where(table >= 0, self.once[table], np.inf)
+
+
+def _best_cuts(stages: list[_Stage], more: int, cutoff: float) -> list[int] | None:
+    """Cuts of least closed form below `cutoff`, or None."""
+    places = _places(stages)
+    if places is None:
+        return None
+    matrices = [stage.between(places[s], places[s + 1]) for s, stage in enumerate(stages)]
+    least_once = _least_bottleneck([once for _, once in matrices], [seconds for seconds, _ in matrices])
+    if least_once is None:
+        return None
+    best: list[int] | None = None
+    once_bound = float("inf")
+    while True:
+        allowed = [np.where(once <= once_bound, seconds, np.inf) for seconds, once in matrices]
+        found = _cheapest(allowed, more, cutoff - least_once)
+        if found is None:
+            break
+        cuts = found[1]
+        once = max(float(matrices[s][1][cuts[s], cuts[s + 1]]) for s in range(len(stages)))
+        if found[0] + once < cutoff:
+            cutoff = found[0] + once
+            best = cuts
+        if once <= least_once:
+            break
+        once_bound = np.nextafter(once, -np.inf)
+    return None if best is None else [int(places[s][cut]) for s, cut in enumerate(best)]
+
+
+def _places(stages: list[_Stage]) -> list[Ints] | None:
+    """[stage] -> places of the chain where it may begin, and at last the end: all that lie on a way through."""
+    num_places = len(stages[0].prices.chain.composition_of)
+    everywhere = np.arange(num_places)
+    links = [np.isfinite(stage.between(everywhere, everywhere)[0]) for stage in stages]
+    reached = [np.arange(num_places) == 0]
+    for link in links:
+        reached.append(link[reached[-1]].any(axis=0))
+    there = reached[-1] & (everywhere == num_places - 1)
+    found = [np.flatnonzero(there)]
+    for link, before in zip(reversed(links), reversed(reached[:-1]), strict=True):
+        there = before & link[:, there].any(axis=1)
+        found.append(np.flatnonzero(there))
+    return found[::-1] if len(found[-1]) else None
+
+
+def _cheapest(matrices: list[Floats], more: int, cutoff: float) -> tuple[float, list[int]] | None:
+    """Least (m - 1) max + sum over the stages' seconds below `cutoff`, and the cuts that give it."""
+    free = _shortest(matrices, np.inf)
+    if free is None:
+        return None
+    if more == 0:
+        return free if free[0] < cutoff else None
+    least = _least_bottleneck(matrices, matrices)
+    assert least is not None
+    most = (cutoff - free[0]) / more
+    values = np.unique(np.concatenate([m[(m >= least) & (m <= most)] for m in matrices]))
+    best: tuple[float, list[int]] | None = None
+    for bottleneck in values:
+        if more * bottleneck + free[0] >= cutoff:
+            break
+        path = _shortest(matrices, bottleneck)
+        if path is not None and more * bottleneck + path[0] < cutoff:
+            cutoff = more * bottleneck + path[0]
+            best = cutoff, path[1]
+    return best
+
+
+def _shortest(matrices: list[Floats], bottleneck: float) -> tuple[float, list[int]] | None:
+    """Shortest way through the chain, one interval per stage, none above `bottleneck`: (sum, cuts)."""
+    reached = np.zeros(1)
+    parents = []
+    for matrix in matrices:
+        steps = reached[:, None] + np.where(matrix <= bottleneck, matrix, np.inf)
+        parents.append(np.argmin(steps, axis=0))
+        reached = np.min(steps, axis=0)
+    if not np.isfinite(reached[-1]):
+        return None
+    cuts = [0]
+    for parent in reversed(parents):
+        cuts.append(int(parent[cuts[-1]]))
+    return float(reached[-1]), cuts[::-1]
+
+
+def _least_bottleneck(values: list[Floats], feasible: list[Floats]) -> float | None:
+    """Least possible maximum of `values` over all ways through the chain along finite entries of `feasible`."""
+    reached = np.array([-np.inf])
+    for value, seconds in zip(values, feasible, strict=True):
+        step = np.maximum(reached[:, None], np.where(np.isfinite(seconds), value, np.inf))
+        reached = np.min(step, axis=0)
+    return float(reached[-1]) if np.isfinite(reached[-1]) else None

@@ -1,0 +1,497 @@
+"""The space of shapes as a tree: degrees first, then micro-batch and schedule, then how data is split and axes are
+ordered.
+
+Every shape is counted. What is not expanded, and whole subtrees that a rule excludes, are counted by product.
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations, product
+from typing import Literal, get_args
+
+from ...profiler.cluster import ClusterSpec, Group
+from ...profiler.model_profile import ModelProfile
+from ..cost.simulate import ZERO_BUBBLE, is_chunked
+from ..cost.software import COMPILING
+from ..plan import AXES, EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Axis, ContextKind, Schedule
+from ..strategy import (
+    Cuts,
+    Pins,
+    Shape,
+    context_rule,
+    divisors,
+    expert_rule,
+    has_experts,
+    has_sequence_attention,
+    legal_cuts,
+    sequence_rule,
+    sharding_rule,
+    tensor_rule,
+    zero_bubble_rule,
+)
+from ..training import TrainingSpec
+from .unequal import have_own, kind_orders
+
+
+@dataclass(frozen=True)
+class Split:
+    """Families that differ only in micro-batch and schedule: how the model, its sequences and its experts are split,
+    and how many ranks see different samples."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    sequence: bool
+    context: int = 1
+    context_kind: ContextKind = "ring"
+    expert: int = 1
+    cuts: Cuts | None = None
+    """Cuts of tensor parallelism; None: all that the degree divides."""
+
+    @property
+    def tokens_over(self) -> int:
+        """Tensor ranks that hold tokens of their own."""
+        return self.tensor if self.sequence else 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """Shapes that differ only in how data ranks are split, when gradients are reduced, and in the order of axes."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    sequence: bool
+    schedule: Schedule
+    micro_batch: int
+    num_microbatches: int
+    virtual_stages: int = 1
+    context: int = 1
+    context_kind: ContextKind = "ring"
+    expert: int = 1
+    cuts: Cuts | None = None
+
+    @property
+    def split(self) -> Split:
+        """What it shares with families of other micro-batches and schedules."""
+        spread = self.context, self.context_kind, self.expert
+        return Split(self.tensor, self.pipeline, self.data, self.sequence, *spread, self.cuts)
+
+
+Placing = tuple[tuple[Axis, ...], tuple[int, ...]]
+"""The order of the mesh axes, and of the kinds of devices: () where they are equal, or where stages mix them."""
+
+Number = tuple[int, int]
+"""How many there are for several micro-batches, and for one."""
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Micro-batches and schedules of a pipeline degree over a number of data ranks. legal: (schedule, stages of each
+    rank, micro-batch, how many of them) of each; rejected: rule -> those that it excludes."""
+
+    legal: tuple[tuple[Schedule, int, int, int], ...]
+    rejected: dict[str, Number]
+
+    @property
+    def num_legal(self) -> Number:
+        """Legal pairs of micro-batch and schedule."""
+        several = sum(count > 1 for _, _, _, count in self.legal)
+        return several, len(self.legal) - several
+
+    @property
+    def total(self) -> Number:
+        """All pairs, legal or not."""
+        several, one = self.num_legal
+        return several + sum(n for n, _ in self.rejected.values()), one + sum(n for _, n in self.rejected.values())
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """An order of the mesh axes: a number for where its groups sit, equal where all sit alike, and how far neighbours
+    are apart that hold other tokens (without and with those of sequence parallelism)."""
+
+    axes: tuple[Axis, ...]
+    places: int
+    expert_strides: tuple[int, int]
+    outermost: Axis | None
+
+
+MOST_CHUNKS = 8
+"""Stages of one rank that are tried; more only if pinned. Their bubbles differ little, their transfers add up."""
+
+
+class Space:
+    """All shapes of a model on a cluster for a job, minus what the user pinned away.
+
+    rejected: rule -> shapes it excludes. Pinned-away shapes are not part of the space. faster: the cuts that are worth
+    trying under a shape beside all that its tensor degree divides.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: ClusterSpec,
+        training: TrainingSpec,
+        pins: Pins,
+        faster: Callable[[Shape], Cuts | None] = lambda shape: None,
+    ) -> None:
+        self._faster = faster
+        self.profile = profile
+        self.cluster = cluster
+        self.training = training
+        self.pins = pins
+        self.rejected: Counter[str] = Counter()
+        self._most_stages = len(legal_cuts(profile)) + 1
+        self._sharding_rule = sharding_rule(profile, training.precision)
+        self._expert_rule = functools.cache(functools.partial(expert_rule, profile))
+        self._zero_bubble_rule = zero_bubble_rule(profile, training)
+        self._kinds = _context_kinds(profile, training, pins)
+        self._device_kinds = cluster.kinds
+        self._spreads_experts = (pins.expert or 1) > 1 or (
+            has_experts(profile) and (EXECUTES_EXPERTS or pins.everything)
+        )
+        self._context_is_free = _context_is_free(pins)
+        self._places: dict[tuple[int, int], int] = {}
+        self._numbers: dict[tuple[Group | int, ...], int] = {}
+        self._known_passes: dict[tuple[int, int, int], _Passes] = {}
+        self._known_placed: dict[tuple[int, int, int, int, int], tuple[_Placed, ...]] = {}
+        self._known_orders: dict[tuple[object, ...], tuple[Placing, ...]] = {}
+        self._known_leaves: dict[tuple[object, ...], Number] = {}
+
+    def families(self) -> Iterator[Family]:
+        """Legal families; fills `rejected` on the way."""
+        for split in self.splits():
+            yield from self.families_of(split)
+
+    def splits(self) -> Iterator[Split]:
+        """Legal splits that have legal families; fills `rejected` on the way, also with what is illegal below them."""
+        num_devices, mixed = self.cluster.num_devices, self.training.is_mixed
+        for tensor in divisors(num_devices):
+            if not self.pins.allows("tensor", tensor):
+                continue
+            by_tensor = tensor_rule(self.profile, tensor)
+            for context in self._contexts(num_devices // tensor):
+                modes = [s for s in (False, True)[: 1 + (tensor > 1)] if self.pins.splits_sequences(tensor, s, context)]
+                if not modes:
+                    continue
+                by_mode = {s: sequence_rule(self.profile, tensor, context) if s else None for s in modes}
+                kinds = self._kinds if context > 1 else ("ring",)
+                by_kind = {kind: context_rule(self.profile, context, tensor, kind) for kind in kinds}
+                for pipeline in divisors(num_devices // tensor // context):
+                    data = num_devices // tensor // context // pipeline
+                    if not (self.pins.allows("pipeline", pipeline) and self._shards(data)):
+                        continue
+                    sharded = tensor > 1 or context > 1 or (pipeline > 1 and mixed)
+                    rule = by_tensor or (self._sharding_rule if sharded else None) or self._degree_rule(pipeline, data)
+                    passes = self._passes(pipeline, data, context)
+                    for kind, sequence in product(kinds, modes):
+                        tokens_over = tensor if sequence else 1
+                        for expert in self._experts(data * context * tokens_over):
+                            split = Split(tensor, pipeline, data, sequence, context, kind, expert)
+                            found = rule or by_kind[kind] or by_mode[sequence] or self._expert_rule(expert, sequence)
+                            if found is not None:
+                                self._reject(found, passes.total, split)
+                                continue
+                            for reason, number in passes.rejected.items():
+                                self._reject(reason, number, split)
+                            if passes.legal and self.num_shapes_of(split):
+                                yield split
+                                yield from (replace(split, cuts=cuts) for cuts in self._choices(split))
+
+    def _choices(self, split: Split) -> list[Cuts]:
+        """What is worth trying for some micro-batch of a split beside cutting all that its tensor degree divides."""
+        if split.tensor == 1:
+            return []
+        whole = Shape(1, split.data, split.tensor, 1, 1, 1, split.sequence, context=split.context)
+        shapes = (replace(whole, micro_batch=size, num_microbatches=count) for size, count in self.micro_batches(split))
+        return [cuts for cuts in dict.fromkeys(map(self._faster, shapes)) if cuts is not None]
+
+    def _degree_rule(self, pipeline: int, data: int) -> str | None:
+        if pipeline > self._most_stages:
+            return f"pipeline={pipeline} has more stages than the model can be cut into ({self._most_stages})"
+        if self.training.global_batch % data:
+            return f"global batch {self.training.global_batch} is no multiple of {data} data ranks"
+        return None
+
+    def _contexts(self, num_ranks: int) -> list[int]:
+        """Context degrees that the pins allow, legal or not; only 1 where the model or the executor knows no other."""
+        degrees = divisors(num_ranks) if self._kinds else [1]
+        return [context for context in degrees if self.pins.allows("context", context)]
+
+    def _experts(self, num_ranks: int) -> list[int]:
+        """The same of expert degrees, for so many ranks that hold different tokens."""
+        degrees = divisors(num_ranks) if self._spreads_experts else [1]
+        return [expert for expert in degrees if self.pins.allows("expert", expert)]
+
+    def _reject(self, rule: str, number: Number, split: Split) -> None:
+        """Count a rule's share of the shapes below a split."""
+        count = _times(number, self._leaves(split))
+        if count:
+            self.rejected[rule] += count
+
+    def families_of(self, split: Split) -> Iterator[Family]:
+        """The legal families of a legal split."""
+        for schedule, virtual, micro_batch, count in self._passes(split.pipeline, split.data, split.context).legal:
+            yield Family(
+                split.tensor,
+                split.pipeline,
+                split.data,
+                split.sequence,
+                schedule,
+                micro_batch,
+                count,
+                virtual,
+                split.context,
+                split.context_kind,
+                split.expert,
+                split.cuts,
+            )
+
+    def micro_batches(self, split: Split) -> Iterator[tuple[int, int]]:
+        """(micro-batch, how many of them) of its legal families."""
+        passes = self._passes(split.pipeline, split.data, split.context)
+        yield from dict.fromkeys((micro_batch, count) for _, _, micro_batch, count in passes.legal)
+
+    def _passes(self, pipeline: int, data: int, context: int) -> _Passes:
+        key = pipeline, data, context if self._context_is_free else 1
+        if key not in self._known_passes:
+            self._known_passes[key] = self._found_passes(*key)
+        return self._known_passes[key]
+
+    def _found_passes(self, pipeline: int, data: int, context: int) -> _Passes:
+        share = max(1, self.training.global_batch // data)
+        legal: list[tuple[Schedule, int, int, int]] = []
+        rejected: dict[str, Number] = {}
+        schedules = self._schedules(pipeline)
+        for micro_batch in divisors(share):
+            if not self.pins.allows("micro_batch", micro_batch):
+                continue
+            count, by_size = share // micro_batch, self._size_rule(micro_batch, context)
+            for schedule, virtual in schedules:
+                rule = by_size or self._schedule_rule(schedule, pipeline, count)
+                if rule is None:
+                    legal.append((schedule, virtual, micro_batch, count))
+                else:
+                    several, one = rejected.get(rule, (0, 0))
+                    rejected[rule] = (several + 1, one) if count > 1 else (several, one + 1)
+        return _Passes(tuple(legal), rejected)
+
+    def _size_rule(self, micro_batch: int, context: int) -> str | None:
+        """The rule that excludes a micro-batch beside a context degree, or None if it is legal. Where both have a
+        common divisor, the same ranks as data ranks hold as much of each micro-batch, shard as much, and exchange
+        less."""
+        fewest = self.profile.smallest_micro_batch
+        if micro_batch < fewest:
+            return f"a batch norm of the model needs micro-batches of {fewest} samples"
+        common = math.gcd(micro_batch, context)
+        if common > 1 and micro_batch // common >= fewest:
+            return "context: data ranks with smaller micro-batches hold as much and exchange less"
+        return None
+
+    def _schedules(self, pipeline: int) -> list[tuple[Schedule, int]]:
+        """(schedule, stages of each rank) pairs that the pins allow, legal or not."""
+        if pipeline == 1:
+            return [("none", 1)] if self.pins.schedule in (None, "none") else []
+        most = max(1, self._most_stages // pipeline)
+        chunks = [v for v in range(2, most + 1) if v <= MOST_CHUNKS or v == self.pins.virtual_stages]
+        pairs: list[tuple[Schedule, int]] = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-h2", 1)]
+        pairs += [("interleaved", v) for v in chunks] + [("zb-v", 2)] * (most >= 2)
+        return [
+            (schedule, virtual)
+            for schedule, virtual in pairs
+            if self.pins.allows("schedule", schedule)
+            and self.pins.allows("virtual_stages", virtual)
+            and (schedule in EXECUTABLE_SCHEDULES or self.pins.everything or self.pins.schedule == schedule)
+        ]
+
+    def _schedule_rule(self, schedule: Schedule, pipeline: int, count: int) -> str | None:
+        """The rule that excludes a schedule for `count` micro-batches, or None if it is legal."""
+        if schedule == "1f1b" and count < pipeline:
+            return "1F1B needs at least as many micro-batches as stages"
+        if schedule == "gpipe" and count >= pipeline and self.pins.allows("schedule", "1f1b"):
+            return "GPipe takes as long as 1F1B and holds more"
+        if is_chunked(schedule) and schedule != "zb-v" and count < pipeline:
+            return "interleaved 1F1B, ZB-H1 and ZB-H2 need at least as many micro-batches as ranks"
+        if schedule == "interleaved" and count % max(1, count // pipeline):
+            return "interleaved 1F1B needs equal rounds of micro-batches"
+        if is_chunked(schedule) and len(self._device_kinds) > 1:
+            return "interleaved and zero-bubble schedules are cut for equal devices, these are of several kinds"
+        if schedule in ZERO_BUBBLE and self.pins.recompute not in (None, "none"):
+            return "zero-bubble schedules run without recompute"
+        if schedule in ZERO_BUBBLE and self.training.software == COMPILING and not self.pins.everything:
+            return "zero-bubble schedules do a layer's backward in two parts, which a compiled layer does in one"
+        return self._zero_bubble_rule if schedule in ZERO_BUBBLE else None
+
+    def _leaves(self, split: Split) -> Number:
+        """Shapes below one family of a split."""
+        tokens_over = split.tokens_over if split.expert > 1 else 1
+        key = split.tensor, split.context, split.pipeline, split.data, split.expert, tokens_over
+        if key not in self._known_leaves:
+            several = one = 0
+            for replicate, shard in self._data_splits(split):
+                orders = len(self._orders(split, replicate, shard))
+                sharded = shard * split.context > 1
+                several += orders * len(_modes(self.pins, split.pipeline, sharded, 2))
+                one += orders * len(_modes(self.pins, split.pipeline, sharded, 1))
+            self._known_leaves[key] = several, one
+        return self._known_leaves[key]
+
+    def num_shapes_of(self, split: Split) -> int:
+        """Shapes of all legal families of a split."""
+        return _times(self._passes(split.pipeline, split.data, split.context).num_legal, self._leaves(split))
+
+    def num_shapes(self, family: Family) -> int:
+        """Shapes of a family."""
+        several, one = self._leaves(family.split)
+        return several if family.num_microbatches > 1 else one
+
+    def shapes(self, family: Family) -> Iterator[Shape]:
+        """Every shape of a family."""
+        split = family.split
+        for replicate, shard in self._data_splits(split):
+            sharded = shard * family.context > 1
+            for sync, reshard in _modes(self.pins, family.pipeline, sharded, family.num_microbatches):
+                for order, kinds in self._orders(split, replicate, shard):
+                    yield Shape(
+                        data_replicate=replicate,
+                        data_shard=shard,
+                        tensor=family.tensor,
+                        pipeline=family.pipeline,
+                        micro_batch=family.micro_batch,
+                        num_microbatches=family.num_microbatches,
+                        sequence=family.sequence,
+                        schedule=family.schedule,
+                        virtual_stages=family.virtual_stages,
+                        gradient_sync=sync,
+                        reshard=reshard,
+                        mesh_axes=order,
+                        context=family.context,
+                        context_kind=family.context_kind,
+                        expert=family.expert,
+                        kind_order=kinds,
+                        cuts=family.cuts,
+                    )
+
+    def _data_splits(self, split: Split) -> list[tuple[int, int]]:
+        """(data_replicate, data_shard) pairs over whose ranks the experts can be spread."""
+        over = split.context * split.tokens_over
+        return [(split.data // shard, shard) for shard in self._shards(split.data) if shard * over % split.expert == 0]
+
+    def _shards(self, data: int) -> list[int]:
+        """data_shard degrees that the pins allow; without sharding where a parameter forbids it."""
+        return [
+            shard
+            for shard in (divisors(data) if self._sharding_rule is None else [1])
+            if self.pins.allows("data_shard", shard) and self.pins.allows("data_replicate", data // shard)
+        ]
+
+    def _orders(self, split: Split, replicate: int, shard: int) -> tuple[Placing, ...]:
+        """Orders of the mesh axes, each with one of the kinds of devices, that differ in where some group sits; on one
+        host there is one."""
+        tokens_over = split.tokens_over if split.expert > 1 else 1
+        key = replicate, shard, split.context, split.tensor, split.pipeline, split.expert, tokens_over
+        if key not in self._known_orders:
+            orders: dict[tuple[object, ...], Placing] = {}
+            for placed in self._placed(replicate, shard, split.context, split.tensor, split.pipeline):
+                expert = 0
+                if split.expert > 1:
+                    expert = self._place(split.expert, placed.expert_strides[tokens_over > 1])
+                for kinds in self._kind_orders(split.pipeline, placed.outermost):
+                    orders.setdefault((placed.places, expert, kinds), (placed.axes, kinds))
+            self._known_orders[key] = tuple(orders.values())
+        return self._known_orders[key]
+
+    def _kind_orders(self, pipeline: int, outermost: Axis | None) -> list[tuple[int, ...]]:
+        """Orders of the kinds of devices; only () where stages are not each on one kind."""
+        own = outermost == "pipeline" and have_own(self._device_kinds, pipeline)
+        return kind_orders(self._device_kinds) if own else [()]
+
+    def _placed(self, replicate: int, shard: int, context: int, tensor: int, pipeline: int) -> tuple[_Placed, ...]:
+        """All orders of the axes, each with where its groups sit; one on one host. Context ranks shard parameters
+        together with data_shard, behind which they come."""
+        key = replicate, shard, context, tensor, pipeline
+        if key not in self._known_placed:
+            degrees: dict[Axis, int] = {
+                "pipeline": pipeline,
+                "data_replicate": replicate,
+                "data_shard": shard,
+                "context": context,
+                "tensor": tensor,
+            }
+            self._known_placed[key] = self._found_placed(degrees)
+        return self._known_placed[key]
+
+    def _found_placed(self, degrees: dict[Axis, int]) -> tuple[_Placed, ...]:
+        joined: tuple[Axis, ...] = ("data_shard", "context") if degrees["context"] > 1 else ("data_shard",)
+        units: tuple[tuple[Axis, ...], ...] = (("pipeline",), ("data_replicate",), joined, ("tensor",))
+        active = [unit for unit in units if any(degrees[axis] > 1 for axis in unit)]
+        if self.cluster.num_hosts == 1 or len(active) < 2:
+            return (_Placed(AXES, 0, (1, 1), active[0][0] if active else None),)
+        used = [axis for unit in active for axis in unit]
+        idle = tuple(axis for axis in AXES if axis not in used)
+        found = []
+        for order in permutations(active):
+            axes = tuple([axis for unit in order for axis in unit])
+            strides: dict[Axis, int] = {}
+            stride = 1
+            for axis in reversed(axes):
+                strides[axis] = stride
+                stride *= degrees[axis]
+            places = [self._place(degrees[axis], strides[axis]) for axis in used]
+            if len(joined) > 1:
+                places.append(self._place(degrees["data_shard"] * degrees["context"], strides["context"]))
+            held = [strides[axis] for axis in joined if degrees[axis] > 1]
+            sliced = [*held, strides["tensor"]] if degrees["tensor"] > 1 else held
+            apart = min(held, default=1), min(sliced, default=1)
+            together = self._numbers.setdefault(tuple(places), len(self._numbers))
+            found.append(_Placed(idle + axes, together, apart, order[0][0]))
+        return tuple(found)
+
+    def _place(self, size: int, stride: int) -> int:
+        """A number for where a group sits on the cluster, and on the hosts of each kind."""
+        key = size, stride
+        if key not in self._places:
+            alone = self._device_kinds if len(self._device_kinds) > 1 else ()
+            groups = tuple(part.group(size, stride) for part in (self.cluster, *alone))
+            self._places[key] = self._numbers.setdefault(groups, len(self._numbers))
+        return self._places[key]
+
+
+def _times(pairs: Number, leaves: Number) -> int:
+    """Shapes of so many pairs of micro-batch and schedule with so many shapes below each."""
+    return pairs[0] * leaves[0] + pairs[1] * leaves[1]
+
+
+def _context_kinds(profile: ModelProfile, training: TrainingSpec, pins: Pins) -> tuple[ContextKind, ...]:
+    """Kinds of context parallelism in the space: what the executor runs, all if asked for everything, and what is
+    asked for by name or by degree. None where a model has no use for it, unless it is asked for."""
+    asked = (pins.context or 1) > 1
+    if not (asked or has_sequence_attention(profile)):
+        return ()
+    allowed: tuple[ContextKind, ...] = tuple(k for k in get_args(ContextKind) if pins.allows("context_kind", k))
+    run = () if training.software == COMPILING else tuple(kind for kind in allowed if kind in EXECUTABLE_CONTEXTS)
+    if pins.everything or pins.context_kind is not None or (asked and not run):
+        return allowed
+    return run
+
+
+def _context_is_free(pins: Pins) -> bool:
+    """Whether the pins allow to have data ranks for context ranks, with smaller micro-batches."""
+    pinned = pins.context, pins.sequence_ways, pins.micro_batch, pins.data_shard, pins.data_replicate
+    return all(pin is None for pin in pinned) and not any(name == "data_shard" for name, _ in pins.most)
+
+
+def _modes(pins: Pins, pipeline: int, sharded: bool, count: int) -> list[tuple[Literal["every", "last"], bool]]:
+    """(when gradients are reduced, whether a pipeline's layers give parameters back): choices only where they save
+    memory, that is with shards, and for the first with several micro-batches."""
+    syncs: tuple[Literal["every", "last"], ...] = ("last",)
+    if sharded and count > 1:
+        syncs = ("every", "last") if pins.gradient_sync is None else (pins.gradient_sync,)
+    reshards: tuple[bool, ...] = (False,)
+    if sharded and pipeline > 1:
+        reshards = (False, True) if pins.reshard is None else (pins.reshard,)
+    return [(sync, reshard) for sync in syncs for reshard in reshards]

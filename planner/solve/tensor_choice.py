@@ -1,0 +1,273 @@
+"""Which of the cuts that were found tensor parallelism applies: an integer program over the ways of a model's modules.
+
+    minimise    sum_w seconds_w x_w + sum_e seconds_e y_e
+    subject to  (module)  sum_{w that cut module n} x_w <= 1       each module n that several ways would cut
+                (entry)   y_e >= x_w                               each tensor e that columns of way w read
+
+x_w in {0, 1}: modules of way w are cut (columns and the row behind them, a vocabulary, ...), not left whole; seconds_w:
+what that adds to a step, less than 0 where it saves more compute than its collectives take. y_e: the collective where
+tensor e enters columns, one for all of them. Left whole, modules run on every rank (under sequence parallelism each on
+its slice). Ways whose weights are tied stand or fall together, and count as one. Layouts change only where modules
+begin and end: within a way as it was tried on fake tensors, between ways tensors are alike (or slices) on all ranks.
+
+What nothing couples is decided by its sign, so that the solver sees the rest only; that is exact.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pulp
+
+from ...profiler.model_profile import Costs, ModelProfile
+from ..cost.comm_cost import collective_s
+from ..cost.kinds import Kind
+from ..cost.layer_cost import CostModel
+from ..strategy import Cuts, Shape, chosen_cuts, runs_on_slices
+from .solver import solve
+
+MS = 1e3
+
+WORTH = 0.01
+"""Of the time of all layers: a choice that saves less is not worth the memory that whole weights take."""
+
+MOST_SOLVER_S = 10.0
+
+CutOf = tuple[int, int]
+"""(class, cut of it), by index."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Modules that are cut together, or left whole. seconds: what cutting them adds to a step, without its entries.
+    modules: what no other way may cut beside it. entries: tensors that its columns read, with the seconds that each
+    costs once."""
+
+    seconds: float
+    modules: frozenset[str] = frozenset()
+    entries: tuple[tuple[str, float], ...] = ()
+
+
+def best_ways(ways: Sequence[Way], solver: str | None = None) -> tuple[frozenset[int], float]:
+    """(ways that are cut, by index; what they add to a step) at the least seconds."""
+    taken: set[int] = set()
+    unclear = [i for i, way in enumerate(ways) if way.seconds < 0.0]
+    for i in list(unclear):
+        others = [ways[j] for j in unclear if j != i]
+        alone = not any(ways[i].modules & other.modules for other in others)
+        if alone and ways[i].seconds + sum(seconds for _, seconds in ways[i].entries) < 0.0:
+            taken.add(i)
+    unclear = [i for i in unclear if i not in taken and _may_pay(ways, unclear, i)]
+    if unclear:
+        taken |= _solved(ways, frozenset(taken), unclear, solver)
+    return frozenset(taken), added_s(ways, taken)
+
+
+def _may_pay(ways: Sequence[Way], unclear: Sequence[int], index: int) -> bool:
+    """Whether a way saves something if all entries that others might share cost it nothing."""
+    shared = {name for i in unclear if i != index for name, _ in ways[i].entries}
+    return ways[index].seconds + sum(seconds for name, seconds in ways[index].entries if name not in shared) < 0.0
+
+
+def added_s(ways: Sequence[Way], taken: frozenset[int] | set[int]) -> float:
+    """Seconds that cutting these ways adds to a step."""
+    entries = dict(entry for i in taken for entry in ways[i].entries)
+    return sum(ways[i].seconds for i in taken) + sum(entries.values())
+
+
+def _solved(ways: Sequence[Way], taken: frozenset[int], unclear: Sequence[int], solver: str | None) -> set[int]:
+    problem = pulp.LpProblem("cuts", pulp.LpMinimize)
+    x = {i: problem.add_variable(f"x_{i}", cat="Binary") for i in unclear}
+    paid = {name for i in taken for name, _ in ways[i].entries}
+    entries = {name: seconds for i in unclear for name, seconds in ways[i].entries if name not in paid}
+    y = {name: problem.add_variable(f"y_{k}", lowBound=0, upBound=1) for k, name in enumerate(entries)}
+    for module in {module for i in unclear for module in ways[i].modules}:
+        users = [x[i] for i in unclear if module in ways[i].modules]
+        if len(users) > 1:
+            problem += pulp.lpSum(users) <= 1
+    for i in unclear:
+        for name, _ in ways[i].entries:
+            if name in y:
+                problem += y[name] >= x[i]
+    costs = [MS * ways[i].seconds * x[i] for i in unclear] + [MS * entries[name] * y[name] for name in y]
+    problem.setObjective(pulp.lpSum(costs))
+    solve(problem, MOST_SOLVER_S, solver)
+    return {i for i in unclear if float(x[i].varValue or 0.0) > 0.5}
+
+
+class CutChoice:
+    """Decides for one model, cluster and job; keeps what micro-batches of one size have in common."""
+
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
+        self._tables: dict[tuple[int, bool, float], _Table | None] = {}
+        self._kinds: dict[int, Kind] = {}
+        self._counts: Counter[int] = Counter(kind.layer_class for kind in model.kinds)
+        for kind in model.kinds:
+            self._kinds.setdefault(kind.layer_class, kind)
+
+    def faster(self, shape: Shape) -> Cuts | None:
+        """The cuts that make the layers fastest under a shape, if leaving others whole is worth it; None if the best is
+        to cut all that the degree divides. Least time is compute, tensor traffic inside a host, and the optimizer
+        sharded over all data ranks: what the bound of a shape's family counts."""
+        if shape.tensor == 1:
+            return None
+        table = self._table(shape)
+        if table is None:
+            return None
+        ways = table.ways(shape.num_microbatches, shape.data)
+        taken, seconds = best_ways(ways)
+        if len(taken) == len(ways) or not (taken or table.fixed):
+            return None
+        saved = added_s(ways, frozenset(range(len(ways)))) - seconds
+        return table.cuts(taken) if saved > WORTH * shape.num_microbatches * table.all_cut_s else None
+
+    def _table(self, shape: Shape) -> "_Table | None":
+        key = shape.tensor, shape.sequence, shape.samples
+        if key not in self._tables:
+            self._tables[key] = self._table_of(shape)
+        return self._tables[key]
+
+    def _table_of(self, shape: Shape) -> "_Table | None":
+        """What each way of this shape's layers adds; None if there is nothing to choose."""
+        every = replace(shape, cuts=None)
+        parts: dict[CutOf, _Part] = {}
+        fixed: set[CutOf] = set()
+        all_cut_s = 0.0
+        for index in self._kinds:
+            layer_class = self.model.profile.classes[index]
+            legal = chosen_cuts(layer_class, every)
+            slices = shape.sequence and layer_class.sequence is not None
+            all_cut_s += self._counts[index] * self._seconds(index, every)
+            for i in legal:
+                left = tuple(j for j in legal if j != i) if slices else ()
+                if slices and not (left and runs_on_slices(layer_class, left)):
+                    fixed.add((index, i))
+                else:
+                    parts[index, i] = self._part(index, i, left, every)
+        groups = []
+        for group in tied_cuts(self.model.profile, [*parts, *fixed]):
+            if fixed.intersection(group):
+                fixed.update(group)
+            else:
+                groups.append(group)
+        # Cut weights never make a step's end longer, so no choice saves more than all that costs micro-batches time.
+        most = sum(max(0.0, sum(parts[cut].most_s for cut in group)) for group in groups)
+        if most <= WORTH * all_cut_s:
+            return None
+        return _Table(groups, parts, tuple(sorted(fixed)), self.model, all_cut_s)
+
+    def _seconds(self, index: int, shape: Shape, without_entries: bool = False) -> float:
+        """Compute and collectives of a layer for one micro-batch, forward and backward."""
+        kind = self._kinds[index]
+        computed = self.model.compute(kind, shape)
+        named = self._collectives_s(self.model.mode(kind, shape)[1], shape)
+        return (
+            computed.forward
+            + computed.backward
+            + sum(seconds for entry, seconds in named if not (entry and without_entries))
+        )
+
+    def _part(self, index: int, cut: int, left: tuple[int, ...], shape: Shape) -> "_Part":
+        """What one cut adds to the layers of a class beside others (of a layer on slices), or alone."""
+        layer_class, kind, count = self.model.profile.classes[index], self._kinds[index], self._counts[index]
+        own = layer_class.cuts[cut]
+        beside = tuple(layer_class.cuts[i].name for i in left)
+        with_it = replace(shape, cuts=Cuts(((layer_class.name, (*beside, own.name)),)))
+        without = replace(shape, cuts=Cuts(((layer_class.name, beside),)))
+        entries: dict[str, float] = {}
+        for entry, seconds in self._collectives_s(self.model.mode(kind, with_it)[1], with_it):
+            if entry in own.inputs.values() or (entry and entry == own.gather):
+                name = f"{index}:{entry}"
+                entries[name] = entries.get(name, 0.0) + count * seconds
+        model = self.model
+        once_s = model.whole_gradients_s(kind, with_it) - model.whole_gradients_s(kind, without)
+        return _Part(
+            seconds=count * (self._seconds(index, with_it, True) - self._seconds(index, without, True)),
+            once_s=count * once_s,
+            elements=count * (model.elements(kind, with_it)[1] - model.elements(kind, without)[1]),
+            modules=frozenset(f"{index}:{name}" for name in (*own.columns, *own.rows)),
+            entries=tuple(entries.items()),
+        )
+
+    def _collectives_s(self, costs: Costs, shape: Shape) -> list[tuple[str, float]]:
+        """(what enters, seconds) of each collective of a layer, as far as it is not hidden."""
+        links, size = self.model.links(shape.tensor, 1), self.model.training.compute_bytes
+        shown = 1.0 - self.model.hidden_tensor(links)
+        return [
+            (c.entry, shown * collective_s(c.kind, c.tensor.at(shape.samples, size, shape.tensor), links))
+            for c in costs.collectives
+        ]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one cut adds: seconds of all layers of its class for one micro-batch, seconds and elements once a step."""
+
+    seconds: float
+    once_s: float
+    elements: float
+    modules: frozenset[str]
+    entries: tuple[tuple[str, float], ...]
+
+    @property
+    def most_s(self) -> float:
+        """Seconds for one micro-batch with all of its entries."""
+        return self.seconds + sum(seconds for _, seconds in self.entries)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Groups of tied cuts, what each cut adds, and the cuts that there is no choice about. all_cut_s: seconds of all
+    layers for one micro-batch with everything cut."""
+
+    groups: list[list[CutOf]]
+    parts: dict[CutOf, _Part]
+    fixed: tuple[CutOf, ...]
+    model: CostModel
+    all_cut_s: float
+
+    def ways(self, num_microbatches: int, data: int) -> list[Way]:
+        """What the groups add to a step of so many micro-batches."""
+        ways = []
+        for group in self.groups:
+            parts = [self.parts[member] for member in group]
+            elements = sum(part.elements for part in parts)
+            update_s = self.model.optimizer_s(abs(elements) / data) * (1.0 if elements > 0.0 else -1.0)
+            ways.append(
+                Way(
+                    seconds=num_microbatches * sum(p.seconds for p in parts) + sum(p.once_s for p in parts) + update_s,
+                    modules=frozenset().union(*(part.modules for part in parts)),
+                    entries=tuple((name, num_microbatches * s) for part in parts for name, s in part.entries),
+                )
+            )
+        return ways
+
+    def cuts(self, taken: frozenset[int]) -> Cuts:
+        """The chosen cuts by name."""
+        chosen = sorted([*self.fixed, *(member for i in taken for member in self.groups[i])])
+        names: dict[str, list[str]] = {}
+        for index, cut in chosen:
+            layer_class = self.model.profile.classes[index]
+            names.setdefault(layer_class.name, []).append(layer_class.cuts[cut].name)
+        return Cuts(tuple((name, tuple(cuts)) for name, cuts in names.items()))
+
+
+def tied_cuts(profile: ModelProfile, cuts: Sequence[CutOf]) -> list[list[CutOf]]:
+    """The cuts in groups that divide the same parameters, under one name or several."""
+    names: dict[CutOf, set[str]] = {cut: set() for cut in cuts}
+    first_of = {name: group[0] for group in profile.ties for name in group}
+    for layer in profile.layers:
+        prefix = f"{layer.root}." if layer.root else ""
+        for i, cut in enumerate(profile.classes[layer.layer_class].cuts):
+            if (layer.layer_class, i) in names:
+                full = {prefix + name for name in cut.sharded}
+                names[layer.layer_class, i] |= {first_of.get(name, name) for name in full}
+    groups: list[tuple[list[CutOf], set[str]]] = []
+    for member, own in names.items():
+        same = [group for group in groups if group[1] & own]
+        groups = [group for group in groups if group not in same]
+        groups.append(
+            ([*(c for members, _ in same for c in members), member], own.union(*(found for _, found in same)))
+        )
+    return [sorted(members) for members, _ in groups]

@@ -1,0 +1,261 @@
+"""Pipelines over unequal devices: every stage on one kind of them, priced with that kind's speed, links and memory.
+
+Hosts are of one kind where device, links and number of devices are equal. A stage has devices of its own kind only if
+the pipeline is the outermost axis of the mesh and a stage's devices divide the number of every kind; then the kinds
+may follow each other in any order. In every other layout each stage holds devices of several kinds, so that all wait
+for the slowest: those are priced as if every device were the slowest, with the least memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...profiler.cluster import ClusterSpec
+from ..cost.layer_cost import CostModel
+from ..cost.stage_cost import allocatable_bytes
+from ..plan import Recompute, rank_and_chunk
+from ..strategy import Shape
+from .columns import Chain, StagePrices, Work
+from .relaxed import Stage, least_slowest_of_unequal_s
+
+Floats = NDArray[np.float64]
+
+MOST_KINDS = 4
+"""Kinds of devices whose orders are all tried."""
+
+
+def stage_kinds(cluster: ClusterSpec, shape: Shape) -> tuple[int, ...] | None:
+    """[pipeline coordinate] -> the kind of its devices, by number; None where devices are equal, or some stage has
+    devices of several kinds."""
+    cluster = cluster.in_order(shape.kind_order)
+    kinds = cluster.kinds
+    if len(kinds) == 1 or shape.pipeline == 1 or shape.stride("pipeline") * shape.pipeline != cluster.num_devices:
+        return None
+    of_group = [next(k for k, kind in enumerate(kinds) if kind.hosts[0].is_like(group)) for group in cluster.hosts]
+    each = zip(of_group, cluster.hosts, strict=True)
+    found: list[int] = []
+    for kind, run in groupby(each, key=lambda pair: pair[0]):
+        stages, rest = divmod(sum(g.count * g.devices_per_host for _, g in run), shape.stride("pipeline"))
+        if rest:
+            return None
+        found += [kind] * stages
+    return tuple(found)
+
+
+def stage_models(model: CostModel, shape: Shape) -> list[CostModel]:
+    """[pipeline coordinate] -> the cost model of its devices. model: of the whole cluster."""
+    kinds = stage_kinds(model.cluster, shape)
+    if kinds is None:
+        return [model] * shape.pipeline
+    parts = model.cluster.in_order(shape.kind_order).kinds
+    models = [CostModel(model.profile, part, model.training, model.cluster) for part in parts]
+    return [models[kind] for kind in kinds]
+
+
+def peak_flops_per_s(cluster: ClusterSpec, precision: str) -> float:
+    """Dense peak of all devices together."""
+    return sum(group.count * group.devices_per_host * group.device.flops[precision] for group in cluster.hosts)
+
+
+def have_own(kinds: Sequence[ClusterSpec], pipeline: int) -> bool:
+    """Whether the stages of a pipeline, if it is the outermost axis, have each devices of one kind, of several."""
+    total = sum(kind.num_devices for kind in kinds)
+    return len(kinds) > 1 and pipeline > 1 and not any(kind.num_devices * pipeline % total for kind in kinds)
+
+
+def kind_orders(kinds: Sequence[ClusterSpec]) -> list[tuple[int, ...]]:
+    """Orders in which stages may go over the kinds: all of them; of many kinds, by memory and by speed, up and down."""
+    numbers = range(len(kinds))
+    if len(kinds) <= MOST_KINDS:
+        return list(permutations(numbers))
+    by_memory = sorted(numbers, key=lambda k: kinds[k].device.memory)
+    by_speed = sorted(numbers, key=lambda k: max(kinds[k].device.flops.values()))
+    found = (by_memory, by_memory[::-1], by_speed, by_speed[::-1])
+    return list(dict.fromkeys(tuple(order) for order in found))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How stages on unequal devices can share layers at best.
+
+    Let a layer of run r count w_r. Stages on kind k, which take t_kr for it, do at most rate_k = max_r w_r / t_kr in a
+    second, whatever they hold. So with n_k stages on kind k none of which takes longer than T,
+    sum_r count_r w_r <= T sum_k n_k rate_k. This holds for any w; each kind's own times are tried.
+    """
+
+    each: tuple[Floats, ...]
+    counts: Floats
+    stages: tuple[int, ...]
+    per_run: Floats
+    rates: tuple[float, ...]
+
+    @classmethod
+    def of(cls, each: Sequence[Floats], counts: Floats, stages: Sequence[int]) -> "Shares":
+        """The shares whose bound on the slowest stage is largest. each: [kind][run] -> least seconds of a layer;
+        counts: [run] -> layers; stages: [kind] -> number of them."""
+        found = [cls._weighted(each, counts, stages, per_run) for per_run in (*each, np.minimum.reduce(each))]
+        return max(found, key=lambda shares: shares.slowest_s)
+
+    @classmethod
+    def _weighted(cls, each: Sequence[Floats], counts: Floats, stages: Sequence[int], per_run: Floats) -> "Shares":
+        per_run = np.where(np.minimum.reduce(each) > 0, per_run, 0.0)
+        rates = tuple(
+            float(np.max(np.divide(per_run, seconds, out=np.zeros_like(seconds), where=seconds > 0)))
+            for seconds in each
+        )
+        return cls(tuple(each), counts, tuple(stages), per_run, rates)
+
+    @property
+    def whole(self) -> float:
+        """What all layers count."""
+        return float(self.counts @ self.per_run)
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds that the slowest stage takes at least: those of perfect balance, or of the longest layer."""
+        rate = sum(n * rate for n, rate in zip(self.stages, self.rates, strict=True))
+        longest = float(np.minimum.reduce(self.each).max())
+        return max(self.whole / rate if rate else 0.0, longest)
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds that all stages take together at least: every layer where it is fastest."""
+        return float(self.counts @ np.minimum.reduce(self.each))
+
+    def step_s(self, num_microbatches: int) -> float:
+        """Least (m - 1) x slowest + sum over stages. With T given, the sum is least when the fastest kinds are full;
+        between the places where one of them gets full, all is linear in T, so that the least is at one of them."""
+        more = num_microbatches - 1
+        plain = more * self.slowest_s + self.pass_s
+        if not self.whole:
+            return plain
+        number, rate, least = 0, 0.0, float("inf")
+        for each_rate, n in sorted(zip(self.rates, self.stages, strict=True), reverse=True):
+            number, rate = number + n, rate + n * each_rate
+            least = min(least, (more + number) * self.whole / rate)
+        return max(plain, least)
+
+    def work(self, kind: int) -> Work:
+        """What a stage on a kind can leave to the others."""
+        total = sum(n * rate for n, rate in zip(self.stages, self.rates, strict=True))
+        return Work(self.per_run, self.whole, total - self.rates[kind], self.pass_s)
+
+
+@dataclass(frozen=True)
+class UnequalPrices:
+    """Prices of a pipeline's stages, each on its own kind of device. kinds: [pipeline coordinate] -> kind."""
+
+    shape: Shape
+    kinds: tuple[int, ...]
+    by_kind: tuple[StagePrices, ...]
+    shares: Shares
+
+    @property
+    def chain(self) -> Chain:
+        """The chain that the stages cut."""
+        return self.by_kind[0].chain
+
+    @property
+    def budget(self) -> float:
+        """Bytes that the allocator may hand out on one rank of every stage together."""
+        return sum(self.by_kind[kind].budget for kind in self.kinds)
+
+    def on(self, stage: int) -> StagePrices:
+        """The prices on the device of a stage."""
+        return self.by_kind[self.kinds[rank_and_chunk(self.shape.schedule, stage, self.shape.pipeline)[0]]]
+
+    def least_s(self) -> float:
+        """Seconds that no assignment of the shape can beat: fastest options, memory and integrality relaxed."""
+        once = np.minimum.reduce([kind.fastest.once_s for kind in self.by_kind])
+        least_once = float(self.chain.lengths @ once) / self.shape.pipeline
+        return self.shares.step_s(self.shape.num_microbatches) + least_once
+
+    def least_with_memory_s(self) -> float:
+        """The same with the options that memory asks for, if layers could be divided (relaxed.py)."""
+        stages: dict[int, Stage] = {}
+        for kind, prices in enumerate(self.by_kind):
+            own = [stage for stage, here in enumerate(self.kinds) if here == kind]
+            weights, memory, rooms = prices.divisible(own)
+            stages |= {s: (weights, [held[i] for held in memory], float(rooms[i])) for i, s in enumerate(own)}
+        slowest = least_slowest_of_unequal_s([stages[s] for s in range(len(stages))], self.chain.lengths)
+        return (self.shape.num_microbatches - 1) * slowest + self.shares.pass_s
+
+
+@dataclass(frozen=True)
+class Held:
+    """What layers hold at least on a kind of device. weights: [run][way] -> seconds with what is run again; held: [run]
+    -> ([way] -> bytes that a layer keeps of a micro-batch, bytes that it holds anyway); room: bytes on one rank."""
+
+    weights: Sequence[Floats]
+    held: Sequence[tuple[Floats, float]]
+    room: float
+
+    def stage(self, in_flight: float) -> Stage:
+        """What a stage on such a device can take, with so many micro-batches there."""
+        return self.weights, [in_flight * kept + fixed for kept, fixed in self.held], self.room
+
+
+class Kinds:
+    """The kinds of devices of a cluster, with what layers cost on each; caches what orders of kinds share."""
+
+    def __init__(self, model: CostModel) -> None:
+        self.cluster = model.cluster
+        self.parts = model.cluster.kinds
+        self.models = [CostModel(model.profile, part, model.training, model.cluster) for part in self.parts]
+        self.chains = [Chain(kind) for kind in self.models]
+        self._prices: dict[tuple[object, ...], tuple[Shares, tuple[StagePrices, ...]]] = {}
+
+    def _stages(self, pipeline: int) -> list[int]:
+        """[kind] -> pipeline coordinates on it."""
+        return [part.num_devices * pipeline // self.cluster.num_devices for part in self.parts]
+
+    def priced(
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool
+    ) -> UnequalPrices:
+        """The prices of a shape whose stages are each on one kind."""
+        any_order = replace(shape, kind_order=())
+        key = any_order, recompute, reshard, everything
+        if key not in self._prices:
+            fastest = [chain.fastest(any_order, recompute, reshard) for chain in self.chains]
+            shares = self.shares([each.microbatch_s for each in fastest], shape.pipeline)
+            self._prices[key] = (
+                shares,
+                tuple(
+                    StagePrices(chain, any_order, recompute, reshard, everything, shares.work(kind))
+                    for kind, chain in enumerate(self.chains)
+                ),
+            )
+        shares, found = self._prices[key]
+        stages = self._stages(shape.pipeline)
+        return UnequalPrices(shape, tuple(k for k in shape.kind_order for _ in range(stages[k])), found, shares)
+
+    def room(self, shape: Shape) -> float:
+        """Bytes that the allocator may hand out on one rank of every stage together."""
+        stages = self._stages(shape.pipeline)
+        each = (allocatable_bytes(shape, model.device, model.training) for model in self.models)
+        return sum(n * size for n, size in zip(stages, each, strict=True))
+
+    def may_have_own(self, pipeline: int) -> bool:
+        """Whether the stages of a pipeline may each have devices of one kind."""
+        return have_own(self.parts, pipeline)
+
+    def shares(self, each: Sequence[Floats], pipeline: int) -> Shares:
+        """How the stages of a pipeline can share layers. each: [kind][run] -> least seconds of a layer."""
+        return Shares.of(each, self.chains[0].lengths, self._stages(pipeline))
+
+    def least_slowest_s(self, held: Sequence[Held], flights: Sequence[float]) -> float:
+        """Seconds per micro-batch that the slowest stage takes at least, with the recompute that memory asks for, in
+        the best order of the kinds. held: [kind]; flights: [stage] -> micro-batches there."""
+        stages, counts = self._stages(len(flights)), self.chains[0].lengths
+        orders = ([k for k in order for _ in range(stages[k])] for order in kind_orders(self.parts))
+        return min(
+            least_slowest_of_unequal_s([held[k].stage(n) for k, n in zip(order, flights, strict=True)], counts)
+            for order in orders
+        )
+
+    def optimizer_s(self, elements: float) -> float:
+        """Seconds of the optimizer step over `elements` parameters on the device that is fastest at it."""
+        return min(model.optimizer_s(elements) for model in self.models)

@@ -1,0 +1,1 @@
+"""What of a model can be split: found from its data flow, and tried on fake tensors."""
