@@ -1,23 +1,12 @@
-"""A job that cannot go on ends on every rank, soon, with one message that names the rank and why."""
+"""What goes wrong in a job, said in the words of its plan: numbers that are none, memory, devices that do not fit."""
 
-import json
 import math
 import os
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from pathlib import Path
-from types import FrameType, TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from ..planner.cost.memory_cost import state_bytes
 from ..planner.cost.software import load_software
@@ -25,241 +14,11 @@ from ..planner.cost.stage_cost import outside_bytes
 from ..planner.plan import Plan
 from ..planner.strategy import shape_of
 from ..profiler.units import GIB
-from .measuring.local_ranks import is_echo
 from .parallel.mesh import RankMesh
-
-HANG_S = 600.0
-"""A step that takes longer than this is taken for a hang, unless the user says another time."""
-
-BEAT_S = 1.0
-"""Seconds between signs of life of a rank, in jobs of up to 500."""
-
-PATIENCE = 6
-"""Signs of life that a rank may fail to give, beyond the first three, before it is taken for dead."""
-
-GRACE_S = 5.0
-"""How long a rank may take to end by itself once another one has failed."""
-
-_FAILURE, _BEAT = "failure", "beat"
 
 
 class NonFiniteError(FloatingPointError):
     """A loss or gradients are not numbers any more; the message says in which step, on which ranks, and where."""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """A sign of life of a rank. inside: it is in trainer.step; where: the line its main thread is at."""
-
-    count: int
-    step: int
-    inside: bool
-    since_s: float
-    where: str
-    waits: bool
-
-
-class Watch:
-    """Gives signs of life, looks for those of others when something is wrong, and ends this process if it must.
-
-    Begins by putting itself before sys.excepthook, so that an exception that ends this rank is known to the others;
-    `close` puts it back. hang_s: how long a step may take.
-    """
-
-    def __init__(self, rank: int, num_ranks: int, hang_s: float = HANG_S) -> None:
-        self.rank, self.num_ranks, self.hang_s = rank, num_ranks, hang_s
-        self.beat_s = BEAT_S * max(1.0, num_ranks / 500)
-        self._step, self._inside, self._since = 0, False, time.monotonic()
-        self._main = threading.main_thread().ident
-        self._ended = threading.Event()
-        self._telling, self._told = threading.Lock(), False
-        self._count = 0
-        run = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=30),
-        )
-        self._store = PrefixStore(f"meshwright/{'/'.join(run)}", store)
-        self._holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._put()
-        self._previous_hook = sys.excepthook
-        sys.excepthook = self._on_exception
-        self._thread = threading.Thread(target=self._run, name="meshwright-watch", daemon=True)
-        self._thread.start()
-
-    def enter(self, step: int) -> None:
-        """This rank begins a step."""
-        self._step, self._inside, self._since = step, True, time.monotonic()
-
-    def leave(self) -> None:
-        """The step is done."""
-        self._inside, self._since = False, time.monotonic()
-
-    def close(self) -> None:
-        """Watch no longer."""
-        self._ended.set()
-        if sys.excepthook == self._on_exception:
-            sys.excepthook = self._previous_hook
-
-    def _run(self) -> None:
-        while not self._ended.wait(self.beat_s):
-            try:
-                self._put()
-                failed = self._store.check([_FAILURE])
-            except dist.DistError:  # the rank that holds the store is gone; the main thread will meet it, or hangs
-                failed = False
-            if failed:
-                if not self._ended.wait(2 * GRACE_S if self._holds_store else GRACE_S):
-                    os._exit(1)
-                return
-            if self._inside and time.monotonic() - self._since > self.hang_s:
-                self._tell(self._diagnosis())
-                if self._holds_store:
-                    time.sleep(GRACE_S)
-                os._exit(1)
-
-    def _put(self) -> None:
-        self._count += 1
-        frame = sys._current_frames().get(self._main or 0)
-        where, waits = _place(frame)
-        beat = Beat(self._count, self._step, self._inside, time.monotonic() - self._since, where, waits)
-        self._store.set(f"{_BEAT}{self.rank}", json.dumps(asdict(beat)))
-
-    def _beats(self) -> list[Beat | None]:
-        keys = [f"{_BEAT}{rank}" for rank in range(self.num_ranks)]
-        known = [key for key in keys if self._store.check([key])]
-        values = dict(zip(known, self._store.multi_get(known), strict=True))
-        return [Beat(**json.loads(values[key])) if key in values else None for key in keys]
-
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = f"{kind.__name__}: {error}"
-        if issubclass(kind, KeyboardInterrupt):
-            self._previous_hook(kind, error, trace)
-            return
-        if not (is_echo(text) or issubclass(kind, dist.DistBackendError | dist.DistNetworkError)):
-            where = f"in step {self._step}" if self._inside else f"after step {self._step}"
-            message = f"rank {self.rank} of {self.num_ranks} failed {where}: {text}"
-            self._claim(message)
-            _for_the_launcher(error)
-            traceback.print_exception(kind, error, trace)
-            _print(message)
-        else:
-            self._tell(self._diagnosis(text))
-        sys.stderr.flush()
-        sys.stdout.flush()
-        if self._holds_store:
-            time.sleep(GRACE_S)  # the others want to know why
-        os._exit(1)  # what is left of torch.distributed would wait for the others
-
-    def _tell(self, message: str) -> None:
-        """Print a message about another rank, unless one has been printed."""
-        if self._claim(message):
-            _print(message)
-
-    def _claim(self, message: str) -> bool:
-        """Whether this rank is the first to know why the job ends."""
-        with self._telling:
-            if self._told:  # the watch and the main thread may both find out
-                return False
-            self._told = True
-            own = f"{self.rank} {message}"
-            with suppress(dist.DistError):
-                return bool(self._store.compare_set(_FAILURE, "", own).decode() == own)
-            return True
-
-    def _diagnosis(self, error: str = "") -> str:
-        """Which rank is the reason, as far as signs of life tell."""
-        try:
-            before = self._beats()
-            self._wait_for_failure(3 * self.beat_s)
-            if self._store.check([_FAILURE]):
-                return str(self._store.get(_FAILURE).decode().partition(" ")[2])
-            after = self._beats()
-            for _ in range(PATIENCE):  # on a machine that is overloaded signs of life come late
-                if not self._silent(before, after):
-                    break
-                self._wait_for_failure(self.beat_s)
-                after = self._beats()
-        except dist.DistError:
-            return f"rank 0 of {self.num_ranks}, which holds the store of the job, is gone: it was killed, or has ended"
-        job = f"of {self.num_ranks}"
-        silent = self._silent(before, after)
-        if silent:
-            last = after[silent[0]]
-            step = "" if last is None else f" {'in' if last.inside else 'after'} step {last.step}"
-            return (
-                f"{_ranks(silent)} {job} gave no sign of life any more{step}: it was killed (most likely because memory"
-                " was used up), it has ended, or its machine is gone" + (f"; here: {error}" if error else "")
-            )
-        beats = [beat for beat in after if beat is not None]
-        behind = min((beat.step, beat.inside) for beat in beats)
-        late = [rank for rank, beat in enumerate(beats) if (beat.step, beat.inside) == behind]
-        outside = [rank for rank in late if not beats[rank].inside] if len(late) < len(beats) else []
-        busy = [rank for rank in late if not beats[rank].waits]
-        hanging = outside or (busy if len(busy) < len(beats) else [])
-        if hanging:
-            beat = beats[hanging[0]]
-            return (
-                f"{_ranks(hanging)} {job} hangs: for {beat.since_s:.0f} s {'in' if beat.inside else 'after'} step "
-                f"{beat.step}, at {beat.where}; the others wait"
-            )
-        places = "; ".join(f"rank {rank} at {beat.where}" for rank, beat in enumerate(beats[:8]))
-        return (
-            f"all {self.num_ranks} ranks wait for each other for {max(b.since_s for b in beats):.0f} s in step "
-            f"{behind[0]}, which a longer timeout_s would allow: {places}"
-        )
-
-    def _silent(self, before: Sequence[Beat | None], after: Sequence[Beat | None]) -> list[int]:
-        """Other ranks without a sign of life between the two."""
-        pairs = enumerate(zip(before, after, strict=True))
-        return [rank for rank, (a, b) in pairs if (a is None or a == b) and rank != self.rank]
-
-    def _wait_for_failure(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not self._store.check([_FAILURE]):
-            self._put()  # another rank may be asking itself the same about this one
-            time.sleep(self.beat_s / 5)
-
-
-def _place(frame: FrameType | None) -> tuple[str, bool]:
-    """(innermost line of the user's or a library's code, whether torch waits there for other ranks)."""
-    if frame is None:
-        return "an unknown place", False
-    torch_home, home = str(Path(torch.__file__).parent), str(Path(__file__).parent)
-    waits = False
-    innermost = frame
-    while frame is not None:
-        file = frame.f_code.co_filename
-        waits = waits or file.startswith(str(Path(torch_home) / "distributed"))
-        if not file.startswith((torch_home, home)):
-            break
-        frame = frame.f_back
-    place = frame or innermost
-    # This package's own lines are where totals are waited for.
-    waits = waits or innermost.f_code.co_filename.startswith(home) or "autograd" in innermost.f_code.co_filename
-    return f"{place.f_code.co_filename}:{place.f_lineno} in {place.f_code.co_name}", waits
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-def _print(message: str) -> None:
-    print(f"\nmeshwright: {' '.join(message.split())}", file=sys.stderr, flush=True)
-
-
-def _for_the_launcher(error: BaseException) -> None:
-    """Let torchrun's own summary name the error, too."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        try:
-            raise error  # what is recorded is the exception at hand
-        except BaseException as current:
-            get_error_handler().record_exception(current)
 
 
 def check_finite(
@@ -442,10 +201,3 @@ def _check_memory(plan: Plan, device: torch.device, position: int, unequal: bool
             f"the plan is for a {planned.name} and needs {needed / GIB:.1f} GiB on {where}; the "
             f"{torch.cuda.get_device_name(device)} here has {found / GIB:.1f} GiB: {way}"
         )
-
-
-def watched(mesh: RankMesh, hang_s: float) -> Watch | None:
-    """The watch of this rank; None where a job is one process, or was not begun by a launcher."""
-    if mesh.device_mesh is None or "MASTER_ADDR" not in os.environ:
-        return None
-    return Watch(dist.get_rank(), dist.get_world_size(), hang_s)

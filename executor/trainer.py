@@ -24,8 +24,6 @@ from ..planner.plan import Plan, load_plan
 from ..profiler.load import split_inputs
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta
 from .faults import (
-    HANG_S,
-    Watch,
     check_devices,
     check_finite,
     check_own_device,
@@ -33,7 +31,6 @@ from .faults import (
     largest_elements,
     out_of_memory_message,
     raise_spoiled,
-    watched,
 )
 from .parallel.compiled import backend_of
 from .parallel.gradients import Gradients, local_gradient
@@ -48,6 +45,7 @@ from .state.initialise import empty_values
 from .state.weights import Loading, Weights
 from .telemetry import Telemetry
 from .torch_compat import accelerator, data_parallel
+from .watch import HANG_S, LONGER, Watch, watched
 
 
 @dataclass(frozen=True)
@@ -88,13 +86,14 @@ def parallelize(
     weights: where the parameters are read from instead of their initial values: safetensors as Hugging Face stores
         them, or a checkpoint of any plan. Each rank reads only its shards.
     telemetry: file to which the first rank appends a line of JSON per step; `plan report PLAN --run FILE` reads it.
-    timeout_s: a step that takes longer is taken for a hang, and ends the job with a message that names the rank.
+    timeout_s: a step that takes longer is taken for a hang, and ends the job with a message that names the rank;
+        start-up, save and resume may take three times as long.
     compile: every layer by torch.compile, or by the compiler of this name; None: if the plan's software has it
         (`plan ... --software fsdp2-compile`).
 
-    Runs under torchrun, or without any launcher if the plan is for one device. Raises ValueError, before anything is
-    sent, if the job has not as many ranks as the plan, the model is not the one that was planned, or the executor does
-    not run all of the plan.
+    Runs under torchrun, or without any launcher if the plan is for one device. Raises ValueError, before ranks wait for
+    each other, if the job has not as many ranks as the plan, the model is not the one that was planned, or the
+    executor does not run all of the plan.
     """
     plan = plan if isinstance(plan, Plan) else load_plan(Path(plan))
     priced_only = not_run(plan)
@@ -105,24 +104,27 @@ def parallelize(
         )
     check_world_size(plan)
     backend = backend_of(compile, plan)
-    whole = build_on_meta(model_fn, plan)
-    loading, values = None, None
-    if weights is not None:
-        weights = weights if isinstance(weights, Weights) else Weights(weights)
-        loading = Loading(weights, whole, plan.model.ties)
-        values = empty_values(model_fn, whole, loading.parameters, seed)
-    check_devices(plan, torch.device(device) if device is not None else accelerator())
     was_running = dist.is_initialized()
-    mesh = connect(plan, device)
-    check_own_device(mesh)
-    watch = None if was_running else watched(mesh, timeout_s)
-    model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values, backend)
-    if loading is not None:
-        loading.fill(ModelState(model, plan, mesh).model_boxes())
-    trainer = Trainer(model, plan, mesh, optimizer, loss, weight, max_grad_norm, owns_process_group=not was_running)
-    trainer._watch = watch
-    if telemetry is not None:
-        trainer._telemetry = Telemetry(Path(telemetry), plan, mesh)
+    watch = watched(plan, timeout_s)
+    with nullcontext() if watch is None else watch.task("in its start-up", "after its start-up"):
+        whole = build_on_meta(model_fn, plan)
+        loading, values = None, None
+        if weights is not None:
+            weights = weights if isinstance(weights, Weights) else Weights(weights)
+            loading = Loading(weights, whole, plan.model.ties)
+            values = empty_values(model_fn, whole, loading.parameters, seed)
+        check_devices(plan, torch.device(device) if device is not None else accelerator())
+        mesh = connect(plan, device)
+        if watch is not None:
+            watch.see_exceptions()
+        check_own_device(mesh)
+        model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values, backend)
+        if loading is not None:
+            loading.fill(ModelState(model, plan, mesh).model_boxes())
+        trainer = Trainer(model, plan, mesh, optimizer, loss, weight, max_grad_norm, owns_process_group=not was_running)
+        trainer._watch = watch
+        if telemetry is not None:
+            trainer._telemetry = Telemetry(Path(telemetry), plan, mesh)
     return trainer
 
 
@@ -187,18 +189,15 @@ class Trainer:
         or a gradient is no number any more, or a parameter has not been since the step before.
         """
         step = self.progress.steps + 1
-        if self._watch is not None:
-            self._watch.enter(step)
-        if self._telemetry is not None:
-            self._telemetry.begin()
-        try:
-            metrics = self._step(batch, step)
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(self._out_of_memory()) from error
-        if self._telemetry is not None:
-            self._telemetry.end(step, metrics.loss, metrics.grad_norm, metrics.step_time_s)
-        if self._watch is not None:
-            self._watch.leave()
+        with self._task(f"in step {step}", f"after step {step}", times=1.0):
+            if self._telemetry is not None:
+                self._telemetry.begin()
+            try:
+                metrics = self._step(batch, step)
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(self._out_of_memory()) from error
+            if self._telemetry is not None:
+                self._telemetry.end(step, metrics.loss, metrics.grad_norm, metrics.step_time_s)
         return metrics
 
     def _step(self, batch: Any, step: int) -> Metrics:
@@ -264,8 +263,10 @@ class Trainer:
         is raised by the next save or by close. keep: how many checkpoints to keep; None: all. stateful: what else
         (scheduler=...) to save, as the first rank has it.
         """
-        self._check_parameters()
-        self._writer().save(Path(folder), self.progress, stateful, wait, keep)
+        behind = f"after step {self.progress.steps}"
+        with self._task(f"in save {behind}", behind):
+            self._check_parameters()
+            self._writer().save(Path(folder), self.progress, stateful, wait, keep)
 
     def resume(self, folder: str | Path, *, missing_ok: bool = False, **stateful: Stateful) -> int:
         """Take over the last complete checkpoint of a run's folder; returns the number of steps it has behind it.
@@ -273,13 +274,14 @@ class Trainer:
         The checkpoint may come from another plan, on another number of ranks. All ranks must call it. missing_ok: where
         there is no checkpoint yet return 0 (else raise ValueError). stateful: what was given to `save`.
         """
-        writer = self._writer()
-        found = writer.latest(Path(folder))
-        if found is None:
-            if missing_ok:
-                return 0
-            raise ValueError(f"no checkpoint in {folder}: train with trainer.save({str(folder)!r}) first")
-        self.progress = self._read = writer.load(found, stateful)
+        with self._task("in resume", "after resume"):
+            writer = self._writer()
+            found = writer.latest(Path(folder))
+            if found is None:
+                if missing_ok:
+                    return 0
+                raise ValueError(f"no checkpoint in {folder}: train with trainer.save({str(folder)!r}) first")
+            self.progress = self._read = writer.load(found, stateful)
         self._skip = self.progress.samples
         self._largest = None
         return self.progress.steps
@@ -299,13 +301,17 @@ class Trainer:
     def close(self) -> None:
         """End what is still being written, and torch.distributed if parallelize began it."""
         if self._checkpoints is not None:
-            self._checkpoints.wait()
+            with self._task("in close", "after close"):
+                self._checkpoints.wait()
         if self._telemetry is not None:
             self._telemetry.close()
         if self._watch is not None:
             self._watch.close()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _task(self, inside: str, behind: str, times: float = LONGER) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.task(inside, behind, times)
 
     def _compile(self) -> None:
         """From now on layers that are to be compiled are. (The first step of tensor parallelism watches functions.)"""
@@ -320,7 +326,7 @@ class Trainer:
 
     def _writer(self) -> Checkpoints:
         if self._checkpoints is None:
-            self._checkpoints = Checkpoints(self._state, self.plan, self.mesh)
+            self._checkpoints = Checkpoints(self._state, self.plan, self.mesh, self._watch)
         return self._checkpoints
 
     def _to_device(self, leaf: Any) -> Any:

@@ -15,7 +15,7 @@ from test_checkpoint import TiedNet, adamw, batch_of, loss, plan_of, samples
 
 from benchmarks.faults import kill
 from benchmarks.faults.launched import Ending, launch
-from meshwright.executor import faults, parallelize
+from meshwright.executor import faults, parallelize, watch
 from meshwright.executor.faults import Held, NonFiniteError, out_of_memory_message
 from meshwright.planner.cost.software import load_software
 from meshwright.planner.cost.stage_cost import outside_bytes
@@ -34,8 +34,8 @@ SOON_S = 150.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of life come often enough for a test."""
-    monkeypatch.setattr(faults, "BEAT_S", 0.3)
-    monkeypatch.setattr(faults, "GRACE_S", 1.0)
+    monkeypatch.setattr(watch, "BEAT_S", 0.3)
+    monkeypatch.setattr(watch, "GRACE_S", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -318,14 +318,15 @@ def test_local_ranks_name_the_rank_that_failed(profile: ModelProfile) -> None:
         run_ranks(fails, 2)
 
 
+@pytest.mark.parametrize("model", ["gpt", "mixtral"])
 def test_a_run_that_is_killed_again_and_again_loses_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "BEAT_S", 0.1)
-    monkeypatch.setattr(faults, "GRACE_S", 0.5)
+    monkeypatch.setattr(watch, "BEAT_S", 0.1)
+    monkeypatch.setattr(watch, "GRACE_S", 0.5)
 
-    outcome = kill.kill_again_and_again(10, tmp_path)
+    outcome = kill.kill_again_and_again(model, 5, tmp_path)
 
     assert outcome.problems == []
-    assert outcome.kills == 10
-    assert outcome.steps > 10
+    assert outcome.kills == 5
+    assert outcome.steps > 5

@@ -2,7 +2,8 @@
 
     python -m benchmarks.faults.kill --times 50
 
-Each time the run starts again, by another plan; all losses are those of a run that nobody disturbed.
+Each time the run starts again, by another plan; all losses are those of a run that nobody disturbed. Half of the kills
+are of a GPT, half of a mixture of experts.
 """
 
 import argparse
@@ -17,14 +18,17 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 
-from meshwright.executor import faults, parallelize
+from meshwright.executor import parallelize, watch
 from meshwright.executor.state.checkpoint_folder import complete_checkpoints
 from meshwright.planner.plan import Plan
 
 from . import runs
 from .launched import start
 
-PLANS = ("ddp 2", "fsdp 2", "pp 2", "one", "tp 2")
+PLANS = {
+    "gpt": ("ddp 2", "fsdp 2", "pp 2", "one", "tp 2"),
+    "mixtral": ("experts 2", "context 2", "pp x experts 4", "interleaved 2", "context x experts 4"),
+}
 MOST_STEPS = 1000
 END_S = 60.0
 """How long ranks may take to end once one was killed."""
@@ -49,9 +53,9 @@ class Outcome:
         )
 
 
-def train(plan: Plan, folder: Path, last: int) -> None:
+def train(job: runs.Job, plan: Plan, folder: Path, last: int) -> None:
     """Steps until `last`, after every second a checkpoint, by turns beside the next steps; appends to losses.txt."""
-    trainer = parallelize(runs.model, plan, runs.optimizer, loss=runs.loss, seed=runs.SEED)
+    trainer = parallelize(job.model, plan, runs.optimizer, loss=runs.loss, seed=runs.SEED)
     done = trainer.resume(folder / "checkpoints", missing_ok=True)
     log = (folder / "losses.txt").open("a") if trainer.mesh.rank == 0 else None
     if log is not None:
@@ -71,24 +75,25 @@ def train(plan: Plan, folder: Path, last: int) -> None:
     trainer.close()
 
 
-def kill_again_and_again(times: int, folder: Path, seed: int = 0) -> Outcome:
+def kill_again_and_again(model: str, times: int, folder: Path, seed: int = 0) -> Outcome:
     """Outcome of `times` kills, and of a last round that is left in peace."""
+    job = runs.JOBS[model]
     outcome, chance = Outcome(), random.Random(seed)
-    for name in islice(cycle(PLANS), times):
-        _round(runs.plan(name), folder, chance, outcome)
+    for name in islice(cycle(PLANS[model]), times):
+        _round(job, job.plan(name), folder, chance, outcome)
     lines = _lines(folder)
     last = max([int(line[1]) for line in lines if line[0] == "step"], default=0) + 2
-    ranks = start(train, 1, folder, runs.plan("one"), folder, last)
+    ranks = start(train, 1, folder, job, job.plan("one"), folder, last)
     ranks[0].join()
     if ranks[0].exitcode != 0:
         outcome.problems.append("the last round did not end well: " + (folder / "rank0.stderr").read_text()[-500:])
-    _compare(folder, last, outcome)
+    _compare(job, folder, last, outcome)
     return outcome
 
 
-def _round(plan: Plan, folder: Path, chance: random.Random, outcome: Outcome) -> None:
+def _round(job: runs.Job, plan: Plan, folder: Path, chance: random.Random, outcome: Outcome) -> None:
     before = len(_lines(folder))
-    ranks = start(train, plan.degrees.num_devices, folder, plan, folder, MOST_STEPS)
+    ranks = start(train, plan.degrees.num_devices, folder, job, plan, folder, MOST_STEPS)
     try:
         begun = time.monotonic()
         while len(_lines(folder)) < before + 2 and time.monotonic() - begun < 60:
@@ -96,6 +101,10 @@ def _round(plan: Plan, folder: Path, chance: random.Random, outcome: Outcome) ->
                 break
             time.sleep(0.005)
         time.sleep(chance.uniform(0.0, 0.4))
+        if any(process.exitcode is not None for process in ranks):
+            texts = "\n".join((folder / f"rank{rank}.stderr").read_text()[-500:] for rank in range(len(ranks)))
+            outcome.problems.append(f"ranks ended by themselves: {texts}")
+            return
         victim = chance.randrange(len(ranks))
         assert ranks[victim].pid is not None
         os.kill(ranks[victim].pid, signal.SIGKILL)
@@ -124,9 +133,9 @@ def _lines(folder: Path) -> list[list[str]]:
     return [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _compare(folder: Path, last: int, outcome: Outcome) -> None:
+def _compare(job: runs.Job, folder: Path, last: int, outcome: Outcome) -> None:
     """Every loss, however often its step was run, beside those of one process; and where each round went on."""
-    trainer = parallelize(runs.model, runs.plan("one"), runs.optimizer, loss=runs.loss, seed=runs.SEED)
+    trainer = parallelize(job.model, job.plan("one"), runs.optimizer, loss=runs.loss, seed=runs.SEED)
     shares = trainer.loader(runs.samples(MOST_STEPS * runs.GLOBAL_BATCH))
     expected: dict[int, float] = {}
     for step, share in zip(range(1, last + 1), shares, strict=False):
@@ -150,12 +159,15 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    faults.BEAT_S, faults.GRACE_S = 0.1, 0.5  # ranks tell sooner that one is gone
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = kill_again_and_again(arguments.times, Path(folder), arguments.seed)
-    print(outcome.words)
-    print("\n".join(outcome.problems[:20]))
-    return bool(outcome.problems)
+    watch.BEAT_S, watch.GRACE_S = 0.1, 0.5  # ranks tell sooner that one is gone
+    failed = False
+    for number, model in enumerate(runs.JOBS):
+        times = (arguments.times + number) // len(runs.JOBS)
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = kill_again_and_again(model, times, Path(folder), arguments.seed)
+        print(f"{model}: {outcome.words}", *outcome.problems[:20], sep="\n", flush=True)
+        failed |= bool(outcome.problems)
+    return failed
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""What is trained: a small GPT with fused and tied weights, its data, and plans of every kind for 1 to 8 ranks."""
+"""What is trained: two small models, their data, and plans of every kind for 1 to 8 ranks."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
@@ -20,33 +22,99 @@ from meshwright.profiler.trace import trace
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import gpt
 
-CONFIG = gpt.Config(num_layers=2, num_heads=4, width=32, vocabulary=60, context=16)
+VOCABULARY, LENGTH = 60, 16
 GLOBAL_BATCH = 16
 SEED = 11
 LOSS = 1e-5
 """Relative difference of losses that the order of sums explains."""
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "one": {},
-    "ddp 2": {"replicate": 2},
-    "fsdp 2": {"shard": 2},
-    "tp 2": {"tensor": 2},
-    "pp 2": {"stages": 2},
-    "hsdp 4": {"replicate": 2, "shard": 2},
-    "tp x fsdp 4": {"tensor": 2, "shard": 2},
-    "pp x ddp x tp 8": {"stages": 2, "replicate": 2, "tensor": 2},
-    "fsdp 8": {"shard": 8},
+
+class Mixture(nn.Module):
+    """A Mixtral of two layers, four experts each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=LENGTH,
+        )
+        self.mixture = MixtralForCausalLM(config)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        logits: torch.Tensor = self.mixture(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A model, and plans for it by name: fields of their shape; `stages`: how many, else one."""
+
+    model: Callable[[], nn.Module]
+    shapes: dict[str, dict[str, Any]]
+
+    def plan(self, name: str) -> Plan:
+        """The plan of that name, its stages as equal as the layers allow."""
+        fields = {"data_replicate": 1, "data_shard": 1, "tensor": 1, "pipeline": 1} | self.shapes[name]
+        data = fields["data_replicate"] * fields["data_shard"]
+        fields |= {"micro_batch": GLOBAL_BATCH // data // 2, "num_microbatches": 2}
+        fields.setdefault("schedule", "1f1b" if fields["pipeline"] > 1 else "none")
+        shape = Shape(**fields)
+        profile = _profile(self)
+        count = shape.pipeline * shape.virtual_stages
+        ends = [round(i * len(profile.layers) / count) for i in range(count + 1)]
+        return make_plan(
+            profile,
+            cluster_of(load_device("cpu"), shape.degrees.num_devices),
+            TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32"),
+            shape,
+            [[LayerOption()] * (ends[i + 1] - ends[i]) for i in range(count)],
+        )
+
+
+JOBS = {
+    "gpt": Job(
+        lambda: gpt.GPT(gpt.Config(num_layers=2, num_heads=4, width=32, vocabulary=VOCABULARY, context=LENGTH)),
+        {
+            "one": {},
+            "ddp 2": {"data_replicate": 2},
+            "fsdp 2": {"data_shard": 2},
+            "tp 2": {"tensor": 2},
+            "pp 2": {"pipeline": 2},
+            "hsdp 4": {"data_replicate": 2, "data_shard": 2},
+            "tp x fsdp 4": {"tensor": 2, "data_shard": 2},
+            "pp x ddp x tp 8": {"pipeline": 2, "data_replicate": 2, "tensor": 2},
+            "fsdp 8": {"data_shard": 8},
+        },
+    ),
+    "mixtral": Job(
+        Mixture,
+        {
+            "one": {},
+            "experts 2": {"data_shard": 2, "expert": 2},
+            "context 2": {"context": 2},
+            "interleaved 2": {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2},
+            "zb-v 2": {"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2},
+            "context x experts 4": {"context": 2, "data_shard": 2, "expert": 4},
+            "pp x experts 4": {"pipeline": 2, "data_shard": 2, "expert": 2},
+            "tp x sp x experts 4": {"tensor": 2, "sequence": True, "data_shard": 2, "expert": 2},
+            "pp x context x experts 8": {"pipeline": 2, "context": 2, "data_shard": 2, "expert": 2},
+        },
+    ),
 }
+"""gpt: fused and tied weights, so that parts of tensors move between plans. mixtral: stacked experts."""
 
 
-def model() -> nn.Module:
-    """Two blocks of 32 features."""
-    return gpt.GPT(CONFIG)
-
-
-def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(size: int, seq_len: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
     """A micro-batch of any tokens."""
-    tokens = torch.randint(CONFIG.vocabulary, (size, CONFIG.context + 1))
+    tokens = torch.randint(VOCABULARY, (size, seq_len + 1))
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -57,7 +125,7 @@ loss = gpt.loss
 def samples(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The first samples of the data, always the same."""
     generator = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(CONFIG.vocabulary, (count, CONFIG.context + 1), generator=generator)
+    tokens = torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator)
     return [(row[:-1], row[1:]) for row in tokens]
 
 
@@ -67,30 +135,5 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @cache
-def profile() -> ModelProfile:
-    """The model's."""
-    return trace(load_model(model, batch=batch, loss=loss))
-
-
-def plan(name: str) -> Plan:
-    """The plan of that name."""
-    degrees = SHAPES[name]
-    replicate, shard, tensor, stages = (degrees.get(axis, 1) for axis in ("replicate", "shard", "tensor", "stages"))
-    shape = Shape(
-        data_replicate=replicate,
-        data_shard=shard,
-        tensor=tensor,
-        pipeline=stages,
-        micro_batch=GLOBAL_BATCH // (replicate * shard) // 2,
-        num_microbatches=2,
-        schedule="1f1b" if stages > 1 else "none",
-    )
-    num_layers = len(profile().layers)
-    sizes = [num_layers // stages] * (stages - 1) + [num_layers - num_layers // stages * (stages - 1)]
-    return make_plan(
-        profile(),
-        cluster_of(load_device("cpu"), replicate * shard * tensor * stages),
-        TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile().seq_len, precision="fp32"),
-        shape,
-        [[LayerOption()] * size for size in sizes],
-    )
+def _profile(job: Job) -> ModelProfile:
+    return trace(load_model(job.model, batch=batch, loss=loss))

@@ -18,7 +18,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -61,6 +61,7 @@ from ...planner.plan import Plan, load_plan
 from ..apply import AppliedModel
 from ..parallel.mesh import RankMesh
 from ..parallel.tensor_layout import ParameterCut
+from ..watch import Watch
 from .checkpoint_folder import Progress, complete_checkpoints, latest_checkpoint, read_progress
 
 _PARTIAL, _DISCARDED = ".partial-", ".discarded-"
@@ -314,8 +315,8 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 class Checkpoints:
     """Writes and reads the checkpoints of one run. Every rank must have one, and call its methods together."""
 
-    def __init__(self, state: State, plan: Plan, mesh: RankMesh) -> None:
-        self._state, self._plan, self._mesh = state, plan, mesh
+    def __init__(self, state: State, plan: Plan, mesh: RankMesh, watch: Watch | None = None) -> None:
+        self._state, self._plan, self._mesh, self._watch = state, plan, mesh, watch
         # A group of its own, on the CPU: a checkpoint is written beside the steps that follow.
         self._group = dist.new_group(backend="gloo") if mesh.device_mesh is not None else None
         self._writing: threading.Thread | None = None
@@ -349,7 +350,8 @@ class Checkpoints:
     def wait(self) -> None:
         """Return when no checkpoint is being written any more. Raises what went wrong with it."""
         if self._writing is not None:
-            self._writing.join()
+            with nullcontext() if self._watch is None else self._watch.seeing(self._writing):
+                self._writing.join()
             self._writing = None
         if self._error is not None:
             error, self._error = self._error, None
@@ -456,8 +458,12 @@ def read_boxes(reader: StorageReader, wanted: list[Box], objects: Iterable[str] 
     """Fill boxes with what was saved of them; key -> object that was saved under it."""
     once = {box.index: box for box in wanted}
     reads = _Reads(once, set(objects))
-    with _alone(True):
-        load_distributed({}, storage_reader=reader, planner=reads, no_dist=True)
+    try:
+        with _alone(True):
+            load_distributed({}, storage_reader=reader, planner=reads, no_dist=True)
+    except CheckpointException as error:  # its words are a traceback
+        cause = next(iter(error.failures.values()))[0]
+        raise RuntimeError(f"reading the checkpoint failed: {type(cause).__name__}: {cause}") from error
     for box in wanted:
         if box is not once[box.index]:
             box.tensor.copy_(once[box.index].tensor)

@@ -1,0 +1,329 @@
+"""A job that cannot go on ends on every rank, soon, with one message that names the rank and why."""
+
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ..planner.plan import Plan
+from .measuring.local_ranks import is_echo
+
+HANG_S = 600.0
+"""A step that takes longer than this is taken for a hang, unless the user says another time."""
+
+LONGER = 3.0
+"""How many times as long as a step start-up, saving and resuming may take: they read and write whole models."""
+
+BEAT_S = 1.0
+"""Seconds between signs of life of a rank, in jobs of up to 500."""
+
+PATIENCE = 6
+"""Signs of life that a rank may fail to give, beyond the first three, before it is taken for dead."""
+
+GRACE_S = 5.0
+"""How long a rank may take to end by itself once another one has failed."""
+
+_FAILURE, _BEAT = "failure", "beat"
+
+_LAUNCHED = {"MASTER_ADDR", "MASTER_PORT", "RANK"}
+"""Of the environment, where a launcher has started this process."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life of a rank.
+
+    place: how much the job has asked of it, which all ranks count alike: odd inside of a step or another task, even
+    behind it. what: the words for that, since_s: for how long. where: the line its thread is at; waits: for others.
+    """
+
+    count: int
+    place: int
+    what: str
+    since_s: float
+    where: str
+    waits: bool
+
+
+class Watch:
+    """Gives signs of life, looks for those of others when something is wrong, and ends this process if it must.
+
+    Begins by putting itself before sys.excepthook, so that an exception that ends this rank is known to the others;
+    `close` puts it back. Nothing else waits for the store by which ranks hear of each other, and which the first
+    process holds unless torchrun does. hang_s: how long a step may take.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, hang_s: float = HANG_S) -> None:
+        self.rank, self.num_ranks, self.hang_s = rank, num_ranks, hang_s
+        self.beat_s = BEAT_S * max(1.0, num_ranks / 500)
+        self._place, self._what, self._since, self._times = 0, "before its start-up", time.monotonic(), math.inf
+        self._seen = threading.main_thread().ident
+        self._ended, self._connected = threading.Event(), threading.Event()
+        self._telling, self._told = threading.Lock(), False
+        self._count = 0
+        self._holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._store: PrefixStore
+        self._previous_hook = sys.excepthook
+        self.see_exceptions()
+        self._thread = threading.Thread(target=self._run, name="meshwright-watch", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def task(self, inside: str, behind: str, times: float = LONGER) -> Iterator[None]:
+        """What every rank does together, in words; it may take so many times as long as a step."""
+        self._place, self._what, self._since, self._times = self._place + 1, inside, time.monotonic(), times
+        try:
+            yield
+        except BaseException:
+            self._times = math.inf  # whoever catches it may take the time he likes
+            self._place += 1
+            raise
+        self._place, self._what, self._since, self._times = self._place + 1, behind, time.monotonic(), math.inf
+
+    def see_exceptions(self) -> None:
+        """Stand before what sys.excepthook is; init_process_group puts itself there, and would keep what is said."""
+        sys.excepthook = self._on_exception
+
+    @contextmanager
+    def seeing(self, thread: threading.Thread) -> Iterator[None]:
+        """While it lasts the main thread waits for that one, whose line is this rank's."""
+        before, self._seen = self._seen, thread.ident
+        try:
+            yield
+        finally:
+            self._seen = before
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._ended.set()
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._previous_hook
+
+    def _run(self) -> None:
+        if not self._connect():
+            return
+        while not self._ended.wait(self.beat_s):
+            try:
+                self._put()
+                failed = self._store.check([_FAILURE])
+            except dist.DistError:  # the rank that holds the store is gone; the main thread will meet it, or hangs
+                failed = False
+            if failed:
+                if not self._ended.wait(2 * GRACE_S if self._holds_store else GRACE_S):
+                    os._exit(1)
+                return
+            if self._is_late():
+                self._tell(self._diagnosis())
+                if self._holds_store:
+                    time.sleep(GRACE_S)
+                os._exit(1)
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._since > self.hang_s * self._times
+
+    def _connect(self) -> bool:
+        """Whether the store was found before this watch was closed; ends the process if it does not come in time."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        while not self._holds_store:
+            with suppress(OSError), socket.create_connection((host, port), timeout=5.0):
+                break
+            if self._ended.wait(0.2):
+                return False
+            if self._is_late():
+                _print(
+                    f"rank 0 of {self.num_ranks}, which holds the store of the job at {host}:{port}, has not come "
+                    f"for {time.monotonic() - self._since:.0f} s: it was not started, has ended, or hangs before its "
+                    "start-up"
+                )
+                os._exit(1)
+        run = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            is_master=self._holds_store,
+            timeout=timedelta(seconds=30),
+            wait_for_workers=False,
+            multi_tenant=True,  # init_process_group makes the same one, or has made it
+        )
+        self._store = PrefixStore(f"meshwright/{'/'.join(run)}", store)
+        self._put()
+        self._connected.set()
+        return True
+
+    def _put(self) -> None:
+        self._count += 1
+        where, waits = _line(sys._current_frames().get(self._seen or 0))
+        beat = Beat(self._count, self._place, self._what, time.monotonic() - self._since, where, waits)
+        self._store.set(f"{_BEAT}{self.rank}", json.dumps(asdict(beat)))
+
+    def _beats(self) -> list[Beat | None]:
+        keys = [f"{_BEAT}{rank}" for rank in range(self.num_ranks)]
+        known = [key for key in keys if self._store.check([key])]
+        values = dict(zip(known, self._store.multi_get(known), strict=True))
+        return [Beat(**json.loads(values[key])) if key in values else None for key in keys]
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = f"{kind.__name__}: {error}"
+        if issubclass(kind, KeyboardInterrupt) or not self._connected.wait(GRACE_S):
+            self._previous_hook(kind, error, trace)
+            return
+        if not (is_echo(text) or issubclass(kind, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError)):
+            message = f"rank {self.rank} of {self.num_ranks} failed {self._what}: {text}"
+            is_first = self._claim(message)
+            _for_the_launcher(error)
+            traceback.print_exception(kind, error, trace)
+            if is_first:
+                _print(message)
+        else:
+            self._tell(self._diagnosis(text))
+        sys.stderr.flush()
+        sys.stdout.flush()
+        if self._holds_store:
+            time.sleep(GRACE_S)  # the others want to know why
+        os._exit(1)  # what is left of torch.distributed would wait for the others
+
+    def _tell(self, message: str) -> None:
+        """Print a message about another rank, unless one has been printed."""
+        if self._claim(message):
+            _print(message)
+
+    def _claim(self, message: str) -> bool:
+        """Whether this rank is the first to know why the job ends."""
+        with self._telling:
+            if self._told:  # the watch and the main thread may both find out
+                return False
+            self._told = True
+            own = f"{self.rank} {message}"
+            with suppress(dist.DistError):
+                return bool(self._store.compare_set(_FAILURE, "", own).decode() == own)
+            return True
+
+    def _diagnosis(self, error: str = "") -> str:
+        """Which rank is the reason, as far as signs of life tell."""
+        try:
+            before = self._beats()
+            self._wait_for_failure(3 * self.beat_s)
+            if self._store.check([_FAILURE]):
+                return str(self._store.get(_FAILURE).decode().partition(" ")[2])
+            after = self._beats()
+            for _ in range(PATIENCE):  # on a machine that is overloaded signs of life come late
+                if not self._silent(before, after):
+                    break
+                self._wait_for_failure(self.beat_s)
+                after = self._beats()
+        except dist.DistError:
+            return f"rank 0 of {self.num_ranks}, which holds the store of the job, is gone: it was killed, or has ended"
+        job = f"of {self.num_ranks}"
+        here = f"; here: {error}" if error else ""
+        missing = [rank for rank, beat in enumerate(after) if beat is None]
+        if missing:
+            return (
+                f"{_ranks(missing)} {job} {'have' if len(missing) > 1 else 'has'} not come for "
+                f"{time.monotonic() - self._since:.0f} s, {self._what}: not started, or ended before{here}"
+            )
+        beats = [beat for beat in after if beat is not None]
+        silent = self._silent(before, after)
+        if silent:
+            return (
+                f"{_ranks(silent)} {job} gave no sign of life any more {beats[silent[0]].what}: it was killed (most "
+                f"likely because memory was used up), it has ended, or its machine is gone{here}"
+            )
+        return _who_hangs(beats, job)
+
+    def _silent(self, before: Sequence[Beat | None], after: Sequence[Beat | None]) -> list[int]:
+        """Other ranks without a sign of life between the two."""
+        pairs = enumerate(zip(before, after, strict=True))
+        return [rank for rank, (a, b) in pairs if (b is None or a == b) and rank != self.rank]
+
+    def _wait_for_failure(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._store.check([_FAILURE]):
+            self._put()  # another rank may be asking itself the same about this one
+            time.sleep(self.beat_s / 5)
+
+
+def watched(plan: Plan, hang_s: float) -> Watch | None:
+    """The watch of this process; None where a job is one process, was not begun by a launcher, or runs already."""
+    if plan.degrees.num_devices == 1 or dist.is_initialized() or not os.environ.keys() >= _LAUNCHED:
+        return None
+    return Watch(int(os.environ["RANK"]), plan.degrees.num_devices, hang_s)
+
+
+def _who_hangs(beats: Sequence[Beat], job: str) -> str:
+    """Of ranks that all are alive: those that are behind the others, or else those that wait for nobody."""
+    behind = min(beat.place for beat in beats)
+    late = [rank for rank, beat in enumerate(beats) if beat.place == behind]
+    outside = late if behind % 2 == 0 and len(late) < len(beats) else []
+    busy = [rank for rank in late if not beats[rank].waits]
+    hanging = outside or (busy if len(busy) < len(beats) else [])
+    if hanging:
+        beat = beats[hanging[0]]
+        return f"{_ranks(hanging)} {job} hangs: for {beat.since_s:.0f} s {beat.what}, at {beat.where}; the others wait"
+    tasks: dict[str, int] = {}
+    for rank, beat in enumerate(beats):
+        tasks.setdefault(beat.what, rank)
+    if len(tasks) > 1:
+        each = "; ".join(f"rank {rank} is {what}, at {beats[rank].where}" for what, rank in list(tasks.items())[:4])
+        return f"ranks {job} do different things: {each}. Every rank must call step, save and resume alike"
+    places = "; ".join(f"rank {rank} at {beat.where}" for rank, beat in enumerate(beats[:8]))
+    return (
+        f"all ranks {job} wait for each other for {max(b.since_s for b in beats):.0f} s {beats[0].what}, which a "
+        f"longer timeout_s would allow: {places}"
+    )
+
+
+_WORKING = ("checkpoint.py", "initialise.py", "weights.py")
+"""Files of this package whose own lines read and write; the others' are where totals are waited for."""
+
+
+def _line(frame: FrameType | None) -> tuple[str, bool]:
+    """(innermost line of the user's or a library's code, whether torch waits there for other ranks)."""
+    if frame is None:
+        return "an unknown place", False
+    torch_home, home = Path(torch.__file__).parent, Path(__file__).parent
+    sends, reads = str(torch_home / "distributed"), str(torch_home / "distributed" / "checkpoint")
+    innermost = frame.f_code.co_filename
+    waits = "autograd" in innermost or (innermost.startswith(str(home)) and Path(innermost).name not in _WORKING)
+    place: FrameType | None = frame
+    while place is not None:
+        file = place.f_code.co_filename
+        waits = waits or (file.startswith(sends) and not file.startswith(reads))
+        if not file.startswith((str(torch_home), str(home))):
+            break
+        place = place.f_back
+    place = place or frame
+    return f"{place.f_code.co_filename}:{place.f_lineno} in {place.f_code.co_name}", waits
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _print(message: str) -> None:
+    print(f"\nmeshwright: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _for_the_launcher(error: BaseException) -> None:
+    """Let torchrun's own summary name the error, too."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        try:
+            raise error  # what is recorded is the exception at hand
+        except BaseException as current:
+            get_error_handler().record_exception(current)

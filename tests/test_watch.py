@@ -1,0 +1,206 @@
+"""Start-up, saving and resuming: a rank that is missing, raises, dies or hangs there ends all, and is named."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_checkpoint import TiedNet, adamw, batch_of, loss, plan_of, samples
+
+from benchmarks.faults.launched import Ending, launch
+from meshwright.executor import Trainer, parallelize, watch
+from meshwright.executor.state import checkpoint
+from meshwright.executor.watch import Beat
+from meshwright.planner.plan import Plan
+from meshwright.profiler.load import load_model
+from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.trace import trace
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs of life come often enough for a test."""
+    monkeypatch.setattr(watch, "BEAT_S", 0.2)
+    monkeypatch.setattr(watch, "GRACE_S", 1.0)
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    return trace(load_model(TiedNet, batch=batch_of, loss=loss))
+
+
+def messages(endings: list[Ending]) -> list[str]:
+    return [line for ending in endings for line in ending.stderr.splitlines() if line.startswith("meshwright: ")]
+
+
+def raises(folder: Path) -> None:
+    raise OSError("no space left")
+
+
+def is_killed(folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hangs(folder: Path) -> None:
+    (folder / "hangs").touch()
+    while True:
+        time.sleep(0.1)
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def until(there: Path) -> None:
+    while not there.exists():
+        time.sleep(0.02)
+
+
+def _start(plan: Plan, folder: Path, happens: Callable[[Path], None], come: tuple[int, ...], waits_for: str) -> None:
+    """Rank 1 meets something while its model is built; the others of `come` start behind that, the rest never."""
+    rank = int(os.environ["RANK"])
+    if rank not in come:
+        return
+    if waits_for and rank != 1:
+        until(folder / waits_for)
+
+    def build() -> TiedNet:
+        if rank == 1:
+            happens(folder)
+        return TiedNet()
+
+    parallelize(build, plan, adamw, loss=loss, timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("come", "message"),
+    [
+        ((0,), "meshwright: rank 1 of 2 has not come for"),
+        ((1,), "meshwright: rank 0 of 2, which holds the store of the job at 127.0.0.1:"),
+    ],
+)
+def test_a_rank_that_never_comes_is_named(
+    profile: ModelProfile, tmp_path: Path, come: tuple[int, ...], message: str
+) -> None:
+    endings = launch(_start, 2, tmp_path, plan_of(profile, shard=2), tmp_path, nothing, come, "")
+
+    assert endings[come[0]].exit_code == 1
+    assert len(messages(endings)) == 1
+    assert messages(endings)[0].startswith(message)
+
+
+def test_a_rank_that_hangs_in_start_up_is_named_with_the_line(profile: ModelProfile, tmp_path: Path) -> None:
+    endings = launch(_start, 2, tmp_path, plan_of(profile, shard=2), tmp_path, hangs, (0, 1), "hangs")
+
+    assert [ending.exit_code for ending in endings] == [1, 1]
+    assert len(messages(endings)) == 1
+    assert "rank 1 of 2 hangs: for" in messages(endings)[0]
+    assert "in its start-up, at" in messages(endings)[0]
+    assert "test_watch.py" in messages(endings)[0]
+    assert "in hangs" in messages(endings)[0]
+
+
+def test_a_rank_that_raises_in_start_up_is_named_with_its_error(profile: ModelProfile, tmp_path: Path) -> None:
+    endings = launch(_start, 2, tmp_path, plan_of(profile, shard=2), tmp_path, raises, (0, 1), "")
+
+    assert [ending.exit_code for ending in endings] == [1, 1]
+    assert messages(endings) == ["meshwright: rank 1 of 2 failed in its start-up: OSError: no space left"]
+
+
+def _impatient(trainer: Trainer, folder: Path) -> None:
+    """Let a task of this rank be late as soon as it waits for one that hangs."""
+    own = trainer._watch
+    assert own is not None
+
+    def wait() -> None:
+        until(folder / "hangs")
+        while not watch._line(sys._current_frames().get(own._seen or 0))[1]:
+            time.sleep(0.02)
+        own.hang_s = 0.1
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _save(plan: Plan, folder: Path, happens: Callable[[Path], None], waits: bool) -> None:
+    """Rank 1 meets something while it writes the second checkpoint."""
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss, timeout_s=300.0)
+    shares = trainer.loader(samples)
+    trainer.step(next(shares))
+    trainer.save(folder / "run")
+    trainer.step(next(shares))
+    if trainer.mesh.rank == 1:
+        checkpoint._Writes.resolve_data = lambda self, item: happens(folder)  # type: ignore[method-assign,assignment,return-value]
+    else:
+        _impatient(trainer, folder)
+    trainer.save(folder / "run", wait=waits)
+    trainer.close()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(
+    ("happens", "message"),
+    [
+        (hangs, "rank 1 of 2 hangs: for"),
+        (is_killed, "rank 1 of 2"),
+        (raises, "no checkpoint of step 2 was written to"),
+    ],
+)
+def test_a_rank_that_fails_in_a_save_is_named_and_the_checkpoint_before_stays(
+    profile: ModelProfile, tmp_path: Path, happens: Callable[[Path], None], message: str, waits: bool
+) -> None:
+    endings = launch(_save, 2, tmp_path, plan_of(profile, shard=2), tmp_path, happens, waits)
+
+    assert endings[0].exit_code == 1
+    assert endings[1].exit_code == (-signal.SIGKILL if happens is is_killed else 1)
+    assert len(messages(endings)) == 1
+    assert message in messages(endings)[0]
+    assert ("in hangs" in messages(endings)[0]) == (happens is hangs)
+    assert ("rank 1: OSError: no space left" in messages(endings)[0]) == (happens is raises)
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000001"]
+
+
+def _resume(plan: Plan, folder: Path, happens: Callable[[Path], None]) -> None:
+    """Rank 1 meets something while it reads."""
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss, timeout_s=300.0)
+    trainer.step(next(trainer.loader(samples)))
+    trainer.save(folder / "run")
+    if trainer.mesh.rank == 1:
+        checkpoint._Reads.resolve_tensor = lambda self, item: happens(folder)  # type: ignore[method-assign,assignment,return-value]
+    else:
+        _impatient(trainer, folder)
+    trainer.resume(folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("happens", "message"),
+    [
+        (hangs, "rank 1 of 2 hangs: for"),
+        (raises, "reading the checkpoint failed: OSError: no space left"),
+        (is_killed, "rank 1 of 2"),
+    ],
+)
+def test_a_rank_that_fails_in_resume_is_named(
+    profile: ModelProfile, tmp_path: Path, happens: Callable[[Path], None], message: str
+) -> None:
+    endings = launch(_resume, 2, tmp_path, plan_of(profile, shard=2), tmp_path, happens)
+
+    assert endings[0].exit_code == 1
+    assert len(messages(endings)) == 1
+    assert message in messages(endings)[0]
+    assert ("in hangs" in messages(endings)[0]) == (happens is hangs)
+
+
+def test_ranks_that_do_different_things_are_told_so() -> None:
+    beat = Beat(count=9, place=5, what="in step 3", since_s=700.0, where="train.py:20 in main", waits=True)
+
+    message = watch._who_hangs([replace(beat, what="in save after step 2", where="train.py:22 in main"), beat], "of 2")
+
+    assert message == (
+        "ranks of 2 do different things: rank 0 is in save after step 2, at train.py:22 in main; rank 1 is in step 3, "
+        "at train.py:20 in main. Every rank must call step, save and resume alike"
+    )
