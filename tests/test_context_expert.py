@@ -245,6 +245,13 @@ def test_every_expert_is_stored_once_among_the_ranks_that_share_experts(
     assert parts.reduced <= parts.gathered * (1 + ROUNDING)
 
 
+def test_what_experts_store_does_not_depend_on_data_ranks() -> None:
+    spread_wide = Shape(1, 8, 2, 2, 1, 8, True, "1f1b", context=2, expert=8)
+    fewer_ranks_than_parts = replace(spread_wide, data_replicate=8, data_shard=1)
+
+    assert spread(1000.0, 800.0, fewer_ranks_than_parts).stored == spread(1000.0, 800.0, spread_wide).stored
+
+
 def test_experts_that_no_two_ranks_share_are_not_reduced() -> None:
     parts = spread(1000.0, 800.0, Shape(1, 8, 1, 1, 1, 1, expert=8))
 

@@ -33,7 +33,7 @@ def spread(elements: float, of_experts: float, shape: Shape) -> Spread:
     others = elements - of_experts
     same, all_ranks = shape.same_experts, shape.sharded_over
     held = of_experts / shape.expert
-    moved = held * (1 - 1 / same) / (1 - 1 / all_ranks) if all_ranks > 1 else 0.0
+    moved = held * (1 - 1 / same) / (1 - 1 / all_ranks) if same > 1 and all_ranks > 1 else 0.0
     return Spread(others + of_experts * all_ranks / shape.experts_over, others + held, others + moved)
 
 
