@@ -16,7 +16,15 @@ from meshwright.planner.pins import blamed, is_legal, read_pins
 from meshwright.planner.plan import Plan, placement
 from meshwright.planner.questions.asked import best_of, why_not, why_not_plan
 from meshwright.planner.questions.explain import CAUSES, causes_apart, compared, reason
-from meshwright.planner.questions.guidance import IN_THE_NODE, LONG, LONG_SEQUENCE, ONE_GPU, SHARDED, no_candidates
+from meshwright.planner.questions.guidance import (
+    IN_THE_NODE,
+    LONG,
+    LONG_SEQUENCE,
+    ONE_GPU,
+    SHARDED,
+    no_candidates,
+    rules_of_thumb,
+)
 from meshwright.planner.questions.infeasible import closest_plan, grown
 from meshwright.planner.questions.sweep import (
     Point,
@@ -669,3 +677,9 @@ def test_a_batch_that_does_not_scale_to_whole_samples_is_refused(
     assert run_plan("sweep", str(model), "--gpus", "2,3", "-b", "5", "--scale-batch") == 2
 
     assert "5 samples on 2 GPUs are 7.5 on 3" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_people_call_ddp_splits_neither_sequences_nor_experts() -> None:
+    rules = rules_of_thumb(cluster(2, 8), TrainingSpec(global_batch=64))
+
+    assert {(pins.context, pins.expert) for rule in rules for pins in rule.attempts} == {(1, 1)}

@@ -25,6 +25,10 @@ class RuleOfThumb:
     attempts: tuple[Pins, ...]
 
 
+_PLAIN: dict[str, Any] = {"context": 1, "expert": 1}
+"""Who speaks of DDP, FSDP or 3D parallelism splits neither sequences nor experts."""
+
+
 def rules_of_thumb(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[RuleOfThumb]:
     """Set-ups for a cluster, simplest first. What a rule leaves open (micro-batch, recompute) is chosen at its best,
     so that a plan is compared with the rule well used."""
@@ -32,27 +36,31 @@ def rules_of_thumb(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Rul
     if count == 1:
         yield RuleOfThumb("one device", "fits on one GPU", (Pins(tensor=1, pipeline=1),))
         return
-    yield RuleOfThumb("DDP", "the model fits on one GPU: replicate it", (Pins(tensor=1, pipeline=1, data_shard=1),))
     yield RuleOfThumb(
-        "FSDP", "the model state does not fit: shard it over all GPUs", (Pins(tensor=1, pipeline=1, data_shard=count),)
+        "DDP", "the model fits on one GPU: replicate it", (Pins(tensor=1, pipeline=1, data_shard=1, **_PLAIN),)
+    )
+    yield RuleOfThumb(
+        "FSDP",
+        "the model state does not fit: shard it over all GPUs",
+        (Pins(tensor=1, pipeline=1, data_shard=count, **_PLAIN),),
     )
     if cluster.num_hosts > 1:
         yield RuleOfThumb(
             "HSDP",
             "shard inside the node, replicate across nodes",
-            (Pins(tensor=1, pipeline=1, data_shard=per_host, data_replicate=count // per_host),),
+            (Pins(tensor=1, pipeline=1, data_shard=per_host, data_replicate=count // per_host, **_PLAIN),),
         )
     yield RuleOfThumb(
         "naive model parallel",
         "put consecutive layers on each GPU, the whole batch one after the other",
-        (Pins(tensor=1, pipeline=count, micro_batch=training.global_batch, schedule="gpipe"),),
+        (Pins(tensor=1, pipeline=count, micro_batch=training.global_batch, schedule="gpipe", **_PLAIN),),
     )
     if per_host > 1:
         yield RuleOfThumb(
             "TP in the node + DP",
             "tensor parallel inside the node, data parallel across",
             tuple(
-                Pins(tensor=t, pipeline=1, data_shard=shard)
+                Pins(tensor=t, pipeline=1, data_shard=shard, **_PLAIN)
                 for t in reversed(divisors(per_host))
                 if t > 1
                 for shard in (1, count // t)
@@ -62,7 +70,7 @@ def rules_of_thumb(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Rul
             "Megatron 3D",
             "tensor parallel inside the node, as few pipeline stages as fit, data parallel for the rest",
             tuple(
-                Pins(tensor=t, pipeline=p, data_shard=1, schedule="1f1b" if p > 1 else "none")
+                Pins(tensor=t, pipeline=p, data_shard=1, schedule="1f1b" if p > 1 else "none", **_PLAIN)
                 for t in reversed(divisors(per_host))
                 if t > 1
                 for p in divisors(count // t)
