@@ -1,13 +1,16 @@
 """Our pick beside set-ups that people chose: which rows count, who is faster, and what is said about it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from test_published import row
 
-from benchmarks.published.experts import Beside, answered, outside_of_space, questions, summary
+from benchmarks.published.experts import Beside, answered, fastest, outside_of_space, questions, summary
 from benchmarks.published.pricing import Pricer
 from benchmarks.published.rows import Row
+from meshwright.planner.solve.explore import Explorer, Outcome
+from meshwright.planner.strategy import Pins
 
 
 def chosen(**changes: object) -> Row:
@@ -42,12 +45,41 @@ def test_rows_of_sweeps_that_failed_or_do_not_count_are_left_out() -> None:
     assert questions(rows) == []
 
 
+def test_rows_that_no_time_ranks_are_each_asked() -> None:
+    untimed = {"measured__step_time_s": None, "measured__tflops_per_gpu": 400}
+
+    asked = questions([chosen(id="timed"), chosen(id="one", **untimed), chosen(id="other", **untimed)])
+
+    assert sorted(each.row.id for each in asked) == ["one", "other", "timed"]
+
+
 def test_our_pick_is_no_slower_and_says_why_it_differs(found: Beside) -> None:
     assert found.proven
+    assert found.gap == 0.0
     assert found.our_s is not None
     assert found.ratio == pytest.approx(found.our_s / found.their_s)
     assert found.ratio <= 1.0 + 1e-6
     assert found.same or found.why
+
+
+def test_their_layout_is_the_answer_where_time_is_up_before_the_space_is_searched() -> None:
+    (asked,) = questions([chosen()])
+    pricer = Pricer()
+    priced, theirs = pricer.estimate(asked.setting, asked.cluster)
+    explorer = Explorer(pricer.profile(asked.setting.sizes, "small"), asked.cluster, theirs.training)
+    whole = explorer.explore
+
+    def out_of_time(pins: Pins, deadline: float, **more: Any) -> Outcome:
+        return whole(pins, deadline, **more) if pins.micro_batch is not None else Outcome(bound=1e-9, complete=False)
+
+    explorer.explore = out_of_time  # type: ignore[method-assign]
+
+    pick = fastest(explorer, theirs, priced, Pins(), time_limit_s=60.0)
+
+    assert pick.solved is not None
+    assert pick.solved.seconds <= priced.closed_form_s * (1 + 1e-9)
+    assert not pick.complete
+    assert pick.gap == pytest.approx(pick.solved.seconds / 1e-9 - 1.0)
 
 
 def test_a_device_is_taken_to_hold_what_ran_on_it() -> None:
@@ -74,11 +106,12 @@ def test_what_the_space_does_not_hold_is_named() -> None:
 
 
 def test_the_summary_counts_and_lists(found: Beside) -> None:
-    slower = replace(found, id="other", ratio=1.2, our_s=1.2 * found.their_s)
+    slower = replace(found, id="other", ratio=1.2, our_s=1.2 * found.their_s, proven=False, gap=0.07)
 
     text = summary([found, slower, replace(found, id="none", ratio=None, our_s=None, ours="", why="nothing fits")])
 
     assert "3 questions" in text
     assert "more than 1% slower in 1" in text
+    assert "the search for the other 1 was stopped, and they may be up to 7.0% above it" in text
     assert text.index("| other |") < text.index(f"| {found.id} |")
     assert "none (" in text.partition("Without an answer")[2]
