@@ -41,7 +41,7 @@ from meshwright.planner.search import pins_of, search
 from meshwright.planner.setups import parse_setup
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
-from meshwright.planner.strategy import Pins, shape_of
+from meshwright.planner.strategy import Pins, context_rule, shape_of
 from meshwright.planner.training import Objective, TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec
 from meshwright.profiler.model_profile import ModelProfile
@@ -344,6 +344,17 @@ def test_a_large_model_is_asked_for_shards_and_tensor_parallelism() -> None:
     assert "of 2.33 GiB" in steps[ONE_GPU.asks].numbers
     assert steps[SHARDED.asks].yes
     assert steps[IN_THE_NODE.asks].yes
+
+
+def test_context_ranks_make_no_model_fit_on_one_gpu() -> None:
+    """They share the sharding of parameters, so a plan with them would have each GPU hold a part."""
+    model = chain(parameters=100_000_000, heads=8).model_copy(update={"attention_modules": ("c0",)})
+    on = cluster(1, 8, device(memory=2.5e9))
+
+    _, steps = walked(model, on)
+
+    assert context_rule(model, 8, 1, "ring") is None
+    assert not steps[ONE_GPU.asks].yes
 
 
 def test_advice_that_the_plan_does_not_follow_is_priced() -> None:

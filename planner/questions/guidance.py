@@ -28,6 +28,9 @@ class RuleOfThumb:
 _PLAIN: dict[str, Any] = {"context": 1, "expert": 1}
 """Who speaks of DDP, FSDP or 3D parallelism splits neither sequences nor experts."""
 
+REPLICAS = Pins(tensor=1, pipeline=1, data_shard=1, **_PLAIN)
+"""The whole model on every GPU."""
+
 
 def rules_of_thumb(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[RuleOfThumb]:
     """Set-ups for a cluster, simplest first. What a rule leaves open (micro-batch, recompute) is chosen at its best,
@@ -36,9 +39,7 @@ def rules_of_thumb(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Rul
     if count == 1:
         yield RuleOfThumb("one device", "fits on one GPU", (Pins(tensor=1, pipeline=1),))
         return
-    yield RuleOfThumb(
-        "DDP", "the model fits on one GPU: replicate it", (Pins(tensor=1, pipeline=1, data_shard=1, **_PLAIN),)
-    )
+    yield RuleOfThumb("DDP", "the model fits on one GPU: replicate it", (REPLICAS,))
     yield RuleOfThumb(
         "FSDP",
         "the model state does not fit: shard it over all GPUs",
@@ -120,7 +121,7 @@ def named_rules(cluster: ClusterSpec, profile: ModelProfile | None = None) -> tu
 
     def zero(stage: int) -> Pins:
         sync: Literal["every", "last"] = "last" if stage == 1 else "every"
-        return Pins(tensor=1, pipeline=1, data_shard=count, gradient_sync=sync, reshard=stage == 3)
+        return Pins(tensor=1, pipeline=1, data_shard=count, gradient_sync=sync, reshard=stage == 3, **_PLAIN)
 
     sharded = [_Split(), *(_Split(t) for t in inside if count % t == 0), *longer, *deeper]
     return (

@@ -22,6 +22,7 @@ from .guidance import (
     LONG_SEQUENCE,
     ONE_GPU,
     RECOMPUTED,
+    REPLICAS,
     SHARDED,
     Question,
     rules_of_thumb,
@@ -91,12 +92,11 @@ def _layout(case: _Case) -> Iterator[Step]:
         (ONE_GPU, "none", "with one sample and nothing recomputed"),
         (RECOMPUTED, "full", "with one sample and everything recomputed"),
     ):
-        pins = Pins(tensor=1, pipeline=1, data_shard=1, recompute=recompute)  # type: ignore[arg-type]
+        pins = replace(REPLICAS, recompute=recompute)
         closest = case.fits(pins)
         numbers = case.numbers(pins, closest, how)
         if closest is not None and closest.over_bytes <= 0:
-            attempts = (Pins(tensor=1, pipeline=1, data_shard=1),)
-            yield case.answered(question, numbers, attempts, whole and degrees.data_shard == 1)
+            yield case.answered(question, numbers, (REPLICAS,), whole and degrees.data_shard == 1)
             return
         yield Step(question, False, numbers)
     if count == 1:
@@ -196,12 +196,12 @@ def _fewer_splits(case: _Case) -> Iterator[Step]:
         if t * p < ways and p <= _MOST_STAGES and count % (t * p) == 0
     )
     for less, pipeline, tensor in fewer:
-        pins = Pins(tensor=tensor, pipeline=pipeline, recompute="full")
+        pins = Pins(tensor=tensor, pipeline=pipeline, context=degrees.context, recompute="full")
         closest = case.fits(pins)
         if closest is not None and closest.over_bytes <= 0:
             how = "whole" if less == 1 else f"split {less} ways"
             numbers = case.numbers(pins, closest, f"{how} instead of {ways} ways, everything recomputed,")
-            other = best_of(case.explorer, Pins(tensor=tensor, pipeline=pipeline), case.deadline)
+            other = best_of(case.explorer, replace(pins, recompute=None), case.deadline)
             if other is None:
                 continue
             cost = priced_answer("following it", *other, case.plan, case.found).sentence
