@@ -94,7 +94,7 @@ def plans_of(name: str, profile: ModelProfile) -> Iterator[tuple[str, Plan]]:
         except (InfeasibleError, SolverError):
             continue
         yield f"planned, {count} GPUs: {shape_of(found.plan).label}", found.plan
-        with contextlib.suppress(InfeasibleError, SolverError):
+        with contextlib.suppress(InfeasibleError, SolverError, ValueError):  # too few layers for four stages
             pinned = search(profile, cluster, training, pins=PINNED, time_limit_s=MOST_S)
             yield f"planned in stages, {count} GPUs: {shape_of(pinned.plan).label}", pinned.plan
         for words in SETUPS:

@@ -19,6 +19,7 @@ from .drawing import (
     figure,
     legend,
     line,
+    nice_step,
     rect,
     stage_colour,
     tag,
@@ -94,7 +95,8 @@ def host_cards(facts: Facts) -> str:
     plan, patterns = facts.plan, facts.patterns
     per_host = max(len(pattern.positions) for pattern in patterns)
     across = min(per_host, 8)
-    columns = min(4, 16 // across, len(patterns))
+    inside = sum(plan.degrees.of(axis) > 1 for axis in ("tensor", "context", "expert"))
+    columns = min(4, 16 // across, len(patterns), 4 if inside < 2 else 8 // across or 1)
     width = (WIDTH + _APART) / columns - _APART
     cell = (width - 2 * _PAD + _GAP) / across - _GAP
     tall = min(cell, 46.0)
@@ -148,12 +150,14 @@ def _device(plan: Plan, position: int, name: str, rank: int, x: float, y: float,
     tip = f"{name}, rank {rank}|{', '.join(where)}|{held}"
     colour = stage_colour(stages[0], len(plan.stages))
     below = _fitting(short_places, card.cell)
-    first = f"stage {_brief(stages)}" if plan.degrees.pipeline > 1 and card.cell > 70 else _brief(stages)
+    first = f"stage{'s' * (len(stages) > 1)} {_brief(stages)}" if card.cell > 70 else _brief(stages)
     big = first if plan.degrees.pipeline > 1 else name.split()[1]
     middle, half = x + card.cell / 2, y + card.tall / 2
     marks = [
         rect(x, y, card.cell, card.tall, fill=colour, rx=6, data_t=tip),
-        text(middle, half + (-1 if below else 6), big, class_="on mid big"),
+        text(
+            middle, half + (-1 if below else 6), big, class_=f"on mid {'big' if 10 * len(big) < card.cell else 'small'}"
+        ),
     ]
     if below:
         marks.append(text(middle, half + 15, below, class_="on mid small"))
@@ -444,19 +448,25 @@ def scatter(facts: Facts) -> str:
     budget = max(stage.budget_bytes for stage in found.memory)
     left, right, top, base = 76.0, WIDTH - 24, 16.0, 340.0
     far = max(budget, *(points[i][0] for i in shown)) * 1.03
+    least = min(points[i][0] for i in shown)
+    near = 0.0 if least < 0.5 * far else least - 0.25 * (far - least)
     longest = max(points[i][1] for i in shown)
     shortest = min(points[i][1] for i in shown)
     low = max(0.0, shortest - 0.18 * max(longest - shortest, 0.2 * shortest))
     high = longest + 0.12 * max(longest - shortest, 0.2 * shortest)
 
+    def across(memory: float) -> float:
+        return left + (memory - near) / (far - near) * (right - left)
+
     def place(i: int) -> tuple[float, float]:
         memory, seconds = points[i]
-        return left + memory / far * (right - left), base - (seconds - low) / (high - low) * (base - top)
+        return across(memory), base - (seconds - low) / (high - low) * (base - top)
 
     marks: list[str] = []
-    for value in ticks(far / GIB, 8):
-        x = left + value * GIB / far * (right - left)
-        if x <= right:
+    step = nice_step((far - near) / GIB, 8)
+    for i in range(int(near / GIB / step), int(far / GIB / step) + 1):
+        value, x = i * step, across(i * step * GIB)
+        if left <= x <= right:
             marks += [line(x, top, x, base, class_="grid"), text(x, base + 16, f"{value:g}", class_="tick mid")]
     for value in ticks(high, 8):
         y = base - (value - low) / (high - low) * (base - top)
@@ -465,7 +475,7 @@ def scatter(facts: Facts) -> str:
                 line(left, y, right, y, class_="grid"),
                 text(left - 8, y + 4, format_seconds(value) if value else "0", class_="tick end"),
             ]
-    edge = left + budget / far * (right - left)
+    edge = across(budget)
     marks += [
         line(edge, top, edge, base, class_="limit"),
         text(edge - 6, top + 10, "budget", class_="tick end limit-t"),
@@ -514,7 +524,7 @@ def _labels(points: Sequence[tuple[float, float, str]], left: float, right: floa
         for i, (words, at_y, at_x) in enumerate(side):
             y = max(y + 15, min(at_y, lowest + 15 * i))
             x = at_x + (-24 if to_left else 24)
-            style = ("label strong" if words == "the plan" else "label") + (" end" if to_left else "")
+            style = ("label halo strong" if words == "the plan" else "label halo") + (" end" if to_left else "")
             near = at_x + (-9 if to_left else 9)
             marks += [
                 line(near, at_y, x + (3 if to_left else -3), y, class_="leader"),

@@ -23,6 +23,13 @@ def layers_of(plan: Plan) -> list[LayerPlan]:
     return [layer for stage in plan.stages for layer in stage.layers]
 
 
+def with_sharded_optimizer(plan: Plan) -> str:
+    """The plan's degrees as a --setup whose shards are of the optimizer's state only."""
+    degrees = plan.degrees
+    named = {"tp": degrees.tensor, "pp": degrees.pipeline, "cp": degrees.context, "ep": degrees.expert}
+    return f'--setup "{" ".join(f"{word}={degree}" for word, degree in named.items() if degree > 1)} zero=1"'
+
+
 def refuse_pipeline(plan: Plan, target: Target) -> None:
     """Raises ValueError for a plan with a pipeline, for targets whose settings say none."""
     if plan.degrees.pipeline > 1:

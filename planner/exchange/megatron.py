@@ -16,6 +16,7 @@ from .export_notes import (
     row_of,
     sync_note,
     whole_layers_notes,
+    with_sharded_optimizer,
     zero_stage,
 )
 from .from_flags import Flags, Sizes, check_known, grouped, left_over, needed_row, stage_sizes
@@ -138,7 +139,7 @@ def megatron_words(plan: Plan, notes: list[str]) -> list[str]:
         raise ValueError(
             f"ZeRO-{stage} in a pipeline of {degrees.pipeline}: Megatron FSDP goes with tensor, context and expert "
             "parallelism, and its pipelines shard the optimizer only; plan with --pin pipeline=1, or compare with "
-            f'--setup "tp={degrees.tensor} pp={degrees.pipeline} zero=1"'
+            + with_sharded_optimizer(plan)
         )
     words = ["--tensor-model-parallel-size", str(degrees.tensor)]
     words += ["--sequence-parallel"] if plan.sequence_parallel else []

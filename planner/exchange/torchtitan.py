@@ -16,6 +16,7 @@ from .export_notes import (
     recomputed_blocks,
     sync_note,
     whole_layers_notes,
+    with_sharded_optimizer,
     zero_stage,
 )
 from .from_flags import Flags, Sizes, check_known, grouped, left_over, needed_row, stage_sizes
@@ -105,7 +106,7 @@ def torchtitan_words(plan: Plan, notes: list[str]) -> list[str]:
         raise ValueError(
             "torchtitan's pipelines reduce gradients once, after the last micro-batch, and hold them unsharded until "
             f"then; the plan reduces after each of {plan.num_microbatches}: plan with --pin pipeline=1, or compare "
-            f'with --setup "tp={degrees.tensor} pp={degrees.pipeline} zero=1"'
+            f"with {with_sharded_optimizer(plan)}"
         )
     words: list[str] = []
 
