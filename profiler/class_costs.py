@@ -1,6 +1,6 @@
 """One class of layers: its first layer run alone, whole and in the cuts of tensor parallelism."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .cuts.tensor_cuts import Found, common_degree, gathering_ways
 from .cuts.tensor_rank import run_cut
@@ -11,6 +11,9 @@ from .layer_run import LayerRun, Observation
 from .layers.chain import Chain, Layer
 from .model_profile import Costs, LayerClass, ParameterProfile, Producer, TensorCut
 from .run_sizes import RunSizes
+
+_Like = Callable[[tuple[TensorCut, ...]], Sequence[Observation]]
+"""Cuts that are applied -> runs of the layer to compare with."""
 
 
 def layer_class_of(
@@ -26,11 +29,15 @@ def layer_class_of(
     if cuts:
         degree = common_degree(found.cuts)
         assert degree is not None
-        tensor = fitted_costs(whole, _cut_runs(fake, chain, sizes, index, cuts, degree, whole), degree)
+        like = _runs_like(fake, chain, sizes, index, cuts, whole)
+
+        def costs(applied: tuple[TensorCut, ...]) -> Costs:
+            return fitted_costs(like(applied), _cut_runs(fake, chain, sizes, index, applied, degree, whole), degree)
+
+        tensor = costs(cuts)
         if len(cuts) > 1:
-            runs = (_cut_runs(fake, chain, sizes, index, (cut,), degree, whole) for cut in cuts)
-            alone = tuple(fitted_costs(whole, run, degree) for run in runs)
-        cuts, sequence, without = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole)
+            alone = tuple(costs((cut,)) for cut in cuts)
+        cuts, sequence, without = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole, like)
     layer_class = LayerClass(
         name=_class_name(fake, layer),
         parameters=_parameters(fake, layer),
@@ -61,6 +68,21 @@ def _whole_runs(fake: FakeModel, chain: Chain, sizes: RunSizes, index: int) -> l
     return [one, two] if alike else [two, run(3)]
 
 
+def _runs_like(
+    fake: FakeModel,
+    chain: Chain,
+    sizes: RunSizes,
+    index: int,
+    cuts: tuple[TensorCut, ...],
+    whole: Sequence[Observation],
+) -> _Like:
+    """What runs with some of the cuts are compared with: the whole layer, or (where logits stay cut, whose loss takes
+    other operators) the layer with those cut between one rank."""
+    apart = tuple(cut for cut in cuts if cut.stays_cut)
+    alone = _cut_runs(fake, chain, sizes, index, apart, 1, whole) if apart else whole
+    return lambda applied: alone if any(cut.stays_cut for cut in applied) else whole
+
+
 def _cut_runs(
     fake: FakeModel,
     chain: Chain,
@@ -86,6 +108,7 @@ def _sequence_costs(
     cuts: tuple[TensorCut, ...],
     degree: int,
     whole: Sequence[Observation],
+    like: _Like,
 ) -> tuple[tuple[TensorCut, ...], Costs | None, tuple[Costs | None, ...]]:
     """Cuts that say where to gather, costs with the rest on a slice of the sequence, and [cut] -> those with that one
     left whole. None where no trial works."""
@@ -104,9 +127,9 @@ def _sequence_costs(
             runs = _cut_runs(fake, chain, sizes, index, way, degree, whole, sequence_dims)
         except ValueError:
             return None
-        if sequence_problem(whole[0], runs[0], way, degree, leaving):
+        if sequence_problem(like(way)[0], runs[0], way, degree, leaving):
             return None
-        return fitted_costs(whole, runs, degree)
+        return fitted_costs(like(way), runs, degree)
 
     for way in gathering_ways(fake, chain, index, cuts):
         found = tried(way)

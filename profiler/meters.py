@@ -162,13 +162,15 @@ class Storages:
 
 
 class Recorder(Mode):
-    """Writes down every operator while `active`; while `muted` only the storages that it makes."""
+    """Writes down every operator while `active`; while `muted` only the storages that it makes. kind: of all operators
+    that come, if not as their names say."""
 
     def __init__(self, storages: Storages, module: Callable[[], str]) -> None:
         super().__init__()
         self.active = False
         self.backward = False
         self.muted = False
+        self.kind: OpKind | None = None
         self.ops: list[Op] = []
         self.storages = storages
         self._module = module
@@ -191,7 +193,7 @@ class Recorder(Mode):
         name = func._overloadpacket.__name__
         read = {view.storage for view in views_in}
         is_view = not func._schema.is_mutable and bool(views_out) and all(v.storage in read for v in views_out)
-        op = Op(name, op_kind(func), self._module(), self.backward, is_view, views_in, views_out)
+        op = Op(name, self.kind or op_kind(func), self._module(), self.backward, is_view, views_in, views_out)
         if not is_view and name not in _FREE:
             op.flops = op_flops(func, args, kwargs, out)
             op.moved = self._moved(name, inputs, outputs)

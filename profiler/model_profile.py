@@ -138,8 +138,9 @@ class TensorCut(_Document):
     """A group of modules that tensor parallelism may cut together; found in the data flow and tried on fake tensors.
 
     columns give each rank a slice of their output features, rows take that slice as input and give a partial sum.
-    kind "head": columns whose output is gathered again (logits). kind "embedding": a vocabulary-cut nn.Embedding. kind
-    "table": an nn.EmbeddingBag of which each rank holds some features of every row, gathered behind it.
+    kind "head": columns whose output (logits) is gathered again, unless it stays cut. kind "embedding": a
+    vocabulary-cut nn.Embedding. kind "table": an nn.EmbeddingBag of which each rank holds some features of every row,
+    gathered behind it.
     Module names are relative to the layer's root module.
     """
 
@@ -166,6 +167,9 @@ class TensorCut(_Document):
     )
     partial: tuple[str, ...] = Field(
         default=(), description="whole parameters read between entry and row: each rank has a share of their gradient"
+    )
+    stays_cut: bool = Field(
+        default=False, description="head: only a cross-entropy reads it, which is computed on slices of the classes"
     )
     gather: str = Field(
         default="",

@@ -9,6 +9,7 @@ from torch import nn
 from ...planner.cost.simulate import ZERO_BUBBLE
 from ...planner.cost.software import COMPILING
 from ...planner.plan import LayerPlan, Plan
+from .tensor_loss import keeps_logits_apart
 
 
 class CompiledForward:
@@ -63,6 +64,8 @@ def compile_layers(model: nn.Module, layers: list[LayerPlan], backend: str) -> l
         for name in layer.modules:
             module = model.get_submodule(name)
             if "forward" in module.__dict__:  # a layer that is one cut module: nothing is left to compile
+                continue
+            if keeps_logits_apart(module):
                 continue
             for inner in module.modules():
                 if "forward" in inner.__dict__:

@@ -40,6 +40,7 @@ from .tensor_forwards import (
     table_forward,
 )
 from .tensor_layout import ParameterCut, TensorLayout
+from .tensor_loss import apart_forward
 
 
 def apply_tensor_parallel(
@@ -209,7 +210,9 @@ def _replace_forwards(
         else:
             enter = as_it_is if cut.has_entered(name) else shared
             forward = column_forward(module, enter)
-            module.forward = gathered_forward(forward, shared, region.group) if cut.kind == "head" else forward
+            if cut.kind == "head":
+                forward = (apart_forward if cut.stays_cut else gathered_forward)(forward, shared, region.group)
+            module.forward = forward
     for name in () if around else cut.entries:
         module = _submodule(stage, prefix, name)
         module.forward = entry_forward(module, region.column_input(sliced))

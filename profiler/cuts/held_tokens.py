@@ -6,6 +6,8 @@ from math import prod
 
 import torch
 
+from .logit_shards import LogitShards, as_before, with_all_classes
+
 Spans = tuple[tuple[int, int], ...]
 """Ranges of places, in ascending order: (first, behind the last)."""
 
@@ -81,17 +83,16 @@ def set_mark(tensor: torch.Tensor, mark: Mark | None) -> torch.Tensor:
 def unseen(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """function(tensor), which does nothing to tokens and no mode needs to see; the result has the tensor's mark."""
     mark = mark_of(tensor)
-    if mark is None:
+    if mark is None and not isinstance(tensor, LogitShards):
         return function(tensor)
     with torch._C.DisableTorchFunction():
-        made = function(tensor)
+        made = as_before(function(tensor), tensor)
     return set_mark(made, mark)
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:
     """The shape it would have with all tokens."""
-    with torch._C.DisableTorchFunction():
-        shape = list(tensor.shape)
+    shape = list(own_shape(tensor))
     mark = mark_of(tensor)
     if isinstance(mark, Held):
         shape[mark.dim] = mark.whole_size
@@ -99,9 +100,9 @@ def whole_shape(tensor: torch.Tensor) -> torch.Size:
 
 
 def own_shape(tensor: torch.Tensor) -> torch.Size:
-    """The shape of what is here."""
+    """The shape with the tokens that are here."""
     with torch._C.DisableTorchFunction():
-        return tensor.shape
+        return with_all_classes(tensor, tensor.shape)
 
 
 def num_tokens(spans: Spans) -> int:

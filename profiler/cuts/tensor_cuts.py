@@ -293,6 +293,18 @@ class _Probe:
             return problem
         return leading_problem(self.modules, whole, trial, cut) or order_problem(whole, trial, cut)
 
+    def staying_cut(self, head: TensorCut) -> TensorCut:
+        """The cut with an output that stays cut up to the loss, if slices of the classes are enough for that; else as
+        it is."""
+        apart, degree = head.model_copy(update={"stays_cut": True}), common_degree([head])
+        assert degree is not None
+        try:
+            seen = run_cut(self.fake, self.chain, self.index, self.shapes, 1, self.seq_len, [apart], degree)
+        except ValueError:
+            return head
+        gathers = any(collective.kind == "all_gather" for collective in seen.collectives)
+        return head if gathers or not any(op.kind == "loss" for op in seen.ops) else apart
+
 
 def _head_cuts(probe: _Probe, flow: Flow, cuts: Sequence[TensorCut]) -> list[tuple[str, TensorCut | str]]:
     """The projection to the vocabulary: the last linear of the model, whose output is gathered for the loss."""
@@ -308,7 +320,8 @@ def _head_cuts(probe: _Probe, flow: Flow, cuts: Sequence[TensorCut]) -> list[tup
     sharded = probe.sharded(name, output_dim(module), bias=True)
     inputs = {name: flow.taps[name].like}
     cut = TensorCut(kind="head", columns=(name,), inputs=inputs, units=(width,), sharded=sharded)
-    return [(name, _tried(probe, cut, f"{width} output features"))]
+    outcome = _tried(probe, cut, f"{width} output features")
+    return [(name, probe.staying_cut(outcome) if isinstance(outcome, TensorCut) else outcome)]
 
 
 def _embedding_cuts(probe: _Probe, flow: Flow, shapes: Sequence[Shapes]) -> list[tuple[str, TensorCut | str]]:

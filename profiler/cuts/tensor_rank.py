@@ -14,6 +14,7 @@ from ..layers.chain import Chain, Crossing
 from ..meters import Recorder, Size
 from ..model_profile import TensorCut
 from ..run_shapes import Shapes
+from .logit_shards import shard_logits
 
 
 def run_cut(
@@ -143,7 +144,8 @@ class TensorRank:
                 hook = self._column_input(cut.inputs.get(name, name))
                 undo.callback(module.register_forward_pre_hook(hook).remove)
             if cut.kind == "head":
-                undo.callback(module.register_forward_hook(self._gather_output).remove)
+                hook = self._shard_output if cut.stays_cut else self._gather_output
+                undo.callback(module.register_forward_hook(hook).remove)
         for name in () if gathered_outside else cut.entries:
             undo.callback(self._modules[name].register_forward_hook(self._entry_output(name)).remove)
         for name in cut.rows:
@@ -194,9 +196,44 @@ class TensorRank:
         self.collectives.append(Collective(kind, "forward", size, len(self._run.recorder.ops), entry))
 
     def _gather_output(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        full: torch.Tensor = _Gather.apply(output, output.dim() - 1, self._degree, self._run.recorder)
+        return self.gather(output, output.dim() - 1)
+
+    def _shard_output(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return shard_logits(output, self)
+
+    @property
+    def rank(self) -> int:
+        """As which of the ranks the layer runs."""
+        return 0
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self._degree
+
+    def max_(self, x: torch.Tensor) -> None:
+        """Note the all-reduce of the loss."""
+        self._forward("all_reduce", self._run.storages.size(x))
+
+    def sum_(self, x: torch.Tensor) -> None:
+        """The same."""
+        self._forward("all_reduce", self._run.storages.size(x))
+
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """The tensor of all ranks along dim."""
+        full: torch.Tensor = _Gather.apply(x, dim, self._degree, self._run.recorder)
         self._forward("all_gather", self._run.storages.size(full))
         return full
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around operators of the loss."""
+        recorder = self._run.recorder
+        before, recorder.kind = recorder.kind, "loss"
+        try:
+            yield
+        finally:
+            recorder.kind = before
 
     def _has_length(self, value: Any, length: int) -> bool:
         """Whether a trained tensor has that many positions where the layer's inputs have the sequence."""

@@ -99,7 +99,9 @@ class Producers(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
         self._start("glue", name)
-        return self._produced("glue", name, func(*args, **(kwargs or {})))
+        with self._uncounted():
+            output = func(*args, **(kwargs or {}))
+        return self._produced("glue", name, output)
 
     def _applied(self, function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         apply = self._apply.__get__(None, function)
