@@ -143,6 +143,16 @@ TRAINED: dict[str, tuple[str, Shape, Recompute]] = {
         "full",
     ),
     "Llama with tensor and sequence parallelism": ("llama", shape(tensor=2, sequence=True), "full"),
+    "DeepSeek-V3, values narrower than keys, shards, pipeline": (
+        "deepseek",
+        shape(shard=2, pipeline=2, schedule="1f1b", reshard=True),
+        "full",
+    ),
+    "DeepSeek-V3 with tensor and sequence parallelism": (
+        "deepseek",
+        shape(tensor=2, sequence=True, context_kind="all_gather"),
+        "selective",
+    ),
 }
 
 

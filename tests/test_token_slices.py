@@ -17,6 +17,21 @@ HELD = Held(1, LENGTH, SPANS)
 Run = Callable[[torch.Tensor], torch.Tensor]
 
 
+def written_in_parts(x: torch.Tensor) -> torch.Tensor:
+    made = x.new_empty(*x.shape[:-1], 5)
+    made[..., :3].copy_(x[..., :3])
+    made[..., 3:].copy_(x[..., 4:])
+    return made
+
+
+def of_best_groups(x: torch.Tensor) -> torch.Tensor:
+    scores = x.view(-1, WIDTH)
+    best = scores.view(-1, 3, 2).sum(-1).topk(2, dim=-1, sorted=False)[1]
+    mask = torch.zeros_like(scores[:, :3]).scatter_(1, best, 1)
+    kept = scores.masked_fill(~mask.unsqueeze(-1).expand(-1, 3, 2).reshape(-1, WIDTH).bool(), 0.0)
+    return scores.gather(1, kept.topk(2, dim=-1)[1])
+
+
 def attended(query: torch.Tensor, *_: object) -> torch.Tensor:
     return query
 
@@ -47,6 +62,8 @@ ALIKE: dict[str, Run] = {
     "table": lambda x: torch.arange(12.0).view(4, 3)[x.argmax(-1) % 4],
     "masked": lambda x: x.masked_fill(torch.arange(LENGTH)[None, :, None] > 4, 0.0),
     "softmax": lambda x: functional.softmax(x, dim=-1),
+    "a cache filled in parts": written_in_parts,
+    "the best groups": of_best_groups,
     "batch first": lambda x: x.transpose(0, 1).contiguous().flatten(0, 1),
 }
 
@@ -118,6 +135,7 @@ MIXED: dict[str, tuple[Run, str]] = {
         lambda x: functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.1),
         "drops out 0.1",
     ),
+    "places of tokens": (lambda x: x.gather(1, torch.zeros(2, 1, WIDTH, dtype=torch.long)), "places among the tokens"),
     "patches": (lambda x: x.view(2, 4, 2, WIDTH), "over several dims"),
     "values": (lambda x: x[x > 0], "by the values"),
     "other positions": (lambda x: x + torch.ones(4, 1), "4 rows that are not tokens"),

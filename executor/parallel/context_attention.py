@@ -223,14 +223,14 @@ def _ring_backward(
         if not own:
             own.append(grads)
             return
-        stacked = torch.stack(grads)
+        packed = _packed(*grads)
         if travelling:
-            stacked += travelling.pop()()
-        travelling.append(_shifted(stacked, group, tag=1))
+            packed += travelling.pop()()
+        travelling.append(_shifted(packed, group, tag=1))
 
     query_grad = _backward_blocks(_passed_on(key, value, group), returned, grad, query, *rest)
     key_grad, value_grad = own[0]
-    others = travelling[0]()
+    others = _unpacked(travelling[0](), key, value)
     return query_grad, key_grad + others[0], value_grad + others[1]
 
 
@@ -239,15 +239,16 @@ def _gather_backward(
 ) -> tuple[torch.Tensor, ...]:
     """Keys and values are gathered again; their gradients are summed and scattered."""
     group: dist.ProcessGroup = rest[-1]
-    stacked = torch.empty(dist.get_world_size(group), 2, *key.shape, dtype=key.dtype, device=key.device)
+    packed = _for_each_rank(key, value, group)
 
     def returned(source: int, grads: Pair) -> None:
-        stacked[source, 0], stacked[source, 1] = grads
+        for place, found in zip(_unpacked(packed[source], key, value), grads, strict=True):
+            place.copy_(found)
 
     query_grad = _backward_blocks(_gathered(key, value, group), returned, grad, query, *rest)
-    own = torch.empty_like(stacked[0])
-    reduce_scatter_single(own.flatten(0, 1), stacked.flatten(0, 2), group=group)
-    return query_grad, own[0], own[1]
+    own = torch.empty_like(packed[0])
+    reduce_scatter_single(own, packed.flatten(), group=group)
+    return query_grad, *_unpacked(own, key, value)
 
 
 def _heads_backward(
@@ -278,10 +279,10 @@ _BACKWARDS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
 def _passed_on(key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Pair]]:
     """(rank, its keys and values): one's own first, then as they come round; the next are under way meanwhile."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    held = torch.stack([key, value])
+    held = _packed(key, value)
     for step in range(num_ranks):
         arrives = _shifted(held, group) if step < num_ranks - 1 else None
-        yield (rank - step) % num_ranks, (held[0], held[1])
+        yield (rank - step) % num_ranks, _unpacked(held, key, value)
         if arrives is not None:
             held = arrives()
 
@@ -308,11 +309,26 @@ def _shifted(block: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> Cal
 def _gathered(key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Pair]]:
     """(rank, its keys and values), one's own first."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    gathered = torch.empty(num_ranks, 2, *key.shape, dtype=key.dtype, device=key.device)
-    all_gather_single(gathered.flatten(0, 2), torch.stack([key, value]).flatten(0, 1), group=group)
+    gathered = _for_each_rank(key, value, group)
+    all_gather_single(gathered.flatten(), _packed(key, value), group=group)
     for step in range(num_ranks):
         source = (rank - step) % num_ranks
-        yield source, (gathered[source, 0], gathered[source, 1])
+        yield source, _unpacked(gathered[source], key, value)
+
+
+def _packed(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Both in one row of numbers; values may be narrower than keys (latent attention)."""
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+
+def _unpacked(packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Pair:
+    """Both again, in the shapes of these."""
+    return packed[: key.numel()].view(key.shape), packed[key.numel() :].view(value.shape)
+
+
+def _for_each_rank(key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Room for the keys and values of every rank, a row each."""
+    return key.new_empty(dist.get_world_size(group), key.numel() + value.numel())
 
 
 def _to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

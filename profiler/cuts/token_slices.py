@@ -462,9 +462,31 @@ def _item(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> An
 
 
 def _factory(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """New tensors like one that holds tokens; those of given sizes are whole."""
-    made = func(*args, **kwargs)
-    return set_mark(made, mark_of(args[0])) if name.endswith("_like") else made
+    """New tensors like one that holds tokens. Those of given sizes hold the same, if they have its dims up to that of
+    the tokens: their elements are alike, or written later. All others are whole."""
+    if name.endswith("_like"):
+        return set_mark(func(*args, **kwargs), mark_of(args[0]))
+    x, *given = args
+    held = _held(x)
+    if held is None or name == "new_tensor":
+        return func(*args, **kwargs)
+    sizes = list(given[0] if given and isinstance(given[0], tuple | list) else given) or list(kwargs.get("size", ()))
+    place = held.dim + 1
+    if len(sizes) != _ndim(x) or sizes[:place] != list(whole_shape(x)[:place]):
+        return func(*args, **kwargs)
+    sizes[held.dim] = held.own_size
+    rest = given[1:] if name == "new_full" else ()
+    return set_mark(func(x, sizes, *rest, **{k: v for k, v in kwargs.items() if k != "size"}), held)
+
+
+def _picked(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Elements at places along another dim than that of the tokens, which all tensors hold alike."""
+    x = args[0]
+    held = _held(x)
+    dim = _dim(args[1] if len(args) > 1 else kwargs["dim"], _ndim(x))
+    if held is None or dim == held.dim or any(mark_of(other) != held for other in _tensors(args, kwargs)):
+        raise _refuse(name, "goes by places among the tokens, or joins tensors that hold different ones")
+    return set_mark(func(*args, **kwargs), held)
 
 
 def _loss(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -588,6 +610,7 @@ def _table() -> dict[str, Rule]:
         _split: "split chunk tensor_split unbind split_with_sizes",
         _join: "cat concat concatenate stack",
         _narrow: "narrow select index_select",
+        _picked: "gather take_along_dim scatter scatter_ scatter_add scatter_add_",
         _item: "__getitem__",
         _factory: "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full"
         " new_tensor",
