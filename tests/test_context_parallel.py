@@ -165,20 +165,24 @@ def test_a_plan_that_splits_sequences_gives_the_numbers_of_one_process(case: str
     assert report.ok, [*report.lines, report.detail]
 
 
-def told_by_step(plan: Plan, length: int) -> str:
-    """What a step says of a batch of that length."""
+def told_by_step(plan: Plan, lengths: tuple[int, ...]) -> str:
+    """What the last of several steps on batches of these lengths says."""
     loaded = small_model("llama")
     trainer = parallelize(loaded.build, plan, torch.optim.AdamW, loaded.loss, device="cpu")
-    batch = tree_map(lambda x: x[:, :length], loaded.batch(GLOBAL_BATCH))
-    try:
-        trainer.step(batch)
-    except ValueError as error:
-        return str(error)
-    return ""
+    told = ""
+    for length in lengths:
+        assert told == ""
+        try:
+            trainer.step(tree_map(lambda x, length=length: x[:, :length], loaded.batch(GLOBAL_BATCH)))
+        except ValueError as error:
+            told = str(error)
+    return told
 
 
-def test_a_batch_of_another_length_than_planned_is_refused() -> None:
-    for message in run_ranks(told_by_step, 2, planned("llama", shape()), 8):
+@pytest.mark.parametrize("lengths", [(8,), (16, 8)])
+@pytest.mark.parametrize("chosen", [shape(), shape(pipeline=2, schedule="1f1b")], ids=["alone", "pipeline"])
+def test_a_batch_of_another_length_than_planned_is_refused(chosen: Shape, lengths: tuple[int, ...]) -> None:
+    for message in run_ranks(told_by_step, chosen.degrees.num_devices, planned("llama", chosen), lengths):
         assert "splits sequences of 16 tokens over 2 ranks" in message
 
 

@@ -53,10 +53,14 @@ class ContextParallel:
         with self.running():
             yield
         if not self._mode.started:
-            raise ValueError(
-                f"the plan splits sequences of {self.length} tokens over {self.num_ranks} ranks, but the batch has "
-                "none of this length; feed the length that was planned for, or plan again with --seq-len"
-            )
+            raise self.other_length()
+
+    def other_length(self) -> ValueError:
+        """What to raise where no sequence of the plan's length came by."""
+        return ValueError(
+            f"the plan splits sequences of {self.length} tokens over {self.num_ranks} ranks, but the batch has "
+            "none of this length; feed the length that was planned for, or plan again with --seq-len"
+        )
 
     def slice_of(self, mark: Mark | None) -> Mark | None:
         """The mark of a tensor of which this rank has the slice that sequence parallelism gives it."""

@@ -42,6 +42,11 @@ def split_micro_batches(tree: Any, count: int, samples: int) -> list[Any]:
     ]
 
 
+def shapes_in(micro_batch: MicroBatch) -> list[torch.Size]:
+    """Of all tensors that the model is given."""
+    return [x.shape for x in tree_leaves((micro_batch.args, micro_batch.kwargs)) if isinstance(x, torch.Tensor)]
+
+
 def own_copy(micro_batch: MicroBatch) -> MicroBatch:
     """With tensors of its own: all micro-batches are parts of one batch, and writing into one would tell autograd that
     the others have changed, too. What inputs and targets share they go on sharing."""

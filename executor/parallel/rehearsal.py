@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from ...planner.plan import Plan
 from ...profiler.cuts.held_tokens import Mark, mark_of, set_mark
+from ...profiler.cuts.token_slices import TokenSlices
 from ...profiler.layers.producers import Producers
 from ...profiler.model_profile import Producer
 from .context import ContextParallel
@@ -124,6 +125,8 @@ class Rehearsal:
                 tokens = context.rehearsal()
             with tokens, autocast, Producers(model, self._layer_modules, on_produced=notes.tensor):
                 model(*args, **kwargs)
+            if context is not None and isinstance(tokens, TokenSlices) and not tokens.started:
+                raise context.other_length()
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         return replace(notes.seen(), writes_batch=any(leaf._version > 0 for leaf in given))
 

@@ -25,7 +25,7 @@ from ...profiler.layers.producers import Producers
 from ...profiler.model_profile import CrossingTensor, Producer
 from ..torch_compat import solid
 from .context import ContextParallel
-from .micro_batches import Loss, MicroBatch, loss_of, own_copy
+from .micro_batches import Loss, MicroBatch, loss_of, own_copy, shapes_in
 from .partition import STALE, check_partition, crossing_into, parameters_of_stages, strip
 from .rehearsal import Like, Rehearsal, Stub
 from .tensor import crosses_sliced
@@ -68,6 +68,7 @@ class StageModule(nn.Module):
         self._stubs: dict[tuple[str, int], Stub] = {}
         self._tensors: dict[Producer, Like] = {}
         self._writes_batch = False
+        self._shapes: list[torch.Size] = []
         self._calls: Counter[str] = Counter()
         self._queue: deque[MicroBatch] = deque()
         self._received: tuple[torch.Tensor, ...] = ()
@@ -92,7 +93,10 @@ class StageModule(nn.Module):
                 micro_batches[0], crossing, device, self._autocast, mixed and sharded, self._context
             )
             self._rehearsal = None
+            self._shapes = shapes_in(micro_batches[0])
             self._placeholders.move(device)
+        elif self._context is not None and shapes_in(micro_batches[0]) != self._shapes:
+            raise self._context.other_length()
         if self._writes_batch:
             self._queue = deque(own_copy(micro_batch) for micro_batch in micro_batches)
 
