@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from ..planner.cost.sharding import shard_dim
 from ..planner.plan import LayerPlan, Plan
 from ..profiler.cuts.held_tokens import unseen
+from ..profiler.load import without_cache
 from .parallel.compiled import CompiledForward, compile_layers
 from .parallel.context import ContextParallel
 from .parallel.expert import HeldExperts, shard_experts, spread_experts
@@ -80,7 +81,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 def build_on_meta(model_fn: Callable[[], nn.Module], plan: Plan) -> nn.Module:
     """The whole model, without memory. Raises ValueError if the plan is not for it."""
     with torch.device("meta"):
-        model = model_fn()
+        model = without_cache(model_fn())
     check_model(model, plan)
     return model
 

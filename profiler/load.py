@@ -242,9 +242,23 @@ def _guarded_build(build: Callable[[], Any], source: str) -> Build:
                 f"model() of {source} returned a {type(module).__name__}; it must return a torch.nn.Module, "
                 "for example `return MyModel()`"
             )
-        return module
+        return without_cache(module)
 
     return guarded
+
+
+def without_cache(module: "nn.Module") -> "nn.Module":
+    """The module, told to keep no keys and values for generation, which Hugging Face's do unless their configuration
+    says so. Training never reads them; recompute would find those of the forward there. Configurations that others may
+    hold are copied, not changed."""
+    copies: dict[int, Any] = {}
+    for part in module.modules():
+        config = part.__dict__.get("config")
+        if getattr(config, "use_cache", False) is True:
+            made = copies.setdefault(id(config), copy.copy(config))
+            made.use_cache = False
+            part.__dict__["config"] = made
+    return module
 
 
 def _bound_batch(make_batch: MakeBatch, seq_len: int | None, source: str) -> Callable[[int], Batch]:

@@ -12,10 +12,11 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.executor.parallel.recompute import recompute
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan import Recompute
-from meshwright.planner.strategy import LayerOption, Shape
+from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.trace import trace
@@ -239,3 +240,35 @@ def test_a_profile_says_where_selective_recompute_cannot_be(
 
     assert any(c.writes_into_kept for c in classes) == kept
     assert any(c.writes_into_attention for c in classes) == attention
+
+
+_CACHING: list[Any] = []
+
+
+def _caching() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS
+    )
+    _CACHING.append(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _tokens(size: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(64, (size, LENGTH))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def test_a_model_that_would_keep_keys_for_generation_does_not_while_it_trains() -> None:
+    loaded = load_model(_caching, batch=_tokens)
+    profile = trace(loaded)
+    options = [
+        LayerOption("selective" if can_recompute(profile, layer) else "none", reshard=True) for layer in profile.layers
+    ]
+    training = TrainingSpec(global_batch=4, seq_len=LENGTH, precision="fp32")
+    plan = make_plan(profile, cluster(1, 2), training, Shape(1, 2, 1, 1, 2, 1, reshard=True), [options])
+
+    report = beside_one_process(VerifyReport("", (), {}), plan, loaded, [_tokens(4)], timeout_s=60.0)
+
+    assert report.ok, [*report.lines, report.detail]
+    assert all(config.use_cache for config in _CACHING)
