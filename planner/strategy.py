@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from ..profiler.cluster import ClusterSpec
@@ -468,6 +469,23 @@ def legal_cuts(profile: ModelProfile) -> list[int]:
         for name in layer.parameters:
             inside.update(range(first.setdefault(name, i) + 1, i + 1))
     return [i for i in range(1, len(profile.layers)) if i not in inside]
+
+
+MOST_STARTS = 500
+"""Layers at which the search lets a stage begin, at most: a stage of 64 then has 8 between its ends."""
+
+MOST_COUNTS = 2_000_000
+"""Numbers that say how many layers of each run of equal ones an interval of the chain holds, over all intervals."""
+
+
+def stage_starts(profile: ModelProfile) -> list[int]:
+    """Layers before which the search lets a stage begin: before all that it may, or in chains of very many layers
+    before one in so many, so that intervals stay few."""
+    legal = legal_cuts(profile)
+    num_runs = 1 + sum(a.layer_class != b.layer_class for a, b in pairwise(profile.layers))
+    most = min(MOST_STARTS, math.isqrt(2 * MOST_COUNTS // num_runs))
+    step = -(-len(legal) // most)
+    return legal[step - 1 :: step] if step > 1 else legal
 
 
 def divisors(number: int) -> list[int]:

@@ -73,7 +73,7 @@ def sample_of(model: str, seed: int) -> Sample:
 
 def _stages(draw: random.Random, costs: CostModel, shape: Shape) -> list[list[LayerOption]] | None:
     chain = Chain(costs)
-    places = [i for i in range(1, chain.num_layers) if i not in chain.uncuttable]
+    places = chain.places[1:-1]
     num_stages = shape.pipeline * shape.virtual_stages
     if len(places) < num_stages - 1:
         return None

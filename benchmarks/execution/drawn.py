@@ -126,7 +126,7 @@ def _stages(pick: Callable[[list[Any]], Any], costs: CostModel, shape: Shape) ->
     chain = Chain(costs)
     ends = [0]
     num_stages = shape.pipeline * shape.virtual_stages
-    places = [i for i in range(1, chain.num_layers) if i not in chain.uncuttable]
+    places = chain.places[1:-1]
     assume(len(places) >= num_stages - 1)
     for behind in reversed(range(num_stages - 1)):  # so many cuts must find a place behind this one
         free = [place for place in places if place > ends[-1]]

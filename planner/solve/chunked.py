@@ -162,7 +162,7 @@ def chunkings(chain: Chain, frame: Chunking, per_run_s: Floats) -> list[Cuts]:
     added (as people set it up), and with everything else counted as one such layer; from each, single boundaries
     are moved by one place while that makes the slowest rank faster.
     """
-    places = [0, *(i for i in range(1, chain.num_layers) if i not in chain.uncuttable), chain.num_layers]
+    places = chain.places
     if frame.num_stages > len(places) - 1:
         return []
     if math.comb(len(places) - 2, frame.num_stages - 1) <= FEW_CUTS:
@@ -234,7 +234,8 @@ def best_chunking(prices: StagePrices, cuts_tried: Sequence[Cuts], cutoff_s: flo
     best: Assignment | None = None
     known: _Known = {}
     for cuts in cuts_tried:
-        compositions = [int(prices.chain.composition_of[a, b]) for a, b in pairwise(cuts.places)]
+        numbers = np.searchsorted(prices.chain.places, cuts.places)
+        compositions = [int(prices.chain.composition_of[a, b]) for a, b in pairwise(numbers)]
         for recompute in _recomputes(prices):
             fitting = _least_recomputed(prices, compositions, recompute, known)
             found = None if fitting is None else _played(prices, fitting, best.seconds if best else cutoff_s)

@@ -8,6 +8,7 @@ one option (recompute x reshard); the least time whose running maximum of memory
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..cost.peak import Arrivals, Moment, moments_of, running
 from ..cost.priced_layer import LayerCost
 from ..cost.stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
 from ..plan import Recompute
-from ..strategy import LayerOption, Shape, legal_cuts
+from ..strategy import LayerOption, Shape, stage_starts
 from .knapsack import Turns, lightest, tie_prices
 from .relaxed import least_slowest_s
 
@@ -152,9 +153,9 @@ class Chain:
         return shared_groups(self.model.profile)
 
     @cached_property
-    def uncuttable(self) -> set[int]:
-        """Layers before which no stage may begin."""
-        return set(range(1, self.num_layers)) - set(legal_cuts(self.model.profile))
+    def places(self) -> list[int]:
+        """Layers before which a stage may begin, from the first on, and the end of the chain."""
+        return [0, *stage_starts(self.model.profile), self.num_layers]
 
     def shared_weights(self, shape: Shape) -> list[tuple[list[int], float]]:
         """Per group of layers that read one weight: those layers, and its padded elements on one tensor rank."""
@@ -196,34 +197,33 @@ class Chain:
 
     @cached_property
     def composition_of(self) -> Ints:
-        """[start][end] -> composition of layers start..end-1; -1 for an empty interval."""
+        """[start][end], by number of the place -> composition of the layers between them; -1 for an empty interval."""
         return self._intervals[1]
 
     @cached_property
     def _intervals(self) -> tuple[tuple[Composition, ...], Ints]:
         index: dict[Composition, int] = {}
-        table = np.full((self.num_layers + 1, self.num_layers + 1), -1, dtype=np.int64)
-        for start in range(self.num_layers):
-            if start in self.uncuttable:
-                continue
+        table = np.full((len(self.places), len(self.places)), -1, dtype=np.int64)
+        between = [np.unique(self.run_of[a:b], return_counts=True) for a, b in pairwise(self.places)]
+        steps = [list(zip(runs.tolist(), counts.tolist(), strict=True)) for runs, counts in between]
+        for start in range(len(steps)):
+            first = steps[start][0][0]
             counts: list[int] = []
-            for end in range(start + 1, self.num_layers + 1):
-                offset = int(self.run_of[end - 1] - self.run_of[start])
-                if offset == len(counts):
-                    counts.append(0)
-                counts[offset] += 1
-                if end in self.uncuttable:
-                    continue
-                key = Composition(int(self.run_of[start]), tuple(counts))
+            for end in range(start + 1, len(self.places)):
+                for run, number in steps[end - 1]:
+                    if run - first == len(counts):
+                        counts.append(0)
+                    counts[run - first] += number
+                key = Composition(first, tuple(counts))
                 table[start, end] = index.setdefault(key, len(index))
         return tuple(index), table
 
     @cached_property
     def examples(self) -> tuple[Ints, Ints]:
         """([composition] -> first layer of one of its intervals, the layer behind its last)."""
-        found, places = np.unique(self.composition_of, return_index=True)
-        places = places[found >= 0]
-        return places // (self.num_layers + 1), places % (self.num_layers + 1)
+        found, where = np.unique(self.composition_of, return_index=True)
+        where, places = where[found >= 0], np.array(self.places)
+        return places[where // len(places)], places[where % len(places)]
 
     @cached_property
     def first_runs(self) -> Ints:

@@ -26,9 +26,9 @@ from ..strategy import (
     expert_rule,
     has_experts,
     has_sequence_attention,
-    legal_cuts,
     sequence_rule,
     sharding_rule,
+    stage_starts,
     tensor_rule,
     zero_bubble_rule,
 )
@@ -145,7 +145,7 @@ class Space:
         self.training = training
         self.pins = pins
         self.rejected: Counter[str] = Counter()
-        self._most_stages = len(legal_cuts(profile)) + 1
+        self._most_stages = len(stage_starts(profile)) + 1
         self._sharding_rule = sharding_rule(profile, training.precision)
         self._expert_rule = functools.cache(functools.partial(expert_rule, profile))
         self._zero_bubble_rule = zero_bubble_rule(profile, training)

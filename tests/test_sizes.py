@@ -1,0 +1,104 @@
+"""Sizes at both ends: models of one layer and of 5,000, clusters of odd numbers of GPUs and of a million."""
+
+import numpy as np
+import pytest
+from synthetic import cluster, device, layer_class, profile
+
+from meshwright.planner.check import check
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.plan import Plan
+from meshwright.planner.search import SearchResult, search
+from meshwright.planner.solve.columns import Chain
+from meshwright.planner.strategy import MOST_COUNTS, MOST_STARTS, Pins, stage_starts
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import cluster_of
+from meshwright.profiler.model_profile import ModelProfile
+
+SMALL = layer_class("small", 1e9, 10_000, saved=1e4, inputs=1e3)
+OTHER = layer_class("other", 2e9, 20_000, saved=1e4, inputs=1e3)
+
+
+def job(batch: int) -> TrainingSpec:
+    return TrainingSpec(global_batch=batch, seq_len=64)
+
+
+def test_a_model_of_one_layer_has_a_plan_without_a_pipeline() -> None:
+    model = profile([SMALL], [0])
+
+    result = search(model, cluster(), job(64))
+
+    assert check(result.plan, model) == []
+    assert result.plan.degrees.pipeline == 1
+    assert not any("pipeline" in rule for rule in result.certificate.rejected if "more stages" not in rule)
+
+
+def test_five_thousand_layers_are_planned_each_on_one_stage() -> None:
+    model = profile([SMALL, OTHER], [1, *[0] * 4998, 1])
+
+    result = search(model, cluster(), job(64), pins=Pins(micro_batch=4, data_shard=1, schedule="1f1b"))
+
+    assert check(result.plan, model) == []
+    assert [layer.name for stage in result.plan.stages for layer in stage.layers] == [x.name for x in model.layers]
+    assert Plan.model_validate_json(result.plan.model_dump_json()) == result.plan
+
+
+@pytest.mark.parametrize(
+    "order", [[0] * 5000, [i % 2 for i in range(5000)], [0, 1, 0, 0] * 1250], ids=["same", "in turn", "of four"]
+)
+def test_intervals_of_long_chains_stay_few(order: list[int]) -> None:
+    model = profile([SMALL, OTHER], order)
+    chain = Chain(CostModel(model, cluster(), job(64)))
+
+    assert len(chain.places) <= MOST_STARTS + 1
+    assert len(chain.compositions) * len(chain.runs) <= 1.1 * MOST_COUNTS
+
+
+def of_layers(model: ModelProfile, a: int, b: int) -> list[int]:
+    """[class] -> layers from a to b - 1."""
+    return [sum(layer.layer_class == c for layer in model.layers[a:b]) for c in range(len(model.classes))]
+
+
+@pytest.mark.parametrize("order", [[0] * 7, [0, 1, 1, 0, 1], [i // 3 % 2 for i in range(1100)]], ids=len)
+def test_every_interval_between_places_holds_its_layers(order: list[int]) -> None:
+    model = profile([SMALL, OTHER], order)
+    chain = Chain(CostModel(model, cluster(), job(64)))
+    kinds = np.array([model.layers[run.start].layer_class for run in chain.runs])
+
+    for i, a in enumerate(chain.places):
+        for j, b in list(enumerate(chain.places))[i + 1 :: 7]:
+            counts = chain.counts[chain.composition_of[i, j]]
+            assert [int(counts[kinds == c].sum()) for c in range(2)] == of_layers(model, a, b)
+    assert chain.places == [0, *stage_starts(model), len(order)]
+
+
+def test_short_chains_are_cut_everywhere() -> None:
+    assert stage_starts(profile([SMALL, OTHER], [0, 1] * 60)) == list(range(1, 120))
+
+
+def planned(gpus: int, pins: Pins) -> SearchResult:
+    """The plan of eight layers on so many GPUs, which has passed the check."""
+    model = profile([layer_class("block", 1e12, 50_000_000, 3e8, 1e7, heads=8)], [0] * 8)
+    result = search(model, cluster_of(device(), gpus), job(gpus), pins=pins)
+    assert check(result.plan, model) == []
+    return result
+
+
+@pytest.mark.parametrize("gpus", [3, 6, 12, 24, 100, 10_007])
+def test_any_number_of_gpus_has_a_plan(gpus: int) -> None:
+    result = planned(gpus, Pins(micro_batch=1))
+
+    assert result.plan.degrees.num_devices == gpus
+    assert result.certificate.status == "optimal"
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [Pins(micro_batch=1, tensor=8, pipeline=1), pytest.param(Pins(), marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)
+def test_a_million_gpus_have_a_plan_by_solving_few_shapes(pins: Pins) -> None:
+    result = planned(1_000_000, pins)
+
+    assert result.plan.degrees.num_devices == 1_000_000
+    assert result.certificate.status == "optimal"
+    assert result.certificate.shapes["solved"] < 200
