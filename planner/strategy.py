@@ -261,6 +261,16 @@ def divides(cut: TensorCut, tensor: int) -> bool:
     return not any(size % tensor for size in divided(cut))
 
 
+def _counted(cut: TensorCut, size: int) -> str:
+    """What a cut has so many of."""
+    if cut.kind in ("embedding", "head"):
+        return "words"
+    whole = size == max(cut.units) or size not in cut.units
+    if cut.kind == "attention" and size in cut.units:
+        return "heads" if whole else "key-value heads"
+    return "features" if whole else "groups"
+
+
 def divided(cut: TensorCut) -> list[int]:
     """Numbers that a tensor degree must divide for this cut."""
     return [*cut.units, *(size for sizes in cut.parts.values() for size in sizes)]
@@ -325,7 +335,7 @@ def _undivided(cuts: Sequence[tuple[str, TensorCut]], tensor: int) -> str | None
     for name, cut in cuts:
         for size in divided(cut):
             if size % tensor:
-                return f"tensor={tensor} does not divide {size} ({cut.kind} of {name})"
+                return f"tensor={tensor} does not divide {size} {_counted(cut, size)} ({cut.kind} of {name})"
     return None
 
 

@@ -261,10 +261,16 @@ def _attention_modules(chain: Chain, found: dict[int, Found]) -> tuple[str, ...]
     )
 
 
+def _plain_name(layer_class: LayerClass) -> str:
+    """A class's name without the number that tells it from others of the same name."""
+    return layer_class.name.partition(".")[0]
+
+
 def _uncut(classes: Sequence[LayerClass]) -> tuple[str, ...]:
     """A note on classes that hold weights, of which tensor parallelism can cut none."""
     uncut = [c for c in classes if not c.cuts and any(len(p.shape) > 1 for p in c.parameters)]
-    names = dict.fromkeys(c.name.partition(".")[0] for c in uncut)
+    cut = {_plain_name(c) for c in classes if c.cuts}
+    names = dict.fromkeys(f"some {name}" if name in cut else name for name in map(_plain_name, uncut))
     if not names:
         return ()
     return (f"no weights to cut by tensor parallelism (no linear layers in column-row pairs) in: {', '.join(names)}",)

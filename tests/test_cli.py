@@ -16,7 +16,7 @@ import meshwright.executor.commands.inputs as inputs
 from meshwright.executor.cli import route
 from meshwright.executor.commands.options import Optimizer
 from meshwright.executor.measuring.measurement import Measurement
-from meshwright.executor.reporting.report import collapse, comparison_rows, gpus_of
+from meshwright.executor.reporting.report import collapse, comparison_rows, gpus_of, joined_notes
 from meshwright.planner import search as search_module
 from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import load_plan
@@ -430,6 +430,22 @@ def test_verify_reports_and_its_exit_code_says_whether_numbers_agree(
 
     assert run_plan("verify", "plan.json", "--model", "model.py") == code
     assert "loss agrees [within 1e-4]" in capsys.readouterr().out
+
+
+def test_notes_that_say_the_same_of_several_modules_are_joined() -> None:
+    notes = [
+        "a.0: not cut, it does not run (has 4, not 2)",
+        "has no sequence",
+        "a.1: not cut, it does not run (has 8, not 4)",
+        "b: not cut, it reads too much",
+        "a.2: not cut, it does not run (has 8, not 4)",
+    ]
+
+    assert joined_notes(notes) == [
+        "a.0 and 2 others: not cut, it does not run (has 4, not 2)",
+        "has no sequence",
+        "b: not cut, it reads too much",
+    ]
 
 
 def test_counted_names_are_joined() -> None:

@@ -14,7 +14,7 @@ from ...planner.training import TrainingSpec
 from ...profiler.cluster import ClusterSpec
 from ...profiler.model_profile import ModelProfile
 from ..reporting import terminal
-from ..reporting.report import launch_command
+from ..reporting.report import joined_notes, launch_command
 
 if TYPE_CHECKING:
     from ...planner.estimate import Estimate
@@ -98,7 +98,7 @@ def print_plan(
         terminal.print_placement(console, plan)
         terminal.print_candidates(console, "Best alternatives", result.runners_up[:5])
         terminal.print_candidates(console, "What people usually try", result.baselines)
-        terminal.print_notes(console, [*profile.notes, *batch_advice(plan)])
+        terminal.print_notes(console, [*joined_notes(profile.notes), *batch_advice(plan)])
         terminal.print_certificate(console, plan)
     if target is not None:
         run = [

@@ -14,6 +14,7 @@ from ...profiler.units import GIB, format_count, format_seconds
 if TYPE_CHECKING:
     from ...planner.search import Candidate, SearchResult
 
+_BRACKETS = re.compile(r" \(.*\)")
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 _MANY_RUNS = 4
 _RECOMPUTES = {"full": "recompute", "selective": "selective recompute", "attention": "recompute of attention"}
@@ -120,6 +121,20 @@ def collapse(names: Iterable[str]) -> str:
         numbers = "" if first < 0 else str(first) if first == last else f"{first}-{last}"
         words.append(prefix + numbers + suffix)
     return ", ".join(words)
+
+
+def joined_notes(notes: Sequence[str]) -> list[str]:
+    """Notes on single modules that say the same, but for what is in brackets, as one: "conv2 and 17 others: ..."."""
+    alike: dict[str, list[str]] = {}
+    for note in notes:
+        name, mark, text = note.partition(": ")
+        alike.setdefault(_BRACKETS.sub("", text) if mark and " " not in name else note, []).append(note)
+    joined = []
+    for first, *others in alike.values():
+        name, _, text = first.partition(": ")
+        words = f"{name} and {len(others)} other{'s' if others[1:] else ''}: {text}"
+        joined.append(words if others else first)
+    return joined
 
 
 @dataclass(frozen=True)

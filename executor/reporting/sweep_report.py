@@ -31,6 +31,11 @@ class Worth:
     robustness: str
 
 
+def _change(share: float) -> str:
+    """A change of the step time in percent; none is none, and has no sign."""
+    return f"{share:+.1%}" if abs(share) >= 0.0005 else "0%"
+
+
 def check_target(path: Path) -> None:
     """Raises ValueError if a sweep cannot be written there."""
     check_writable(path, "-o", ".png", ".html", ".json")
@@ -126,7 +131,7 @@ def print_sweep(
             console.print(terminal.hanging("no plan", Text(f"{_named(point)}: {point.why}"), "yellow"))
     for point, each in zip(points, worth, strict=False):
         if each.prices:
-            words = " · ".join(f"{price.name} = {price.share:+.1%}" for price in each.prices)
+            words = " · ".join(f"{price.name} = {_change(price.share)}" for price in each.prices)
             console.print()
             console.print(terminal.hanging("worth", Text(f"{_named(point)}, step time: {words}"), "cyan"))
             console.print(terminal.hanging("", Text(each.robustness, style="dim"), "cyan"))
@@ -175,7 +180,7 @@ def _page(points: Sequence[Point], document: dict[str, Any], price_per_hour: flo
     sentences = [*document["changes"], *document["notes"]]
     headings, rows = sweep_rows(points, price_per_hour)
     worth = [
-        (_named(point), price["name"], f"{price['share']:+.1%}")
+        (_named(point), price["name"], _change(price["share"]))
         for point, each in zip(points, document["worth"], strict=False)
         for price in each["prices"]
     ]

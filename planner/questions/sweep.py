@@ -159,15 +159,15 @@ def robustness(point: Point) -> str:
     result = point.result
     others = [*result.runners_up, *result.baselines]
     shifts = sensitivity(result.plan, result.estimate, point.profile, others)
-    overtaken = [f"{shift.overtaken_by.rpartition(' at ')[2]} {shift.name}: {shift.overtaken_by.rpartition(' at ')[0]}"
-                 for shift in shifts if shift.overtaken_by]  # fmt: skip
+    overtaken = [(*shift.overtaken_by.rpartition(" at ")[::2], shift.name) for shift in shifts if shift.overtaken_by]
     if overtaken:
-        return f"faster by over 1% than this plan would be, with {'; with '.join(overtaken)}"
+        cases = (f"with {name} at {factor}, {rival} would be over 1% faster" for rival, factor, name in overtaken)
+        return f"not the best everywhere within +-20%: {'; '.join(cases)}"
     largest = shifts[0]
     worst = max(largest.lower_s, largest.higher_s) / result.estimate.step_time_s - 1
     return (
-        f"no other layout that was priced overtakes it by 1% at +-20% of any constant; it hangs most on {largest.name} "
-        f"(up to {worst:+.0%} step time)"
+        "robust: with any number of the cluster 20% lower or higher, no other layout that was priced is over 1% "
+        f"faster; the step hangs most on {largest.name} (up to {worst:+.0%})"
     )
 
 

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -368,4 +369,4 @@ def _tried(probe: _Probe, cut: TensorCut, what: str) -> TensorCut | str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:160]
+    return shorten(str(error).strip().split("\n")[0], 160, placeholder=" ...")
