@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional
 from zoo import MODELS
 
+from benchmarks.accuracy.cases import profile_of
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.planner.plan import Plan
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
 
 GLOBAL_BATCH = 16
 NUM_STEPS = 3
@@ -46,10 +46,9 @@ def small_model(name: str) -> LoadedModel:
     return replace(loaded, build=noisy, name=name)
 
 
-@cache
 def small_profile(name: str) -> ModelProfile:
     """Its profile."""
-    return trace(small_model(name))
+    return profile_of(small_model(name))
 
 
 def verified(name: str, plan: Plan, title: str = "") -> VerifyReport:

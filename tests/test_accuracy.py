@@ -14,7 +14,6 @@ from benchmarks.accuracy.predicted import predicted
 from meshwright.planner.training import Precision
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import Bytes
-from meshwright.profiler.trace import trace
 
 CLOSED_FORMS = ("bert_large", "gpt2", "llama3_8b")
 COUNTED = ("lstm", "mixtral", "resnet", "t5", "vit")
@@ -194,6 +193,11 @@ def _loaded(build: Callable[[], nn.Module]) -> LoadedModel:
     )
 
 
+@cache
+def _chained(block: Callable[[], nn.Module]) -> LoadedModel:
+    return _loaded(_chain(block))
+
+
 def _encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
 
@@ -204,12 +208,12 @@ def _encoder_layer() -> nn.Module:
 def test_kept_bytes_are_those_of_a_real_run(block: Callable[[], nn.Module], precision: Precision, size: int) -> None:
     """Casts that are none in fp32, memory in another order than the dims, a batch of one that is contiguous by chance,
     and a loss that holds on to its terms."""
-    loaded = _loaded(_chain(block))
+    loaded = _chained(block)
     dtype = memory.DTYPES[precision]
 
     real = reality.run(loaded, reality.build(loaded, dtype), reality.batch_of(loaded, size, dtype))
 
-    assert predicted(trace(loaded), size, precision).kept == real.kept
+    assert predicted(cases.profile_of(loaded), size, precision).kept == real.kept
 
 
 def test_what_several_recomputed_layers_are_given_is_kept_once() -> None:

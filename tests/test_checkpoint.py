@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
 
 
+@cache
+def tied_profile() -> ModelProfile:
+    return trace(load_model(TiedNet, batch=batch_of, loss=loss))
+
+
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
-    return trace(load_model(TiedNet, batch=batch_of, loss=loss))
+    return tied_profile()
 
 
 def plan_of(

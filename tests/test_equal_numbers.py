@@ -149,7 +149,7 @@ SCHEDULES = {
     ),
 }  # fmt: skip
 
-SLOW = {
+MORE_SCHEDULES = {
     "interleaved 2x2 x tensor + sequence": Case(
         "gpt", tensor=2, stages=(1, 2, 1, 2), virtual=2, num_microbatches=4, more={**INTERLEAVED, "sequence": True}
     ),
@@ -179,7 +179,30 @@ RECOMPUTES = {
     ),
 }
 
-CASES |= SCHEDULES | RECOMPUTES
+CASES |= SCHEDULES | MORE_SCHEDULES | RECOMPUTES
+
+SLOW = {
+    *MORE_SCHEDULES,
+    "ddp x tensor",
+    "fsdp x tensor",
+    "fsdp, Llama",
+    "fsdp, selective recompute",
+    "hsdp 2x2",
+    "interleaved 2x2 x fsdp x tensor + sequence, recompute",
+    "interleaved 2x2 x zero-3, reduced every micro-batch",
+    "one device, recompute",
+    "pipeline 4, recompute",
+    "pipeline x fsdp",
+    "pipeline x hsdp",
+    "pipeline x tensor, permuted",
+    "pipeline x zero-3, reduced last",
+    "tensor 2 + sequence, norms of heads",
+    "tensor 2, mlp cut, attention whole",
+    "tensor 4, fused qkv, tied, head",
+    "zb-v 2x2 x fsdp, reduced every micro-batch",
+    "zero-2 x4",
+}
+"""What other cases cover in part; run by pytest -m slow."""
 
 FAULTS = {
     "one gradient 1% too large": Case("gpt", shard=2, fault="gradient"),
@@ -189,7 +212,7 @@ FAULTS = {
     "ties across stages not summed": Case("gpt", stages=(3, 3), num_microbatches=4, fault="ties"),
 }
 
-EVERYTHING = CASES | FAULTS | SLOW
+EVERYTHING = CASES | FAULTS
 
 
 class _Attention(nn.Module):
@@ -332,7 +355,7 @@ def _run_cases(names: list[str]) -> dict[str, dict[str, float] | str]:
 
 
 @functools.cache
-def _outcomes(num_ranks: int, slow: bool = False) -> dict[str, dict[str, float] | str]:
+def _outcomes(num_ranks: int, slow: bool) -> dict[str, dict[str, float] | str]:
     """Errors of every case for that many ranks, slow or not; they run in one fork."""
     names = [n for n, case in EVERYTHING.items() if case.num_ranks == num_ranks and (n in SLOW) == slow]
     for name in names:  # before the fork, so that ranks inherit it
@@ -343,23 +366,15 @@ def _outcomes(num_ranks: int, slow: bool = False) -> dict[str, dict[str, float] 
     return run_ranks(_run_cases, num_ranks, names)[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_plan_gives_the_numbers_of_one_process(name: str) -> None:
-    relative = _outcomes(CASES[name].num_ranks)[name]
-
-    assert max(relative.values()) < TOLERANCE, relative
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_more_schedules_give_the_numbers_of_one_process(name: str) -> None:
-    relative = _outcomes(SLOW[name].num_ranks, slow=True)[name]
+    relative = _outcomes(CASES[name].num_ranks, name in SLOW)[name]
 
     assert max(relative.values()) < TOLERANCE, relative
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_seen(name: str) -> None:
-    relative = _outcomes(FAULTS[name].num_ranks)[name]
+    relative = _outcomes(FAULTS[name].num_ranks, slow=False)[name]
 
     assert max(relative.values()) > 10 * TOLERANCE, relative

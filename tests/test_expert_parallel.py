@@ -93,6 +93,11 @@ CASES = {
 
 SLOW = {
     "deepseek, experts over all of four shards",
+    "mixtral, context",
+    "mixtral, full recompute",
+    "mixtral, tensor + sequence",
+    "own, stacked, hybrid",
+    "qwen3, pipeline",
     "deepseek, tensor, selective recompute",
     "mixtral, context and shards",
     "mixtral, selective recompute, reduced every micro-batch",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cli_support import some_plan
 from ranks import RankError, run_ranks
-from test_checkpoint import TiedNet, adamw, batch_of, loss, plan_of, samples
+from test_checkpoint import TiedNet, adamw, loss, plan_of, samples, tied_profile
 
 from benchmarks.faults import kill
 from benchmarks.faults.launched import Ending, launch
@@ -21,9 +21,7 @@ from meshwright.planner.cost.software import load_software
 from meshwright.planner.cost.stage_cost import outside_bytes
 from meshwright.planner.plan import Plan, Prediction
 from meshwright.planner.strategy import shape_of
-from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
 from meshwright.profiler.units import GIB
 
 HANG_S = 3.0
@@ -40,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
-    return trace(load_model(TiedNet, batch=batch_of, loss=loss))
+    return tied_profile()
 
 
 class Fragile(TiedNet):

@@ -98,6 +98,23 @@ CASES = {
     "pipeline x tensor + sequence, cut behind the slices": Case(tensor=2, stages=(7, 1), more={"sequence": True}),
 }
 
+SLOW = {
+    "ddp, bf16",
+    "fsdp x tensor + sequence",
+    "one device, bf16, recompute",
+    "pipeline 2, bf16",
+    "pipeline x ddp",
+    "pipeline x fsdp",
+    "pipeline x tensor + sequence, cut behind the slices",
+    "pipeline x tensor + sequence, cut before the slices",
+    "tensor 2",
+    "tensor 2 + sequence",
+    "tensor 2, mlp cut, attention whole",
+}
+"""What other cases cover in part; run by pytest -m slow."""
+
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+
 
 @dataclass(frozen=True)
 class Counted:
@@ -198,9 +215,9 @@ def _third_steps(cases: list[Case]) -> list[Counted]:
 
 
 @functools.cache
-def _counted_on(num_ranks: int) -> dict[str, list[Counted]]:
-    """Case -> [rank] -> what it did; all cases for that many ranks run in one fork."""
-    cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks}
+def _counted_on(num_ranks: int, slow: bool) -> dict[str, list[Counted]]:
+    """Case -> [rank] -> what it did; all cases for that many ranks, slow or not, run in one fork."""
+    cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks and (name in SLOW) == slow}
     for case in cases.values():
         _plan(case)
     ranks = (
@@ -212,10 +229,10 @@ def _counted_on(num_ranks: int) -> dict[str, list[Counted]]:
 
 
 def _counted(name: str) -> list[Counted]:
-    return _counted_on(CASES[name].num_ranks)[name]
+    return _counted_on(CASES[name].num_ranks, name in SLOW)[name]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_predicted_traffic_is_what_the_ranks_pass(name: str) -> None:
     """Bytes per axis and collective of the rank that passes most, within 1%, and its calls."""
     collectives = _predicted(CASES[name]).collectives
@@ -232,7 +249,7 @@ def test_predicted_traffic_is_what_the_ranks_pass(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_predicted_memory_is_the_peak_of_the_ranks(name: str) -> None:
     """Peak of what is allocated, on every rank of every stage."""
     memory = _predicted(CASES[name]).memory

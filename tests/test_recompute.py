@@ -1,7 +1,7 @@
 """Recompute keeps the bytes that the profile says, repeats what it must, and refuses what it cannot repeat."""
 
 import weakref
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan import Recompute
 from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
 from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.load import LoadedModel, load_model
+from meshwright.profiler.load import load_model
+from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.trace import trace
 
 SAMPLES, LENGTH, WIDTH, HEADS = 3, 16, 32, 4
@@ -62,8 +63,9 @@ class Model(nn.Module):
         return self.last(x).mean()
 
 
-def loaded(fused: bool) -> LoadedModel:
-    return load_model(partial(Model, fused), batch=lambda size: (torch.randn(size, LENGTH, WIDTH),))
+@cache
+def profile_of(fused: bool) -> ModelProfile:
+    return trace(load_model(partial(Model, fused), batch=lambda size: (torch.randn(size, LENGTH, WIDTH),)))
 
 
 class Living(TorchDispatchMode):
@@ -102,7 +104,7 @@ def kept_in_blocks(model: Model) -> int:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fused", [True, False])
 def test_blocks_keep_the_bytes_that_are_priced(fused: bool, mode: Recompute) -> None:
-    profile = trace(loaded(fused))
+    profile = profile_of(fused)
     prices = CostModel(profile, cluster(1, 1), TrainingSpec(global_batch=SAMPLES, precision="fp32"))
     shape = Shape(1, 1, 1, 1, micro_batch=SAMPLES, num_microbatches=1)
     model = Model(fused)

@@ -16,6 +16,7 @@ from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model
+from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.trace import trace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -99,8 +100,13 @@ class Numbers:
     held: dict[str, tuple[int, ...]]
 
 
+@functools.cache
+def _profile() -> ModelProfile:
+    return trace(_loaded())
+
+
 def _plan(tensor: int, reshard: bool) -> Plan:
-    profile = trace(_loaded())
+    profile = _profile()
     shape = Shape(1, 2, tensor, 1, 1, 2)
     training = TrainingSpec(global_batch=GLOBAL_BATCH, precision="fp32")
     options = [LayerOption(reshard=reshard) for _ in profile.layers]
@@ -112,8 +118,8 @@ def _whole_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return _batch(GLOBAL_BATCH)
 
 
-def _train(tensor: int, reshard: bool) -> Numbers:
-    trainer = parallelize(_build, _plan(tensor, reshard), lambda ps: torch.optim.SGD(ps, lr=0.1), loss=_loss, seed=0)
+def _train(plan: Plan) -> Numbers:
+    trainer = parallelize(_build, plan, lambda ps: torch.optim.SGD(ps, lr=0.1), loss=_loss, seed=0)
     share = slice(trainer.data_rank * 2, trainer.data_rank * 2 + 2)
     own = tuple(t[share] for t in _whole_batch())
     for _ in range(NUM_STEPS):
@@ -137,7 +143,7 @@ def _reference() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("tensor", "reshard"), [(1, True), (1, False), (2, True)])
 def test_parameters_divided_along_other_dims_train_to_the_numbers_of_one_process(tensor: int, reshard: bool) -> None:
-    ranks = run_ranks(_train, 2 * tensor, tensor, reshard)
+    ranks = run_ranks(_train, 2 * tensor, _plan(tensor, reshard))
 
     torch.testing.assert_close(ranks[0].state, dict(_reference()), rtol=1e-5, atol=1e-6)
     assert all(rank.held["0.bank"] == (BANK, WIDTH, INNER // 2) for rank in ranks)

@@ -9,21 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_checkpoint import GLOBAL_BATCH, TiedNet, adamw, batch_of, loss, plan_of, samples
+from test_checkpoint import GLOBAL_BATCH, TiedNet, adamw, loss, plan_of, samples, tied_profile
 
 from meshwright.executor import parallelize
 from meshwright.executor.reporting.run_report import run_table
 from meshwright.executor.run_document import load_run
 from meshwright.executor.telemetry import CommunicationClock, covered_s
 from meshwright.planner.plan import Plan, Prediction
-from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
 
 
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
-    return trace(load_model(TiedNet, batch=batch_of, loss=loss))
+    return tied_profile()
 
 
 def predicted(plan: Plan) -> Plan:

@@ -1,14 +1,16 @@
 """Which cuts are applied: the integer program against all choices, and what depends on links and sizes."""
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import small_profile
 from synthetic import cluster, device
-from zoo import zoo_profile
+from zoo import MODELS, zoo_profile
 
 from meshwright.planner.cost.comm_cost import collective_s
 from meshwright.planner.cost.layer_cost import CostModel
@@ -18,7 +20,9 @@ from meshwright.planner.solve.tensor_choice import CutChoice, Way, added_s, best
 from meshwright.planner.strategy import Cuts, Pins, Shape, divides, runs_on_slices, tensor_rule
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Link
+from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile, amount_at
+from meshwright.profiler.trace import trace
 
 NAMES = st.sampled_from("abcde")
 
@@ -94,7 +98,7 @@ def _legal(profile: ModelProfile, shape: Shape) -> list[Cuts]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("bandwidth", [1e9, 3.5e9, 1e10, 4e10, 3e11])
-@pytest.mark.parametrize("name", ["llama3_8b", "whisper_large_v3"])
+@pytest.mark.parametrize("name", ["llama3_8b", pytest.param("whisper_large_v3", marks=pytest.mark.slow)])
 def test_the_choice_for_a_model_is_the_best_of_all(name: str, bandwidth: float, sequence: bool) -> None:
     profile = zoo_profile(name)
     model = CostModel(profile, _slow(bandwidth), TrainingSpec(global_batch=8, seq_len=profile.seq_len))
@@ -139,8 +143,16 @@ def test_the_search_leaves_whole_what_is_not_worth_its_collectives() -> None:
     assert [cut.kind for cut in block.cuts] == ["mlp"]
 
 
-def test_costs_of_some_cuts_are_between_those_of_fewer_and_of_more() -> None:
-    layer_class = next(c for c in zoo_profile("whisper_large_v3").classes if len(c.cuts) == 3)
+def _shallow(name: str, folder: Path, **layers: int) -> ModelProfile:
+    """A model of the zoo with fewer layers; its classes are the same."""
+    config = json.loads((MODELS / name / "config.json").read_text()) | layers
+    (folder / "config.json").write_text(json.dumps(config))
+    return trace(load_model(folder))
+
+
+def test_costs_of_some_cuts_are_between_those_of_fewer_and_of_more(tmp_path: Path) -> None:
+    whisper = _shallow("whisper_large_v3", tmp_path, encoder_layers=1, decoder_layers=2)
+    layer_class = next(c for c in whisper.classes if len(c.cuts) == 3)
 
     def flops(*chosen: int) -> float:
         return sum(amount_at(op.flops, 1, 2) for op in mode_costs(layer_class, chosen, False).operators)
@@ -154,8 +166,8 @@ def test_costs_of_some_cuts_are_between_those_of_fewer_and_of_more() -> None:
     assert len(mode_costs(layer_class, (0, 2), False).collectives) == 4
 
 
-def test_what_no_degree_divides_stays_whole_beside_what_it_divides() -> None:
-    profile = zoo_profile("gpt2_xl")  # 25 heads, 6400 features
+def test_what_no_degree_divides_stays_whole_beside_what_it_divides(tmp_path: Path) -> None:
+    profile = _shallow("gpt2_xl", tmp_path, n_layer=2)  # 25 heads, 6400 features
 
     assert [tensor_rule(profile, degree) for degree in (2, 4, 8)] == [None] * 3
     assert tensor_rule(profile, 25) is None

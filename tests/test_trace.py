@@ -1,5 +1,6 @@
 """What a profile says equals what can be derived by hand."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def _block_flops(profile: ModelProfile, part: str = "forward") -> float:
 
 @pytest.mark.parametrize(
     ("name", "width", "kv_width", "hidden"),
-    [("llama3_8b", 4096, 1024, 14336), ("llama31_405b", 16384, 1024, 53248)],
+    [("llama3_8b", 4096, 1024, 14336), pytest.param("llama31_405b", 16384, 1024, 53248, marks=pytest.mark.slow)],
 )
 def test_llama_flops_equal_the_closed_form(name: str, width: int, kv_width: int, hidden: int) -> None:
     length = 8192
@@ -43,11 +44,6 @@ def test_llama_flops_equal_the_closed_form(name: str, width: int, kv_width: int,
 
     assert _block_flops(profile) == 2 * length * weights + causal_attention
     assert _block_flops(profile, "backward") == 4 * length * weights + 2.5 * causal_attention
-
-
-@pytest.mark.parametrize(("name", "billions"), [("llama3_8b", 8.030261248), ("llama31_405b", 405.8533888)])
-def test_parameters_add_up(name: str, billions: float) -> None:
-    assert zoo_profile(name).num_parameters == round(billions * 1e9)
 
 
 def test_gpt_block_saves_what_autograd_needs() -> None:
@@ -385,13 +381,15 @@ def test_experts_side_by_side_stay_in_their_layer() -> None:
     assert [layer.name for layer in profile.layers] == ["stages.0", "stages.1", "stages.2", "head"]
 
 
+@cache
+def _gpt_of_any_length() -> ModelProfile:
+    return trace(load_model("benchmarks/models/gpt.py"), seq_len=256, lengths=True)
+
+
 def test_a_profile_holds_at_lengths_between_those_it_was_made_at() -> None:
-    loaded = load_model("benchmarks/models/gpt.py")
-    profile = trace(loaded, seq_len=256, lengths=True)
+    between = at_seq_len(_gpt_of_any_length(), 192)
 
-    between = at_seq_len(profile, 192)
-
-    there = trace(loaded, seq_len=192)
+    there = trace(load_model("benchmarks/models/gpt.py"), seq_len=192)
     assert between.flops_per_sample() == pytest.approx(there.flops_per_sample(), rel=1e-9)
     for ours, theirs in zip(between.classes, there.classes, strict=True):
         for amount in ("saved", "selective", "full", "forward_transient", "backward_transient"):
@@ -448,7 +446,7 @@ def test_dropout_keeps_a_byte_per_element() -> None:
 
 
 def test_operators_name_the_dims_they_run_over() -> None:
-    profile = trace(load_model("benchmarks/models/gpt.py"), seq_len=256, lengths=True)
+    profile = _gpt_of_any_length()
     block = profile.layers[1].layer_class
     operators = profile.classes[block].whole.operators
 
@@ -522,7 +520,7 @@ def test_a_sequence_beyond_the_table_of_positions_is_refused_with_the_numbers() 
 
 
 def test_a_profile_is_not_stretched_beyond_the_table_of_positions() -> None:
-    profile = trace(load_model("benchmarks/models/gpt.py"), seq_len=256, lengths=True)
+    profile = _gpt_of_any_length()
 
     assert at_seq_len(profile, 1024).seq_len == 1024
     with pytest.raises(ValueError, match="--seq-len 1025, but the table of positions of gpt ends at 1024"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import save_file
-from test_checkpoint import PLANS, TiedNet, adamw, batch_of, loss, plan_of, samples
+from test_checkpoint import PLANS, TiedNet, adamw, batch_of, loss, plan_of, samples, tied_profile
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
@@ -22,7 +22,7 @@ from meshwright.profiler.trace import trace
 
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
-    return trace(load_model(TiedNet, batch=batch_of, loss=loss))
+    return tied_profile()
 
 
 def trained() -> dict[str, torch.Tensor]:

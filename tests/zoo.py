@@ -6,17 +6,15 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from meshwright.profiler.load import load_model
+from benchmarks.accuracy.cases import profile_of, whole
 from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
 
 MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
 
 
-@cache
 def zoo_profile(name: str) -> ModelProfile:
     """Profile of a model of the zoo at its own sequence length."""
-    return trace(load_model(MODELS / name))
+    return profile_of(whole(MODELS / name))
 
 
 @cache

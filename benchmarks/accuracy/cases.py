@@ -57,6 +57,7 @@ def name_of(source: Path) -> str:
 
 
 @cache
+@cache
 def whole(source: Path) -> LoadedModel:
     """The model as it is."""
     return load_model(source)
