@@ -1,7 +1,7 @@
 """The question and its answer: profile, cluster and job in; the plan, its proof, runners-up and baselines out."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import ModelProfile
@@ -110,7 +110,7 @@ def search(
         plan=plan,
         estimate=chosen.estimate,
         certificate=certificate,
-        runners_up=_runners_up(explorer, outcome, chosen),
+        runners_up=_runners_up(explorer, outcome, chosen, pins, deadline),
         baselines=tuple(_baseline(explorer, rule, priced, chosen, pins) for rule, priced in rules),
     )
 
@@ -205,14 +205,26 @@ def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, cho
     return Candidate(rule.name, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s)
 
 
-def _runners_up(explorer: Explorer, outcome: Outcome, chosen: _Priced) -> tuple[Candidate, ...]:
-    """The best five others, one per choice of degrees and schedule."""
+def _at_its_best(explorer: Explorer, solved: Solved, pins: Pins, deadline: float) -> Solved:
+    """The best plan of the same degrees and schedule. Of runners-up the search solves what has the least bound first,
+    which need not be the micro-batch that suits them."""
+    shape = solved.shape
+    alike = replace(pins.as_in(shape), data_replicate=shape.data_replicate, data_shard=shape.data_shard)
+    return explorer.explore(alike, deadline, near=0, cutoff_s=solved.seconds).best or solved
+
+
+def _runners_up(
+    explorer: Explorer, outcome: Outcome, chosen: _Priced, pins: Pins, deadline: float
+) -> tuple[Candidate, ...]:
+    """The best five others, each of other degrees, schedule or micro-batch, and none beaten by another micro-batch."""
     seen = {shape_of(chosen.plan).layout}
     result = []
-    for solved in sorted(outcome.solved, key=lambda s: s.seconds):
-        if solved.shape.layout in seen:
+    for first in sorted(outcome.solved, key=lambda s: s.seconds):
+        if first.shape.layout in seen:
             continue
-        seen.add(solved.shape.layout)
+        best = _at_its_best(explorer, first, pins, deadline)
+        solved = first if best.shape.layout in seen else best
+        seen |= {first.shape.layout, solved.shape.layout}
         priced = _price(explorer, solved)
         label = f"{solved.shape.label}, micro-batch {solved.shape.micro_batch}"
         verdict = priced_only(priced.plan, compared(priced.estimate, chosen.estimate))

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -230,6 +230,21 @@ class Pins:
         """Whether what the executor does not run yet was asked for: all of it, or by name or degree."""
         degrees = (self.context or 1) * (self.expert or 1)
         return self.everything or degrees > 1 or self.context_kind is not None or self.schedule is not None
+
+    def as_in(self, shape: Shape) -> "Pins":
+        """These pins and how a shape splits the model, its sequences and its experts, by which schedule; how data ranks
+        share their state, the micro-batch and recompute are left open."""
+        return replace(
+            self,
+            tensor=shape.tensor,
+            sequence=shape.sequence if shape.tensor > 1 else None,
+            context=shape.context,
+            context_kind=shape.context_kind if shape.context > 1 else None,
+            expert=shape.expert,
+            pipeline=shape.pipeline,
+            schedule=shape.schedule,
+            virtual_stages=shape.virtual_stages if shape.pipeline > 1 else None,
+        )
 
     def allows(self, name: str, value: object) -> bool:
         """Whether a choice agrees with what is pinned."""

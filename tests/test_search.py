@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from synthetic import cluster, device, layer_class, profile, random_class
@@ -181,6 +182,24 @@ def test_emitted_plan_passes_the_independent_check(seed: int) -> None:
     for baseline in result.baselines:
         if baseline.estimate is not None:
             assert result.estimate.step_time_s <= baseline.estimate.step_time_s * 1.01
+
+
+@pytest.mark.parametrize("seed", [2002, 2003, 2043])
+def test_no_runner_up_is_beaten_by_another_micro_batch_of_its_degrees(seed: int) -> None:
+    model, on, training = random_instance(seed)
+    result = search(model, on, training)
+    explorer, shown = Explorer(model, on, training), {shape_of(result.plan).layout}
+
+    for candidate in result.runners_up:
+        assert candidate.plan is not None
+        assert candidate.estimate is not None
+        shape = shape_of(candidate.plan)
+        pins = replace(Pins().as_in(shape), data_replicate=shape.data_replicate, data_shard=shape.data_shard)
+        best = explorer.explore(pins, math.inf, near=0).best
+        shown.add(shape.layout)
+
+        assert best is not None
+        assert best.shape.layout in shown or candidate.estimate.closed_form_s <= best.seconds * (1 + 1e-9)
 
 
 def test_shapes_are_all_accounted_for() -> None:

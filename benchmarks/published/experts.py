@@ -225,30 +225,14 @@ def fastest(explorer: Explorer, theirs: Plan, priced: Estimate, pins: Pins, time
     """The plan of least closed form. Plans of their layout are looked for first, and in the whole space only faster
     ones; where theirs is not in the space, ones faster than theirs first, so that what need not be solved is not."""
     deadline = time.monotonic() + time_limit_s
-    alike = explorer.explore(like(theirs, pins), deadline, near=0).best
+    layout = replace(pins.as_in(shape_of(theirs)), micro_batch=theirs.micro_batch)
+    alike = explorer.explore(layout, deadline, near=0).best
     for cutoff_s in [alike.seconds] if alike is not None else [priced.closed_form_s * slower for slower in CUTOFFS]:
         outcome = explorer.explore(pins, deadline, near=0, cutoff_s=cutoff_s)
         best = outcome.best or alike
         if best is not None or not outcome.complete:
             return Pick(best, min(cutoff_s, outcome.bound), outcome.complete)
     return Pick(None, float("inf"), True)
-
-
-def like(plan: Plan, pins: Pins) -> Pins:
-    """The pins with a plan's degrees, schedule and micro-batch; how data ranks share, and recompute, are left open."""
-    shape = shape_of(plan)
-    return replace(
-        pins,
-        tensor=shape.tensor,
-        sequence=shape.sequence if shape.tensor > 1 else None,
-        context=shape.context,
-        context_kind=shape.context_kind if shape.context > 1 else None,
-        expert=shape.expert,
-        pipeline=shape.pipeline,
-        schedule=shape.schedule,
-        virtual_stages=shape.virtual_stages if shape.pipeline > 1 else None,
-        micro_batch=shape.micro_batch,
-    )
 
 
 def _without(pick: Pick) -> str:
