@@ -179,6 +179,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["old.json", "--gpus", "8"], "old.json is not a profile this version reads"),
         (["plan.json", "--gpus", "8"], "plan.json is a plan, not a model"),
         (["verify", "none.json"], "no such plan: none.json"),
+        (["newer.json", "--gpus", "8"], "newer.json is not a profile this version reads"),
         (["show", "broken.json"], "broken.json is not JSON"),
         (["show", "profile.json"], "is not a Meshwright plan"),
         (["show", "future.json"], "schema_version 99"),
@@ -199,6 +200,8 @@ def test_files_that_are_not_what_they_should_be(
     (tmp_path / "future.json").write_text(json.dumps(document | {"schema_version": 99}))
     (tmp_path / "bent.json").write_text(json.dumps(document | {"micro_batch": 3}))
     (tmp_path / "old.json").write_text('{"kind": "meshwright-profile", "schema_version": 0}')
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    (tmp_path / "newer.json").write_text(json.dumps(profile | {"schema_version": 99}))
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "model.py").write_text("")
 
@@ -206,6 +209,20 @@ def test_files_that_are_not_what_they_should_be(
 
     captured = capsys.readouterr()
     assert sentence in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("flag", ["--global-batch", "--micro-batch", "--seq-len", "--gpus-per-node"])
+@pytest.mark.parametrize("text", ["2.5", "0", "-8", "many"])
+def test_what_must_be_whole_is_refused_by_name(
+    saved: str, flag: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan(saved, "--gpus", "8", f"{flag}={text}") == 2
+
+    captured = capsys.readouterr()
+    said = " ".join(captured.err.replace("│", " ").split())
+    assert flag in said
+    assert f"{text} is no whole number of at least 1" in said
     assert captured.out == ""
 
 

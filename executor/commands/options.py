@@ -35,6 +35,13 @@ class SpaceOf(StrEnum):
     FULL = "full"
 
 
+def _whole_number(text: str) -> int:
+    """The number that a flag's text says."""
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text} is no whole number of at least 1")
+    return int(text)
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -60,7 +67,8 @@ Device = Annotated[
     typer.Option("--device", metavar="NAME", help="a preset (`plan devices`) or a device TOML", show_default=False),
 ]
 PerNode = Annotated[
-    int | None, typer.Option("--gpus-per-node", metavar="N", min=1, help="GPUs of one host", show_default=False)
+    int | None,
+    typer.Option("--gpus-per-node", metavar="N", parser=_whole_number, help="GPUs of one host", show_default=False),
 ]
 ClusterFile = Annotated[
     Path | None,
@@ -68,10 +76,13 @@ ClusterFile = Annotated[
 ]
 GlobalBatch = Annotated[
     int | None,
-    typer.Option("--global-batch", "-b", metavar="N", min=1, help="samples per optimizer step, over all GPUs"),
+    typer.Option(
+        "--global-batch", "-b", metavar="N", parser=_whole_number, help="samples per optimizer step, over all GPUs"
+    ),
 ]
 SeqLen = Annotated[
-    int | None, typer.Option("--seq-len", "-s", metavar="N", min=1, help="tokens per sample (default: the model's)")
+    int | None,
+    typer.Option("--seq-len", "-s", metavar="N", parser=_whole_number, help="tokens per sample (default: the model's)"),
 ]
 PrecisionFlag = Annotated[Precision | None, typer.Option("--precision", help="default: bf16; fp32 on cpu")]
 OptimizerFlag = Annotated[Optimizer, typer.Option("--optimizer")]
@@ -113,7 +124,13 @@ ObjectiveFlag = Annotated[
 ]
 MicroBatch = Annotated[
     int | None,
-    typer.Option("--micro-batch", metavar="N", min=1, help="samples of one data rank per forward", show_default=False),
+    typer.Option(
+        "--micro-batch",
+        metavar="N",
+        parser=_whole_number,
+        help="samples of one data rank per forward",
+        show_default=False,
+    ),
 ]
 TimeLimit = Annotated[
     float, typer.Option("--time-limit", metavar="SECONDS", min=0.1, help="seconds the search may take")
