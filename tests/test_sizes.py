@@ -1,5 +1,8 @@
 """Sizes at both ends: models of one layer and of 5,000, clusters of odd numbers of GPUs and of a million."""
 
+import time
+from typing import Any
+
 import numpy as np
 import pytest
 from synthetic import cluster, device, layer_class, profile
@@ -8,7 +11,9 @@ from meshwright.planner.check import check
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan import Plan
 from meshwright.planner.search import SearchResult, search
+from meshwright.planner.solve import knapsack
 from meshwright.planner.solve.columns import Chain
+from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.strategy import MOST_COUNTS, MOST_STARTS, Pins, stage_starts
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of
@@ -102,3 +107,31 @@ def test_a_million_gpus_have_a_plan_by_solving_few_shapes(pins: Pins) -> None:
     assert result.plan.degrees.num_devices == 1_000_000
     assert result.certificate.status == "optimal"
     assert result.certificate.shapes["solved"] < 200
+
+
+def test_the_layer_wise_choice_is_no_more_work_with_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven billion parameters on 8 GPUs, from memory for some layers to memory for all; work: combinations of options
+    that are looked through."""
+    block = layer_class("block", 3e12, 218_000_000, saved=2.5e9, inputs=7e7, transient=5e8, parts=(0.2, 0.3))
+    ends = layer_class("ends", 4e12, 500_000_000, saved=1e9, inputs=7e7, transient=5e8)
+    model, looked_through = profile([block, ends], [1, *[0] * 32, 1], crossing=7e7), [0]
+    counts_within = knapsack._counts_within
+
+    def counted(*arguments: Any) -> Any:
+        table = counts_within(*arguments)
+        looked_through[0] += len(table)
+        return table
+
+    monkeypatch.setattr(knapsack, "_counts_within", counted)
+    work, seconds = {}, []
+    for memory in (40, 56, 80, 112, 160):
+        looked_through[0] = 0
+        explorer = Explorer(model, cluster(on=device(memory=1e9 * memory)), job(64))
+        best = explorer.explore(Pins(data_shard=8), time.monotonic() + 60, near=0).best
+        work[memory] = looked_through[0]
+        seconds.append(best.seconds if best is not None else float("inf"))
+
+    assert 0 == work[160] < work[112] <= work[56] < 200_000
+    assert work[80] <= work[40] < 200_000
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 1.05 * seconds[-1], "memory makes a difference"

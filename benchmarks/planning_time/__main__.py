@@ -26,6 +26,9 @@ RUNS = 3
 ENOUGH_S = 6.0
 """Wall seconds of a case's searches after which it is not run again."""
 
+TIME_LIMIT_S = 30
+"""Of each search."""
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -38,34 +41,47 @@ class Timing:
     plan: str
     status: str
     shapes: dict[str, int]
-    search_s: float
+    search_s: float | None
     search_target_s: float | None
     shell_s: float | None
     shell_target_s: float | None
-    peak_gib: float
+    peak_gib: float | None
+
+    @classmethod
+    def failed(cls, case: Case, said: str) -> "Timing":
+        """That of a case without an answer."""
+        return cls(case.name, said, "no plan", {}, None, case.search_s, None, case.shell_s, None)
 
     @property
     def is_met(self) -> bool | None:
         """Whether the targets are met; None where there are none."""
+        if self.search_s is None:
+            return False
         pairs = ((self.search_s, self.search_target_s), (self.shell_s, self.shell_target_s))
         met = [found <= target for found, target in pairs if found is not None and target is not None]
         return all(met) if met else None
 
 
+class FailedError(RuntimeError):
+    """What `plan` said instead of an answer."""
+
+
 def run(arguments: Sequence[str], out: Path) -> tuple[float, float]:
-    """(wall seconds, peak GiB) of one run of `plan` as a process of its own, whose output goes to a file."""
+    """(wall seconds, peak GiB) of one run of `plan` as a process of its own, whose output goes to a file. Raises
+    FailedError."""
     command = shutil.which("plan")
     if command is None:
         raise SystemExit("no `plan` on PATH: pip install -e . first")
-    with out.open("w") as told, open(os.devnull, "w") as nowhere:
+    errors = out.with_suffix(".errors")
+    with out.open("w") as told, errors.open("w") as refused:
         start = time.monotonic()
-        actions = [(os.POSIX_SPAWN_DUP2, told.fileno(), 1), (os.POSIX_SPAWN_DUP2, nowhere.fileno(), 2)]
+        actions = [(os.POSIX_SPAWN_DUP2, told.fileno(), 1), (os.POSIX_SPAWN_DUP2, refused.fileno(), 2)]
         environment = {**os.environ, "MESHWRIGHT_CACHE": "off"}  # what a first call takes
         process = os.posix_spawn(command, [command, *arguments], environment, file_actions=actions)
         _, status, usage = os.wait4(process, 0)
         wall_s = time.monotonic() - start
     if os.waitstatus_to_exitcode(status) != 0:
-        raise SystemExit(f"failed: plan {' '.join(arguments)}")
+        raise FailedError(" ".join(errors.read_text().split()) or f"plan {' '.join(arguments)} failed")
     return wall_s, usage.ru_maxrss / 2**20
 
 
@@ -78,7 +94,7 @@ def timed(case: Case, folder: Path, from_shell: bool) -> Timing:
     if case.cluster is not None:
         (folder / "cluster.toml").write_text(case.cluster)
         where = ["--cluster", str(folder / "cluster.toml")]
-    job = [*where, *case.job, "--json", "-o", str(folder / "plan.json")]
+    job = [*where, *case.job, "--time-limit", str(TIME_LIMIT_S), "--json", "-o", str(folder / "plan.json")]
     found, peaks, spent_s = [], [], 0.0
     while len(found) < RUNS and spent_s < ENOUGH_S:
         wall_s, peak_gib = run([str(profile), *job], folder / "said")
@@ -123,12 +139,13 @@ HEAD = (
 
 def line(each: Timing) -> str:
     """A line of the table."""
-    counts = " | ".join(f"{each.shapes[name]:,}" for name in ("total", "rejected", "pruned", "solved"))
-    times = (each.search_s, each.search_target_s, each.shell_s, each.shell_target_s)
-    seconds = " | ".join("" if value is None else f"{value:.2f}" for value in times)
+    known = ("total", "rejected", "pruned", "solved")
+    counts = " | ".join(f"{each.shapes[name]:,}" if each.shapes else "" for name in known)
+    times = (each.search_s, each.search_target_s, each.shell_s, each.shell_target_s, each.peak_gib)
+    numbers = " | ".join("" if value is None else f"{value:.2f}" for value in times)
     met = {None: "", True: "yes", False: "**no**"}[each.is_met]
     met += "" if each.status == "optimal" else f" ({each.status})"
-    return f"| {each.name} | {each.plan} | {counts} | {seconds} | {each.peak_gib:.2f} | {met} |"
+    return f"| {each.name} | {each.plan} | {counts} | {numbers} | {met} |"
 
 
 def table(timings: Sequence[Timing]) -> str:
@@ -138,14 +155,19 @@ def table(timings: Sequence[Timing]) -> str:
 
 def growth(scales: Sequence[Timing]) -> str:
     """How much longer the search takes on the most GPUs than on the fewest."""
-    times = scales[-1].search_s / scales[0].search_s
-    met = "met" if times <= MOST_GROWTH else "**not met**"
-    return f"{scales[-1].name} / {scales[0].name}: {times:.1f} times as long; target at most {MOST_GROWTH:.0f}: {met}"
+    most, fewest = scales[-1].search_s, scales[0].search_s
+    told = f"{scales[-1].name} / {scales[0].name}"
+    if most is None or fewest is None:
+        return f"{told}: no plan; target at most {MOST_GROWTH:.0f} times as long: **not met**"
+    met = "met" if most <= MOST_GROWTH * fewest else "**not met**"
+    return f"{told}: {most / fewest:.1f} times as long; target at most {MOST_GROWTH:.0f}: {met}"
 
 
 def more_memory(timings: Sequence[Timing]) -> str:
     """How long the layer-wise choice takes with more memory beside how long with less."""
     less, more = (next(each for each in timings if each.name == name) for name in LAYER_WISE)
+    if more.search_s is None or less.search_s is None:
+        return f"{more.name} / of 40 GB: no plan; **not met**"
     met = "met" if more.search_s <= less.search_s else "**not met**"
     return (
         f"{more.name} / of 40 GB: {more.search_s:.2f} s / {less.search_s:.2f} s, {more.shapes['solved']} / "
@@ -162,7 +184,10 @@ def plot(scales: Sequence[Timing], path: Path) -> bool:
         return False
     pyplot.switch_backend("agg")
     figure, axes = pyplot.subplots(figsize=(6, 4))
-    axes.loglog([case.gpus for case in SCALES[: len(scales)]], [each.search_s for each in scales], marker="o", base=2)
+    points = [
+        (case.gpus, each.search_s) for case, each in zip(SCALES, scales, strict=True) if each.search_s is not None
+    ]
+    axes.loglog(*zip(*points, strict=True), marker="o", base=2)
     axes.set_xlabel("GPUs")
     axes.set_ylabel("search, s")
     axes.set_title("Llama-3-8B, eight samples per GPU")
@@ -183,9 +208,8 @@ def main() -> None:
     cases = [case for case in CASES if asked.only.lower() in case.name.lower()]
     with tempfile.TemporaryDirectory() as name:
         print(HEAD, flush=True)
-        timings = list(map(_told, (timed(case, Path(name), from_shell=True) for case in cases)))
-        points = () if asked.only else SCALES
-        scales = list(map(_told, (timed(case, Path(name), from_shell=False) for case in points)))
+        timings = [_told(case, Path(name), from_shell=True) for case in cases]
+        scales = [] if asked.only else [_told(case, Path(name), from_shell=False) for case in SCALES]
     took_min = (time.monotonic() - begun) / 60
     asked.out.mkdir(parents=True, exist_ok=True)
     text = (
@@ -203,8 +227,12 @@ def main() -> None:
         print(f"\n{growth(scales)}\n{more_memory(timings)}\n{took_min:.0f} minutes")
 
 
-def _told(timing: Timing) -> Timing:
-    """The timing, whose line is printed."""
+def _told(case: Case, folder: Path, from_shell: bool) -> Timing:
+    """What a case takes, or says instead of an answer; its line is printed."""
+    try:
+        timing = timed(case, folder, from_shell)
+    except FailedError as error:
+        timing = Timing.failed(case, str(error))
     print(line(timing), flush=True)
     return timing
 
