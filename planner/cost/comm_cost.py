@@ -48,15 +48,18 @@ def collective_s(kind: Collective, full_bytes: float, links: GroupLinks) -> floa
 
 
 def _ring_s(full_bytes: float, links: GroupLinks) -> float:
-    inside, hosts = links.group.ranks_per_host, links.group.hosts
-    size = links.group.size
-    inside_s = (size - 1) / size * full_bytes / links.link.bandwidth if inside > 1 else 0.0
+    per_byte_s, latency_s = ring_rates(links)
+    return full_bytes * per_byte_s + latency_s
+
+
+def ring_rates(links: GroupLinks) -> tuple[float, float]:
+    """(seconds per byte of the full tensor, seconds of latency) of one half of a ring, before the backend's factor."""
+    inside, hosts, size = links.group.ranks_per_host, links.group.hosts, links.group.size
+    inside_s = (size - 1) / size / links.link.bandwidth if inside > 1 else 0.0
     across_s = 0.0
     if hosts > 1:
-        share = links.network.bandwidth * inside / links.devices_per_host
-        across_s = (hosts - 1) / hosts * full_bytes / share
-    latency_s = (inside - 1) * links.link.latency + (hosts - 1) * links.network.latency
-    return max(inside_s, across_s) + latency_s
+        across_s = (hosts - 1) / hosts / (links.network.bandwidth * inside / links.devices_per_host)
+    return max(inside_s, across_s), (inside - 1) * links.link.latency + (hosts - 1) * links.network.latency
 
 
 def _neighbour_s(num_bytes: float, links: GroupLinks) -> float:

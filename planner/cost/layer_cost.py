@@ -220,7 +220,7 @@ class CostModel:
         again: the layer is recomputed, so that the first new gradient meets all that the forward has made again."""
         if state.buffers:
             return (max(working.forward, working.backward),) * 3
-        total, trainable = self._spread(kind, shape)
+        total, trainable = self.spread_of(kind, shape)
         if not uses_fully_shard(shape, self.training):
             sizes = [p.num_elements for p in self.layer_class(kind).parameters if p.trainable]
             new = max(sizes, default=0) * state.new_gradient or trainable.gathered * MASTER_BYTES - kept
@@ -230,7 +230,7 @@ class CostModel:
         copy = total.gathered * state.gathered
         own = copy if resharded else 0.0
         ahead = self._before(kind, shape) if resharded and several else None
-        prefetched = self._spread(ahead, shape)[0].gathered * state.gathered if ahead else 0.0
+        prefetched = self.spread_of(ahead, shape)[0].gathered * state.gathered if ahead else 0.0
         arrived = copy if several and not in_root and (resharded or not state.copies_stay) else 0.0
         new, whole = trainable.gathered * self.training.compute_bytes, trainable.reduced * MASTER_BYTES
         if working.logits:
@@ -273,7 +273,7 @@ class CostModel:
         Transformer Engine, torch's symmetric memory), which reaches as far as the links inside a host do."""
         return self.software.tensor_overlap if links.group.hosts == 1 else 0.0
 
-    def _exposed_tensor_s(self, comm_s: float, compute_s: float, links: GroupLinks) -> float:
+    def exposed_tensor_s(self, comm_s: float, compute_s: float, links: GroupLinks) -> float:
         """What is left of tensor-parallel communication where the stack hides a share of it behind the layer's work."""
         return comm_s - min(self.hidden_tensor(links) * comm_s, compute_s)
 
@@ -281,7 +281,7 @@ class CostModel:
         """Links of the groups that parameters are sharded over."""
         return self.links(shape.sharded_over, shape.shard_stride)
 
-    def _context(self, kind: Kind, shape: Shape, stride: int | None = None) -> ContextCost:
+    def context_of(self, kind: Kind, shape: Shape, stride: int | None = None) -> ContextCost:
         """Exchanges of a layer's attention between context ranks; stride: between them, if not as the shape has it."""
         if shape.context == 1:
             return NOTHING
@@ -307,17 +307,17 @@ class CostModel:
     def least_exchange_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
         """Exposed seconds of a layer's exchanges with context and expert ranks in the forward, and in the backward
         without recompute, that no order of the mesh axes beats."""
-        contexts = [self._context(kind, shape, stride) for stride in self.places(shape.context)]
-        dispatch_s = min(self._dispatch(kind, shape, stride)[0] for stride in self.places(shape.expert))
-        expert_s = self._exposed_dispatch_s(dispatch_s, kind, shape)
+        contexts = [self.context_of(kind, shape, stride) for stride in self.places(shape.context)]
+        dispatch_s = min(self.dispatch_of(kind, shape, stride)[0] for stride in self.places(shape.expert))
+        expert_s = self.exposed_dispatch_s(dispatch_s, kind, shape)
         forward_s, backward_s = min(c.forward_s for c in contexts), min(c.backward_s for c in contexts)
         return forward_s + 2 * expert_s, backward_s + 2 * expert_s
 
-    def _exposed_dispatch_s(self, dispatch_s: float, kind: Kind, shape: Shape) -> float:
+    def exposed_dispatch_s(self, dispatch_s: float, kind: Kind, shape: Shape) -> float:
         """What is left of sending tokens to experts where the stack hides a share of it behind the layer's work."""
         return dispatch_s - min(self.software.expert_overlap * dispatch_s, self.compute(kind, shape).forward)
 
-    def _dispatch(self, kind: Kind, shape: Shape, stride: int | None = None) -> tuple[float, float, float]:
+    def dispatch_of(self, kind: Kind, shape: Shape, stride: int | None = None) -> tuple[float, float, float]:
         """(seconds, bytes, calls) of sending a layer's tokens to their experts once for one micro-batch; bringing them
         back takes the same, and so do their gradients. stride: between expert ranks, if not as the shape has it."""
         if shape.expert == 1:
@@ -334,12 +334,13 @@ class CostModel:
             total += num_bytes
         return seconds, total, float(len(banks))
 
-    def _routing_s(self, kind: Kind, shape: Shape) -> float:
-        """Seconds that the host adds to a pass for a layer's experts."""
+    def host_s(self, kind: Kind, shape: Shape) -> float:
+        """Seconds that the host adds to a pass through a layer, for its experts too."""
         banks, expert = self.layer_class(kind).experts, shape.expert
-        return sum(self.software.host_routing_s(bank.count / expert, expert) for bank in banks)
+        routing_s = sum(self.software.host_routing_s(bank.count / expert, expert) for bank in banks)
+        return self.software.host_layer_s + routing_s
 
-    def _accumulate_s(self, trainable: float, shape: Shape) -> float:
+    def accumulated_s(self, trainable: float, shape: Shape) -> float:
         """Seconds per micro-batch of adding new gradients to those of the micro-batches before: fp32, two reads and a
         write, of shards where they are reduced first."""
         if shape.num_microbatches == 1 or self.software.accumulates_in_matmul:
@@ -380,7 +381,7 @@ class CostModel:
         """What a layer of this kind costs under a shape and an option."""
         seconds = self.compute(kind, shape)
         state = state_bytes(shape, self.training)
-        total, trainable = self._spread(kind, shape)
+        total, trainable = self.spread_of(kind, shape)
         axis_links = self.axis_links(shape, "tensor")
         tensor_s: dict[Part, float] = {"forward": 0.0, "backward": 0.0}
         repeated_s = 0.0
@@ -390,14 +391,14 @@ class CostModel:
             repeated_s += item_s if repeated else 0.0
         in_root = kind.is_in_root(shape)
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
-        own, own_trainable = self._spread(kind, shape, kind.held_before(shape))
+        own, own_trainable = self.spread_of(kind, shape, kind.held_before(shape))
         data = self._data(shape, resharded, own.reduced, own_trainable.reduced, seconds)
         full = option.recompute == "full"
         kept, working = self._activation_bytes(kind, shape, option.recompute)
         uncast = full and not state.buffers and not uses_fully_shard(shape, self.training)
         held = 0.0 if resharded or uncast else total.gathered * state.gathered
-        context = self._context(kind, shape)
-        expert_s = self._exposed_dispatch_s(self._dispatch(kind, shape)[0], kind, shape)
+        context = self.context_of(kind, shape)
+        expert_s = self.exposed_dispatch_s(self.dispatch_of(kind, shape)[0], kind, shape)
         again_s, freed = self._parts(kind, shape, option.recompute)
         freed *= self.software.memory.kept(option.recompute, self.training.precision)
         if freed:
@@ -411,16 +412,16 @@ class CostModel:
             kept, buffers = 0.0, buffers + 2 * kept
         again = option.recompute in ("selective", "full")
         transient, ending, waiting = self._transients(kind, shape, state, working, kept, resharded, again)
-        host_s = self.software.host_layer_s + self._routing_s(kind, shape)
+        host_s = self.host_s(kind, shape)
         shard = shape.sharded_over
         return LayerCost(
             forward_s=seconds.forward + host_s,
-            backward_s=seconds.backward + self._accumulate_s(trainable.gathered, shape) + host_s,
+            backward_s=seconds.backward + self.accumulated_s(trainable.gathered, shape) + host_s,
             weight_s=seconds.backward_weight,
             recompute_s=seconds.repeated[option.recompute] + again_s,
-            tensor_forward_s=self._exposed_tensor_s(tensor_s["forward"], seconds.forward, axis_links),
-            tensor_backward_s=self._exposed_tensor_s(tensor_s["backward"], seconds.backward, axis_links)
-            + (self._exposed_tensor_s(repeated_s, seconds.forward, axis_links) if repeats_collectives else 0.0),
+            tensor_forward_s=self.exposed_tensor_s(tensor_s["forward"], seconds.forward, axis_links),
+            tensor_backward_s=self.exposed_tensor_s(tensor_s["backward"], seconds.backward, axis_links)
+            + (self.exposed_tensor_s(repeated_s, seconds.forward, axis_links) if repeats_collectives else 0.0),
             data_forward_s=data.forward_s,
             data_backward_s=data.backward_s,
             once_data_s=data.once_s + self.whole_gradients_s(kind, shape),
@@ -455,12 +456,12 @@ class CostModel:
         self, kind: Kind, shape: Shape, repeats_attention: bool, repeats_experts: bool
     ) -> tuple[Traffic, ...]:
         """Collectives of one layer with context ranks and expert ranks for one micro-batch."""
-        context, traffic = self._context(kind, shape), []
+        context, traffic = self.context_of(kind, shape), []
         for exchanges, times in ((context.forward, 2.0 if repeats_attention else 1.0), (context.backward, 1.0)):
             for e in exchanges:
                 ends = 2.0 if e.kind == "p2p" else 1.0  # each rank of a ring sends one block and receives another
                 traffic.append(Traffic("context", e.kind, e.num_bytes, ends * times * e.calls, False))
-        _, num_bytes, calls = self._dispatch(kind, shape)
+        _, num_bytes, calls = self.dispatch_of(kind, shape)
         if calls:
             passes = 6 if repeats_experts else 4
             traffic.append(Traffic("expert", "all_to_all", num_bytes / calls, passes * calls, False))
@@ -495,7 +496,7 @@ class CostModel:
         """Seconds to bring bytes to the host, or back."""
         return num_bytes / self.device.host_bandwidth
 
-    def _spread(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[Spread, Spread]:
+    def spread_of(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[Spread, Spread]:
         """(all, trainable) parameter elements of a layer on one tensor rank by what they cost there."""
         total, trainable = self.elements(kind, shape, without)
         if shape.expert == 1:
@@ -505,7 +506,7 @@ class CostModel:
 
     def stored_elements(self, kind: Kind, shape: Shape) -> tuple[float, float]:
         """(all, trainable) elements of a layer, as if all were sharded over the ranks that share its other ones."""
-        total, trainable = self._spread(kind, shape)
+        total, trainable = self.spread_of(kind, shape)
         return total.stored, trainable.stored
 
     def spread_names(self, kind: Kind, shape: Shape) -> frozenset[str]:

@@ -7,6 +7,7 @@ priced exactly: memory by the schedule's table, time by event simulation.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,6 @@ from itertools import combinations, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost.memory_cost import state_bytes
 from ..cost.simulate import ZERO_BUBBLE, simulated_step_s
 from ..cost.stage_cost import StageCost, on_one_rank
 from ..plan import Recompute, Schedule, stage_of
@@ -25,6 +25,9 @@ from .knapsack import tie_prices
 from .scan import Assignment
 
 Floats = NDArray[np.float64]
+
+RESOLUTION = 1 / 64
+"""Of the mean layer: seconds that differ by less give the same cuts."""
 
 FEW_CUTS = 30
 """So many ways to cut the chain, or fewer, are all priced."""
@@ -46,6 +49,11 @@ class Chunking:
     def stages(self, rank: int) -> list[int]:
         """Stages of a rank, in the order of its chunks."""
         return [stage_of(self.schedule, rank, chunk, self.num_ranks) for chunk in range(self.virtual)]
+
+    @property
+    def ranks(self) -> tuple[object, ...]:
+        """What decides which rank holds which stage."""
+        return self.schedule == "zb-v", self.num_ranks, self.virtual
 
     @property
     def holds(self) -> Floats:
@@ -75,8 +83,20 @@ class Cuts:
         it, then has all micro-batches of all its stages to do, and unless gradients of weights come last, the last
         one's backward has those ranks still before it. per_run_s, forward_s: [run] -> seconds of a layer. added_s:
         [rank] -> seconds that a micro-batch takes beyond that."""
+        return float(self.least_of_each_s(schedule, num_microbatches, per_run_s, forward_s, added_s))
+
+    def least_of_each_s(
+        self,
+        schedule: Schedule,
+        num_microbatches: int,
+        per_run_s: Floats,
+        forward_s: Floats,
+        added_s: Floats | float = 0.0,
+    ) -> Floats:
+        """[shape] -> the same, with [run][shape] -> seconds of a layer."""
         beside = forward_s if schedule in ZERO_BUBBLE else per_run_s
-        return float((num_microbatches * (self.work @ per_run_s + added_s) + self.ahead @ beside).max())
+        seconds: Floats = (num_microbatches * (self.work @ per_run_s + added_s) + self.ahead @ beside).max(axis=0)
+        return seconds
 
 
 @lru_cache(maxsize=256)
@@ -100,125 +120,129 @@ class LeastRecompute:
     several prices, with layers' transients at their least.
 
     least: [stage][price][run] -> least seconds and priced bytes of a layer beyond its fastest option. fewest:
-    [stage][run] -> bytes of activations. static, passing: [run] -> bytes held, and there only in a layer's turn.
+    [stage][run] -> bytes of activations. passing: [run] -> bytes that are there only in a layer's turn. flights:
+    [stage] -> micro-batches.
     """
 
     frame: Chunking
     rates: Floats
     least: Floats
     fewest: Floats
-    static: Floats
     passing: Floats
-    free: float
+    flights: Floats
 
     @classmethod
-    def of(cls, prices: StagePrices) -> "LeastRecompute":
-        """That of a shape."""
-        shape, state, model = prices.shape, state_bytes(prices.shape, prices.model.training), prices.model
+    def of(cls, shape: Shape, again_s: Sequence[Floats], kept: Sequence[Floats], passing: Floats) -> "LeastRecompute":
+        """That of a shape's frame. again_s, kept: [run] -> [option] -> seconds that a micro-batch takes beyond the
+        fastest option, and bytes that a layer keeps of it."""
         flights = np.array(_flights(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages))
-        several = shape.virtual_stages > 1
-        if not several:  # the peak is a running maximum: one micro-batch may be there in part
-            flights -= 1
-        gradients = state.sharded_gradients if several or shape.num_microbatches > 1 else 0.0
-        static = np.array([
-            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * (gradients + state.optimizer)
-            + (min(c.held_bytes + c.root_bytes + c.accumulated_bytes for c in costs) if several else 0.0)
-            for costs in prices.costs
-        ])  # fmt: skip
-        weights = [np.array([cost.microbatch_s for cost in costs]) for costs in prices.costs]
-        kept = [np.array([cost.kept_bytes for cost in costs]) for costs in prices.costs]
-        kinds = [model.kinds[run.start] for run in prices.chain.runs]
-        passing = np.array([model.least_transient_bytes(kind, shape) for kind in kinds]) * several
-        shared = sum(n * (len(layers) - 1) for layers, n in prices.chain.shared_weights(shape))
-        twice = state.sharded_parameters + gradients + state.optimizer + max(0.0, state.copied_twice)
-        ties = tie_prices(weights, kept)
+        if shape.virtual_stages == 1:  # a running maximum: at the last layer's turn another micro-batch may be gone
+            flights = np.minimum(flights, max(1, shape.num_microbatches - 1))
+            passing = np.zeros_like(passing)
+        ties = tie_prices(list(again_s), list(kept))
         rates = np.unique(np.concatenate([ties / n for n in (1.0, max(1.0, flights.max()), max(1.0, flights.mean()))]))
         distinct, place = np.unique(flights, return_inverse=True)
         priced = (distinct[:, None] * rates)[:, :, None]
-        least = [(w - w.min() + priced * held).min(axis=2) for w, held in zip(weights, kept, strict=True)]
+        least = [(w - w.min() + priced * held).min(axis=2) for w, held in zip(again_s, kept, strict=True)]
         return cls(
             Chunking(shape.schedule, shape.pipeline, shape.virtual_stages),
             rates,
             np.stack(least, axis=2)[place],
             flights[:, None] * np.array([held.min() for held in kept]),
-            static,
             passing,
-            prices.budget + shared * (twice + state.accumulated),
+            flights,
         )
 
-    def added_s(self, cuts: Cuts) -> Floats:
-        """[rank] -> seconds per micro-batch; infinite where all recompute there is does not do."""
-        room = self.free - cuts.work @ self.static - np.where(cuts.work > 0, self.passing, 0.0).max(axis=1)
+    def added_s(self, cuts: Cuts, static: Floats, free: Floats, crossing: Floats) -> Floats:
+        """[rank][shape] -> seconds per micro-batch; infinite where all recompute there is does not do. static:
+        [run][shape] -> bytes that a layer holds anyway; free: [shape] -> bytes of a rank; crossing: [place of the
+        chain] -> bytes of a micro-batch that cross there."""
         holds = self.frame.holds
-        dear = holds @ (cuts.stages[:, None, :] * self.least).sum(axis=2) - room[:, None] * self.rates
-        fits = holds @ (cuts.stages * self.fewest).sum(axis=1) <= room
-        return np.where(fits, dear.max(axis=1), np.inf)
+        sent = holds @ ((self.flights + 1) * crossing[list(cuts.places[1:])])
+        passing = np.where(cuts.work > 0, self.passing, 0.0).max(axis=1)
+        room = free - cuts.work @ static - (passing + sent)[:, None]
+        dear = holds @ (cuts.stages[:, None, :] * self.least).sum(axis=2)
+        fits = (holds @ (cuts.stages * self.fewest).sum(axis=1))[:, None] <= room
+        return np.where(fits, (dear[:, :, None] - room[:, None, :] * self.rates[:, None]).max(axis=1), np.inf)
 
 
-def chunkings(chain: Chain, frame: Chunking, per_run_s: Floats) -> list[Cuts]:
-    """Cuts that balance the ranks, or all there are if those are few; none if the chain has too few places.
+class Chunkings:
+    """The cuts that are tried of a chain; kept, as many families have layers of nearly the same relative times."""
 
-    Three starts: stages of equal seconds, stages of equal numbers of the most frequent layer with everything else
-    added (as people set it up), and with everything else counted as one such layer; from each, single boundaries
-    are moved by one place while that makes the slowest rank faster.
-    """
-    places = chain.places
-    if frame.num_stages > len(places) - 1:
-        return []
-    if math.comb(len(places) - 2, frame.num_stages - 1) <= FEW_CUTS:
-        inner = combinations(places[1:-1], frame.num_stages - 1)
-        return [_counted(chain, frame, (0, *cuts, chain.num_layers)) for cuts in inner]
-    runs = chain.runs
-    layer_s = np.repeat(per_run_s, [run.length for run in runs])
-    common = chain.model.kinds[max(runs, key=lambda run: run.length).start]
-    is_common = np.array([float(kind == common) for kind in chain.model.kinds])
-    found = {
-        _improved(_balanced(weights, places, frame.num_stages), places, frame, layer_s)
-        for weights in (layer_s, is_common, np.ones(chain.num_layers))
-    }
-    return [_counted(chain, frame, cuts) for cuts in sorted(found)]
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self._places = chain.places
+        common = chain.model.kinds[max(chain.runs, key=lambda run: run.length).start]
+        self._is_common = np.array([float(kind == common) for kind in chain.model.kinds])
+        self._known: dict[tuple[object, ...], list[Cuts]] = {}
 
+    def of(self, frame: Chunking, per_run_s: Floats) -> list[Cuts]:
+        """Cuts that balance the ranks, or all there are if those are few; none if the chain has too few places.
 
-def _counted(chain: Chain, frame: Chunking, places: tuple[int, ...]) -> Cuts:
-    of_run = np.zeros((chain.num_layers, len(chain.runs)))
-    of_run[np.arange(chain.num_layers), chain.run_of] = 1.0
-    stages = np.add.reduceat(of_run, places[:-1], axis=0)
-    work = np.stack([stages[frame.stages(rank)].sum(axis=0) for rank in range(frame.num_ranks)])
-    ahead = np.stack([stages[:rank].sum(axis=0) for rank in range(frame.num_ranks)])
-    return Cuts(places, stages, work, ahead)
+        Three starts: stages of equal seconds, stages of equal numbers of the most frequent layer with everything else
+        added (as people set it up), and with everything else counted as one such layer; from each, single boundaries
+        are moved by one place while that makes the slowest rank faster. Seconds count in RESOLUTION of the mean layer.
+        """
+        if frame.num_stages > len(self._places) - 1:
+            return []
+        mean_s = float(self.chain.lengths @ per_run_s) / self.chain.num_layers
+        parts = np.rint(per_run_s / (RESOLUTION * mean_s))
+        key = frame.ranks, tuple(parts.tolist())
+        if key not in self._known:
+            self._known[key] = self._found(frame, parts)
+        return self._known[key]
+
+    def _found(self, frame: Chunking, per_run: Floats) -> list[Cuts]:
+        places, num_stages = self._places, frame.num_stages
+        if math.comb(len(places) - 2, num_stages - 1) <= FEW_CUTS:
+            inner = combinations(places[1:-1], num_stages - 1)
+            return [self._counted(frame, (0, *cuts, self.chain.num_layers)) for cuts in inner]
+        per_layer = per_run[self.chain.run_of]
+        starts = {_balanced(w, places, num_stages) for w in (per_layer, self._is_common, np.ones(len(per_layer)))}
+        found = {_improved(start, places, frame, per_layer) for start in starts}
+        return [self._counted(frame, cuts) for cuts in sorted(found)]
+
+    def _counted(self, frame: Chunking, places: tuple[int, ...]) -> Cuts:
+        of_run = np.zeros((self.chain.num_layers, len(self.chain.runs)))
+        of_run[np.arange(self.chain.num_layers), self.chain.run_of] = 1.0
+        stages = np.add.reduceat(of_run, places[:-1], axis=0)
+        before = np.concatenate((np.zeros((1, len(self.chain.runs))), np.cumsum(stages, axis=0)))
+        return Cuts(places, stages, frame.holds @ stages, before[: frame.num_ranks])
 
 
 def _balanced(weights: Floats, places: Sequence[int], num_stages: int) -> tuple[int, ...]:
     """Cuts where the running sum comes nearest to equal shares, every stage with at least one place."""
-    passed = np.concatenate(([0.0], np.cumsum(weights)))[list(places)]
+    passed = np.concatenate(([0.0], np.cumsum(weights)))[list(places)].tolist()
     chosen = [0]
     for stage in range(1, num_stages):
         first, last = chosen[-1] + 1, len(places) - 1 - (num_stages - stage)
         share = passed[-1] * stage / num_stages
-        chosen.append(first + int(np.argmin(np.abs(passed[first : last + 1] - share))))
+        behind = min(max(bisect_left(passed, share), first), last)
+        ahead = max(bisect_left(passed, passed[behind - 1]), first)
+        chosen.append(ahead if abs(passed[ahead] - share) <= abs(passed[behind] - share) else behind)
     return tuple(places[i] for i in (*chosen, len(places) - 1))
 
 
-def _improved(cuts: tuple[int, ...], places: Sequence[int], frame: Chunking, layer_s: Floats) -> tuple[int, ...]:
+def _improved(cuts: tuple[int, ...], places: Sequence[int], frame: Chunking, per_layer: Floats) -> tuple[int, ...]:
     """Boundaries moved one by one while the slowest rank, then the sum of squares of all ranks, gets less."""
-    passed = np.concatenate(([0.0], np.cumsum(layer_s)))[list(places)]
-    rank_of = np.zeros(frame.num_stages, dtype=int)
-    for rank in range(frame.num_ranks):
-        rank_of[frame.stages(rank)] = rank
+    passed = np.concatenate(([0.0], np.cumsum(per_layer)))[list(places)]
+    rank_of = frame.holds.argmax(axis=0)
     here = np.searchsorted(places, cuts)
     boundaries = np.tile(np.arange(1, frame.num_stages), 2)
     steps = np.repeat([-1, 1], frame.num_stages - 1)
-    holds = np.eye(frame.num_ranks)[rank_of]
+    one, other = rank_of[boundaries - 1], rank_of[boundaries]
     for _ in range(4 * frame.num_stages):
-        rank_s = np.bincount(rank_of, weights=np.diff(passed[here]))
-        more_s = passed[here[boundaries] + steps] - passed[here[boundaries]]
-        loads = rank_s + more_s[:, None] * (holds[boundaries - 1] - holds[boundaries])
+        loads = np.bincount(rank_of, weights=np.diff(passed[here]), minlength=frame.num_ranks)
         moved = here[boundaries] + steps
+        more = np.where(one == other, 0.0, passed[moved] - passed[here[boundaries]])
+        top = np.argsort(loads)[-3:]  # the slowest of the ranks that a move leaves alone is one of these
+        untouched = np.where((top == one[:, None]) | (top == other[:, None]), -np.inf, loads[top]).max(axis=1)
+        worst = np.maximum(untouched, np.maximum(loads[one] + more, loads[other] - more))
         legal = (moved > here[boundaries - 1]) & (moved < here[boundaries + 1])
-        worst = np.where(legal, loads.max(axis=1), np.inf)
-        square = (loads**2).sum(axis=1)
+        worst = np.where(legal, worst, np.inf)
+        square = 2 * more * (loads[one] - loads[other] + more)
         best = int(np.lexsort((square, worst))[0])
-        if (worst[best], square[best]) >= (rank_s.max(), (rank_s**2).sum()):
+        if (worst[best], square[best]) >= (loads.max(), 0.0):
             break
         here[boundaries[best]] += steps[best]
     return tuple(int(places[i]) for i in here)

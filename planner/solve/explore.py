@@ -17,14 +17,15 @@ from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
 from ..cost.simulate import ZERO_BUBBLE, is_chunked
 from ..cost.stage_cost import allocatable_bytes
-from ..plan import AXES, EXECUTABLE_RECOMPUTES, Axis, ContextKind, Plan, Recompute
+from ..plan import EXECUTABLE_RECOMPUTES, ContextKind, Plan, Recompute
 from ..strategy import Pins, Shape, make_plan
 from ..training import TrainingSpec
-from .chunked import Chunking, Cuts, LeastRecompute, best_chunking, chunkings
-from .columns import Chain, StagePrices
+from .chunked import Chunking, Chunkings, Cuts, best_chunking
+from .columns import ROUNDING, Chain, StagePrices
 from .ilp import solve_master
-from .relaxed import least_of_one_s, least_slowest_s
+from .memory_bounds import MemoryBounds
 from .scan import Assignment, scan
+from .shape_bounds import ShapeBounds
 from .space import Family, Space, Split
 from .tensor_choice import CutChoice
 from .unequal import Held, Kinds, UnequalPrices
@@ -117,6 +118,17 @@ class _Least:
     whole_trainable: float
 
 
+@dataclass
+class _Queue:
+    """Shapes of a family that are still to be looked at, the least bounds first."""
+
+    family: Family
+    shapes: list[int]
+    bounds: list[float]
+    recompute: Recompute | None
+    place: int = 0
+
+
 _Frame = tuple[Chunking, int, int, bool, int, ContextKind, int]
 """What the cuts of a chunked shape depend on."""
 
@@ -132,10 +144,13 @@ class Explorer:
         self.chain = Chain(self.model)
         self.kinds = Kinds(self.model) if len(cluster.kinds) > 1 else None
         self.choice = CutChoice(self.model)
-        self._leasts: dict[Shape, _Least | None] = {}
+        self._leasts: dict[Family, _Least | None] = {}
         self._leasts_by_kind: dict[Shape, list[_Least] | None] = {}
         self._cuts: dict[_Frame, list[Cuts]] = {}
         self._works: dict[tuple[object, ...], Floats] = {}
+        self._chunkings = Chunkings(self.chain)
+        self._bounds = ShapeBounds(self.chain)
+        self._memory = MemoryBounds(self._bounds)
 
     def explore(
         self,
@@ -156,7 +171,7 @@ class Explorer:
         space = Space(self.profile, self.cluster, self.training, pins, self.choice.faster)
         outcome = Outcome()
         order = itertools.count()
-        heap: list[tuple[float, int, Split | Family | StagePrices | UnequalPrices, bool]] = []
+        heap: list[tuple[float, int, Split | Family | _Queue | StagePrices | UnequalPrices, bool]] = []
         for split in space.splits():
             outcome.total += space.num_shapes_of(split)
             heapq.heappush(heap, (self._split_bound(split, space), next(order), split, False))
@@ -166,13 +181,13 @@ class Explorer:
         window = WINDOW if near > 0 else 0.0
         extra = 0
         later: list[tuple[float, int, Family, bool]] = []
+        layouts: set[tuple[object, ...]] = set()
         while heap or later:
             if later and (not heap or heap[0][0] >= best):
                 heap += later  # now that there is a plan to be compared with
                 heapq.heapify(heap)
                 later = []
             bound = heap[0][0]
-            layouts = {solved.shape.layout for solved in outcome.solved}
             few = near > 0 and extra < MAX_NEAR + MAX_SLOW and len(layouts) <= ALTERNATIVES
             if not few and (bound >= best * (1 + window) or (bound >= best and extra >= near)):
                 break
@@ -183,7 +198,7 @@ class Explorer:
                 break
             _, _, item, raised = heapq.heappop(heap)
             if not raised:  # dearer bounds wait until it is an item's turn by its cheap one
-                least_s = self._least_with_recompute_s(item, pins, cutoff)
+                least_s = self._least_with_recompute_s(item, space, cutoff)
                 if least_s >= cutoff:
                     continue
                 if least_s > bound:
@@ -200,21 +215,24 @@ class Explorer:
                             heapq.heappush(heap, entry)
                 continue
             if isinstance(item, Family):
-                alike = 0.0 if self.kinds is None else self._bound_of_equal(item)
-                for shape in space.shapes(item):
-                    if not self._may_be_held(shape, item) or (alike >= cutoff and not shape.kind_order):
-                        continue
-                    recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
-                    prices = self.priced(shape, recompute, pins.reshard, pins.everything)
-                    leaf_bound = max(bound, self._shape_bound(prices))
-                    if leaf_bound < cutoff:
-                        heapq.heappush(heap, (leaf_bound, next(order), prices, False))
+                queue = self._queue_of(item, space, bound, cutoff)
+                if queue.bounds:
+                    heapq.heappush(heap, (queue.bounds[0], next(order), queue, False))
+                continue
+            if isinstance(item, _Queue):
+                shape = item.family.shape(space.leaves(item.family).each[item.shapes[item.place]])
+                prices = self.priced(shape, item.recompute, pins.reshard, pins.everything)
+                heapq.heappush(heap, (bound, next(order), prices, False))
+                item.place += 1
+                if item.place < len(item.bounds) and item.bounds[item.place] < cutoff:
+                    heapq.heappush(heap, (item.bounds[item.place], next(order), item, True))
                 continue
             extra += bound >= best
             outcome.num_solved += 1
             found = self._solved(item, cutoff)
             if found is not None:
                 outcome.solved.append(Solved(item.shape, item, found))
+                layouts.add(item.shape.layout)
                 best = min(best, found.seconds)
                 if any_will_do:
                     break
@@ -226,28 +244,60 @@ class Explorer:
         outcome.bound = min([outcome.bound, *(s.seconds for s in outcome.solved)])
         return outcome
 
+    def _queue_of(self, family: Family, space: Space, least_s: float, cutoff_s: float) -> _Queue:
+        """The shapes of a family whose bounds are below the cut-off, and whose memory may do. least_s: the family's
+        bound."""
+        pins, leaves = space.pins, space.leaves(family)
+        recompute: Recompute | None = "none" if family.schedule in ZERO_BUBBLE else pins.recompute
+        seconds = self._bounds.seconds(family, leaves, recompute, pins.reshard, self._cuts_of(family))
+        seconds[~self._may_be_held(family, space)] = np.inf
+        if self.kinds is not None:
+            own = np.array([bool(leaf.kind_order) for leaf in leaves.each])
+            seconds = np.where(own, self._bound_of_unequal_with_memory(family, self.kinds, pins), seconds)
+        seconds = np.maximum(seconds, least_s)
+        order = np.argsort(seconds, kind="stable")
+        order = order[seconds[order] < cutoff_s].tolist()
+        return _Queue(family, order, seconds[order].tolist(), recompute)
+
     def _least_with_recompute_s(
-        self, item: Split | Family | StagePrices | UnequalPrices, pins: Pins, cutoff_s: float
+        self, item: Split | Family | _Queue | StagePrices | UnequalPrices, space: Space, cutoff_s: float
     ) -> float:
-        """Seconds that shapes take at least with the recompute that memory asks for; 0 where nothing is known."""
-        if isinstance(item, Family):
-            if is_chunked(item.schedule):
-                return self._least_of_chunked_s(item, pins, cutoff_s)
-            return self._bound_with_memory(item, pins)
-        if isinstance(item, Split):
+        """Seconds that shapes take at least with the recompute that memory asks for; 0 where nothing is known. A queue
+        is put in the order of that."""
+        if isinstance(item, _Queue):
+            self._raise(item, space, cutoff_s)
+            return item.bounds[0] if item.bounds else float("inf")
+        if isinstance(item, Family) and is_chunked(item.schedule):
+            return self._least_chunked_s(item)
+        if isinstance(item, Split | Family):
             return 0.0
         if not self._may_hold(item):
             return float("inf")
         if isinstance(item, UnequalPrices):
             return item.least_with_memory_s()
-        if isinstance(item, StagePrices):
-            shape = item.shape
-            if is_chunked(shape.schedule):
-                return self._least_with_memory_s(item)
-            if shape.pipeline > 1:
-                pass_s = float(self.chain.lengths @ self._fastest_s(item)[0])
-                return (shape.num_microbatches - 1) * item.least_slowest_s() + pass_s
+        if item.shape.pipeline > 1 and not is_chunked(item.shape.schedule):
+            pass_s = float(self.chain.lengths @ item.fastest.microbatch_s)
+            return (item.shape.num_microbatches - 1) * item.least_slowest_s() + pass_s
         return 0.0
+
+    def _raise(self, queue: _Queue, space: Space, cutoff_s: float) -> None:
+        """Bounds of a queue's shapes with the recompute that memory asks for, and of those on unequal devices with what
+        their stages take; those above the cut-off are left out."""
+        family, leaves, pins = queue.family, space.leaves(queue.family), space.pins
+        some, seconds = np.array(queue.shapes), np.array(queue.bounds)
+        own = np.array([bool(leaves.each[i].kind_order) for i in queue.shapes])
+        if not own.all():
+            cuts = self._cuts_of(family)
+            least = self._memory.seconds(family, leaves, some[~own], queue.recompute, pins, cuts)
+            seconds[~own] = np.maximum(seconds[~own], least * (1 - ROUNDING))
+        for place in np.flatnonzero(own):
+            shape = family.shape(leaves.each[some[place]])
+            prices = self.priced(shape, queue.recompute, pins.reshard, pins.everything)
+            if isinstance(prices, UnequalPrices):
+                seconds[place] = max(seconds[place], prices.least_s())
+        order = np.argsort(seconds, kind="stable")
+        order = order[seconds[order] < cutoff_s]
+        queue.shapes, queue.bounds = some[order].tolist(), seconds[order].tolist()
 
     def priced(
         self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool = False
@@ -260,22 +310,18 @@ class Explorer:
     def _solved(self, prices: StagePrices | UnequalPrices, cutoff_s: float) -> Assignment | None:
         """The best stages of a shape."""
         if isinstance(prices, StagePrices) and is_chunked(prices.shape.schedule):
-            return best_chunking(prices, self._cuts[self._frame_of(prices.shape)], cutoff_s)
+            return best_chunking(prices, self._cuts[_frame_of(prices.shape)], cutoff_s)
         return scan(prices, cutoff_s)
 
-    def _may_be_held(self, shape: Shape, family: Family) -> bool:
-        """The same before anything is priced; True where stages are on unequal devices."""
-        if shape.kind_order:
-            return True
-        frugal = _frugal_shape(family)
-        least = self._least(replace(frugal, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else frugal)
+    def _may_be_held(self, family: Family, space: Space) -> NDArray[np.bool_]:
+        """[shape] -> the same before anything is priced, with devices alike."""
+        leaves = space.leaves(family)
+        least = self._least_of_family(family)
         if least is None:
-            return False
-        state = state_bytes(shape, self.training)
-        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
-        need = least.fewest_bytes + least.whole * state.sharded_parameters
-        need += least.whole_trainable * (gradients + state.optimizer)
-        return need <= allocatable_bytes(shape, self.model.device, self.training) * shape.pipeline
+            return np.zeros(len(leaves.each), dtype=bool)
+        held = self._bounds.held(family, leaves)
+        need = least.fewest_bytes + least.whole * held.parameters + least.whole_trainable * held.trained
+        return need <= held.room
 
     def _may_hold(self, prices: StagePrices | UnequalPrices) -> bool:
         """False where all ranks of the pipeline together cannot hold the least that every layer keeps."""
@@ -297,66 +343,24 @@ class Explorer:
         need = sum(run.length * each for run, each in zip(self.chain.runs, least, strict=True)) - per_element * shared
         return need <= room
 
-    def _frame_of(self, shape: Shape) -> _Frame:
-        frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
-        split = shape.context, shape.context_kind, shape.expert
-        return frame, shape.micro_batch, shape.tensor, shape.sequence, *split
-
-    def _least_chunked_s(self, shape: Shape, per_run_s: Floats, forward_s: Floats) -> float:
-        """Seconds that a chunked shape takes at least over all cuts that are tried, memory aside; infinite if there are
-        none. The first call for a frame decides them."""
-        key = self._frame_of(shape)
+    def _cuts_of(self, family: Family) -> list[Cuts]:
+        """The cuts that are tried of a chunked family; none of others."""
+        if not is_chunked(family.schedule):
+            return []
+        key = _frame_of(family.frugal)
         if key not in self._cuts:
-            self._cuts[key] = chunkings(self.chain, key[0], per_run_s)
-        count = shape.num_microbatches
-        bounds = (cuts.least_s(shape.schedule, count, per_run_s, forward_s) for cuts in self._cuts[key])
-        return min(bounds, default=float("inf"))
+            least = self._least_of_family(family)
+            self._cuts[key] = [] if least is None else self._chunkings.of(key[0], least.seconds)
+        return self._cuts[key]
 
-    def _least_with_memory_s(self, prices: StagePrices) -> float:
-        """The same with the recompute that memory asks for."""
-        shape = prices.shape
-        each, forward = self._fastest_s(prices)
-        recompute = LeastRecompute.of(prices)
-        return min(
-            cuts.least_s(shape.schedule, shape.num_microbatches, each, forward, recompute.added_s(cuts))
-            for cuts in self._cuts[self._frame_of(shape)]
-        )
-
-    def _least_of_chunked_s(self, family: Family, pins: Pins, cutoff_s: float) -> float:
-        """Seconds that no shape of a chunked family can beat: those of its cuts, with the recompute that memory asks
-        for where everything is sharded over all data ranks; infinite if even without that they reach `cutoff_s`."""
-        frugal = _frugal_shape(family)
-        sharded = frugal.sharded_over > 1
-        shape = replace(
-            frugal,
-            gradient_sync="every" if sharded and family.num_microbatches > 1 else "last",
-            reshard=sharded,
-        )
-        least = self._least(replace(frugal, schedule="1f1b", virtual_stages=1))
-        if least is None or self._least_chunked_s(shape, least.seconds, least.forward_s) >= cutoff_s:
+    def _least_chunked_s(self, family: Family) -> float:
+        """Seconds that a chunked family takes at least over all cuts that are tried, memory aside; infinite if there
+        are none."""
+        least, count = self._least_of_family(family), family.num_microbatches
+        if least is None:
             return float("inf")
-        recompute = "none" if family.schedule in ZERO_BUBBLE else pins.recompute
-        # Repeated exchanges cost least where their ranks are neighbours: those of tensor, or the others.
-        orders = (AXES,) if family.context == family.expert == 1 else (AXES, TENSOR_APART)
-        prices = [
-            StagePrices(self.chain, replace(shape, mesh_axes=order), recompute, pins.reshard, pins.everything)
-            for order in orders
-        ]
-        return min(
-            cuts.least_s(
-                family.schedule,
-                family.num_microbatches,
-                least.seconds,
-                least.forward_s,
-                each.added_s(cuts),
-            )
-            for each in map(LeastRecompute.of, prices)
-            for cuts in self._cuts[self._frame_of(shape)]
-        )
-
-    def _fastest_s(self, prices: StagePrices) -> tuple[Floats, Floats]:
-        """[run] -> least seconds of a layer for one micro-batch, and of its forward."""
-        return prices.fastest.microbatch_s, prices.fastest.forward_s
+        times = least.seconds, least.forward_s
+        return min((cuts.least_s(family.schedule, count, *times) for cuts in self._cuts_of(family)), default=np.inf)
 
     def _split_bound(self, split: Split, space: Space) -> float:
         """Seconds that no shape of a split can beat: compute of all micro-batches, tensor traffic at its best place,
@@ -390,7 +394,7 @@ class Explorer:
 
     def _bound_of_unequal(self, family: Family, kinds: Kinds) -> float:
         """The same of shapes whose stages are each on one kind of device, in any order; infinite if there are none."""
-        least, shape = self._leasts_of_kinds(family, kinds), _frugal_shape(family)
+        least, shape = self._leasts_of_kinds(family, kinds), family.frugal
         if least is None:
             return float("inf")
         step_s = kinds.shares([each.seconds for each in least], shape.pipeline).step_s(shape.num_microbatches)
@@ -405,7 +409,7 @@ class Explorer:
         kind each, or the memory of all together does not do."""
         if not kinds.may_have_own(family.pipeline):
             return None
-        shape = replace(_frugal_shape(family), schedule="1f1b", virtual_stages=1)
+        shape = replace(family.frugal, schedule="1f1b", virtual_stages=1)
         if shape not in self._leasts_by_kind:
             found = [self._least_of(shape, model, kinds.room(shape)) for model in kinds.models]
             each = [least for least in found if least is not None]
@@ -413,24 +417,26 @@ class Explorer:
         return self._leasts_by_kind[shape]
 
     def _bound_of_equal(self, family: Family) -> float:
-        shape = _frugal_shape(family)
+        shape = family.frugal
         counts = np.array([run.length for run in self.chain.runs], dtype=float)
-        least = self._least(replace(shape, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else shape)
+        least = self._least_of_family(family)
         if least is None:
             return float("inf")
         pass_s = float(counts @ least.seconds)
+        slowest = float(self._bounds.slowest_s(self._bounds.of_kinds(least.seconds)[:, None], family.pipeline)[0])
         if is_chunked(shape.schedule):  # its cuts are looked for when it is this bound's turn
-            return family.num_microbatches * pass_s / family.pipeline
-        slowest = max(pass_s / family.pipeline, float(least.seconds.max()))
+            return family.num_microbatches * slowest
         update = least.elements / shape.sharded_over / family.pipeline
         return (family.num_microbatches - 1) * slowest + pass_s + self.model.optimizer_s(update)
 
-    def _least(self, shape: Shape) -> "_Least | None":
+    def _least_of_family(self, family: Family) -> "_Least | None":
         """What the layers of a family take at least, whatever the schedule; None if their memory does not do."""
-        if shape not in self._leasts:
+        any_schedule = replace(family, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else family
+        if any_schedule not in self._leasts:
+            shape = any_schedule.frugal
             room = allocatable_bytes(shape, self.model.device, self.training)
-            self._leasts[shape] = self._least_of(shape, self.model, room * shape.pipeline)
-        return self._leasts[shape]
+            self._leasts[any_schedule] = self._least_of(shape, self.model, room * shape.pipeline)
+        return self._leasts[any_schedule]
 
     def _least_of(self, shape: Shape, model: CostModel, room: float) -> "_Least | None":
         """room: bytes that the allocator may hand out on one rank of every stage together."""
@@ -477,40 +483,15 @@ class Explorer:
         again_s = np.array([model.compute(kind, shape).repeated[way] for way in ways])
         return costs.saved.at(shape.samples, self.training.compute_bytes, tensor), kept, again_s
 
-    def _bound_with_memory(self, family: Family, pins: Pins) -> float:
-        """Seconds that no shape of a family of one stage per rank can beat, with the recompute that memory asks for
-        where everything is sharded over all data ranks."""
-        if pins.everything or is_chunked(family.schedule):
-            return 0.0
-        alike = self._bound_of_equal_with_memory(family)
-        return alike if self.kinds is None else min(alike, self._bound_of_unequal_with_memory(family, self.kinds))
-
-    def _bound_of_equal_with_memory(self, family: Family) -> float:
-        """The same of shapes all of whose devices count as the slowest, with the least memory."""
-        shape = _frugal_shape(family)
-        count, stages = shape.num_microbatches, shape.pipeline
-        least = self._least(replace(shape, schedule="1f1b", virtual_stages=1) if stages > 1 else shape)
-        if least is None:
-            return float("inf")
-        counts = self.chain.lengths
-        # At the last layer's turn all but one micro-batch are there; the last one's too, if there is no other.
-        flights = np.array([float(max(1, min(shape.in_flight(s), count - 1))) for s in range(stages)])
-        rooms = np.full(stages, allocatable_bytes(shape, self.model.device, self.training) + least.twice)
-        update = self.model.optimizer_s(least.elements / shape.sharded_over / stages)
-        if stages == 1:
-            memory = [flights[0] * kept + fixed for kept, fixed in least.held]
-            return count * least_of_one_s(least.weights, memory, counts, float(rooms[0])) + update
-        slowest = least_slowest_s(
-            least.weights, [flights[:, None] * kept + fixed for kept, fixed in least.held], counts, rooms
-        )
-        return (count - 1) * slowest + float(counts @ least.seconds) + update
-
-    def _bound_of_unequal_with_memory(self, family: Family, kinds: Kinds) -> float:
-        """The same of shapes whose stages are each on one kind of device; infinite if there are none."""
+    def _bound_of_unequal_with_memory(self, family: Family, kinds: Kinds, pins: Pins) -> float:
+        """Seconds that shapes whose stages are each on one kind of device take at least, with the recompute that memory
+        asks for where everything is sharded over all data ranks; infinite if there are none."""
         least = self._leasts_of_kinds(family, kinds)
         if least is None:
             return float("inf")
-        shape, count = _frugal_shape(family), family.num_microbatches
+        if pins.everything:
+            return 0.0
+        shape, count = family.frugal, family.num_microbatches
         held = [
             Held(
                 each.weights,
@@ -523,24 +504,6 @@ class Explorer:
         slowest = kinds.least_slowest_s(held, flights)
         pass_s = kinds.shares([each.seconds for each in least], shape.pipeline).pass_s
         return (count - 1) * slowest + pass_s + self._update_of_kinds_s(shape, least, kinds)
-
-    def _shape_bound(self, prices: StagePrices | UnequalPrices) -> float:
-        """Seconds that no assignment of a shape can beat: fastest options, memory and integrality relaxed."""
-        if isinstance(prices, UnequalPrices):
-            return prices.least_s()
-        shape, runs = prices.shape, self.chain.runs
-        counts = np.array([run.length for run in runs], dtype=float)
-        more = shape.num_microbatches
-        if shape.pipeline == 1:
-            shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
-            twice_s = self.model.optimizer_s(shared / shape.sharded_over)
-            return float(counts @ prices.fastest.step_s) - twice_s
-        each, forward = self._fastest_s(prices)
-        if is_chunked(shape.schedule):
-            return self._least_chunked_s(shape, each, forward)
-        pass_s = float(counts @ each)
-        slowest = max(pass_s / shape.pipeline, float(each.max()))
-        return (more - 1) * slowest + pass_s + float(counts @ prices.fastest.once_s) / shape.pipeline
 
     def plan_of(self, solved: Solved) -> Plan:
         """The plan of an assignment: equal layers take their options in the order of the choice."""
@@ -576,6 +539,12 @@ class Explorer:
         return bound, "optimal" if optimal else "feasible", name
 
 
+def _frame_of(shape: Shape) -> _Frame:
+    frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+    split = shape.context, shape.context_kind, shape.expert
+    return frame, shape.micro_batch, shape.tensor, shape.sequence, *split
+
+
 def _pass_s(model: CostModel, layer: int, shape: Shape) -> tuple[float, float]:
     """(seconds, those of its forward) of a layer for one micro-batch at least: compute, and tensor traffic between
     ranks that sit where it takes least. That need not be one host: two may mean fewer hops, and the links of both."""
@@ -588,26 +557,3 @@ def _pass_s(model: CostModel, layer: int, shape: Shape) -> tuple[float, float]:
         for links in places
     )
     return compute.forward + compute.backward + tensor_s, compute.forward
-
-
-TENSOR_APART: tuple[Axis, ...] = ("pipeline", "data_replicate", "tensor", "data_shard", "context")
-"""The order of mesh axes in which context and expert ranks are neighbours, not those of tensor."""
-
-
-def _frugal_shape(family: Family) -> Shape:
-    """The family's shape with everything sharded over all data ranks."""
-    return Shape(
-        data_replicate=1,
-        data_shard=family.data,
-        tensor=family.tensor,
-        pipeline=family.pipeline,
-        micro_batch=family.micro_batch,
-        num_microbatches=family.num_microbatches,
-        sequence=family.sequence,
-        schedule=family.schedule,
-        virtual_stages=family.virtual_stages,
-        context=family.context,
-        context_kind=family.context_kind,
-        expert=family.expert,
-        cuts=family.cuts,
-    )

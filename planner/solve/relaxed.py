@@ -23,6 +23,12 @@ Floats = NDArray[np.float64]
 MOST_PRICES = 24
 """Prices of memory that are tried, spread over all: any of them gives a bound."""
 
+MOST_PRICES_OF_EACH = 8
+"""The same where many shapes are bounded at once."""
+
+MOST_WORTHS_OF_EACH = 2
+"""Prices at whose cost layers' worth is taken, where many shapes are bounded at once."""
+
 MOST_WORTHS = 4
 """Prices at whose cost the layers' worth is taken, of these."""
 
@@ -92,11 +98,84 @@ def _slowest_s(cost: Floats, there: Floats, worth: Floats, counts: Floats, slowe
     return slowest
 
 
-def least_of_one_s(weights: Sequence[Floats], memory: Sequence[Floats], counts: Floats, room: float) -> float:
-    """Seconds that all layers take at least on one device with so many bytes of room; the same arguments."""
-    prices = tie_prices(list(weights), list(memory))
-    least = np.array([(w + prices[:, None] * m).min(axis=1) for w, m in zip(weights, memory, strict=True)])
-    return float((counts @ least - prices * room).max())
+def least_of_each_one_s(
+    choices: Sequence[tuple[Floats, Floats]],
+    rooms: Floats,
+    again_s: Sequence[Floats],
+    kept: Sequence[Floats],
+    counts: Floats,
+) -> Floats:
+    """[shape] -> seconds that all layers take at least on one device each; infinite where they cannot be held.
+
+    choices: of every layer, (seconds, bytes), each [kind][shape]; infinite seconds where a layer has not that choice.
+    again_s, kept: [kind] -> [way to recompute] -> seconds and bytes beside that. rooms: [shape] -> bytes. counts:
+    [kind] -> layers.
+    """
+    prices = tie_prices(list(again_s), list(kept))
+    for seconds, size in choices[1:]:
+        both = np.isfinite(seconds) & np.isfinite(choices[0][0])
+        saved, dearer = (choices[0][1] - size)[both], seconds[both] - choices[0][0][both]
+        trade = (saved > 0) & (dearer > 0)
+        prices = np.union1d(prices, _quantiles(dearer[trade] / saved[trade]))
+    prices = prices[_spread(len(prices), MOST_PRICES)]
+    # [kind][price]
+    beside = np.array([(w[:, None] + m[:, None] * prices).min(axis=0) for w, m in zip(again_s, kept, strict=True)])
+    # [kind][shape][price]
+    least = np.min([s[:, :, None] + size[:, :, None] * prices for s, size in choices], axis=0) + beside[:, None, :]
+    seconds = (np.tensordot(counts, least, 1) - rooms[:, None] * prices).max(axis=1)
+    smallest = np.min([np.where(np.isfinite(s), size, np.inf) for s, size in choices], axis=0)
+    need = counts @ (smallest + np.array([held.min() for held in kept])[:, None])
+    return np.where(need <= rooms, seconds, np.inf)
+
+
+def least_slowest_of_each_s(
+    each_s: Floats,
+    fixed: Floats,
+    rooms: Floats,
+    again_s: Sequence[Floats],
+    kept: Sequence[Floats],
+    flights: Floats,
+    counts: Floats,
+) -> Floats:
+    """[shape] -> `least_slowest_s` of shapes whose layers differ only in seconds without recompute and in bytes that
+    they hold beside activations. each_s, fixed: [kind][shape]; rooms: [shape] -> bytes of a stage; again_s, kept:
+    [kind] -> [way to recompute]; flights: [stage] -> micro-batches; counts: [kind] -> layers."""
+    prices = tie_prices(list(again_s), [flights.max() * held for held in kept])
+    prices = prices[_spread(len(prices), MOST_PRICES_OF_EACH)]
+    priced = flights[:, None] * prices
+    # [stage][price][kind]
+    beside = np.stack([(w + priced[:, :, None] * m).min(axis=2) for w, m in zip(again_s, kept, strict=True)], axis=2)
+    fewest = counts @ (fixed + flights.min() * np.array([held.min() for held in kept])[:, None])
+    slowest = np.maximum((np.ceil(counts / len(flights)) * each_s.T).max(axis=1), counts @ each_s / len(flights))
+    there = rooms[:, None, None] * prices
+    # [shape][stage][price][kind]
+    cost = beside + (each_s.T[:, None, :] + prices[:, None] * fixed.T[:, None, :])[:, None]
+    for worth in cost.mean(axis=1)[:, _spread(len(prices), MOST_WORTHS_OF_EACH)].swapaxes(0, 1):
+        slowest = _slowest_of_each_s(cost, there, worth, counts, slowest)
+    return np.where(fewest <= len(flights) * rooms, slowest, np.inf)
+
+
+def _slowest_of_each_s(cost: Floats, there: Floats, worth: Floats, counts: Floats, slowest: Floats) -> Floats:
+    """`_slowest_s` of each shape. cost: [shape][stage][price][kind], there: [shape][1][price], worth: [shape][kind]."""
+    per_worth = np.divide(
+        cost, worth[:, None, None, :], out=np.full_like(cost, np.inf), where=worth[:, None, None, :] > 0
+    ).min(axis=3)
+    rate = np.divide(1.0, per_worth, out=np.full_like(per_worth, np.inf), where=per_worth > 0)
+    whole = worth @ counts
+    for _ in range(STEPS):
+        work = (slowest[:, None, None] + there) * rate
+        tightest = work.argmin(axis=2)[:, :, None]
+        done = np.take_along_axis(work, tightest, axis=2)[:, :, 0]
+        missing = np.maximum(whole - np.maximum(done, 0.0).sum(axis=1), 0.0)
+        if not missing.any():
+            break
+        slowest = slowest + missing / np.take_along_axis(rate, tightest, axis=2)[:, :, 0].sum(axis=1)
+    return slowest
+
+
+def _quantiles(values: Floats) -> Floats:
+    """Some of many values, from the least to the most."""
+    return np.quantile(values, np.linspace(0, 1, 5)) if len(values) else values
 
 
 def _spread(number: int, most: int) -> NDArray[np.int64]:

@@ -80,6 +80,52 @@ class Family:
         spread = self.context, self.context_kind, self.expert
         return Split(self.tensor, self.pipeline, self.data, self.sequence, *spread, self.cuts)
 
+    def shape(self, leaf: "Leaf") -> Shape:
+        """One of the family's shapes."""
+        return Shape(
+            data_replicate=leaf.data_replicate,
+            data_shard=leaf.data_shard,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            micro_batch=self.micro_batch,
+            num_microbatches=self.num_microbatches,
+            sequence=self.sequence,
+            schedule=self.schedule,
+            virtual_stages=self.virtual_stages,
+            gradient_sync=leaf.gradient_sync,
+            reshard=leaf.reshard,
+            mesh_axes=leaf.mesh_axes,
+            context=self.context,
+            context_kind=self.context_kind,
+            expert=self.expert,
+            kind_order=leaf.kind_order,
+            cuts=self.cuts,
+        )
+
+    @property
+    def frugal(self) -> Shape:
+        """The family's shape with everything sharded over all data ranks."""
+        return self.shape(Leaf(1, self.data))
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a shape has beside its family: the split of data ranks, when gradients are reduced, the order of axes."""
+
+    data_replicate: int
+    data_shard: int
+    gradient_sync: Literal["every", "last"] = "last"
+    reshard: bool = False
+    mesh_axes: tuple[Axis, ...] = AXES
+    kind_order: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Leaves:
+    """The leaves of a family; told apart by identity, as keys of what is known of them."""
+
+    each: tuple[Leaf, ...]
+
 
 Placing = tuple[tuple[Axis, ...], tuple[int, ...]]
 """The order of the mesh axes, and of the kinds of devices: () where they are equal, or where stages mix them."""
@@ -160,7 +206,8 @@ class Space:
         self._known_passes: dict[tuple[int, int, int], _Passes] = {}
         self._known_placed: dict[tuple[int, int, int, int, int], tuple[_Placed, ...]] = {}
         self._known_orders: dict[tuple[object, ...], tuple[Placing, ...]] = {}
-        self._known_leaves: dict[tuple[object, ...], Number] = {}
+        self._known_leaves: dict[tuple[int, ...], Number] = {}
+        self._known_shapes: dict[tuple[int, ...], Leaves] = {}
 
     def families(self) -> Iterator[Family]:
         """Legal families; fills `rejected` on the way."""
@@ -328,8 +375,7 @@ class Space:
 
     def _leaves(self, split: Split) -> Number:
         """Shapes below one family of a split."""
-        tokens_over = split.tokens_over if split.expert > 1 else 1
-        key = split.tensor, split.context, split.pipeline, split.data, split.expert, tokens_over
+        key = self._leaves_key(split)
         if key not in self._known_leaves:
             several = one = 0
             for replicate, shard in self._data_splits(split):
@@ -339,6 +385,12 @@ class Space:
                 one += orders * len(_modes(self.pins, split.pipeline, sharded, 1))
             self._known_leaves[key] = several, one
         return self._known_leaves[key]
+
+    @staticmethod
+    def _leaves_key(split: Split) -> tuple[int, ...]:
+        """What the shapes below a family depend on."""
+        tokens_over = split.tokens_over if split.expert > 1 else 1
+        return split.tensor, split.context, split.pipeline, split.data, split.expert, tokens_over
 
     def num_shapes_of(self, split: Split) -> int:
         """Shapes of all legal families of a split."""
@@ -351,30 +403,22 @@ class Space:
 
     def shapes(self, family: Family) -> Iterator[Shape]:
         """Every shape of a family."""
-        split = family.split
-        for replicate, shard in self._data_splits(split):
-            sharded = shard * family.context > 1
-            for sync, reshard in _modes(self.pins, family.pipeline, sharded, family.num_microbatches):
-                for order, kinds in self._orders(split, replicate, shard):
-                    yield Shape(
-                        data_replicate=replicate,
-                        data_shard=shard,
-                        tensor=family.tensor,
-                        pipeline=family.pipeline,
-                        micro_batch=family.micro_batch,
-                        num_microbatches=family.num_microbatches,
-                        sequence=family.sequence,
-                        schedule=family.schedule,
-                        virtual_stages=family.virtual_stages,
-                        gradient_sync=sync,
-                        reshard=reshard,
-                        mesh_axes=order,
-                        context=family.context,
-                        context_kind=family.context_kind,
-                        expert=family.expert,
-                        kind_order=kinds,
-                        cuts=family.cuts,
-                    )
+        return (family.shape(leaf) for leaf in self.leaves(family).each)
+
+    def leaves(self, family: Family) -> "Leaves":
+        """What the shapes of a family differ in: one object for all families that have the same."""
+        split, several = family.split, family.num_microbatches > 1
+        key = *self._leaves_key(split), several
+        if key not in self._known_shapes:
+            count = 2 if several else 1
+            found = [
+                Leaf(replicate, shard, sync, reshard, order, kinds)
+                for replicate, shard in self._data_splits(split)
+                for sync, reshard in _modes(self.pins, split.pipeline, shard * split.context > 1, count)
+                for order, kinds in self._orders(split, replicate, shard)
+            ]
+            self._known_shapes[key] = Leaves(tuple(found))
+        return self._known_shapes[key]
 
     def _data_splits(self, split: Split) -> list[tuple[int, int]]:
         """(data_replicate, data_shard) pairs over whose ranks the experts can be spread."""

@@ -1,0 +1,186 @@
+"""Bounds of all shapes of a family that know memory: what each holds whatever is recomputed, and what recompute adds.
+
+Layers are taken as fluid and memory has a price (relaxed.py). The ways to recompute are those of the family, at their
+least, so that shapes differ in what they hold of parameters, gradients and copies only. Columns are [shape], tables
+[kind of layer][shape], as in shape_bounds.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.kinds import Kind
+from ..cost.memory_cost import state_bytes, uses_fully_shard
+from ..cost.simulate import is_chunked
+from ..plan import EXECUTABLE_RECOMPUTES, Recompute
+from ..strategy import Pins, Shape
+from .chunked import Cuts, LeastRecompute
+from .relaxed import least_of_each_one_s, least_slowest_of_each_s
+from .shape_bounds import Fastest, ShapeBounds
+from .space import Family, Leaves
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """[kind] -> [way to recompute] -> seconds that a micro-batch takes longer at least, and bytes that a layer keeps of
+    it. passing: [kind] -> bytes that are there in a layer's turn only."""
+
+    again_s: list[Floats]
+    kept: list[Floats]
+    passing: Floats
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes in the middle of a step, whatever is recomputed: tables of what a layer holds without copies of parameters,
+    and of those copies; the column of what an element that several layers read is counted too often."""
+
+    fixed: Floats
+    copies: Floats
+    twice: Floats
+
+
+class MemoryBounds:
+    """Such bounds of one model, cluster and job; keeps what families share."""
+
+    def __init__(self, bounds: ShapeBounds) -> None:
+        self.bounds = bounds
+        self.model = bounds.model
+        self._known_ways: dict[tuple[object, ...], _Ways] = {}
+        self._known_held: dict[tuple[object, ...], _Held] = {}
+
+    def seconds(
+        self, family: Family, leaves: Leaves, some: Ints, recompute: Recompute | None, pins: Pins, cuts: Sequence[Cuts]
+    ) -> Floats:
+        """[of these shapes] -> seconds that no assignment beats; infinite where what is held cannot fit. Where devices
+        are alike only. cuts: as of ShapeBounds.seconds."""
+        ways, counts = self._ways(family, leaves, recompute, pins.everything), self.bounds.counts
+        held = self._held(family, leaves)
+        room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
+        kept, given = self.bounds.options(family, leaves, recompute, pins.reshard)
+        if family.pipeline == 1:
+            seconds = self._on_one(family, kept, given, held, ways, room, some)
+            return seconds - self.bounds.data(family, leaves).twice_s[some]
+        count, shape = family.num_microbatches, family.frugal
+        each, room = kept.microbatch_s[:, some], room[some]
+        room = room - self.model.batch_bytes(shape)
+        if is_chunked(family.schedule):
+            here = self.bounds.kind_of_run
+            fixed = (held.fixed + held.copies)[here][:, some]
+            again, saved = [ways.again_s[kind] for kind in here], [ways.kept[kind] for kind in here]
+            least = LeastRecompute.of(shape, again, saved, ways.passing[here])
+            runs = each[here], kept.forward_s[:, some][here]
+            crossing = np.array([cut.bytes for cut in self.model.crossings(shape)])
+            found = [np.full(len(some), np.inf)]
+            for cut in cuts:
+                waits_s = self.bounds.waits_s(family, leaves, cut)[:, some]
+                added_s = waits_s + least.added_s(cut, fixed, room, crossing)
+                found.append(cut.least_of_each_s(family.schedule, count, *runs, added_s))
+            return np.min(found, axis=0)
+        # At the last layer's turn all but one micro-batch are there; the last one's too, if there is no other.
+        flights = np.array([float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)])
+        # Shapes that are placed differently have the same memory: one bound for each, of their least seconds.
+        groups, where = np.unique(self.bounds.alike(family, leaves)[1][some], return_inverse=True)
+        first = np.array([np.flatnonzero(where == i)[0] for i in range(len(groups))])
+        least_s = np.stack([each[:, where == i].min(axis=1) for i in range(len(groups))], axis=1)
+        fixed = (held.fixed + held.copies)[:, some][:, first]
+        slowest = least_slowest_of_each_s(least_s, fixed, room[first], ways.again_s, ways.kept, flights, counts)[where]
+        fits = np.isfinite(slowest)
+        pass_s = counts @ each + self.bounds.least_waits_s(family, leaves)[some]
+        more: Floats = (count - 1) * np.where(fits, slowest, 0.0) + pass_s
+        return np.where(fits, more + counts @ kept.once_s[:, some] / family.pipeline, np.inf)
+
+    def _on_one(
+        self, family: Family, kept: Fastest, given: Fastest | None, held: _Held, ways: _Ways, room: Floats, some: Ints
+    ) -> Floats:
+        """The same on one stage: each layer keeps or gives back its gathered parameters."""
+        room = room[some] - self.model.batch_bytes(family.frugal)
+        choices = [(kept.step_s[:, some], (held.fixed + held.copies)[:, some])]
+        if given is not None:
+            choices.append((given.step_s[:, some], held.fixed[:, some]))
+        again_s = [family.num_microbatches * seconds for seconds in ways.again_s]
+        return least_of_each_one_s(choices, room, again_s, ways.kept, self.bounds.counts)
+
+    def _ways(self, family: Family, leaves: Leaves, recompute: Recompute | None, everything: bool) -> _Ways:
+        split = family.tensor, family.sequence, family.cuts, family.context, family.context_kind, family.expert
+        key = leaves, *split, family.micro_batch, recompute, everything
+        if key not in self._known_ways:
+            attention_s, rest_s = self.bounds.exchanges_again_s(family, leaves)
+            found = [
+                self._ways_of(kind, family.frugal, recompute, everything, float(a), float(r))
+                for kind, a, r in zip(self.bounds.kinds, attention_s, rest_s, strict=True)
+            ]
+            passing = [self.model.least_transient_bytes(kind, family.frugal) for kind in self.bounds.kinds]
+            traced = self.model.keeps_as_traced
+            self._known_ways[key] = _Ways(
+                [seconds for seconds, _ in found],
+                [kept for _, kept in found],
+                np.array(passing) if traced else np.zeros(len(passing)),
+            )
+        return self._known_ways[key]
+
+    def _ways_of(
+        self,
+        kind: Kind,
+        shape: Shape,
+        recompute: Recompute | None,
+        everything: bool,
+        attention_s: float,
+        rest_s: float,
+    ) -> tuple[Floats, Floats]:
+        """([way] -> seconds longer than without recompute, or than with what is pinned, bytes kept); nothing is known
+        of stacks that keep less than the profile says."""
+        model = self.model
+        if not model.keeps_as_traced or everything:
+            return np.zeros(1), np.zeros(1)
+        if not kind.can_recompute or recompute is not None:
+            way = recompute if kind.can_recompute and recompute is not None else "none"
+            return np.zeros(1), np.array([model.kept_bytes(kind, shape, way)])
+        repeated = model.compute(kind, shape).repeated
+        again = [
+            repeated[way] + (attention_s if way in ("attention", "full") else 0.0)
+            + (rest_s if way in ("selective", "full") else 0.0)
+            for way in EXECUTABLE_RECOMPUTES
+        ]  # fmt: skip
+        return np.array(again), np.array([model.kept_bytes(kind, shape, way) for way in EXECUTABLE_RECOMPUTES])
+
+    def _held(self, family: Family, leaves: Leaves) -> _Held:
+        key = leaves, family.sequence, family.cuts, family.virtual_stages > 1
+        if key not in self._known_held:
+            self._known_held[key] = self._found_held(family, leaves)
+        return self._known_held[key]
+
+    def _found_held(self, family: Family, leaves: Leaves) -> _Held:
+        data = self.bounds.data(family, leaves)
+        shapes, alike = self.bounds.alike(family, leaves)
+        several, chunks = family.num_microbatches > 1, family.virtual_stages > 1
+        rows = []
+        for shape in shapes:
+            state = state_bytes(shape, self.model.training)
+            gradients = state.sharded_gradients
+            present, whole, root = several or state.gradients_stay, several and state.copies_stay, 0.0
+            if chunks:  # all that a stage ever holds
+                present, whole, root = True, True, state.root_gradients
+            copied = uses_fully_shard(shape, self.model.training)
+            twice = state.sharded_parameters + gradients + state.optimizer + max(0.0, state.copied_twice)
+            rows.append((
+                state.sharded_parameters,
+                state.optimizer + (gradients if present else 0.0),
+                state.gathered if copied else 0.0,
+                state.accumulated if whole or state.buffers else 0.0,
+                float(state.buffers),
+                root,
+                twice + state.accumulated,
+            ))  # fmt: skip
+        stored, trained, gathered, accumulated, buffers, root, twice = np.array(rows).T[:, alike]
+        elements = data.elements
+        fixed = elements.stored * stored + elements.trainable_stored * trained
+        late = np.where(buffers > 0, elements.trainable_gathered, elements.trainable_reduced)
+        fixed += late * accumulated + np.where(data.in_root, elements.trainable_gathered * root, 0.0)
+        copies = np.where(data.resharded, 0.0, elements.gathered * gathered)
+        return _Held(fixed, copies, twice * self.bounds.shared_elements(family, leaves))

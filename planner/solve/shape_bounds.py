@@ -1,0 +1,494 @@
+"""Bounds of all shapes of a family at once: what layers take at their fastest options, by columns of numbers.
+
+Gathers, reductions and the optimizer depend on how data is split and axes are ordered, not on micro-batch and schedule,
+so they are priced once for a split; a family adds compute and exchanges. The numbers are those of CostModel.cost at the
+fastest options, where nothing is run again unless that is pinned. Columns are [shape], tables [kind of layer][shape].
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.comm_cost import Collective, GroupLinks, collective_s, ring_rates
+from ..cost.compute_cost import accumulate_s
+from ..cost.crossing_cost import P2P_EXPOSED
+from ..cost.kinds import Kind
+from ..cost.memory_cost import state_bytes
+from ..cost.simulate import is_chunked
+from ..cost.stage_cost import allocatable_bytes
+from ..plan import Recompute
+from ..strategy import Shape
+from .chunked import Chunking, Cuts
+from .columns import Chain
+from .space import Family, Leaf, Leaves
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+AXES_OF_LAYERS = ("tensor", "context", "expert")
+"""Axes whose ranks exchange something in every layer of every micro-batch."""
+
+MOST_KEPT = 20_000_000
+"""Numbers in tables that are kept for further families of the same splits: 160 MB."""
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """Tables of the least seconds of a layer: per micro-batch, of its forward, of reductions and gathers once per step,
+    and of a whole step on one stage."""
+
+    microbatch_s: Floats
+    forward_s: Floats
+    once_s: Floats
+    step_s: Floats
+
+    def at_most(self, other: "Fastest") -> "Fastest":
+        """The less of each."""
+        return Fastest(
+            np.minimum(self.microbatch_s, other.microbatch_s),
+            np.minimum(self.forward_s, other.forward_s),
+            np.minimum(self.once_s, other.once_s),
+            np.minimum(self.step_s, other.step_s),
+        )
+
+
+@dataclass(frozen=True)
+class Held:
+    """Columns of the bytes that a rank holds per element of all parameters, and beside them of trainable ones, and of
+    the bytes that the ranks of a pipeline together may hand out."""
+
+    parameters: Floats
+    trained: Floats
+    room: Floats
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Tables of a layer's parameter elements by what they cost (expert_cost.Spread): of those that it is first to hold,
+    all that are moved and the trainable ones; then of all, and of the trainable ones."""
+
+    moved: Floats
+    trained: Floats
+    stored: Floats
+    gathered: Floats
+    trainable_stored: Floats
+    trainable_gathered: Floats
+    trainable_reduced: Floats
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What only leaves and degrees decide. alike: where among `shapes`, one for each leaf without its place, a leaf is;
+    degree: the same among `shards`, one shape for each shard degree. tensor, pipeline, context, expert: strides of
+    those groups, as far as they lie apart on one host. gather, scatter, reduce: (seconds per byte, latency) of the
+    collectives of data ranks."""
+
+    shapes: tuple[Shape, ...]
+    alike: Ints
+    shards: tuple[Shape, ...]
+    degree: Ints
+    sharded_over: Floats
+    every: Flags
+    reshard: Flags
+    tensor: tuple[int, ...]
+    pipeline: tuple[int, ...]
+    context: tuple[int, ...]
+    expert: tuple[int, ...]
+    gather: tuple[Floats, Floats]
+    scatter: tuple[Floats, Floats]
+    reduce: tuple[Floats, Floats]
+    held: Held
+
+
+@dataclass(frozen=True)
+class Data:
+    """Tables of what data ranks and the optimizer take, for all micro-batches and schedules of a split. resharded: all
+    layers give parameters back; chooses: each layer decides that. twice_s: the column of what the optimizer's seconds
+    have too much, of weights that several layers read. in_root: those whose parameters the root of fully_shard has."""
+
+    elements: "Elements"
+    in_root: Flags
+    gather_s: Floats
+    reduce_s: Floats
+    accumulate_s: Floats
+    optimizer_s: Floats
+    whole_s: Floats
+    resharded: Flags
+    chooses: Flags
+    twice_s: Floats
+
+
+class ShapeBounds:
+    """Bounds of families of one model, cluster and job; keeps what families share."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.model = chain.model
+        self.kinds: list[Kind] = list(dict.fromkeys(self.model.kinds[run.start] for run in chain.runs))
+        self.kind_of_run = np.array([self.kinds.index(self.model.kinds[run.start]) for run in chain.runs])
+        self.first_run = np.unique(self.kind_of_run, return_index=True)[1]
+        self.counts: Floats = np.bincount(self.kind_of_run, chain.lengths, len(self.kinds)).astype(float)
+        self._waits: dict[tuple[object, ...], tuple[Floats, Ints]] = {}
+        self._columns: dict[tuple[Leaves, bool], _Columns] = {}
+        self._tables: dict[tuple[object, ...], Data] = {}
+        self._kept = 0
+        self._elements: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._exchanges: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
+
+    def seconds(
+        self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None, cuts: Sequence[Cuts]
+    ) -> Floats:
+        """[shape] -> seconds that no assignment of it can beat: fastest options, memory and integrality relaxed. Of
+        equal devices only: other shapes have the bound of their stages taken alike.
+
+        cuts: those that are tried of a chunked family; infinite if there are none.
+        """
+        fastest = self.fastest(family, leaves, recompute, reshard)
+        each, count = fastest.microbatch_s, family.num_microbatches
+        if family.pipeline == 1:
+            alone_s: Floats = self.counts @ fastest.step_s - self.data(family, leaves).twice_s
+            return alone_s
+        if is_chunked(family.schedule):
+            runs = each[self.kind_of_run], fastest.forward_s[self.kind_of_run]
+            found = [np.full(len(leaves.each), np.inf)]
+            for cut in cuts:
+                waits_s = self.waits_s(family, leaves, cut)
+                found.append(cut.least_of_each_s(family.schedule, count, *runs, waits_s))
+            return np.min(found, axis=0)
+        pass_s = self.counts @ each + self.least_waits_s(family, leaves)
+        slowest = np.maximum(self.slowest_s(each, family.pipeline), pass_s / family.pipeline)
+        seconds: Floats = (count - 1) * slowest + pass_s + self.counts @ fastest.once_s / family.pipeline
+        return seconds
+
+    def waits_s(self, family: Family, leaves: Leaves, cuts: Cuts) -> Floats:
+        """[rank][shape] -> seconds that a rank waits for the transfers of a micro-batch, stages cut like that."""
+        seconds, which = self._transfers(family, leaves)
+        each = seconds[list(cuts.places)]
+        holds = Chunking(family.schedule, family.pipeline, family.virtual_stages).holds
+        waits: Floats = (holds @ (each[:-1] + each[1:]))[:, which]
+        return waits
+
+    def least_waits_s(self, family: Family, leaves: Leaves) -> Floats:
+        """[shape] -> seconds that one stage per rank waits at least, all of them together."""
+        seconds, which = self._transfers(family, leaves)
+        inner = seconds[self.chain.places[1:-1]]
+        least: Floats = 2 * (family.pipeline - 1) * (inner.min(axis=0) if len(inner) else np.zeros(seconds.shape[1]))
+        return least[which]
+
+    def _transfers(self, family: Family, leaves: Leaves) -> tuple[Floats, Ints]:
+        """([place of the chain][stride] -> seconds waited for what crosses there, [shape] -> which stride)."""
+        strides = self._columns_of(family, leaves).pipeline
+        examples = dict(zip(strides, leaves.each, strict=True))
+        key = leaves, family.sequence, family.cuts, family.micro_batch
+        if key not in self._waits:
+            crossings = [self.model.crossings(family.shape(leaf)) for leaf in examples.values()]
+            table = P2P_EXPOSED * np.array([[cut.seconds for cut in cuts] for cuts in crossings]).T
+            place = {stride: i for i, stride in enumerate(examples)}
+            self._waits[key] = table, np.array([place[stride] for stride in strides])
+        return self._waits[key]
+
+    def of_kinds(self, per_run: Floats) -> Floats:
+        """[kind] of what is given by [run]."""
+        return per_run[self.first_run]
+
+    def slowest_s(self, each: Floats, pipeline: int) -> Floats:
+        """[shape] -> seconds per micro-batch that the slowest rank of a pipeline takes at least: an even share of all
+        layers, and of each kind what some rank has at least. each: table of seconds of a layer."""
+        most = (np.ceil(self.counts / pipeline) * each.T).max(axis=1)
+        slowest: Floats = np.maximum(self.counts @ each / pipeline, most)
+        return slowest
+
+    def held(self, family: Family, leaves: Leaves) -> Held:
+        """What the ranks of the family's shapes hold of the model."""
+        return self._columns_of(family, leaves).held
+
+    def alike(self, family: Family, leaves: Leaves) -> tuple[tuple[Shape, ...], Ints]:
+        """(shapes that differ in more than their place, [shape] -> which of them it is like)."""
+        columns = self._columns_of(family, leaves)
+        return columns.shapes, columns.alike
+
+    def fastest(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Fastest:
+        """What layers take at least under each shape of a family, whatever memory says."""
+        kept, given = self.options(family, leaves, recompute, reshard)
+        return kept if given is None else kept.at_most(given)
+
+    def options(
+        self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None
+    ) -> tuple[Fastest, Fastest | None]:
+        """The same for layers that keep gathered parameters (or do what the shape says), and, if any may choose, for
+        those that give them back; infinite for a choice that a layer has not."""
+        model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
+        data, count = self.data(family, leaves), family.num_microbatches
+        ways: list[Recompute] = [(recompute or "none") if kind.can_recompute else "none" for kind in self.kinds]
+        computed = [model.compute(kind, shape) for kind in self.kinds]
+        host_s = np.array([model.host_s(kind, shape) for kind in self.kinds])
+        forward = np.array([seconds.forward for seconds in computed])[:, None]
+        backward = np.array([seconds.backward for seconds in computed])[:, None]
+        again = np.array([s.repeated[way] for s, way in zip(computed, ways, strict=True)])
+        more = [self._exchanged(family, columns, axis, ways) for axis in AXES_OF_LAYERS]
+        ahead = forward + host_s[:, None] + sum(part[0] for part in more)
+        back = backward + (host_s + again)[:, None] + sum(part[1] for part in more)
+        back = back + data.accumulate_s * (1 - 1 / count)
+
+        def priced(resharded: Flags, allowed: Flags) -> Fastest:
+            ahead_s, back_s, once_s = self._with_data(columns, data, forward, backward, resharded)
+            pass_s, once_s = ahead + ahead_s + back + back_s, once_s + data.whole_s
+            tables = pass_s, ahead + ahead_s, once_s, count * pass_s + once_s + data.optimizer_s
+            return Fastest(*(np.where(allowed, table, np.inf) for table in tables))
+
+        kept = priced(data.resharded, ~data.chooses if reshard else np.ones_like(data.chooses))
+        if reshard is False or not data.chooses.any():
+            return kept, None
+        return kept, priced(np.ones_like(data.chooses), data.chooses)
+
+    def exchanges_again_s(self, family: Family, leaves: Leaves) -> tuple[Floats, Floats]:
+        """[kind] -> (seconds of exchanges that running attention again repeats, and those of the rest), at least over
+        all places."""
+        columns = self._columns_of(family, leaves)
+        found = {
+            axis: np.min([self._exchange_at(family, axis, s)[2] for s in set(getattr(columns, axis))], axis=0)
+            for axis in AXES_OF_LAYERS
+        }
+        return found["context"], found["tensor"] + found["expert"]
+
+    def _with_data(
+        self, columns: _Columns, data: Data, forward: Floats, backward: Floats, resharded: Flags
+    ) -> tuple[Floats, Floats, Floats]:
+        """Tables of exposed seconds of data ranks: of the forward, of the backward, once per step."""
+        device, every = self.model.device, columns.every
+
+        def exposed(comm: Floats, compute: Floats) -> Floats:
+            hidden: Floats = np.minimum(comm, device.overlap * compute)
+            return comm - (1.0 - device.contention) * hidden
+
+        ahead = exposed(data.gather_s, forward)
+        repeated = np.where(resharded, data.gather_s, 0.0)
+        back = exposed(repeated + np.where(every, data.reduce_s, 0.0), backward)
+        late = np.where(every, 0.0, exposed(data.reduce_s, np.maximum(0.0, backward - repeated)))
+        first = ~resharded & ~every
+        return np.where(first, 0.0, ahead), back, late + np.where(first, ahead, 0.0)
+
+    def _exchanged(
+        self, family: Family, columns: _Columns, axis: str, ways: Sequence[Recompute]
+    ) -> tuple[Floats, Floats]:
+        """Tables of exposed seconds of tensor, context or expert ranks: forward, and backward with what is repeated."""
+        strides: tuple[int, ...] = getattr(columns, axis)
+        if getattr(family, axis) == 1:
+            nothing = np.zeros((len(self.kinds), 1))
+            return nothing, nothing
+        places = {stride: i for i, stride in enumerate(dict.fromkeys(strides))}
+        repeats = ("attention", "full") if axis == "context" else ("selective", "full")
+        repeated = np.array([way in repeats for way in ways])
+        found = [self._exchange_at(family, axis, stride) for stride in places]
+        here = [places[stride] for stride in strides]
+        ahead = np.stack([forward for forward, _, _ in found], axis=1)
+        back = np.stack([backward + repeated * again for _, backward, again in found], axis=1)
+        return ahead[:, here], back[:, here]
+
+    def _exchange_at(self, family: Family, axis: str, stride: int) -> tuple[Floats, Floats, Floats]:
+        """[kind] -> exposed seconds at one stride of (forward, backward, what recompute repeats)."""
+        split = family.tensor, family.sequence, family.cuts, family.context, family.expert, family.micro_batch
+        key = axis, stride, *split, family.context_kind if axis == "context" else None
+        if key not in self._exchanges:
+            price: Callable[[Kind, Shape, int], tuple[float, float, float]] = getattr(self, f"_{axis}_s")
+            found = np.array([price(kind, family.frugal, stride) for kind in self.kinds])
+            self._exchanges[key] = found[:, 0], found[:, 1], found[:, 2]
+        return self._exchanges[key]
+
+    def _tensor_s(self, kind: Kind, shape: Shape, stride: int) -> tuple[float, float, float]:
+        """Exposed seconds of (forward, backward, what recompute repeats)."""
+        model, links = self.model, self.model.links(shape.tensor, stride)
+        seconds, exposed = {"forward": 0.0, "backward": 0.0, "again": 0.0}, model.exposed_tensor_s
+        for part, repeated, item in model.tensor_traffic(kind, shape):
+            item_s = collective_s(item.kind, item.bytes, links)
+            seconds[part] += item_s
+            seconds["again"] += item_s if repeated else 0.0
+        computed = model.compute(kind, shape)
+        return (
+            exposed(seconds["forward"], computed.forward, links),
+            exposed(seconds["backward"], computed.backward, links),
+            exposed(seconds["again"], computed.forward, links),
+        )
+
+    def _context_s(self, kind: Kind, shape: Shape, stride: int) -> tuple[float, float, float]:
+        cost = self.model.context_of(kind, shape, stride)
+        return cost.forward_s, cost.backward_s, cost.forward_s
+
+    def _expert_s(self, kind: Kind, shape: Shape, stride: int) -> tuple[float, float, float]:
+        once_s = self.model.exposed_dispatch_s(self.model.dispatch_of(kind, shape, stride)[0], kind, shape)
+        return 2 * once_s, 2 * once_s, 2 * once_s
+
+    def _columns_of(self, family: Family, leaves: Leaves) -> _Columns:
+        key = leaves, family.sequence
+        if key not in self._columns:
+            self._columns[key] = self._found_columns(family, leaves)
+        return self._columns[key]
+
+    def _found_columns(self, family: Family, leaves: Leaves) -> _Columns:
+        each = leaves.each
+        shards = {leaf.data_shard: family.shape(Leaf(leaf.data_replicate, leaf.data_shard)) for leaf in each}
+        alike = {_unplaced(leaf): family.shape(_unplaced(leaf)) for leaf in each}
+        held = np.array([self._held(shape) for shape in alike.values()])
+        orders = {(leaf.mesh_axes, leaf.data_replicate, leaf.data_shard): leaf for leaf in each}
+        strides = {key: self._strides(family.shape(leaf)) for key, leaf in orders.items()}
+        placed = [strides[leaf.mesh_axes, leaf.data_replicate, leaf.data_shard] for leaf in each]
+        sharding = [(leaf.data_shard * family.context, at.shard) for leaf, at in zip(each, placed, strict=True)]
+        replicas = [(leaf.data_replicate, at.replicate) for leaf, at in zip(each, placed, strict=True)]
+        place = {shard: i for i, shard in enumerate(shards)}
+        group = {leaf: i for i, leaf in enumerate(alike)}
+        which = np.array([group[_unplaced(leaf)] for leaf in each])
+        return _Columns(
+            shapes=tuple(alike.values()),
+            alike=which,
+            shards=tuple(shards.values()),
+            degree=np.array([place[leaf.data_shard] for leaf in each]),
+            sharded_over=np.array([float(size) for size, _ in sharding]),
+            every=np.array([leaf.gradient_sync == "every" for leaf in each]),
+            reshard=np.array([leaf.reshard for leaf in each]),
+            tensor=tuple(at.tensor for at in placed),
+            pipeline=tuple(at.pipeline for at in placed),
+            context=tuple(at.context for at in placed),
+            expert=tuple(at.expert for at in placed),
+            gather=self._rates("all_gather", sharding),
+            scatter=self._rates("reduce_scatter", sharding),
+            reduce=self._rates("all_reduce", replicas),
+            held=Held(*held[which].T),
+        )
+
+    def _held(self, shape: Shape) -> tuple[float, float, float]:
+        state, training = state_bytes(shape, self.model.training), self.model.training
+        # With one micro-batch a gradient comes when its layer's activations go.
+        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
+        room = allocatable_bytes(shape, self.model.device, training) * shape.pipeline
+        return state.sharded_parameters, gradients + state.optimizer, room
+
+    def _strides(self, shape: Shape) -> "_Strides":
+        """Strides of a shape's groups; those that lie on different hosts anyway count as one."""
+        most = self.model.cluster.devices_per_host
+        return _Strides(
+            shard=min(most, shape.shard_stride),
+            replicate=min(most, shape.stride("data_replicate")),
+            tensor=min(most, shape.stride("tensor")),
+            pipeline=min(most, shape.stride("pipeline")),
+            context=min(most, shape.stride("context")),
+            expert=min(most, shape.expert_stride),
+        )
+
+    def _rates(self, kind: Collective, groups: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
+        """Columns of (seconds per byte, seconds of latency) of a collective of groups of (size, stride)."""
+        known = {group: self._rate(kind, self.model.links(*group)) for group in set(groups)}
+        found = np.array([known[group] for group in groups])
+        return found[:, 0], found[:, 1]
+
+    @staticmethod
+    def _rate(kind: Collective, links: GroupLinks) -> tuple[float, float]:
+        times = (2 if kind == "all_reduce" else 1) * links.factor(kind)
+        per_byte_s, latency_s = ring_rates(links)
+        return times * per_byte_s, times * latency_s
+
+    def data(self, family: Family, leaves: Leaves) -> Data:
+        key = leaves, family.sequence, family.cuts
+        if key not in self._tables:
+            self._kept += len(self.kinds) * len(leaves.each)
+            if self._kept > MOST_KEPT:
+                self._tables.clear()
+                self._kept = 0
+            self._tables[key] = self._found_data(family, leaves)
+        return self._tables[key]
+
+    def _found_data(self, family: Family, leaves: Leaves) -> Data:
+        model, columns = self.model, self._columns_of(family, leaves)
+        # [shard degree][kind][amount] -> [amount][kind][shape]
+        shards = [replace(shape, cuts=family.cuts) for shape in columns.shards]
+        amounts = np.array([[self._elements_of(kind, shape) for kind in self.kinds] for shape in shards])
+        elements = Elements(*amounts.transpose(2, 1, 0)[:, :, columns.degree])
+        gather_bytes = model.training.compute_bytes * elements.moved
+        reduce_bytes = model.software.gradient_bytes * elements.trained
+        reduce_s = _collective_s(reduce_bytes, columns.scatter)
+        reduce_s += _collective_s(reduce_bytes / columns.sharded_over, columns.reduce)
+        in_root = np.array([kind.is_in_root(family.frugal) for kind in self.kinds])[:, None]
+        bare = np.array([not model.layer_class(kind).parameters for kind in self.kinds])[:, None]
+        one = family.pipeline == 1
+        return Data(
+            elements=elements,
+            in_root=in_root,
+            gather_s=_collective_s(gather_bytes, columns.gather),
+            reduce_s=reduce_s,
+            accumulate_s=self._accumulated_s(family, columns, elements.trainable_gathered),
+            optimizer_s=model.optimizer_s(1.0) * elements.trainable_stored / columns.sharded_over,
+            whole_s=self._whole_s(family, leaves, columns),
+            resharded=columns.reshard & ~in_root,
+            chooses=(columns.sharded_over > 1) & ~in_root & ~bare & one,
+            twice_s=model.optimizer_s(1.0) * self.shared_elements(family, leaves) / columns.sharded_over * one,
+        )
+
+    def _elements_of(self, kind: Kind, shape: Shape) -> tuple[float, ...]:
+        """The elements of a layer, in the order of Elements."""
+        split = shape.tensor, shape.sequence, shape.cuts, shape.sharded_over, shape.expert, shape.pipeline == 1
+        key = kind, *split
+        if key not in self._elements:
+            own, own_trainable = self.model.spread_of(kind, shape, kind.held_before(shape))
+            total, trainable = self.model.spread_of(kind, shape)
+            self._elements[key] = (
+                *(own.reduced, own_trainable.reduced, total.stored, total.gathered),
+                *(trainable.stored, trainable.gathered, trainable.reduced),
+            )
+        return self._elements[key]
+
+    def _accumulated_s(self, family: Family, columns: _Columns, gathered: Floats) -> Floats:
+        """Seconds per micro-batch of adding gradients to those of very many micro-batches before."""
+        if family.num_microbatches == 1 or self.model.software.accumulates_in_matmul:
+            return np.zeros_like(gathered)
+        elements = gathered / np.where(columns.every, columns.sharded_over, 1.0)
+        distinct, where = np.unique(elements, return_inverse=True)
+        seconds = np.array([accumulate_s(size, self.model.device) for size in distinct.tolist()])
+        return seconds[where].reshape(elements.shape)
+
+    def _whole_s(self, family: Family, leaves: Leaves, columns: _Columns) -> Floats:
+        """Seconds per step of summing gradients of weights that tensor ranks have whole."""
+        shape = family.shape(leaves.each[0])
+        some = [kind for kind in self.kinds if self.model.whole_gradients_s(kind, shape)]
+        seconds = np.zeros((len(self.kinds), len(leaves.each)))
+        known: dict[tuple[Kind, int, int], float] = {}
+        for kind in some:
+            for i, (leaf, degree, stride) in enumerate(
+                zip(leaves.each, columns.degree.tolist(), columns.tensor, strict=True)
+            ):
+                key = kind, degree, stride
+                if key not in known:
+                    known[key] = self.model.whole_gradients_s(kind, family.shape(leaf))
+                seconds[self.kinds.index(kind), i] = known[key]
+        return seconds
+
+    def shared_elements(self, family: Family, leaves: Leaves) -> Floats:
+        """The column of elements that several layers read, each once for every reader but the first."""
+        columns = self._columns_of(family, leaves)
+        shards = [replace(shape, cuts=family.cuts) for shape in columns.shards]
+        each = [sum(n * (len(layers) - 1) for layers, n in self.chain.shared_weights(shape)) for shape in shards]
+        return np.array(each)[columns.degree]
+
+
+@dataclass(frozen=True)
+class _Strides:
+    """Ranks between neighbours of each group."""
+
+    shard: int
+    replicate: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+
+
+def _unplaced(leaf: Leaf) -> Leaf:
+    """The leaf on any place."""
+    return Leaf(leaf.data_replicate, leaf.data_shard, leaf.gradient_sync, leaf.reshard)
+
+
+def _collective_s(num_bytes: Floats, rates: tuple[Floats, Floats]) -> Floats:
+    per_byte_s, latency_s = rates
+    seconds: Floats = np.where(num_bytes > 0.0, num_bytes * per_byte_s + latency_s, 0.0)
+    return seconds

@@ -1,0 +1,106 @@
+"""Bounds of all shapes of a family at once are those of one shape at a time, and never above what a shape takes."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.planning_time.instances import Instance, instance
+from meshwright.planner.cost.simulate import ZERO_BUBBLE
+from meshwright.planner.plan import Recompute
+from meshwright.planner.solve.explore import Explorer
+from meshwright.planner.solve.shape_bounds import ShapeBounds
+from meshwright.planner.solve.space import Family, Space
+from meshwright.planner.strategy import Shape
+
+TABLES = ("microbatch_s", "forward_s", "once_s", "step_s")
+SOFTWARE = ("fsdp2-eager", "megatron-core", "fsdp2-compile")
+
+
+def asked_of(seed: int) -> Instance:
+    """A random instance, by turns on several training stacks and with several pins."""
+    found = instance(seed)
+    training = found.training.model_copy(update={"software": SOFTWARE[seed % len(SOFTWARE)]})
+    return replace(found, training=training)
+
+
+def families_of(asked: Instance) -> Iterator[tuple[Space, Family, Recompute | None]]:
+    """Every family, with what its layers recompute."""
+    space = Space(asked.profile, asked.cluster, asked.training, asked.pins, asked.choice.faster)
+    for family in list(space.families()):
+        yield space, family, "none" if family.schedule in ZERO_BUBBLE else asked.pins.recompute
+
+
+@pytest.mark.parametrize("seed", range(0, 120, 2))
+def test_tables_of_a_family_hold_what_each_of_its_shapes_costs_alone(seed: int) -> None:
+    asked = asked_of(seed)
+    explorer = Explorer(asked.profile, asked.cluster, asked.training)
+    bounds = ShapeBounds(explorer.chain)
+    reshard = asked.pins.reshard
+
+    for space, family, recompute in families_of(asked):
+        tables = bounds.fastest(family, space.leaves(family), recompute, reshard)
+        for i, shape in enumerate(space.shapes(family)):
+            alone = explorer.chain.fastest(shape, recompute, reshard)
+            for name in TABLES:
+                found = getattr(tables, name)[bounds.kind_of_run, i]
+                np.testing.assert_allclose(
+                    found, getattr(alone, name), rtol=1e-9, atol=1e-15, err_msg=f"{name} {shape}"
+                )
+
+
+def too_high(explorer: Explorer, asked: Instance, limit: int = 40) -> list[Shape]:
+    """Shapes that take less than their bounds say, without memory or with it, of up to so many families."""
+    found = []
+    for space, family, recompute in list(families_of(asked))[:limit]:
+        leaves, everywhere = space.leaves(family).each, explorer._queue_of(family, space, 0.0, float("inf"))
+        bounds = dict(zip(everywhere.shapes, everywhere.bounds, strict=True))
+        explorer._raise(everywhere, space, float("inf"))
+        raised = dict(zip(everywhere.shapes, everywhere.bounds, strict=True))
+        for i, leaf in enumerate(leaves):
+            prices = explorer.priced(family.shape(leaf), recompute, asked.pins.reshard, asked.pins.everything)
+            explorer._cuts_of(family)
+            solved = explorer._solved(prices, float("inf"))
+            bound = max(bounds.get(i, float("inf")), raised.get(i, float("inf")))
+            if solved is not None and solved.seconds < bound * (1 - 1e-9):
+                found.append(prices.shape)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 3))
+def test_no_shape_takes_less_than_its_bound(seed: int) -> None:
+    asked = asked_of(seed)
+
+    assert too_high(Explorer(asked.profile, asked.cluster, asked.training), asked) == []
+
+
+@pytest.mark.parametrize("name", TABLES[:1])
+def test_a_planted_bound_that_is_too_high_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fastest = ShapeBounds.fastest
+
+    def planted(self: ShapeBounds, *arguments: object) -> object:
+        found = fastest(self, *arguments)  # type: ignore[arg-type]
+        return replace(found, **{each: getattr(found, each) * 1.2 for each in ("microbatch_s", "forward_s", "step_s")})
+
+    monkeypatch.setattr(ShapeBounds, "fastest", planted)
+    found = [too_high(Explorer(a.profile, a.cluster, a.training), a) for a in map(asked_of, range(0, 30, 3))]
+
+    assert any(found)
+
+
+@pytest.mark.parametrize("seed", range(0, 30, 3))
+def test_shapes_that_are_left_out_for_memory_have_no_assignment(seed: int) -> None:
+    asked = asked_of(seed)
+    explorer = Explorer(asked.profile, asked.cluster, asked.training)
+
+    for space, family, recompute in list(families_of(asked))[:40]:
+        may_be_held = explorer._may_be_held(family, space)
+        for shape in (s for s, held in zip(space.shapes(family), may_be_held, strict=True) if not held):
+            prices = explorer.priced(shape, recompute, asked.pins.reshard, asked.pins.everything)
+            explorer._cuts_of(family)
+            assert explorer._solved(prices, float("inf")) is None
