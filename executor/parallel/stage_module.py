@@ -159,7 +159,7 @@ class StageModule(nn.Module):
     @cached_property
     def _producers(self) -> Producers:
         crossing = {tensor.producer for tensor in (*self.incoming, *self.outgoing)}
-        return Producers(self.model, self._plan.model.layer_modules, replace=self._replace, only=crossing)
+        return Producers(self.model, self._plan.model.layer_modules, replace=self._replace, only=crossing, stays=True)
 
     def _replace(self, producer: Producer, tensor: torch.Tensor) -> torch.Tensor:
         return self._exchange.replace(producer, tensor)

@@ -35,6 +35,8 @@ class Producers(TorchFunctionMode):
         to return no tensor is not counted: the next call of it starts with the same number.
 
     only: producers for which replace and on_produced are called, if not for all (others that share their names, too).
+        Where none of them is glue, functions are not looked at.
+    stays: leave the hooks on the modules, which do nothing between runs, instead of making them for each.
 
     Inside layer modules, where nothing is counted, it steps off the stack of function modes, so that their functions
     cost what they cost without it.
@@ -48,6 +50,7 @@ class Producers(TorchFunctionMode):
         on_produced: Notice | None = None,
         on_start: Start | None = None,
         only: Iterable[Producer] | None = None,
+        stays: bool = False,
     ) -> None:
         super().__init__()
         self._modules = {name: root.get_submodule(name) for name in layer_modules}
@@ -55,8 +58,12 @@ class Producers(TorchFunctionMode):
         self._on_produced = on_produced
         self._on_start = on_start
         self._only = None if only is None else {(producer.kind, producer.name) for producer in only}
+        has_glue = self._only is None or any(kind == "glue" for kind, _ in self._only)
+        self._sees_functions = has_glue or on_start is not None
+        self._stays = stays
         self._calls: Counter[tuple[str, str]] = Counter()
         self._depth = 0
+        self._runs = False
         self._handles: list[Any] = []
         self._is_aside = False
 
@@ -64,23 +71,29 @@ class Producers(TorchFunctionMode):
         self._calls.clear()
         self._depth = 0
         self._is_aside = False
-        for name, module in self._modules.items():
-            self._handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
-            self._handles.append(module.register_forward_hook(self._leaving(name)))
-        self._apply = torch.autograd.Function.__dict__["apply"]
-        torch.autograd.Function.apply = classmethod(self._applied)  # type: ignore[assignment]
-        super().__enter__()
+        if not self._handles:
+            for name, module in self._modules.items():
+                self._handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
+                self._handles.append(module.register_forward_hook(self._leaving(name)))
+        self._runs = True
+        if self._sees_functions:
+            self._apply = torch.autograd.Function.__dict__["apply"]
+            torch.autograd.Function.apply = classmethod(self._applied)  # type: ignore[assignment]
+            super().__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._is_aside:  # it is where a layer has raised
-            super().__exit__(kind, error, trace)
-        torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._runs = False
+        if self._sees_functions:
+            if not self._is_aside:  # it is where a layer has raised
+                super().__exit__(kind, error, trace)
+            torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
+        if not self._stays:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
 
     @property
     def depth(self) -> int:
@@ -115,6 +128,8 @@ class Producers(TorchFunctionMode):
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not self._runs:
+                return
             if self._depth == 0:
                 self._start("module", name)
                 self._step_aside()
@@ -124,6 +139,8 @@ class Producers(TorchFunctionMode):
 
     def _leaving(self, name: str) -> Callable[..., Any]:
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if not self._runs:
+                return output
             self._depth -= 1
             if self._depth:
                 return output
@@ -133,7 +150,7 @@ class Producers(TorchFunctionMode):
         return leave
 
     def _step_aside(self) -> None:
-        if _get_current_function_mode() is self:  # not where the model has put another one on top
+        if self._sees_functions and _get_current_function_mode() is self:  # not where the model has put another one on top
             super().__exit__(None, None, None)
             self._is_aside = True
 
