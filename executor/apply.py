@@ -226,15 +226,18 @@ def _shard(
         shard_placement_fn=lambda parameter: Shard(shard_dim(local_shape(parameter), plan.degrees.sharded_over)),
     )
     units: list[tuple[FSDPModule, bool]] = []
+    readers = _Readers(model, layers)
     for layer in layers:
         for bank in shard_experts(model, plan, layer, mesh, policy, materialise):
             bank.register_forward_hook(_without_views)
             units.append((bank, layer.reshard))  # type: ignore[arg-type]
-        owned = [model.get_submodule(name) for name in layer.modules]
-        owned = [m for m in owned if next(m.parameters(), None) is not None and not isinstance(m, FSDPModule)]
-        outside = _outside(model, layer, layers)
-        if not owned or any(id(p) in outside for m in owned for p in m.parameters()):
+        found = {name: model.get_submodule(name) for name in layer.modules}
+        found = {n: m for n, m in found.items() if next(m.parameters(), None) is not None}
+        found = {n: m for n, m in found.items() if not isinstance(m, FSDPModule)}
+        names = [f"{n}.{own}" for n, m in found.items() for own, _ in m.named_parameters()]
+        if not found or any(readers.outside(name, layer) for name in names):
             continue
+        owned = list(found.values())
         materialise(owned)
         for unit in owned:
             unit.register_forward_hook(_without_views)
@@ -269,15 +272,24 @@ def local_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
 
 
-def _outside(model: nn.Module, layer: LayerPlan, layers: list[LayerPlan]) -> set[int]:
-    """Ids of parameters that are found outside of a layer's modules, too, or read by another layer."""
-    prefixes = tuple(name + "." for name in layer.modules)
-    elsewhere = {name for other in layers if other.name != layer.name for name in other.parameters}
-    return {
-        id(p)
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if not name.startswith(prefixes) or name in elsewhere
-    }
+class _Readers:
+    """Which parameters are read outside of a layer, by name: sharding gives them new objects."""
+
+    def __init__(self, model: nn.Module, layers: list[LayerPlan]) -> None:
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        self._alike = {name: group for group in names.values() for name in group}
+        self._layers: dict[str, set[str]] = {}
+        for layer in layers:
+            for name in layer.parameters:
+                self._layers.setdefault(name, set()).add(layer.name)
+
+    def outside(self, name: str, layer: LayerPlan) -> bool:
+        """Whether a parameter is found outside of a layer's modules, too, or read by another layer."""
+        prefixes = tuple(module + "." for module in layer.modules)
+        alike = self._alike.get(name, [name])
+        return any(not n.startswith(prefixes) or self._layers.get(n, set()) - {layer.name} for n in alike)
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

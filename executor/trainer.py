@@ -421,9 +421,10 @@ class Trainer:
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         return (self._largest * 0.0).sum().double()
 
+    @torch.no_grad()  # DTensors then give their local tensors without a node for autograd
     def _local_parameters(self) -> list[torch.Tensor]:
-        parameters = (p.detach() for p in self._applied.parameters().values())
-        return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        parameters = self._applied.parameters().values()
+        return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in parameters]
 
     def _check_parameters(self) -> None:
         """Raise NonFiniteError on every rank if parameters are not finite; what was just trained was not looked at."""

@@ -17,7 +17,10 @@ from .mesh import RankMesh
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """This rank's shard of a gradient; shares its memory."""
     grad = parameter.grad
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    if not isinstance(grad, DTensor):
+        return grad
+    with torch.no_grad():  # else it becomes a node for autograd
+        return grad.to_local()
 
 
 class Gradients:

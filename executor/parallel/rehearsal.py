@@ -22,6 +22,7 @@ from ...profiler.layers.producers import Producers
 from ...profiler.model_profile import Producer
 from .context import ContextParallel
 from .micro_batches import MicroBatch
+from .shared_gradients import out_of_sight
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,14 @@ class Rehearsal:
         bf16_layers: as under fully_shard's mixed precision, parameters and what enters a layer module are bfloat16.
         context: what this rank holds of the sequences, if not all.
         """
-        try:
-            with _without_log("torch._subclasses.fake_tensor"):
-                seen = self._run(micro_batch, crossing, device, autocast, bf16_layers, context)
-        except (RuntimeError, ValueError, TypeError):
-            # Some operators exist on fake CPU tensors in bfloat16 only (grouped_mm), so the profiler runs in it, too.
-            seen = self._run(micro_batch, crossing, device, nullcontext(), True, context)
-            seen = seen.recast(torch.bfloat16, torch.bfloat16 if bf16_layers else torch.float32)
+        with out_of_sight():
+            try:
+                with _without_log("torch._subclasses.fake_tensor"):
+                    seen = self._run(micro_batch, crossing, device, autocast, bf16_layers, context)
+            except (RuntimeError, ValueError, TypeError):
+                # Some operators exist on fake CPU tensors in bfloat16 only (grouped_mm): the profiler runs in it, too.
+                seen = self._run(micro_batch, crossing, device, nullcontext(), True, context)
+                seen = seen.recast(torch.bfloat16, torch.bfloat16 if bf16_layers else torch.float32)
         stubs = {key: Stub(leaves, tree, device) for key, (leaves, tree) in seen.outputs.items()}
         return stubs, seen.tensors, seen.writes_batch
 

@@ -1,7 +1,7 @@
 """Watch over a stage's first step: which whole parameters see a share of their gradient on each tensor rank."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -30,7 +30,8 @@ class SharedGradients(TorchFunctionMode):
 
     def __init__(self, stage: nn.Module, layout: TensorLayout) -> None:
         super().__init__()
-        self._stage = stage
+        owners = {id(p): (m, own) for m in stage.modules() for own, p in m._parameters.items() if p is not None}
+        self._places = [(name, *owners[id(p)]) for name, p in stage.named_parameters()]
         self._layout = layout
         self._differs = WeakIdKeyDictionary()
         self._origins = WeakIdKeyDictionary()
@@ -111,8 +112,9 @@ class SharedGradients(TorchFunctionMode):
             return names
         if not isinstance(x, nn.Parameter):
             return frozenset()
-        if id(x) not in self._parameters:
-            self._parameters = {id(p): (name, p) for name, p in self._stage.named_parameters()}
+        if id(x) not in self._parameters:  # fully_shard makes new ones whenever it gathers
+            now = ((name, module._parameters.get(own)) for name, module, own in self._places)
+            self._parameters = {id(p): (name, p) for name, p in now if p is not None}
         return frozenset([self._parameters[id(x)][0]]) if id(x) in self._parameters else frozenset()
 
     def _names_behind(self, x: torch.Tensor, func: Callable[..., Any]) -> frozenset[str]:
@@ -138,6 +140,11 @@ def unwatched(forward: Callable[..., torch.Tensor], differs: bool) -> Callable[.
         return y
 
     return watched
+
+
+def out_of_sight() -> AbstractContextManager[None]:
+    """While it lasts nothing is followed: what runs is no part of the step."""
+    return nullcontext() if _watch is None else _watch.muted()
 
 
 def hand_on_difference(made: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:

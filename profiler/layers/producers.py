@@ -150,7 +150,8 @@ class Producers(TorchFunctionMode):
         return leave
 
     def _step_aside(self) -> None:
-        if self._sees_functions and _get_current_function_mode() is self:  # not where the model has put another one on top
+        on_top = self._sees_functions and _get_current_function_mode() is self
+        if on_top:  # not where the model has put another one there
             super().__exit__(None, None, None)
             self._is_aside = True
 
