@@ -19,9 +19,19 @@ def test_draws_differ_from_each_other_and_not_from_run_to_run() -> None:
     assert len({plan.plan.degrees.pipeline for plan in plans}) > 1
 
 
-@pytest.mark.parametrize(("model", "ranks"), [("mlp", 8), ("lstm", 2), ("gpt", 4)])
-def test_a_drawn_plan_gives_the_numbers_of_one_process(model: str, ranks: int) -> None:
-    row = matrix.run(drawn.draw(model, ranks, 1)[0])
+@pytest.mark.parametrize(
+    ("model", "ranks", "kind"),
+    [
+        ("mlp", 8, "plain"),
+        ("lstm", 2, "plain"),
+        ("gpt", 4, "plain"),
+        ("mlp", 2, "frozen"),
+        ("gpt", 2, "compiled"),
+        ("mlp", 4, "unequal"),
+    ],
+)
+def test_a_drawn_plan_gives_the_numbers_of_one_process(model: str, ranks: int, kind: drawn.Kind) -> None:
+    row = matrix.run(drawn.draw(model, ranks, 1, kind)[0])
 
     assert row["failure"] is None
     assert row["ranks"] == ranks
@@ -29,19 +39,20 @@ def test_a_drawn_plan_gives_the_numbers_of_one_process(model: str, ranks: int) -
 
 
 def test_what_has_been_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = drawn.draw("mlp", 2, 2)
-    first = list(matrix.run_all(plans[:1], tmp_path / "matrix.json"))
+    plans, file = drawn.draw("mlp", 2, 2), tmp_path / "matrix.json"
+    *_, (first,) = matrix.run_all(plans[1:], file)
     ran: list[str] = []
 
     def noted(plan: drawn.Drawn) -> dict[str, Any]:
         ran.append(plan.label)
-        return first[0]
+        return {**first, "key": matrix.key_of(plan)}
 
     monkeypatch.setattr(matrix, "run", noted)
-    rows = list(matrix.run_all(plans, tmp_path / "matrix.json"))
+    *_, rows = matrix.run_all(plans, file)
 
-    assert ran == [plans[1].label]
-    assert rows[0] == first[0]
+    assert ran == [plans[0].label]
+    assert rows[1] == first
+    assert len(rows) == 2
 
 
 def test_a_plan_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +60,7 @@ def test_a_plan_that_computes_something_else_is_named(monkeypatch: pytest.Monkey
     assert loaded.loss is not None
     loss = loaded.loss
     wrong = replace(loaded, loss=lambda *given: loss(*given) * (1.001 if dist.is_initialized() else 1.0))
-    monkeypatch.setattr(matrix, "small", lambda name: wrong)
+    monkeypatch.setattr(drawn, "small", lambda name, frozen: wrong)
 
     row = matrix.run(drawn.draw("mlp", 2, 1)[0])
 

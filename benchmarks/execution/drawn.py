@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
@@ -16,12 +16,13 @@ from benchmarks.accuracy import cases
 from meshwright.planner.check import check
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.simulate import ZERO_BUBBLE
+from meshwright.planner.cost.software import COMPILING
 from meshwright.planner.plan import AXES, EXECUTABLE_RECOMPUTES, Plan, Recompute
 from meshwright.planner.solve.columns import Chain
 from meshwright.planner.solve.space import Family, Space
 from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
 from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
+from meshwright.profiler.cluster import HostGroup, cluster_of, load_device
 from meshwright.profiler.load import LoadedModel
 from meshwright.profiler.model_profile import ModelProfile
 
@@ -39,12 +40,23 @@ _NOISE = 0.05
 _LETTERS: dict[str, str] = {"none": "n", "full": "f", "selective": "s", "attention": "a"}
 
 
+Kind = Literal["plain", "bf16", "frozen", "compiled", "unequal"]
+"""plain: fp32 on equal devices. frozen: the first half of the parameters, and every other bias or norm, is not trained.
+compiled: layers by torch.compile, with what needs no C++ compiler. unequal: hosts of two kinds of devices."""
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A plan for one of the models."""
 
     model: str
     plan: Plan
+    kind: Kind = "plain"
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model that it trains."""
+        return small(self.model, self.kind == "frozen")
 
     @property
     def label(self) -> str:
@@ -58,7 +70,8 @@ class Drawn:
         order = (
             "" if plan.mesh_axes == AXES else f", axes {'/'.join(a for a in plan.mesh_axes if plan.degrees.of(a) > 1)}"
         )
-        return f"{shape_of(plan).label}{sync}{order}: {stages}"
+        kind = "" if self.kind == "plain" else f", {self.kind}"
+        return f"{shape_of(plan).label}{sync}{order}{kind}: {stages}"
 
 
 @functools.cache
@@ -68,12 +81,12 @@ def names() -> tuple[str, ...]:
 
 
 @functools.cache
-def small(model: str) -> LoadedModel:
+def small(model: str, frozen: bool = False) -> LoadedModel:
     """A small version of a model of the zoo, in fp32, with noisy initial values."""
-    return _noisy(cases.small(next(s for s in cases.sources() if cases.name_of(s) == model)))
+    return _noisy(cases.small(next(s for s in cases.sources() if cases.name_of(s) == model)), frozen)
 
 
-def _noisy(loaded: LoadedModel) -> LoadedModel:
+def _noisy(loaded: LoadedModel, frozen: bool) -> LoadedModel:
     if loaded.seq_len is not None and loaded.seq_len > _SEQ_LEN:
         loaded = loaded.with_seq_len(_SEQ_LEN)
     build = loaded.build
@@ -83,35 +96,53 @@ def _noisy(loaded: LoadedModel) -> LoadedModel:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=_NOISE)
+        if frozen:
+            parameters = list(model.parameters())
+            for place, parameter in enumerate(parameters):
+                parameter.requires_grad_(2 * place >= len(parameters) and (parameter.dim() > 1 or place % 2 == 0))
         return model
 
     return replace(loaded, build=noisy)
 
 
 @functools.cache
-def profile_of(model: str) -> ModelProfile:
+def profile_of(model: str, frozen: bool = False) -> ModelProfile:
     """Profile of that small version."""
-    return cases.profile_of(small(model))
+    return cases.profile_of(small(model, frozen))
 
 
 @functools.cache
-def _space(model: str, num_devices: int, hosts: int) -> tuple[Space, list[Family], CostModel]:
+def _space(model: str, num_devices: int, hosts: int, kind: Kind) -> tuple[Space, list[Family], CostModel]:
     """The planner's space for a model on so many ranks, its families, and what layers cost in it."""
-    profile = profile_of(model)
+    profile = profile_of(model, kind == "frozen")
     machines = cluster_of(load_device("h100-80gb"), num_devices, num_devices // hosts)
-    training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32")
+    if kind == "unequal":
+        machines = machines.model_copy(
+            update={"hosts": tuple(map(_half, ("a100-80gb", "h100-80gb"), [num_devices] * 2))}
+        )
+    training = TrainingSpec(
+        global_batch=GLOBAL_BATCH,
+        seq_len=profile.seq_len,
+        precision="bf16" if kind == "bf16" else "fp32",
+        software=COMPILING if kind == "compiled" else TrainingSpec.model_fields["software"].default,
+    )
     space = Space(profile, machines, training, Pins())
     return space, list(space.families()), CostModel(profile, machines, training)
 
 
+def _half(device: str, num_devices: int) -> HostGroup:
+    on = load_device(device)
+    return HostGroup(count=1, devices_per_host=num_devices // 2, device=on, link=on.link)
+
+
 @st.composite
-def plans(draw: Callable[[st.SearchStrategy[Any]], Any], model: str, num_devices: int) -> Plan:
-    """A plan of a model for so many ranks, on one host or two, in fp32."""
+def plans(draw: Callable[[st.SearchStrategy[Any]], Any], model: str, num_devices: int, kind: Kind = "plain") -> Plan:
+    """A plan of a model for so many ranks, on one host or two."""
 
     def pick(choices: list[Any]) -> Any:
         return draw(st.sampled_from(choices))
 
-    space, families, costs = _space(model, num_devices, pick([1, 2]))
+    space, families, costs = _space(model, num_devices, pick([1, 2]) if kind == "plain" else 1, kind)
     degrees = pick(sorted({(f.tensor, f.pipeline, f.context, f.expert) for f in families}))
     families = [f for f in families if (f.tensor, f.pipeline, f.context, f.expert) == degrees]
     schedule = pick(sorted({f.schedule for f in families}))
@@ -144,11 +175,13 @@ def _stages(pick: Callable[[list[Any]], Any], costs: CostModel, shape: Shape) ->
     return stages
 
 
-def draw(model: str, num_devices: int, count: int, number: int = 0) -> list[Drawn]:
-    """`count` plans of different shapes (fewer, if there are not so many); the same for the same number."""
+def draw(model: str, num_devices: int, count: int, kind: Kind = "plain") -> list[Drawn]:
+    """`count` plans of different shapes (fewer, if there are not so many, or none); every time the same."""
+    if not _space(model, num_devices, 1, kind)[1]:
+        return []
     found: dict[tuple[object, ...], Plan] = {}
 
-    @seed(zlib.crc32(f"{model} {num_devices} {number}".encode()))
+    @seed(zlib.crc32(f"{model} {num_devices} {kind}".encode()))
     @settings(
         max_examples=8 * count,
         database=None,
@@ -156,10 +189,10 @@ def draw(model: str, num_devices: int, count: int, number: int = 0) -> list[Draw
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(plans(model, num_devices))
+    @given(plans(model, num_devices, kind))
     def note(plan: Plan) -> None:
         shape = shape_of(plan)
         found[(*shape.layout, shape.gradient_sync, shape.reshard)] = plan
 
     note()
-    return [Drawn(model, plan) for plan in list(found.values())[-count:]]
+    return [Drawn(model, plan, kind) for plan in list(found.values())[-count:]]

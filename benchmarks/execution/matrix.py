@@ -2,8 +2,10 @@
 
     python -m benchmarks.execution.matrix --plans 150
 
-Small versions of the models on 2, 4 and 8 gloo ranks, five AdamW steps in fp32. What has been run is kept in
-results/matrix.json, so that a run that was broken off goes on; --again begins anew.
+Small versions of the models on 2, 4 and 8 gloo ranks, five AdamW steps. Most are in fp32 on equal devices; the rest, by
+turns, in bf16 (held against bands), with frozen parameters, with compiled layers, or for unequal devices. What has been
+run is kept in results/matrix.json, and the table is written after every plan, so that a run that was broken off goes
+on; --again begins anew.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 
 from meshwright.executor.measuring.verify import TOLERANCE, VerifyReport, beside_one_process
 
-from .drawn import GLOBAL_BATCH, Drawn, draw, names, small
+from .drawn import GLOBAL_BATCH, Drawn, Kind, draw, names
 
 RESULTS = Path(__file__).parent / "results"
 RANKS = (2, 4, 8)
@@ -29,32 +31,52 @@ NUM_STEPS = 5
 
 _TIMEOUT_S = 300.0
 
+OTHER_KINDS: tuple[Kind, ...] = ("bf16", "frozen", "compiled", "unequal")
+"""One of each model and number of ranks is of one of these, by turns."""
+
+BANDS = {"loss": 0.03, "gradient norm": 0.1, "gradients": 0.5}
+"""What bf16 may differ by from one process in fp32: a gradient's element relative to the tensor's largest. A sum over
+ranks that is missing or counted twice changes gradients by a half or more."""
+
 Row = dict[str, Any]
 
 
 def chosen(num_plans: int) -> list[Drawn]:
-    """At least so many plans, as many of each model on each number of ranks."""
+    """At least so many plans, as many of each model on each number of ranks; fewer where a model has not so many."""
     count = math.ceil(num_plans / len(names()) / len(RANKS))
-    return [plan for name in names() for ranks in RANKS for plan in draw(name, ranks, count)]
+    places = [(name, ranks) for name in names() for ranks in RANKS]
+    found: list[Drawn] = []
+    for place, (name, ranks) in enumerate(places):
+        other = draw(name, ranks, 1, OTHER_KINDS[place % len(OTHER_KINDS)]) if count > 1 else []
+        found += other + draw(name, ranks, count - len(other))
+    return found
 
 
 def run(drawn: Drawn) -> Row:
     """What became of one plan: largest difference of each kind, the tensor that differs first, or why it did not
     run."""
     started = time.perf_counter()
-    loaded = small(drawn.model)
+    loaded = drawn.loaded
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         batches = [loaded.batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
-    report = beside_one_process(VerifyReport(drawn.label, (), {}), drawn.plan, loaded, batches, _TIMEOUT_S)
+    backend = "aot_eager" if drawn.kind == "compiled" else False
+    report = beside_one_process(VerifyReport(drawn.label, (), {}), drawn.plan, loaded, batches, _TIMEOUT_S, backend)
+    failure = report.failure or (None if report.first is None else report.lines[-1])
+    if drawn.kind == "bf16" and report.failure is None:
+        outside = [
+            kind for kind, most in BANDS.items() if kind in report.largest and not report.largest[kind].relative <= most
+        ]
+        failure = f"outside of the bands for bf16: {', '.join(outside)}" if outside else None
     worst = max(report.largest.values(), key=lambda d: d.relative, default=None)
     return {
         "model": drawn.model,
         "plan": drawn.label,
+        "kind": drawn.kind,
         "ranks": drawn.plan.degrees.num_devices,
         "worst": None if worst is None else worst.relative,
         "where": None if worst is None else worst.what,
-        "failure": report.failure or (None if report.first is None else report.lines[-1]),
+        "failure": failure,
         "seconds": round(time.perf_counter() - started, 2),
         "key": key_of(drawn),
     }
@@ -62,31 +84,48 @@ def run(drawn: Drawn) -> Row:
 
 def key_of(drawn: Drawn) -> str:
     """What tells a plan from all others."""
-    return hashlib.sha256(f"{drawn.model} {drawn.plan.model_dump_json()}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{drawn.model} {drawn.kind} {drawn.plan.model_dump_json()}".encode()).hexdigest()[:16]
 
 
-def run_all(plans: Iterable[Drawn], file: Path) -> Iterator[Row]:
-    """Rows in order; those that `file` has already are not run again, others are put there at once."""
+def run_all(plans: Sequence[Drawn], file: Path, words: Sequence[str] = ()) -> Iterator[list[Row]]:
+    """All rows known so far, in order, again and again: at first, and behind each plan that had to be run.
+
+    Plans that `file` has already are not run again, others are put there at once. words: only plans whose lines hold
+    all of them are run.
+    """
+    keys = [key_of(drawn) for drawn in plans]
     known: dict[str, Row] = {}
     if file.exists():
-        known = {row["key"]: row for row in json.loads(file.read_text())["rows"] if row["failure"] is None}
-    rows = []
-    for drawn in plans:
-        rows.append(known.get(key_of(drawn)) or run(drawn))
+        found = json.loads(file.read_text())["rows"]
+        known = {row["key"]: row for row in found if row["failure"] is None and row["key"] in keys}
+    yield [known[key] for key in keys if key in known]
+    for drawn, key in zip(plans, keys, strict=True):
+        if key in known or not all(word in f"{drawn.model} {drawn.label}" for word in words):
+            continue
+        known[key] = run(drawn)
+        rows = [known[key] for key in keys if key in known]
         head = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "torch": torch.__version__}
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps({**head, "tolerance": TOLERANCE, "rows": rows}, indent=1) + "\n")
-        yield rows[-1]
+        print(f"{len(rows):4d}/{len(plans)}  {_line(known[key])}", flush=True)
+        yield rows
+
+
+def _line(row: Row) -> str:
+    found = row["failure"] or f"{row['worst']:.1e}"
+    return f"{row['seconds']:5.1f} s  {row['model']}: {row['plan']}: {found}"
 
 
 def summary(rows: list[Row]) -> str:
     """How all stand, in a sentence."""
     good = sum(row["failure"] is None for row in rows)
-    worst = max((row["worst"] for row in rows if row["worst"] is not None), default=0.0)
+    worst = max((row["worst"] for row in rows if row["worst"] is not None and row["kind"] != "bf16"), default=0.0)
     of_models, of_ranks = len({row["model"] for row in rows}), sorted({row["ranks"] for row in rows})
+    bands = ", ".join(f"{kind} {most:g}" for kind, most in BANDS.items())
     return (
         f"{good} of {len(rows)} plans of {of_models} models on {', '.join(map(str, of_ranks))} ranks give the numbers "
-        f"of one process after {NUM_STEPS} AdamW steps (largest difference {worst:.1e}, allowed {TOLERANCE:g})"
+        f"of one process after {NUM_STEPS} AdamW steps (largest difference in fp32 {worst:.1e}, allowed {TOLERANCE:g}; "
+        f"{sum(row['kind'] == 'bf16' for row in rows)} of them in bf16, bands: {bands})"
     )
 
 
@@ -114,19 +153,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=150, help="at least so many")
     parser.add_argument("--again", action="store_true", help="run all, known or not")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only plans whose lines hold these words")
     arguments = parser.parse_args()
     file = RESULTS / "matrix.json"
     if arguments.again:
         file.unlink(missing_ok=True)
-    plans = chosen(arguments.plans)
-    rows = []
-    for row in run_all(plans, file):
-        rows.append(row)
-        found = row["failure"] or f"{row['worst']:.1e}"
-        print(
-            f"{len(rows):4d}/{len(plans)}  {row['seconds']:5.1f} s  {row['model']}: {row['plan']}: {found}", flush=True
-        )
-    (RESULTS / "matrix.md").write_text(_markdown(rows, arguments.plans))
+    rows: list[Row] = []
+    for rows in run_all(chosen(arguments.plans), file, arguments.only):
+        if rows:
+            (RESULTS / "matrix.md").write_text(_markdown(rows, arguments.plans))
     print(summary(rows))
     return int(any(row["failure"] is not None for row in rows))
 

@@ -142,11 +142,16 @@ def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
 
 
 def beside_one_process(
-    report: VerifyReport, plan: Plan, loaded: LoadedModel, batches: Sequence[Batch], timeout_s: float = _TIMEOUT_S
+    report: VerifyReport,
+    plan: Plan,
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    timeout_s: float = _TIMEOUT_S,
+    compile: bool | str = False,
 ) -> VerifyReport:
     """The report with what differs when a model is trained by the plan as it stands and in one process.
 
-    batches: one global batch per step.
+    batches: one global batch per step. compile: as parallelize takes it.
     """
     ranks = plan.degrees.num_devices
     try:
@@ -154,7 +159,8 @@ def beside_one_process(
     except RankError as error:
         return replace(report, failure=f"the model does not train in one process: {error}", detail=error.detail)
     try:
-        found: _Run = run_local_ranks(_one_rank, ranks, loaded, plan, batches, expected.eps, timeout_s=timeout_s)[0]
+        given = loaded, plan, batches, expected.eps, compile
+        found: _Run = run_local_ranks(_one_rank, ranks, *given, timeout_s=timeout_s)[0]
     except RankError as error:
         return replace(report, failure=f"the plan did not run: {error}", detail=error.detail)
     return compared(report, expected, found)
@@ -421,10 +427,12 @@ def _accumulate(model: nn.Module, loaded: LoadedModel, parts: Sequence[Any]) -> 
     return total
 
 
-def _one_rank(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch], eps: float) -> _Run | None:
+def _one_rank(
+    loaded: LoadedModel, plan: Plan, batches: Sequence[Batch], eps: float, compile: bool | str
+) -> _Run | None:
     """The training by the plan; what it computed, on rank 0."""
     trainer = parallelize(
-        loaded.build, plan, _optimizer(eps), loaded.loss, loaded.weight, seed=_SEED, device="cpu", compile=False
+        loaded.build, plan, _optimizer(eps), loaded.loss, loaded.weight, seed=_SEED, device="cpu", compile=compile
     )
     losses: list[float] = []
     norms: list[float] = []
