@@ -41,6 +41,7 @@ def _report_command(
 ) -> None:
     """Draw PLAN as one HTML file that needs no network: who holds what, memory, a step's timeline, where its time goes,
     alternatives, sensitivity and proof."""
+    from ...planner.axis_seconds import axis_seconds
     from ..reporting.html_report import report_page
     from ..reporting.report_facts import gather
     from ..reporting.run_report import run_table
@@ -50,9 +51,9 @@ def _report_command(
         check_writable(trace, "--trace", ".json")
         check_replaceable(trace, "--trace", "trace", '"traceEvents"')
     document = inputs.read_plan(plan)
-    found_run = None if run is None else run_table(document, run)
     with at_work(quiet) as waiting:
         profile = inputs.profile_of(document, plan, model, waiting, no_cache)
+        found_run = None if run is None else run_table(document, run, axis_seconds(document, profile))
         facts = gather(document, profile, waiting)
     output.write_text(report_page(facts, str(plan), profile.notes, "" if found_run is None else _run_markup(found_run)))
     written = [f"{output}, {output.stat().st_size / 1e3:,.0f} kB: open it in a browser"]

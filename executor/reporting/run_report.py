@@ -1,9 +1,10 @@
 """A run beside the prediction of its plan: rows of words, for terminals and reports alike. Needs no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...planner.plan import Plan
+from ...planner.plan import GroupAxis, Plan
 from ...planner.strategy import shape_of
 from ...profiler.units import GIB
 from ..measuring.measurement import quantile
@@ -23,9 +24,10 @@ class RunTable:
     notes: tuple[str, ...]
 
 
-def run_table(plan: Plan, path: Path) -> RunTable:
+def run_table(plan: Plan, path: Path, communication_s: Mapping[GroupAxis, float] | None = None) -> RunTable:
     """The run in `path` (parallelize(..., telemetry=path)) beside the plan's prediction.
 
+    communication_s: predicted, of axis_seconds. What ranks wait for each other in is part of what was measured.
     Raises ValueError if the run is of another model or layout, or has too few steps.
     """
     header, steps = load_run(path)
@@ -49,15 +51,21 @@ def run_table(plan: Plan, path: Path) -> RunTable:
     if predicted is not None:
         rows.append(_row("MFU, %", predicted.mfu * 100, predicted.mfu * predicted.step_time_s / found_s * 100, 1))
     rows += _memory(plan, timed)
+    told: dict[str, float] = {str(axis): seconds for axis, seconds in (communication_s or {}).items()}
     for axis in timed[0].communication_s:
         measured = quantile(tuple(step.communication_s[axis].mean for step in timed), 0.5)
-        rows.append((f"communication {axis}, ms under way", "", f"{measured * 1e3:,.1f}", ""))
+        own_s = told.get(axis)
+        rows.append(
+            _row(f"communication {axis}, ms under way", None if own_s is None else own_s * 1e3, measured * 1e3, 1)
+        )
     notes = [
         f"{len(timed)} steps after {WARM_UP_STEPS} to warm up, on {header.num_ranks} x {header.device}, torch "
         f"{header.torch_version}; median, half of the distance between quartiles {spread:.1%}",
         f"between steps {sum(s.between_s for s in timed) / len(timed) * 1e3:,.1f} ms: data and checkpoints, not "
         "predicted",
     ]
+    if told:
+        notes.append("communication under way includes what ranks wait for each other, which is predicted as 0")
     if header.memory_kind == "resident":
         notes.append("memory is that of the whole process, libraries included: on the CPU torch tells no other")
     return RunTable(

@@ -1,0 +1,26 @@
+"""Seconds of a step's communication by mesh axis, hidden behind computing or not: what a run's clock is set beside."""
+
+from ..profiler.model_profile import ModelProfile
+from .cost.comm_cost import GroupLinks, collective_s
+from .cost.layer_cost import CostModel
+from .estimate import estimate
+from .plan import GroupAxis, Plan
+from .strategy import Shape, shape_of
+
+
+def axis_seconds(plan: Plan, profile: ModelProfile) -> dict[GroupAxis, float]:
+    """Axis -> seconds of all calls of the rank that passes most, one behind the other, were nothing waited for."""
+    model, shape = CostModel(profile, plan.cluster, plan.training), shape_of(plan)
+    found: dict[GroupAxis, float] = {}
+    for item in estimate(plan, profile).collectives:
+        each_s = collective_s(item.kind, item.bytes / item.calls, _links(model, shape, item.axis))
+        found[item.axis] = found.get(item.axis, 0.0) + item.calls * each_s
+    return found
+
+
+def _links(model: CostModel, shape: Shape, axis: GroupAxis) -> GroupLinks:
+    if axis == "expert":
+        return model.links(shape.expert, shape.expert_stride)
+    if axis == "data_shard":
+        return model.shard_links(shape)
+    return model.axis_links(shape, axis)
