@@ -5,10 +5,12 @@ trainer does.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -38,28 +40,36 @@ def _built(config: LlamaConfig) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).train()
 
 
-def _clipped(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Clip gradients on whatever meshes they are; the norm before. group: ranks that hold other parameters."""
+def _clipped(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None, alike: Sequence[nn.Parameter] = ()
+) -> torch.Tensor:
+    """Clip gradients; the norm before. group: ranks that hold other parameters, but for those that are alike on all."""
+
+    def square(some: Sequence[nn.Parameter]) -> torch.Tensor:
+        norm = nn.utils.get_total_norm([p.grad for p in some if p.grad is not None], foreach=True)
+        total: torch.Tensor = (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+        return total
+
     meshes: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
         meshes.setdefault(mesh, []).append(parameter)
-    squares = []
-    for alike in meshes.values():
-        norm = nn.utils.get_total_norm([p.grad for p in alike if p.grad is not None], foreach=True)
-        squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2)
-    square = torch.stack(squares).sum()
+    known = {id(p) for p in alike}
+    total = torch.stack([square([p for p in own if id(p) not in known]) for own in meshes.values()]).sum()
     if group is not None:
-        dist.all_reduce(square, group=group)
-    norm = square.sqrt()
-    for alike in meshes.values():
-        nn.utils.clip_grads_with_norm_(alike, MAX_NORM, norm, foreach=True)
+        dist.all_reduce(total, group=group)
+    if alike:
+        total += square(alike)
+    norm = total.sqrt()
+    for own in meshes.values():
+        nn.utils.clip_grads_with_norm_(own, MAX_NORM, norm, foreach=True)
     return norm
 
 
-def _accumulated(model: nn.Module, num_microbatches: int) -> Step:
-    """The loop around a sharded model."""
+def _accumulated(model: nn.Module, num_microbatches: int, tensor: dist.ProcessGroup | None = None) -> Step:
+    """The loop around a sharded model. tensor: the group that all but norms are cut over, too."""
     parameters = list(model.parameters())
+    norms = [p for n, p in model.named_parameters() if "norm" in n] if tensor is not None else []
     optimizer = adamw(parameters)
 
     def step(tokens: torch.Tensor) -> tuple[float, float]:
@@ -70,7 +80,7 @@ def _accumulated(model: nn.Module, num_microbatches: int) -> Step:
             loss = loss_of(model(input_ids=part, use_cache=False).logits, part) / num_microbatches
             loss.backward()
             total += loss.detach()
-        norm = _clipped(parameters)
+        norm = _clipped(parameters, tensor, norms)
         optimizer.step()
         dist.all_reduce(total)
         return total.item() / dist.get_world_size(), norm.item()
@@ -91,8 +101,73 @@ def _shard(model: LlamaForCausalLM, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def tensor_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int) -> Step:
-    """DTensor's tensor parallelism inside, fully_shard around it."""
+class _Alike(Function):
+    """Nothing forward, all-reduce backward: before columns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Sum(Function):
+    """All-reduce forward, nothing backward: behind rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        dist.all_reduce(x, group=group)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Gather(Function):
+    """All-gather of features forward, this rank's slice backward: behind the head."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        degree = dist.get_world_size(group)
+        gathered = x.new_empty(degree * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x, group=group)
+        return torch.cat(gathered.chunk(degree), -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.chunk(dist.get_world_size(ctx.group), -1)[dist.get_rank(ctx.group)].contiguous(), None
+
+
+class _Vocabulary(nn.Module):
+    """This rank's rows of an embedding; tokens of the other ranks give zeros, and all are summed."""
+
+    def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.first = group, dist.get_rank(group) * weight.shape[0]
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        own = tokens - self.first
+        elsewhere = (own < 0) | (own >= self.weight.shape[0])
+        found = functional.embedding(own.masked_fill(elsewhere, 0), self.weight)
+        return _Sum.apply(found.masked_fill(elsewhere[..., None], 0.0), self.group)  # type: ignore[no-any-return]
+
+
+def _cut(linear: nn.Module, dim: int, group: dist.ProcessGroup) -> None:
+    part = linear.weight.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+    linear.weight = nn.Parameter(part.detach().clone())
+
+
+def styles_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int) -> Step:
+    """torch's own tensor-parallel styles, which compute on DTensors, with fully_shard around."""
     model = _built(config)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
     ends = {
@@ -107,6 +182,31 @@ def tensor_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int) -> 
         parallelize_module(layer, mesh["tensor"], styles)
     _shard(model, mesh["data"])
     return _accumulated(model, num_microbatches)
+
+
+def collectives_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int) -> Step:
+    """Tensor parallelism by collectives of one's own on plain tensors, as Megatron has it, with fully_shard around."""
+    model = _built(config)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
+    group = mesh.get_group("tensor")
+    rows = model.model.embed_tokens.weight.detach().chunk(tensor)[dist.get_rank(group)].clone()
+    model.model.embed_tokens = _Vocabulary(rows, group)
+    _cut(model.lm_head, 0, group)
+    model.lm_head.register_forward_pre_hook(lambda _, args: (_Alike.apply(args[0], group),))
+    model.lm_head.register_forward_hook(lambda _, args, y: _Gather.apply(y, group))
+    for layer in model.model.layers:
+        for half, columns, row in (
+            (layer.self_attn, ("q_proj", "k_proj", "v_proj"), "o_proj"),
+            (layer.mlp, ("gate_proj", "up_proj"), "down_proj"),
+        ):
+            for name in columns:
+                _cut(half.get_submodule(name), 0, group)
+            _cut(half.get_submodule(row), 1, group)
+            half.get_submodule(row).register_forward_hook(lambda _, args, y: _Sum.apply(y, group))
+        layer.input_layernorm.register_forward_hook(lambda _, args, y: _Alike.apply(y, group))
+        layer.post_attention_layernorm.register_forward_hook(lambda _, args, y: _Alike.apply(y, group))
+    _shard(model, mesh["data"])
+    return _accumulated(model, num_microbatches, group)
 
 
 class _Stage(nn.Module):

@@ -54,12 +54,12 @@ class Case:
 
 CASES = (
     Case("FSDP2", 2, {"data_shard": 2, "num_microbatches": 2}, lambda c: by_hand.fsdp(c, 2), reshard=True),
-    Case(
-        "TP 2 + FSDP2",
-        4,
-        {"data_shard": 2, "tensor": 2, "num_microbatches": 2},
-        lambda c: by_hand.tensor_and_fsdp(c, 2, 2),
-        reshard=True,
+    *(
+        Case(name, 4, {"data_shard": 2, "tensor": 2, "num_microbatches": 2}, loop, reshard=True)
+        for name, loop in (
+            ("TP 2 + FSDP2, torch's styles", lambda c: by_hand.styles_and_fsdp(c, 2, 2)),
+            ("TP 2 + FSDP2, own collectives", lambda c: by_hand.collectives_and_fsdp(c, 2, 2)),
+        )
     ),
     Case(
         "1F1B",
