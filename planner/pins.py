@@ -1,5 +1,6 @@
 """What a user decides beforehand, from the words of the flags: read, checked against each other, and blamed by name."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import cast, get_args
@@ -10,7 +11,7 @@ from .cost.simulate import ZERO_BUBBLE
 from .plan import Schedule
 from .setups import parse_limits, parse_pins
 from .solve.space import Space
-from .strategy import Pins
+from .strategy import Pins, divisors
 from .training import TrainingSpec
 
 _FORBIDDEN: dict[str, tuple[tuple[str, object], ...]] = {
@@ -198,6 +199,13 @@ def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> st
             f"experts can be spread {pins.expert} ways only over so many ranks that hold tokens of their own: "
             "data_shard x context, and x tensor under sequence parallelism"
         )
+    degrees = ("tensor", "context", "pipeline", "data_replicate", "data_shard")
+    pinned = [value for name in degrees if (value := getattr(pins, name)) is not None]
+    product, count = math.prod(pinned), cluster.num_devices
+    if count % product:
+        would = divisors(count)
+        near = [max(way for way in would if way < product), *[way for way in would if way > product][:1]]
+        return f"{' x '.join(map(str, pinned))} does not divide {count} GPUs, as {' or '.join(map(str, near))} would"
     return (
         f"tensor x pipeline x data ranks must be the {cluster.num_devices} GPUs, and data ranks x micro-batch x "
         f"micro-batches the global batch of {training.global_batch}"

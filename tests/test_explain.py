@@ -177,6 +177,8 @@ def test_what_a_rule_rejects_is_rejected_in_a_part_too(name: str) -> None:
     [
         (Pins(tensor=8, micro_batch=1), ["tensor=8", "does not divide 4"], ["micro_batch"]),
         (Pins(tensor=4, data_shard=4, recompute="full"), ["tensor=4", "data_shard=4"], ["recompute"]),
+        (Pins(tensor=3), ["tensor=3: 3 does not divide 8 GPUs, as 2 or 4 would"], []),
+        (Pins(tensor=4, data_shard=4), ["4 x 4 does not divide 8 GPUs, as 8 would"], []),
         (Pins(micro_batch=5, pipeline=2), ["micro_batch=5", "global batch of 24"], ["pipeline=2"]),
         (Pins(sequence_ways=3), ["sequence=3", "--space full"], []),
         (Pins(context=2), ["context=2", "no attention over a sequence"], []),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ...planner.cost.software import load_software
 from ...planner.exchange.targets import NAMES, TARGETS
@@ -245,18 +246,15 @@ def _print(
     terminal.print_job(console, found.plan)
     worst = max(found.estimate.memory, key=lambda stage: stage.over_bytes)
     room = f"{format_bytes(worst.device_bytes)} of {format_bytes(worst.budget_bytes)} on the fullest GPU"
-    console.print(f"yours    {choice_in_words(found.plan)}", markup=False)
-    console.print(
-        f"         {format_seconds(found.estimate.step_time_s)} a step, MFU {found.estimate.mfu:.1%}, {room}",
-        markup=False,
-    )
+    step = f"{format_seconds(found.estimate.step_time_s)} a step, MFU {found.estimate.mfu:.1%}, {room}"
+    console.print(terminal.hanging("yours", Text(f"{choice_in_words(found.plan)}\n{step}"), "default"))
     if isinstance(result, str):
-        console.print(f"planned  nothing: {result}", markup=False)
+        planned = f"nothing: {result}"
     else:
-        console.print(f"planned  {choice_in_words(result.plan)}", markup=False)
         gain = found.estimate.step_time_s / result.estimate.step_time_s
         told = f", {gain:.2f} times as fast as yours" if found.estimate.fits else ""
-        console.print(f"         {format_seconds(result.estimate.step_time_s)} a step{told}", markup=False)
+        planned = f"{choice_in_words(result.plan)}\n{format_seconds(result.estimate.step_time_s)} a step{told}"
+    console.print(terminal.hanging("planned", Text(planned), "default"))
     reference = None if isinstance(result, str) else result.estimate.step_time_s
     terminal.print_comparison(console, candidates, reference)
     terminal.print_memory(console, found.estimate.memory, found.plan.training.memory_margin)

@@ -37,7 +37,7 @@ def choice_in_words(plan: Plan) -> str:
     if plan.degrees.sharded_over > 1:
         kept = sum(not layer.reshard for layer in layers)
         if kept:
-            share = "parameters" if kept == len(layers) else f"parameters of {kept} layers"
+            share = "parameters" if kept == len(layers) else f"parameters of {kept} layer{'s' if kept > 1 else ''}"
             parts.append(f"{share} kept gathered")
     return ", ".join(parts)
 

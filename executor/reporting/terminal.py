@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from rich import box
 from rich.console import Console, Group
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -368,7 +369,7 @@ def print_rows(
     """Rows of words under their headings; all but the first column are numbers."""
     print_titled(console, title, rows_table(columns, rows))
     for note in notes:
-        console.print(Text(f"  {note}", style="dim"))
+        console.print(Padding(Text(note, style="dim"), (0, 0, 0, 2)))
 
 
 def rows_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numeric_from: int = 1) -> Table:
