@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import slow
 from cli_support import run_plan, save_profile, small_profile, some_plan
 from pydantic import BaseModel
 
@@ -86,7 +87,7 @@ def test_planning_says_its_assumptions_first_and_writes_the_plan(
     assert plan.training.global_batch == 64
 
 
-@pytest.mark.parametrize("columns", [80, 100, 120, 200])
+@pytest.mark.parametrize("columns", slow.but([80, 100, 120, 200], [100, 120]))
 def test_nothing_is_wider_than_the_terminal(
     saved: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from meshwright.planner.training import Precision, TrainingSpec
 from meshwright.profiler.cuts.held_tokens import Held, num_tokens, taken
 
 KINDS: tuple[ContextKind, ...] = ("ring", "all_gather", "all_to_all")
-NUM_STEPS = 5
+NUM_STEPS = 3
 TOKENS = 16
 
 
@@ -129,9 +129,9 @@ def test_ranks_of_a_ring_have_equally_many_causal_scores() -> None:
 
 
 def shape(replicate: int = 1, shard: int = 1, tensor: int = 1, pipeline: int = 1, **more: Any) -> Shape:
-    """A shape of two context ranks with micro-batches of two samples."""
-    count = GLOBAL_BATCH // (2 * replicate * shard)
-    return Shape(replicate, shard, tensor, pipeline, 2, count, **{"context": 2, **more})
+    """A shape of two context ranks with micro-batches of four samples."""
+    count = GLOBAL_BATCH // (4 * replicate * shard)
+    return Shape(replicate, shard, tensor, pipeline, 4, count, **{"context": 2, **more})
 
 
 TRAINED: dict[str, tuple[str, Shape, Recompute]] = {
@@ -205,8 +205,8 @@ def losses(plan: Plan, steps: range, folder: Path | None = None, save: bool = Fa
 
 def test_runs_go_on_with_and_without_context_ranks(tmp_path: Path) -> None:
     name, split = "root parameter", shape(tensor=2)
-    plans = [planned(name, split), planned(name, Shape(1, 2, 1, 1, 2, GLOBAL_BATCH // 4))]
-    [straight] = run_ranks(losses, 1, planned(name, Shape(1, 1, 1, 1, 2, GLOBAL_BATCH // 2)), range(4))
+    plans = [planned(name, split), planned(name, Shape(1, 2, 1, 1, 4, GLOBAL_BATCH // 8))]
+    [straight] = run_ranks(losses, 1, planned(name, Shape(1, 1, 1, 1, 4, GLOBAL_BATCH // 4)), range(4))
     for i, plan in enumerate(plans):
         run_ranks(losses, plan.degrees.num_devices, plan, range(2), tmp_path / str(i), True)
 

@@ -9,6 +9,7 @@ import functools
 import os
 
 import pytest
+import slow
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -355,9 +356,9 @@ def _run_cases(names: list[str]) -> dict[str, dict[str, float] | str]:
 
 
 @functools.cache
-def _outcomes(num_ranks: int, slow: bool) -> dict[str, dict[str, float] | str]:
+def _outcomes(num_ranks: int, slowly: bool) -> dict[str, dict[str, float] | str]:
     """Errors of every case for that many ranks, slow or not; they run in one fork."""
-    names = [n for n, case in EVERYTHING.items() if case.num_ranks == num_ranks and (n in SLOW) == slow]
+    names = [n for n, case in EVERYTHING.items() if case.num_ranks == num_ranks and (n in SLOW) == slowly]
     for name in names:  # before the fork, so that ranks inherit it
         _reference(EVERYTHING[name].model)
         _plan(EVERYTHING[name])
@@ -366,7 +367,7 @@ def _outcomes(num_ranks: int, slow: bool) -> dict[str, dict[str, float] | str]:
     return run_ranks(_run_cases, num_ranks, names)[0]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
+@pytest.mark.parametrize("name", slow.but(CASES, SLOW))
 def test_plan_gives_the_numbers_of_one_process(name: str) -> None:
     relative = _outcomes(CASES[name].num_ranks, name in SLOW)[name]
 
@@ -375,6 +376,6 @@ def test_plan_gives_the_numbers_of_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_seen(name: str) -> None:
-    relative = _outcomes(FAULTS[name].num_ranks, slow=False)[name]
+    relative = _outcomes(FAULTS[name].num_ranks, slowly=False)[name]
 
     assert max(relative.values()) > 10 * TOLERANCE, relative

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -270,16 +271,16 @@ def _run_cases(names: list[str]) -> dict[str, dict[str, float]]:
 
 
 @functools.cache
-def _outcomes(num_ranks: int, slow: bool) -> dict[str, dict[str, float]]:
+def _outcomes(num_ranks: int, slowly: bool) -> dict[str, dict[str, float]]:
     """Errors of every case for that many ranks, slow or not; they run in one fork."""
-    names = [n for n, case in CASES.items() if case.num_ranks == num_ranks and (n in SLOW) == slow]
+    names = [n for n, case in CASES.items() if case.num_ranks == num_ranks and (n in SLOW) == slowly]
     for name in names:  # before the fork, so that ranks inherit it
         _reference(CASES[name].model)
         _plan(CASES[name])
     return run_ranks(_run_cases, num_ranks, names)[0]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
+@pytest.mark.parametrize("name", slow.but(CASES, SLOW))
 def test_spread_experts_give_the_numbers_of_one_process(name: str) -> None:
     relative = _outcomes(CASES[name].num_ranks, name in SLOW)[name]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import slow
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -113,7 +114,7 @@ SLOW = {
 }
 """What other cases cover in part; run by pytest -m slow."""
 
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+NAMES = slow.but(CASES, SLOW)
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,9 @@ def _third_steps(cases: list[Case]) -> list[Counted]:
 
 
 @functools.cache
-def _counted_on(num_ranks: int, slow: bool) -> dict[str, list[Counted]]:
+def _counted_on(num_ranks: int, slowly: bool) -> dict[str, list[Counted]]:
     """Case -> [rank] -> what it did; all cases for that many ranks, slow or not, run in one fork."""
-    cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks and (name in SLOW) == slow}
+    cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks and (name in SLOW) == slowly}
     for case in cases.values():
         _plan(case)
     ranks = (

@@ -26,8 +26,8 @@ BF16_TOLERANCE = 0.05
 STATEFUL = ("spectral norm",)
 """Each forward changes what the next one computes, so data ranks that share a batch cannot agree with one process."""
 
-FAST = range(10)
-SLOW = range(10, 210)
+FAST = range(6)
+SLOW = range(6, 210)
 
 
 @dataclass(frozen=True)

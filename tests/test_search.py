@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import slow
 from synthetic import cluster, device, layer_class, profile, random_class
 
 from meshwright.planner.check import check
@@ -113,7 +114,7 @@ BRUTE_SEEDS = [seed for seed in range(1000) if small(seed)][:40]
 """Few: test_brute_force.py has more, of more kinds."""
 
 
-@pytest.mark.parametrize("seed", BRUTE_SEEDS)
+@pytest.mark.parametrize("seed", slow.but_first(BRUTE_SEEDS, 14))
 def test_search_finds_the_optimum_of_brute_force(seed: int) -> None:
     model, on, training = random_instance(seed)
 
@@ -144,7 +145,7 @@ def test_no_chunked_pipeline_is_faster_than_its_bound(seed: int) -> None:
                 assert least[i] <= solved[shape] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(0, NUM_RANDOM, 5))
+@pytest.mark.parametrize("seed", slow.but_first(range(0, NUM_RANDOM, 5), 20))
 def test_master_ilp_scan_and_search_agree(seed: int) -> None:
     """One ILP over all shapes at once, the scan shape by shape, and the pruned search: one optimum."""
     model, on, training = random_instance(1000 + seed)
@@ -170,7 +171,7 @@ def test_master_ilp_scan_and_search_agree(seed: int) -> None:
     assert explored.seconds == pytest.approx(min(scanned), rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(0, NUM_RANDOM, 4))
+@pytest.mark.parametrize("seed", slow.but_first(range(0, NUM_RANDOM, 4), 25))
 def test_emitted_plan_passes_the_independent_check(seed: int) -> None:
     model, on, training = random_instance(1000 + seed)
     if Explorer(model, on, training).explore(Pins(), math.inf).best is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 import torch
 from torch import nn
 from zoo import MODELS, zoo_profile
@@ -56,7 +57,7 @@ SLOW = {
 }
 """Profiled by `pytest -m slow` only: smaller ones of the same kind are profiled always."""
 
-PROFILED = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PARAMETERS]
+PROFILED = slow.but(PARAMETERS, SLOW)
 FILES = [name for name in PARAMETERS if name.endswith(".py")]
 
 
