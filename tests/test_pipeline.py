@@ -234,6 +234,10 @@ def test_uneven_stages_compute_what_one_process_computes(
         ("t5", [1, 1, 3], "zb-v", 2, 1),
         ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 1),
         ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 2),
+        ("gpt", [1, 1, 1, 1, 1], "interleaved", 2, 2),
+        ("unet", [2, 1, 3], "interleaved", 2, 1),
+        ("gpt", [2, 2], "zb-h1", 1, 2),
+        ("t5", [2, 2], "zb-h2", 1, 1),
         ("in-place not", [1], "zb-h1", 1, 3),
     ],
 )

@@ -239,12 +239,12 @@ def _schedules(asked: Instance, pipeline: int, count: int) -> Iterator[tuple[Sch
         return
     yield "gpipe", 1
     most = len(asked.profile.layers) // pipeline
-    chunked: list[tuple[Schedule, int]] = [("zb-v", 2)] * (most >= 2)
     if count >= pipeline:
         yield "1f1b", 1
-        in_rounds = count % (count // pipeline) == 0
-        chunked += [("zb-h1", 1), ("zb-h2", 1)]
-        chunked += [("interleaved", virtual) for virtual in range(2, min(most, MOST_CHUNKS) + 1) if in_rounds]
+    in_rounds = count % max(1, count // pipeline) == 0
+    chunked: list[tuple[Schedule, int]] = [("zb-h1", 1), ("zb-h2", 1)]
+    chunked += [("zb-v", 2)] * (most >= 2)
+    chunked += [("interleaved", virtual) for virtual in range(2, min(most, MOST_CHUNKS) + 1) if in_rounds]
     for schedule, virtual in chunked:
         recomputes = schedule not in ZERO_BUBBLE or asked.pins.recompute in (None, "none")
         if schedule in EXECUTABLE_SCHEDULES and recomputes:

@@ -361,8 +361,6 @@ class Space:
             return "1F1B needs at least as many micro-batches as stages"
         if schedule == "gpipe" and count >= pipeline and self.pins.allows("schedule", "1f1b"):
             return "GPipe takes as long as 1F1B and holds more"
-        if is_chunked(schedule) and schedule != "zb-v" and count < pipeline:
-            return "interleaved 1F1B, ZB-H1 and ZB-H2 need at least as many micro-batches as ranks"
         if schedule == "interleaved" and count % max(1, count // pipeline):
             return "interleaved 1F1B needs equal rounds of micro-batches"
         if is_chunked(schedule) and len(self._device_kinds) > 1:
