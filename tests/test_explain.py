@@ -17,6 +17,7 @@ from meshwright.planner.plan import Plan, placement
 from meshwright.planner.questions.asked import best_of, why_not, why_not_plan
 from meshwright.planner.questions.explain import CAUSES, causes_apart, compared, reason
 from meshwright.planner.questions.guidance import (
+    FEWER_SPLITS,
     IN_THE_NODE,
     LONG,
     LONG_SEQUENCE,
@@ -367,6 +368,16 @@ def test_a_large_model_is_asked_for_shards_and_tensor_parallelism() -> None:
     assert "of 2.33 GiB" in steps[ONE_GPU.asks].numbers
     assert steps[SHARDED.asks].yes
     assert steps[IN_THE_NODE.asks].yes
+
+
+def test_a_model_that_fits_is_not_asked_to_recompute() -> None:
+    model, on = chain(), cluster(1, 2)
+    split = search(model, on, job(), pins=Pins(pipeline=2))
+
+    asked = [step.question for step in walk(split.plan, split.estimate, model)]
+
+    assert ONE_GPU in asked
+    assert FEWER_SPLITS not in asked
 
 
 def test_context_ranks_make_no_model_fit_on_one_gpu() -> None:

@@ -76,12 +76,15 @@ class _Case:
 
 
 def walk(plan: Plan, found: Estimate, profile: ModelProfile, seconds: float = 20.0) -> tuple[Step, ...]:
-    """The questions in order until one's yes says how to lay the model out; then the two that hold for any layout.
+    """The questions in order until one's yes says how to lay the model out; then whether its sequences are long and,
+    where nothing fits as it is, whether recompute would spare splits.
 
     seconds: for pricing what the advice leads to.
     """
     case = _Case(Explorer(profile, plan.cluster, plan.training), plan, found, time.monotonic() + seconds)
-    return (*_layout(case), _long(case), *_fewer_splits(case))
+    layout = tuple(_layout(case))
+    fits_whole = any(step.question == ONE_GPU and step.yes for step in layout)
+    return (*layout, _long(case), *(() if fits_whole else _fewer_splits(case)))
 
 
 def _layout(case: _Case) -> Iterator[Step]:
