@@ -92,10 +92,13 @@ class Cuts:
         per_run_s: Floats,
         forward_s: Floats,
         added_s: Floats | float = 0.0,
+        once_s: Floats | float = 0.0,
     ) -> Floats:
-        """[shape] -> the same, with [run][shape] -> seconds of a layer."""
+        """[shape] -> the same, with [run][shape] -> seconds of a layer. once_s: [rank][shape] -> seconds behind the
+        last pass of a rank."""
         beside = forward_s if schedule in ZERO_BUBBLE else per_run_s
-        seconds: Floats = (num_microbatches * (self.work @ per_run_s + added_s) + self.ahead @ beside).max(axis=0)
+        passes = num_microbatches * (self.work @ per_run_s + added_s)
+        seconds: Floats = (passes + self.ahead @ beside + once_s).max(axis=0)
         return seconds
 
 

@@ -80,7 +80,8 @@ class MemoryBounds:
             for cut in cuts:
                 waits_s = self.bounds.waits_s(family, leaves, cut)[:, some]
                 added_s = waits_s + least.added_s(cut, fixed, room, crossing)
-                found.append(cut.least_of_each_s(family.schedule, count, *runs, added_s))
+                once_s = self.bounds.once_s(family, leaves, kept, cut.work)[:, some]
+                found.append(cut.least_of_each_s(family.schedule, count, *runs, added_s, once_s))
             return np.min(found, axis=0)
         # At the last layer's turn all but one micro-batch are there; the last one's too, if there is no other.
         flights = np.array([float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)])
@@ -93,7 +94,8 @@ class MemoryBounds:
         fits = np.isfinite(slowest)
         pass_s = counts @ each + self.bounds.least_waits_s(family, leaves)[some]
         more: Floats = (count - 1) * np.where(fits, slowest, 0.0) + pass_s
-        return np.where(fits, more + counts @ kept.once_s[:, some] / family.pipeline, np.inf)
+        once_s = self.bounds.once_s(family, leaves, kept, self.bounds.chain.lengths)[some] / family.pipeline
+        return np.where(fits, more + once_s, np.inf)
 
     def _on_one(
         self, family: Family, kept: Fastest, given: Fastest | None, held: _Held, ways: _Ways, room: Floats, some: Ints

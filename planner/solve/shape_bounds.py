@@ -107,9 +107,11 @@ class _Columns:
 class Data:
     """Tables of what data ranks and the optimizer take, for all micro-batches and schedules of a split. resharded: all
     layers give parameters back; chooses: each layer decides that. twice_s: the column of what the optimizer's seconds
-    have too much, of weights that several layers read. in_root: those whose parameters the root of fully_shard has."""
+    have too much, of weights that several layers read; shared: their elements. in_root: layers whose parameters the
+    root of fully_shard has."""
 
     elements: "Elements"
+    shared: Floats
     in_root: Flags
     gather_s: Floats
     reduce_s: Floats
@@ -155,13 +157,21 @@ class ShapeBounds:
             runs = each[self.kind_of_run], fastest.forward_s[self.kind_of_run]
             found = [np.full(len(leaves.each), np.inf)]
             for cut in cuts:
-                waits_s = self.waits_s(family, leaves, cut)
-                found.append(cut.least_of_each_s(family.schedule, count, *runs, waits_s))
+                beside = self.waits_s(family, leaves, cut), self.once_s(family, leaves, fastest, cut.work)
+                found.append(cut.least_of_each_s(family.schedule, count, *runs, *beside))
             return np.min(found, axis=0)
         pass_s = self.counts @ each + self.least_waits_s(family, leaves)
         slowest = np.maximum(self.slowest_s(each, family.pipeline), pass_s / family.pipeline)
-        seconds: Floats = (count - 1) * slowest + pass_s + self.counts @ fastest.once_s / family.pipeline
+        once_s = self.once_s(family, leaves, fastest, self.chain.lengths) / family.pipeline
+        seconds: Floats = (count - 1) * slowest + pass_s + once_s
         return seconds
+
+    def once_s(self, family: Family, leaves: Leaves, fastest: Fastest, work: Floats) -> Floats:
+        """[rank][shape] -> seconds behind the last pass of ranks that hold so many layers, at least. work: [rank][run],
+        or [run] of one."""
+        data = self.data(family, leaves)
+        update: Floats = np.maximum(0.0, work @ data.optimizer_s[self.kind_of_run] - data.twice_s)
+        return work @ fastest.once_s[self.kind_of_run] + update
 
     def waits_s(self, family: Family, leaves: Leaves, cuts: Cuts) -> Floats:
         """[rank][shape] -> seconds that a rank waits for the transfers of a micro-batch, stages cut like that."""
@@ -412,7 +422,11 @@ class ShapeBounds:
         in_root = np.array([kind.is_in_root(family.frugal) for kind in self.kinds])[:, None]
         bare = np.array([not model.layer_class(kind).parameters for kind in self.kinds])[:, None]
         one = family.pipeline == 1
+        shared = [sum(n * (len(layers) - 1) for layers, n in self.chain.shared_weights(shape)) for shape in shards]
+        twice = np.array(shared, dtype=float)[columns.degree]
         return Data(
+            shared=twice,
+            twice_s=model.optimizer_s(1.0) * twice / columns.sharded_over,
             elements=elements,
             in_root=in_root,
             gather_s=_collective_s(gather_bytes, columns.gather),
@@ -422,7 +436,6 @@ class ShapeBounds:
             whole_s=self._whole_s(family, leaves, columns),
             resharded=columns.reshard & ~in_root,
             chooses=(columns.sharded_over > 1) & ~in_root & ~bare & one,
-            twice_s=model.optimizer_s(1.0) * self.shared_elements(family, leaves) / columns.sharded_over * one,
         )
 
     def _elements_of(self, kind: Kind, shape: Shape) -> tuple[float, ...]:
@@ -465,10 +478,7 @@ class ShapeBounds:
 
     def shared_elements(self, family: Family, leaves: Leaves) -> Floats:
         """The column of elements that several layers read, each once for every reader but the first."""
-        columns = self._columns_of(family, leaves)
-        shards = [replace(shape, cuts=family.cuts) for shape in columns.shards]
-        each = [sum(n * (len(layers) - 1) for layers, n in self.chain.shared_weights(shape)) for shape in shards]
-        return np.array(each)[columns.degree]
+        return self.data(family, leaves).shared
 
 
 @dataclass(frozen=True)
