@@ -153,8 +153,10 @@ def _ties_across_stages(
         positions = tuple(sorted({plan.position_of(stage) for stage in tie}))
         if positions not in groups:
             groups[positions] = _stage_group(plan, mesh, positions) if len(positions) > 1 else None
-        copies = [parameters[name] for names in tie.values() for name in names if name in parameters]
-        if copies:
+        read = next(iter(tie.values()))[0]
+        every = next(names for names in plan.model.ties if read in names)  # a copy's first name may be one nobody reads
+        copies = [parameters[name] for name in every if name in parameters]
+        if copies and mesh.coordinates["pipeline"] in positions:
             found.append((copies, groups[positions]))
     return found
 
