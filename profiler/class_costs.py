@@ -114,6 +114,10 @@ def _sequence_costs(
     left whole. None where no trial works."""
     if sizes.seq_len is None or sizes.seq_len % degree or not any(cut.rows for cut in cuts):
         return cuts, None, ()
+    if any(
+        cut.door or cut.tables for cut in cuts
+    ):  # a bias for each pair of tokens goes on to layers that need it whole
+        return cuts, None, ()
     arriving = [c for c in chain.crossings if index in c.used_by and c.spec.requires_grad]
     dims = {c.producer: sizes.sequence_dim(c) for c in arriving}
     leaving = [sizes.sequence_dim(c) for c in chain.crossings if c.made_by == index]

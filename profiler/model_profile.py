@@ -175,6 +175,16 @@ class TensorCut(_Document):
         default="",
         description="sequence mode: module whose sliced inputs are gathered; '': gather before each column module",
     )
+    tables: tuple[str, ...] = Field(
+        default=(), description="whole embeddings of which each rank reads the features of its heads (relative biases)"
+    )
+    door: str = Field(default="", description="module that is given, or returns, something with a row for each head")
+    given: dict[int, int] = Field(
+        default={}, description="leaf of what the door is given -> the dim of which each rank takes its heads"
+    )
+    returned: dict[int, int] = Field(
+        default={}, description="leaf of what the door returns -> the dim along which those of all ranks are joined"
+    )
     units: tuple[int, ...] = Field(description="the degree must divide each: heads, kv heads, feature widths")
     sharded: dict[str, int] = Field(description="parameter (relative name) -> dim that is cut")
 

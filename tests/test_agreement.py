@@ -35,6 +35,7 @@ CASES = {
     "context, gathered x tensor + sequence": Case(
         "llama3_8b", shard=2, tensor=2, sequence=True, context=2, context_kind="all_gather", reshard=True, micro_batch=1
     ),
+    "attention with biases, cut by heads": Case("t5_small", tensor=4, micro_batch=4, num_microbatches=2),
     "convolutions": Case("unet", shard=8, reshard=True, micro_batch=16, precision="fp32"),
 }
 

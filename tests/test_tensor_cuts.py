@@ -88,12 +88,15 @@ def test_an_odd_vocabulary_is_not_cut_and_noted() -> None:
     assert any(note.startswith("lm_head") and "50257" in note for note in profile.notes)
 
 
-def test_relative_bias_attention_is_not_cut_but_noted() -> None:
+def test_attention_with_relative_biases_is_cut_by_heads() -> None:
     profile = zoo_profile("t5_small")
-    kinds = {cut.kind for i in range(1, 7) for cut in profile.classes[profile.layers[i].layer_class].cuts}
+    cuts = [cut for layer in profile.layers[1:7] for cut in profile.classes[layer.layer_class].cuts]
 
-    assert kinds == {"mlp"}
-    assert any("SelfAttention.o: not cut" in note for note in profile.notes)
+    assert {(cut.kind, cut.rows) for cut in cuts} == {
+        ("attention", ("layer.0.SelfAttention.o",)),
+        ("mlp", ("layer.1.DenseReluDense.wo",)),
+    }
+    assert not any("SelfAttention.o: not cut" in note for note in profile.notes)
 
 
 def test_matmuls_shrink_with_the_degree() -> None:

@@ -35,7 +35,9 @@ from .tensor_forwards import (
     embedding_forward,
     entry_forward,
     gathered_forward,
+    heads_forward,
     norm_forward,
+    own_heads,
     row_forward,
     table_forward,
 )
@@ -219,6 +221,14 @@ def _replace_forwards(
     for name in cut.between:
         module = _submodule(stage, prefix, name)
         module.forward = norm_forward(module)
+    for name in cut.tables:
+        module = _submodule(stage, prefix, name)
+        module.forward = heads_forward(module, region.group)
+    if cut.door:
+        own = own_heads(cut, region.group)
+        door = _submodule(stage, prefix, cut.door)
+        door.register_forward_pre_hook(own.enter, with_kwargs=True)
+        door.register_forward_hook(own.leave)
     for name in cut.rows:
         module = _submodule(stage, prefix, name)
         module.forward = row_forward(module, shared, region.row_output(sliced))

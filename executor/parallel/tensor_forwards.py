@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ...profiler.cuts.tensor_rank import OwnHeads
+from ...profiler.model_profile import TensorCut
 from .shared_gradients import unwatched
-from .tensor_collectives import GatherAlike, SumAlike, call
+from .tensor_collectives import GatherAlike, Slice, SumAlike, call
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -183,3 +185,21 @@ def norm_forward(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         return F.group_norm(x, module.num_groups, local(module.weight), local(module.bias), module.eps)
 
     return unwatched(forward, differs=True)
+
+
+def heads_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A whole embedding's forward, of whose features (one for each head) each rank goes on with its own."""
+    forward = module.forward
+
+    def own(indices: torch.Tensor) -> torch.Tensor:
+        y = forward(indices)
+        return call(Slice, y, y.ndim - 1, group)
+
+    return unwatched(own, differs=True)
+
+
+def own_heads(cut: TensorCut, group: dist.ProcessGroup) -> OwnHeads:
+    """Hooks of the cut's door: inside there is this rank's share of what has a row for each head."""
+    take = unwatched(lambda x, dim: call(Slice, x, dim, group), differs=True)
+    join = unwatched(lambda x, dim: call(GatherAlike, x, dim, group), differs=False)
+    return OwnHeads(cut, take, join)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..fake import FakeModel
 from ..layer_run import LayerRun
@@ -24,8 +25,11 @@ from ..meters import View
 from ..model_profile import TensorCut
 from ..run_shapes import Shapes
 from .tensor_flow import (
+    ByHeads,
+    Door,
     Flow,
     Tap,
+    by_heads_of,
     channels_of,
     columns_of,
     cut_storages,
@@ -146,10 +150,30 @@ class _Probe:
 
             return hook
 
-        handles = [
-            module.register_forward_hook(tap(name))
+        doors: dict[str, Door] = {}
+
+        def door(name: str) -> Callable[..., None]:
+            def views(value: Any) -> dict[int, View]:
+                leaves = enumerate(tree_leaves(value))
+                return {i: View.of(x, run.storages.number(x)) for i, x in leaves if isinstance(x, torch.Tensor)}
+
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+                if run.recorder.active:
+                    calls[name] += 1
+                    doors[name] = Door(views((args, kwargs)), views(output))
+
+            return hook
+
+        tapped = {
+            name
             for name, module in self.modules.items()
             if is_product(module) or isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        }
+        handles = [
+            module.register_forward_hook(tap(name))
+            if name in tapped
+            else module.register_forward_hook(door(name), with_kwargs=True)
+            for name, module in self.modules.items()
         ]
         whole = run.run(backward=False)
         for handle in handles:
@@ -158,7 +182,7 @@ class _Probe:
             self.whole = whole
         parameters = {run.storages.number(p): name for name, p in self.fake.module.named_parameters()}
         once = {name: taps[name] for name in taps if calls[name] == 1}
-        flow = Flow(once, whole.ops, parameters, whole.arrived)
+        flow = Flow(once, whole.ops, parameters, whole.arrived, {n: d for n, d in doors.items() if calls[n] == 1})
         for op in whole.ops:
             if not op.is_view:
                 for made in op.outputs:
@@ -167,16 +191,26 @@ class _Probe:
 
     def group_of(self, flow: Flow, row: str, used: set[str]) -> TensorCut | str:
         """The row with its columns as a cut; else the reason against it ("" if it is no row at all)."""
-        group = columns_of(flow, row)
+        group, by_heads = columns_of(flow, row), ByHeads()
+        if group:
+            by_heads = by_heads_of(flow, row)
+        if isinstance(group, str) and by_heads.storages:
+            group = columns_of(flow, row, by_heads.storages)
         if isinstance(group, str):
             return group
         columns, between, entries = group
         if not columns or used & {*columns, *entries}:
             return ""
-        return self.try_group(flow, row, columns, between, entries)
+        return self.try_group(flow, row, columns, between, entries, by_heads)
 
     def try_group(
-        self, flow: Flow, row: str, columns: tuple[str, ...], between: set[int], entries: tuple[str, ...]
+        self,
+        flow: Flow,
+        row: str,
+        columns: tuple[str, ...],
+        between: set[int],
+        entries: tuple[str, ...],
+        by_heads: ByHeads,
     ) -> TensorCut | str:
         """The group as a cut, with what must be divided for it to work; else the reason against it."""
         parts = {}
@@ -204,6 +238,10 @@ class _Probe:
             entries=entries,
             between=tuple(norms),
             partial=self._partial(flow, row, between, sharded),
+            tables=by_heads.tables,
+            door=by_heads.door,
+            given=by_heads.given,
+            returned=by_heads.returned,
             units=tuple(dict.fromkeys([*units, *norms.values()])),
             sharded=sharded,
         )

@@ -1,5 +1,6 @@
 """Data flow of a layer's forward: which modules' outputs a module's input is made of, and how they are read."""
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -31,12 +32,85 @@ class Flow:
     ops: list[Op]
     parameters: dict[int, str]
     arriving: dict[int, bool]
+    doors: dict[str, "Door"] = field(default_factory=dict)
     made_from: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
-def columns_of(flow: Flow, row: str) -> tuple[tuple[str, ...], set[int], tuple[str, ...]] | str:
+@dataclass(frozen=True)
+class Door:
+    """The one call of a module: leaves of what it was given and of what it returned, those that are tensors."""
+
+    given: dict[int, View]
+    returned: dict[int, View]
+
+
+@dataclass(frozen=True)
+class ByHeads:
+    """Tensors with a row for each head that join attention from outside of its linears. storages: of them all; tables:
+    embeddings that make one; given, returned: by leaf of the door, with the dim of the heads."""
+
+    storages: frozenset[int] = frozenset()
+    tables: tuple[str, ...] = ()
+    door: str = ""
+    given: dict[int, int] = field(default_factory=dict)
+    returned: dict[int, int] = field(default_factory=dict)
+
+
+def by_heads_of(flow: Flow, row: str) -> ByHeads:
+    """What of that the attention before a row reads. It has its heads three dims from the end, a table (relative
+    biases: Raffel et al. 2020, arXiv:1910.10683, section 2.1) in the last one."""
+    between, columns = _behind_columns(flow, row)
+    heads = heads_in(flow, between)
+    parents = [name.split(".")[:-1] for name in (*columns, row)]
+    door = ".".join(part[0] for part in itertools.takewhile(lambda p: len(set(p)) == 1, zip(*parents, strict=False)))
+    if heads is None or not columns or door not in flow.doors:
+        return ByHeads()
+    call = flow.doors[door]
+    tables = {
+        tap.output.storage: name
+        for name, tap in flow.taps.items()
+        if isinstance(tap.module, nn.Embedding) and name.startswith(f"{door}.") and tap.output.shape[-1] == heads
+    }
+    tables = {storage: name for storage, name in tables.items() if storage in between}
+    given, returned = (
+        {i: view for i, view in views.items() if view.storage in between and _has_heads(view, heads)}
+        for views in (call.given, call.returned)
+    )
+    return ByHeads(
+        frozenset({view.storage for view in given.values()} | set(tables)),
+        tuple(tables.values()),
+        door if given or returned else "",
+        {i: len(view.shape) - 3 for i, view in given.items()},
+        {i: len(view.shape) - 3 for i, view in returned.items()},
+    )
+
+
+def _behind_columns(flow: Flow, row: str) -> tuple[set[int], set[str]]:
+    """Storages that a row's input is made of behind the linears nearest to it, and these."""
+    linears = _outputs_of_linears(flow)
+    found: set[int] = set()
+    columns: set[str] = set()
+    todo = [flow.taps[row].input.storage]
+    while todo:
+        storage = todo.pop()
+        if storage in linears and linears[storage] != row:
+            columns.add(linears[storage])
+        elif storage not in found:
+            found.add(storage)
+            todo += flow.made_from.get(storage, ())
+    return found, columns
+
+
+def _has_heads(view: View, heads: int) -> bool:
+    return len(view.shape) == 4 and view.shape[1] == heads
+
+
+def columns_of(
+    flow: Flow, row: str, by_heads: frozenset[int] = frozenset()
+) -> tuple[tuple[str, ...], set[int], tuple[str, ...]] | str:
     """(column modules, storages between them and the row, entries); or why the row's input does not come from linears
-    alone. An entry is a linear whose output the row's input is made of, and a column's input as well.
+    alone. An entry is a linear whose output the row's input is made of, and a column's input as well. by_heads:
+    storages of which each rank takes its heads, wherever they come from.
 
     An empty reason: the row simply starts from the layer's input, as every column does.
     """
@@ -51,6 +125,8 @@ def columns_of(flow: Flow, row: str) -> tuple[tuple[str, ...], set[int], tuple[s
         if storage in between:
             continue
         between.add(storage)
+        if storage in by_heads:
+            continue
         if storage in linears and linears[storage] != row:
             columns.add(linears[storage])
         elif storage in tables:
@@ -106,9 +182,11 @@ def _leak(flow: Flow, row: str, between: set[int]) -> str:
     """Something else than the row reads what is cut."""
     inside = cut_storages(flow, between) - set(flow.parameters)
     weights = _weights(flow, row)
+    used = {view.storage for op in flow.ops for view in op.inputs}
+    used |= {view.storage for door in flow.doors.values() for view in door.returned.values()}
     for op in flow.ops:
         read = {view.storage for view in op.inputs}
-        if op.is_view or not read & inside or read & weights:
+        if op.is_view or not read & inside or read & weights or (op.module and not made_by(op) & used):
             continue
         aside = made_by(op) - between
         if not made_by(op) & between or any(view.storage in aside for other in flow.ops for view in other.inputs):
@@ -190,13 +268,9 @@ def _readers(ops: Sequence[Op], storage: int) -> list[View]:
     return [view for op in ops if not op.is_view for view in op.inputs if view.storage == storage]
 
 
-def kind_and_units(
-    flow: Flow, row: str, columns: tuple[str, ...], parts: dict[str, tuple[int, ...]], between: set[int]
-) -> tuple[Literal["attention", "mlp"], tuple[int, ...]]:
-    """What lies between columns and row, and the numbers that a degree must divide: heads, or widths."""
-    widths = [w for c in columns for w in parts.get(c, (features(flow.taps[c].module)[1],))]
-    row_width = features(flow.taps[row].module)[0]
-    heads = next(
+def heads_in(flow: Flow, between: set[int]) -> int | None:
+    """Heads of the attention that makes one of these storages; None if none does."""
+    return next(
         (
             op.inputs[0].shape[-3]
             for op in flow.ops
@@ -204,6 +278,15 @@ def kind_and_units(
         ),
         None,
     )
+
+
+def kind_and_units(
+    flow: Flow, row: str, columns: tuple[str, ...], parts: dict[str, tuple[int, ...]], between: set[int]
+) -> tuple[Literal["attention", "mlp"], tuple[int, ...]]:
+    """What lies between columns and row, and the numbers that a degree must divide: heads, or widths."""
+    widths = [w for c in columns for w in parts.get(c, (features(flow.taps[c].module)[1],))]
+    row_width = features(flow.taps[row].module)[0]
+    heads = heads_in(flow, between)
     if heads is None:
         return "mlp", tuple(dict.fromkeys([row_width, *widths]))
     head_width = row_width // heads

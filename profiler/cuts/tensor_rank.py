@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..fake import FakeModel
 from ..layer_run import Collective, LayerRun, Observation
@@ -144,12 +144,28 @@ class TensorRank:
                 hook = self._column_input(cut.inputs.get(name, name))
                 undo.callback(module.register_forward_pre_hook(hook).remove)
             if cut.kind == "head":
-                hook = self._shard_output if cut.stays_cut else self._gather_output
-                undo.callback(module.register_forward_hook(hook).remove)
+                leave = self._shard_output if cut.stays_cut else self._gather_output
+                undo.callback(module.register_forward_hook(leave).remove)
         for name in () if gathered_outside else cut.entries:
             undo.callback(self._modules[name].register_forward_hook(self._entry_output(name)).remove)
         for name in cut.rows:
             undo.callback(self._modules[name].register_forward_hook(self._reduce_output).remove)
+        for name in cut.tables:
+            undo.callback(self._modules[name].register_forward_hook(self._table_output).remove)
+        if cut.door:
+            door, own = self._modules[cut.door], OwnHeads(cut, self._take_heads, self.gather)
+            undo.callback(door.register_forward_pre_hook(own.enter, with_kwargs=True).remove)
+            undo.callback(door.register_forward_hook(own.leave).remove)
+
+    def _table_output(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return self._take_heads(output, output.dim() - 1)
+
+    def _take_heads(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part along dim, whose gradient is that of all ranks."""
+        if x.requires_grad:
+            self.collectives.append(Collective("all_gather", "backward", self._run.storages.size(x)))
+        own: torch.Tensor = _Scatter.apply(x, dim, self._degree, self._run.recorder)
+        return own
 
     def _column_input(self, entry: str) -> Callable[..., tuple[Any, ...]]:
         return lambda module, args: (self._entering(args[0], entry), *args[1:])
@@ -245,6 +261,41 @@ class TensorRank:
             and value.dim() > dim
             and value.shape[dim] == length
         )
+
+
+class OwnHeads:
+    """Hooks of a module that is given, or returns, tensors with a row for each head: inside, those of this rank's.
+
+    take(tensor, dim): this rank's part. join(tensor, dim): the parts of all ranks. What is returned as it was given is
+    returned whole, and nothing is sent for it.
+    """
+
+    def __init__(
+        self,
+        cut: TensorCut,
+        take: Callable[[torch.Tensor, int], torch.Tensor],
+        join: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> None:
+        self._cut, self._take, self._join = cut, take, join
+        self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook before the forward."""
+        leaves, tree = tree_flatten((args, kwargs))
+        for place, dim in self._cut.given.items():
+            whole = leaves[place]
+            leaves[place] = self._take(whole, dim)
+            self._taken.append((whole, leaves[place]))
+        return tree_unflatten(leaves, tree)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Hook behind the forward."""
+        leaves, tree = tree_flatten(output)
+        taken, self._taken = self._taken, []
+        for place, dim in self._cut.returned.items():
+            as_given = next((whole for whole, own in taken if own is leaves[place]), None)
+            leaves[place] = self._join(leaves[place], dim) if as_given is None else as_given
+        return tree_unflatten(leaves, tree)
 
 
 class _Gather(torch.autograd.Function):
