@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import slow
 
 from benchmarks.accuracy.agreement import Case, memory_rows, model_of, plan_of, traffic_rows
 from benchmarks.accuracy.cases import profile_of
@@ -46,6 +47,15 @@ TRAFFIC_CASES = CASES | {
 }
 """Of those that are not in CASES only traffic is compared."""
 
+SLOW = {
+    "context, gathered x tensor + sequence",
+    "fsdp",
+    "pipeline x ddp",
+    "pipeline x fsdp x tensor",
+    "tied weights on one stage of two",
+}
+"""Played by pytest -m slow only, and by benchmarks.accuracy.agreement."""
+
 
 @cache
 def ranks(name: str) -> list[Played]:
@@ -62,14 +72,14 @@ def traffic(name: str) -> list[dict[str, Any]]:
     return traffic_rows(estimate(plan_of(case), profile_of(model_of(case.model))), ranks(name))
 
 
-@pytest.mark.parametrize("name", TRAFFIC_CASES)
+@pytest.mark.parametrize("name", slow.but(TRAFFIC_CASES, SLOW))
 def test_planned_traffic_is_what_ranks_pass(name: str) -> None:
     wrong = [row for row in traffic(name) if row["calls off"] or abs(row["off"]) > MOST_BYTES]
 
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow.but(CASES, SLOW))
 def test_planned_memory_is_the_peak_of_ranks(name: str) -> None:
     case = CASES[name]
 

@@ -101,15 +101,19 @@ CASES = {
 
 SLOW = {
     "ddp, bf16",
+    "fsdp",
     "fsdp x tensor + sequence",
+    "hsdp",
     "one device, bf16, recompute",
+    "one device, one micro-batch",
     "pipeline 2, bf16",
     "pipeline x ddp",
     "pipeline x fsdp",
-    "pipeline x tensor + sequence, cut behind the slices",
     "pipeline x tensor + sequence, cut before the slices",
+    "pipeline x tensor + sequence, cut behind the slices",
     "tensor 2",
     "tensor 2 + sequence",
+    "tensor 2, attention cut, mlp whole",
     "tensor 2, mlp cut, attention whole",
 }
 """What other cases cover in part; run by pytest -m slow."""

@@ -555,7 +555,14 @@ LLAMA = replace(
 MIXTURE = replace(LLAMA, mixture=Mixture(8, 2, 32, shared=1, dense_layers=2), latent=Latent(32, 16, 8))
 
 
-@pytest.mark.parametrize("sizes", [SMALL, LLAMA, MIXTURE], ids=["gpt", "llama", "mixture"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(SMALL, marks=pytest.mark.slow, id="gpt"),
+        pytest.param(LLAMA, marks=pytest.mark.slow, id="llama"),
+        pytest.param(MIXTURE, id="mixture"),
+    ],
+)
 def test_repeating_blocks_gives_the_profile_of_the_deep_model(sizes: Sizes) -> None:
     grown, whole = profile_of("model", sizes), trace(loaded("model", sizes))
 

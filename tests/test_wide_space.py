@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import slow
 from synthetic import SEQ_LEN, cluster, device, per_sample, profile, random_class, with_experts
 from test_search import plans_of
 
@@ -324,7 +325,7 @@ def num_plans(seed: int) -> int:
 BRUTE_SEEDS = [seed for seed in range(70) if 0 < num_plans(seed) < 50][:30]
 
 
-@pytest.mark.parametrize("seed", BRUTE_SEEDS)
+@pytest.mark.parametrize("seed", slow.but_first(BRUTE_SEEDS, len(BRUTE_SEEDS) // 2))
 def test_search_over_everything_finds_the_optimum_of_brute_force(seed: int) -> None:
     model, on, training = wide_instance(seed)
 

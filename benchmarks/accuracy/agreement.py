@@ -23,7 +23,7 @@ from meshwright.planner.training import Precision, TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.load import LoadedModel, load_model
 
-from .cases import MODELS, profile_of
+from .cases import MODELS, profile_of, whole
 from .played import SMALLEST_BYTES, Played, play, ranks_to_play
 from .report import Check, off, publish
 
@@ -156,7 +156,7 @@ _SHORT: Mapping[str, tuple[int | None, Mapping[str, object]]] = {
 def model_of(name: str) -> LoadedModel:
     """A model of the zoo at its own widths, some with fewer layers."""
     if name not in _SHORT:
-        return load_model(MODELS / f"{name}.py")
+        return whole(MODELS / f"{name}.py")
     seq_len, changes = _SHORT[name]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name / "config.json"
