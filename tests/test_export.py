@@ -306,6 +306,21 @@ def test_attention_that_a_plan_leaves_whole_is_said_aloud() -> None:
         assert any("the attention of 8 layers stays whole in the plan, on each of 2 tensor ranks" in n for n in notes)
 
 
+def test_feed_forwards_and_whole_layers_that_a_target_cuts_are_said_aloud() -> None:
+    plan = planned(EVEN)
+    attention = plan.classes[0].cuts[0].model_copy(update={"kind": "attention"})
+    plan = plan.model_copy(update={"classes": (plan.classes[0].model_copy(update={"cuts": (attention,)}),)})
+    several_rows = some_plan(shard=2, tensor=2)
+
+    assert any("of 8 layers only the attention is cut in the plan" in note for note in export(plan, "megatron").notes)
+    for target in ("torchtitan", "accelerate"):
+        notes = export(several_rows, target).notes
+
+        assert any(
+            note.startswith("layer0, layer9 stay whole in the plan, on each of 2 tensor ranks") for note in notes
+        )
+
+
 def test_stages_become_a_layout_string_only_where_they_are_uneven() -> None:
     even, uneven = export(planned(EVEN), "megatron"), export(planned(EVEN, (4, 6)), "megatron")
 

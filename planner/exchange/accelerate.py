@@ -183,7 +183,7 @@ def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
     document["parallelism_config"] = parallelism
     if ordered(plan, plan.mesh_axes) != ordered(plan, AXES):
         notes.append(order_note(plan, "accelerate"))
-    notes += whole_layers_notes(plan, row)
+    notes += whole_layers_notes(plan)
     return document
 
 

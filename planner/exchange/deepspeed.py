@@ -109,7 +109,7 @@ def deepspeed_settings(plan: Plan, notes: list[str]) -> Settings:
         notes += kept_note(plan, "deepspeed") + sync_note(plan, "deepspeed")
     if ordered(plan, plan.mesh_axes) != ordered(plan, AXES):
         notes.append(order_note(plan, "deepspeed"))
-    notes += whole_layers_notes(plan, row)
+    notes += whole_layers_notes(plan)
     return document
 
 

@@ -1,6 +1,6 @@
 """What the exporters share: the blocks of a plan by stage, and sentences on what a target does otherwise."""
 
-from typing import Any
+from typing import Any, Literal
 
 from ..plan import AXES, Axis, LayerPlan, Plan, Recompute
 from .block_row import BlockRow, block_row
@@ -122,29 +122,46 @@ def order_note(plan: Plan, target: Target) -> str:
     )
 
 
-def whole_layers_notes(plan: Plan, row: BlockRow | None) -> list[str]:
-    """Layers that stay whole in the plan, though the target may cut them."""
-    if plan.degrees.tensor == 1 or row is None:
+def whole_layers_notes(plan: Plan) -> list[str]:
+    """Layers that stay whole in the plan, or parts of them, though the target may cut them."""
+    if plan.degrees.tensor == 1:
         return []
     cut = {c.name for c in plan.classes if c.cuts}
-    whole = [
-        layer.name
-        for place, layer in enumerate(layers_of(plan))
-        if not row.holds(place) and layer.parameters and layer.layer_class not in cut
-    ]
+    whole = [layer.name for layer in layers_of(plan) if layer.parameters and layer.layer_class not in cut]
+    some = ", ".join(whole) if len(whole) <= _MANY else f"{', '.join(whole[:_MANY])} and {len(whole) - _MANY} more"
     notes = [
-        f"{', '.join(whole)} stay whole in the plan, on each of {plan.degrees.tensor} tensor ranks; the target may cut "
-        "them: less memory"
+        f"{some} stay whole in the plan, on each of {plan.degrees.tensor} tensor ranks; the target may cut them: less "
+        "memory"
     ] * bool(whole)
-    return notes + _whole_attention(plan)
+    return notes + _whole_attention(plan) + _whole_feed_forward(plan)
+
+
+_MANY = 6
+"""Layers that are named; of more, only their number is said."""
 
 
 def _whole_attention(plan: Plan) -> list[str]:
     """Attention that stays whole in layers of which the rest is cut."""
-    uncut = {c.name for c in plan.classes if c.cuts and all(cut.kind != "attention" for cut in c.cuts)}
-    roots = [layer.root for layer in layers_of(plan) if layer.layer_class in uncut and layer.root]
+    roots = _roots_without(plan, "attention")
     count = sum(any(name.startswith(f"{root}.") for name in plan.model.attention_modules) for root in roots)
     return [
         f"the attention of {count} layers stays whole in the plan, on each of {plan.degrees.tensor} tensor ranks; the "
         "target cuts it, or refuses where its heads do not divide: other times and memory than the plan's"
     ] * bool(count)
+
+
+def _whole_feed_forward(plan: Plan) -> list[str]:
+    """What lies beside attention and stays whole in layers whose attention is cut; experts are told of elsewhere."""
+    roots = _roots_without(plan, "mlp")
+    count = sum(not any(name.startswith(f"{root}.") for name in plan.model.expert_modules) for root in roots)
+    return [
+        f"of {count} layers only the attention is cut in the plan; the target cuts the feed-forward, too: less memory, "
+        "other times"
+    ] * bool(count)
+
+
+def _roots_without(plan: Plan, kind: Literal["attention", "mlp"]) -> list[str]:
+    """Modules of the layers whose cuts, of attention or feed-forward, are all of the other kind."""
+    inner = {c.name: {cut.kind for cut in c.cuts} & {"attention", "mlp"} for c in plan.classes}
+    others = {name for name, kinds in inner.items() if kinds and kind not in kinds}
+    return [layer.root for layer in layers_of(plan) if layer.layer_class in others and layer.root]

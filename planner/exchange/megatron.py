@@ -164,7 +164,7 @@ def megatron_words(plan: Plan, notes: list[str]) -> list[str]:
         words.append("--use-tp-pp-dp-mapping")
     else:
         notes.append(order_note(plan, "megatron"))
-    notes += whole_layers_notes(plan, row)
+    notes += whole_layers_notes(plan)
     return words
 
 

@@ -154,7 +154,7 @@ def torchtitan_words(plan: Plan, notes: list[str]) -> list[str]:
         notes += sync_note(plan, "torchtitan")
     if ordered(plan, plan.mesh_axes) != ordered(plan, AXES):
         notes.append(order_note(plan, "torchtitan"))
-    notes += whole_layers_notes(plan, block_row(layers_of(plan)))
+    notes += whole_layers_notes(plan)
     words.append(f"activation_checkpoint:{_recompute(plan, notes)}")  # a subcommand, so it comes last
     return words
 
