@@ -44,6 +44,9 @@ _WIDE = 100
 """Columns of a terminal in which memory is shown beside device and budget of each stage, where they differ."""
 
 _HEADINGS = ("params", "grads", "optim", "gathered", "activ", "transient")
+_BRIEF_CAUSES = {"recompute": "again", "optimizer": "optim", "pipeline": "pipe"}
+"""Headings of causes in a terminal of 80 columns, where set-ups need room for their names."""
+
 _QUIET_SECONDS = 1.0
 
 
@@ -306,8 +309,13 @@ def print_losses(console: Console, candidates: Sequence["Candidate"], price_per_
         headings, rows = comparison_rows(candidates, price_per_hour)
         print_rows(console, "Numbers", headings, rows)
         unit, headings, rows = loss_rows(candidates)
-        notes = [f"{name}: {CAUSES[name]}" for name in headings if name in CAUSES and CAUSES[name] != name]
-        print_rows(console, f"Where the step goes, {unit}", headings, rows, ["; ".join(notes)])
+        shown = [_BRIEF_CAUSES.get(name, name) for name in headings]
+        notes = [
+            f"{brief}: {CAUSES[name]}"
+            for brief, name in zip(shown, headings, strict=True)
+            if CAUSES.get(name, brief) != brief
+        ]
+        print_rows(console, f"Where the step goes, {unit}", shown, rows, ["; ".join(notes)])
 
 
 def comparison_tables(candidates: Sequence["Candidate"]) -> Group:
