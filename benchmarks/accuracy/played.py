@@ -135,8 +135,8 @@ def without_numbers(fake: FakeTensorMode) -> ExitStack:
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is not None:  # from fake positions it cannot see that no sample is packed, and would build T x T masks
         stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
-    stack.enter_context(mock.patch.object(trainer, "data_parallel", _replicas))
-    stack.enter_context(mock.patch.object(expert_exchange, "count_rows", _equal_rows))
+    stack.enter_context(mock.patch.object(trainer, "data_parallel", replicas))
+    stack.enter_context(mock.patch.object(expert_exchange, "count_rows", equal_rows))
     return stack
 
 
@@ -153,7 +153,7 @@ def _values(fake: FakeTensorMode, model_fn: Callable[[], nn.Module], is_large: b
     return Values(lambda name: made(parameters[name]), lambda name: made(buffers[name]))
 
 
-def _equal_rows(experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> Rows:
+def equal_rows(experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> Rows:
     """Tokens spread evenly: as many for one rank as for another."""
     with mock.patch.object(torch.Tensor, "tolist", return_value=[[0], [0]]):
         arriving = count_rows(experts, count, group).arriving
@@ -163,7 +163,7 @@ def _equal_rows(experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> 
     return Rows(rows, rows, arriving)
 
 
-def _replicas(*args: Any) -> DistributedDataParallel:
+def replicas(*args: Any) -> DistributedDataParallel:
     """DDP whose reduction is done by a hook (its own takes the result from the process group, and the fake one has
     none), and which has from the start the buckets that it would make after its first step."""
     with mock.patch.object(dist, "_compute_bucket_assignment_by_size", _buckets_of_backward):

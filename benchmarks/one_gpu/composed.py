@@ -1,0 +1,42 @@
+"""What the model predicts of one rank's kernels, and a step made of measured kernels and modelled communication."""
+
+from collections.abc import Mapping
+
+from meshwright.planner.cost.simulate import simulate
+from meshwright.planner.estimate import Estimate, priced_stages
+from meshwright.planner.plan import Plan
+from meshwright.profiler.model_profile import ModelProfile
+
+
+def kernels_s(plan: Plan, profile: ModelProfile, found: Estimate, position: int) -> float:
+    """Seconds of a step that a rank at this pipeline coordinate computes: all passes, what is run again, and the
+    optimizer (that of the busiest stage). Communication and waiting are left out."""
+    stages = priced_stages(plan, profile)
+    layers = [layer for stage in plan.stages_of(position) for layer in stages[stage][1]]
+    passes_s = sum(layer.forward_s + layer.backward_s + layer.recompute_s for layer in layers)
+    return plan.num_microbatches * passes_s + found.breakdown["optimizer"]
+
+
+def composed_step_s(plan: Plan, profile: ModelProfile, found: Estimate, ratios: Mapping[int, float]) -> float | None:
+    """Seconds of the whole job's step if kernels take `ratios` [pipeline coordinate] times what is predicted, and
+    communication what is predicted; None where a stage has no ratio."""
+    if set(ratios) < set(range(plan.degrees.pipeline)):
+        return None
+    if plan.degrees.pipeline == 1:
+        return found.step_time_s + (ratios[0] - 1) * kernels_s(plan, profile, found, 0)
+    return found.step_time_s * _passes_s(plan, profile, ratios) / _passes_s(plan, profile, dict.fromkeys(ratios, 1.0))
+
+
+def _passes_s(plan: Plan, profile: ModelProfile, ratios: Mapping[int, float]) -> float:
+    """Seconds of the schedule with the compute of every stage's passes so many times as long."""
+    forward, backward, weight = [], [], []
+    for stage, (cost, layers) in enumerate(priced_stages(plan, profile)):
+        more = ratios[plan.position_of(stage)] - 1.0
+        again_s = sum(layer.backward_s + layer.recompute_s for layer in layers)
+        forward.append(cost.forward_s + more * sum(layer.forward_s for layer in layers))
+        backward.append(cost.backward_s + more * (again_s - cost.weight_s))
+        weight.append(cost.weight_s * (1.0 + more))
+    ranks = plan.degrees.pipeline
+    return max(
+        event.end_s for event in simulate(plan.schedule, forward, backward, plan.num_microbatches, weight, ranks)
+    )

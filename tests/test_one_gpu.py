@@ -1,0 +1,121 @@
+"""One rank with real kernels and no peers: it runs under every kind of plan, and its times make up a step."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cli_support import small_profile, some_plan
+
+from benchmarks.one_gpu.__main__ import Failure, Row, markdown, rows_of
+from benchmarks.one_gpu.composed import composed_step_s, kernels_s
+from benchmarks.one_gpu.rank import RankRun, run_rank
+from meshwright.planner.estimate import estimate
+from meshwright.planner.plan import Plan
+from meshwright.planner.search import price_setup
+from meshwright.planner.setups import parse_setup
+from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import cluster_of, load_device
+from meshwright.profiler.load import LoadedModel, load_model
+from meshwright.profiler.trace import trace
+
+GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
+
+
+@cache
+def gpt() -> tuple[LoadedModel, Any]:
+    """The small GPT and its profile."""
+    small = load_model(GPT).small
+    assert small is not None
+    return small(), trace(small())
+
+
+def plan_of(words: str, device: str = "cpu") -> Plan:
+    """The small GPT on four devices."""
+    profile = gpt()[1]
+    training = TrainingSpec(global_batch=8, seq_len=profile.seq_len)
+    candidate = price_setup(parse_setup(words, 4, 4), profile, cluster_of(load_device(device), 4), training)
+    assert candidate.plan is not None, candidate.verdict
+    return candidate.plan
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "stage"),
+    [("ddp", 0, 0), ("fsdp", 3, 0), ("tp=2 sp=on fsdp", 1, 0), ("cp=2 fsdp", 0, 0), ("pp=2 schedule=1f1b", 2, 1)],
+)
+def test_a_rank_steps_without_its_peers(words: str, rank: int, stage: int) -> None:
+    run = run_rank(gpt()[0], plan_of(words), rank, "cpu", steps=1)
+
+    assert (run.rank, run.stage, run.peak_bytes) == (rank, stage, None)
+    assert run.step_s > 0
+    assert not dist.is_initialized()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("words", ["fsdp", "pp=2 schedule=1f1b"])
+def test_memory_of_a_rank_on_a_gpu_is_what_is_predicted(words: str) -> None:
+    plan = plan_of(words, "h100-80gb")
+
+    run = run_rank(gpt()[0], plan, 0, "cuda", steps=2)
+
+    assert run.peak_bytes == pytest.approx(estimate(plan, gpt()[1]).memory[0].allocated_bytes, rel=0.25)
+
+
+PLANS = {
+    "FSDP": some_plan(shard=4),
+    "GPipe": some_plan(shard=2, pipeline=2),
+    "four stages": some_plan(tensor=2, pipeline=4),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_predicted_kernels_make_up_the_predicted_step(name: str) -> None:
+    plan, profile = PLANS[name], small_profile()
+    found = estimate(plan, profile)
+    same = dict.fromkeys(range(plan.degrees.pipeline), 1.0)
+
+    assert composed_step_s(plan, profile, found, same) == pytest.approx(found.step_time_s, rel=1e-9)
+
+
+def test_kernels_are_all_of_a_step_but_communication_and_waiting() -> None:
+    plan, profile = PLANS["FSDP"], small_profile()
+    found = estimate(plan, profile)
+    items = [found.breakdown[name] for name in ("compute", "recompute", "optimizer")]
+
+    assert kernels_s(plan, profile, found, 0) == pytest.approx(sum(items), rel=1e-9)
+
+
+def test_slower_kernels_make_the_step_longer_by_what_they_take() -> None:
+    plan, profile = PLANS["FSDP"], small_profile()
+    found = estimate(plan, profile)
+
+    step_s = composed_step_s(plan, profile, found, {0: 1.5})
+
+    assert step_s == pytest.approx(found.step_time_s + 0.5 * kernels_s(plan, profile, found, 0), rel=1e-9)
+
+
+def test_a_slow_stage_slows_the_whole_pipeline_and_a_missing_one_leaves_it_open() -> None:
+    plan, profile = PLANS["GPipe"], small_profile()
+    found = estimate(plan, profile)
+
+    slower = composed_step_s(plan, profile, found, {0: 1.0, 1: 2.0})
+
+    assert slower is not None
+    assert 1.3 * found.step_time_s < slower < 2.0 * found.step_time_s
+    assert composed_step_s(plan, profile, found, {0: 1.0}) is None
+
+
+def test_the_table_has_every_rank_that_ran_and_why_others_did_not() -> None:
+    plan, profile = PLANS["GPipe"], small_profile()
+    found = estimate(plan, profile)
+    runs = [RankRun(stage, stage, kernels_s(plan, profile, found, stage), 2**30) for stage in (0, 1)]
+    rows: list[Row] = rows_of("m", "pp=2", plan, found, profile, runs)
+
+    table = markdown(rows, [Failure("m", "tp=3", "not legal: 3 heads")], "a device", 4)
+
+    assert [row.composed_step_s for row in rows] == pytest.approx([found.step_time_s] * 2)
+    assert table.count("| m | pp=2 | FSDP 2 + PP 2 (GPipe) |") == 2
+    assert "- m, tp=3: not legal: 3 heads" in table
