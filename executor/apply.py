@@ -21,6 +21,7 @@ from .parallel.context import ContextParallel
 from .parallel.expert import HeldExperts, shard_experts, spread_experts
 from .parallel.mesh import Mechanism, RankMesh, mechanism
 from .parallel.recompute import check_recompute, recompute
+from .parallel.rehearsal import Rehearsal
 from .parallel.tensor import apply_tensor_parallel
 from .parallel.tensor_layout import ParameterCut, TensorLayout
 from .state.initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
@@ -104,8 +105,10 @@ def apply_plan(
     stages = plan.stages_of(mesh.coordinates["pipeline"])
     copies = [model, *(copy.deepcopy(model) for _ in stages[1:])]
     context = ContextParallel(plan, mesh) if plan.degrees.context > 1 else None
+    rehearsal = Rehearsal(model, plan) if plan.degrees.pipeline > 1 else None
     parts = [
-        _part(own, values, plan, stage, mesh, loss, backend, context) for own, stage in zip(copies, stages, strict=True)
+        _part(own, values, plan, stage, mesh, loss, backend, context, rehearsal)
+        for own, stage in zip(copies, stages, strict=True)
     ]
     if len(parts) == 1:
         return parts[0]
@@ -132,6 +135,7 @@ def _part(
     loss: Loss | None,
     backend: str | None,
     context: ContextParallel | None,
+    rehearsal: Rehearsal | None,
 ) -> AppliedModel:
     """One stage of this rank (the whole model, where there is no pipeline).
 
@@ -146,7 +150,7 @@ def _part(
     if plan.degrees.pipeline > 1:
         from .parallel.stage_module import StageModule
 
-        module, prefix = StageModule(model, plan, stage_index, loss, context), "model."
+        module, prefix = StageModule(model, plan, stage_index, loss, context, rehearsal), "model."
         model = module.model
 
     layout = TensorLayout()

@@ -56,45 +56,50 @@ class Stub:
 
 
 class Rehearsal:
-    """One forward of the whole model on fake tensors: what other stages' modules return, and what crosses the cuts."""
+    """One forward of the whole model on fake tensors: what layer modules return, and what crosses the cuts.
 
-    def __init__(self, model: nn.Module, plan: Plan, foreign: tuple[str, ...]) -> None:
+    The stages of a rank may share one: it runs once.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._layer_modules = plan.model.layer_modules
         self._expert_modules = plan.model.expert_modules
-        self._foreign = foreign
+        self._crossing = {tensor.producer for tensor in plan.model.tensors}
+        self._found: tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool] | None = None
         with torch.device("meta"):
             self._model = _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
     def run(
         self,
         micro_batch: MicroBatch,
-        crossing: set[Producer],
         device: torch.device,
         autocast: AbstractContextManager[Any],
         bf16_layers: bool,
         context: ContextParallel | None,
     ) -> tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool]:
-        """(stubs by module and call, crossing tensors, whether the model writes into its batch).
+        """(stubs by module and call, tensors that any cut crosses, whether the model writes into its batch).
 
         bf16_layers: as under fully_shard's mixed precision, parameters and what enters a layer module are bfloat16.
         context: what this rank holds of the sequences, if not all.
         """
+        if self._found is not None:
+            return self._found
         with out_of_sight():
             try:
                 with _without_log("torch._subclasses.fake_tensor"):
-                    seen = self._run(micro_batch, crossing, device, autocast, bf16_layers, context)
+                    seen = self._run(micro_batch, device, autocast, bf16_layers, context)
             except (RuntimeError, ValueError, TypeError):
                 # Some operators exist on fake CPU tensors in bfloat16 only (grouped_mm): the profiler runs in it, too.
-                seen = self._run(micro_batch, crossing, device, nullcontext(), True, context)
+                seen = self._run(micro_batch, device, nullcontext(), True, context)
                 seen = seen.recast(torch.bfloat16, torch.bfloat16 if bf16_layers else torch.float32)
         stubs = {key: Stub(leaves, tree, device) for key, (leaves, tree) in seen.outputs.items()}
-        return stubs, seen.tensors, seen.writes_batch
+        self._found = stubs, seen.tensors, seen.writes_batch
+        return self._found
 
     def _run(
         self,
         micro_batch: MicroBatch,
-        crossing: set[Producer],
         device: torch.device,
         autocast: AbstractContextManager[Any],
         bf16_layers: bool,
@@ -110,7 +115,7 @@ class Rehearsal:
         def cast(leaf: Any) -> Any:
             return leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-        notes = _Notes(crossing)
+        notes = _Notes(self._crossing)
         with self._mode, torch.no_grad():
             model = _copied(self._model, fake)
             for name in self._layer_modules:
@@ -118,7 +123,7 @@ class Rehearsal:
                     model.get_submodule(name).register_forward_pre_hook(
                         lambda module, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True
                     )
-            for name in self._foreign:
+            for name in self._layer_modules:
                 model.get_submodule(name).register_forward_hook(partial(notes.output, name))
             args, kwargs = tree_map(fake, (micro_batch.args, micro_batch.kwargs))
             tokens: AbstractContextManager[Any] = nullcontext()

@@ -40,7 +40,8 @@ class StageModule(nn.Module):
     What wraps the whole stage (fully_shard) must wrap this module and not `.model`, whose forward is left early.
 
     loss: mean loss of (output, micro-batch); None if the model returns its own. context: this rank's tokens, where
-    sequences are split; what crosses the cuts then holds these.
+    sequences are split; what crosses the cuts then holds these. rehearsal: of the same model, if another stage of this
+    rank has one.
     Changes `model` in place. Raises ValueError if the plan's stages cannot be cut out of it.
     """
 
@@ -51,6 +52,7 @@ class StageModule(nn.Module):
         stage: int,
         loss: Loss | None = None,
         context: ContextParallel | None = None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         super().__init__()
         check_partition(model, plan)
@@ -64,7 +66,7 @@ class StageModule(nn.Module):
         self.is_last = stage == len(plan.stages) - 1
         own_modules = {name for layer in plan.stages[stage].layers for name in layer.modules}
         foreign = tuple(name for name in plan.model.layer_modules if name not in own_modules)
-        self._rehearsal: Rehearsal | None = Rehearsal(model, plan, foreign)
+        self._rehearsal: Rehearsal | None = rehearsal or Rehearsal(model, plan)
         self._stubs: dict[tuple[str, int], Stub] = {}
         self._tensors: dict[Producer, Like] = {}
         self._writes_batch = False
@@ -89,9 +91,10 @@ class StageModule(nn.Module):
             if mixed and not sharded:
                 self._autocast = torch.autocast(device.type, torch.bfloat16)
             crossing = {tensor.producer for tensor in (*self.incoming, *self.outgoing)}
-            self._stubs, self._tensors, self._writes_batch = self._rehearsal.run(
-                micro_batches[0], crossing, device, self._autocast, mixed and sharded, self._context
+            self._stubs, tensors, self._writes_batch = self._rehearsal.run(
+                micro_batches[0], device, self._autocast, mixed and sharded, self._context
             )
+            self._tensors = {producer: like for producer, like in tensors.items() if producer in crossing}
             self._rehearsal = None
             self._shapes = shapes_in(micro_batches[0])
             self._placeholders.move(device)
