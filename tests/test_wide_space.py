@@ -131,7 +131,7 @@ def by_hand(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> tup
                     or training.global_batch % data
                     or math.gcd(micro_batch, context) > 1
                     or (schedule == "gpipe" and count >= pipeline)
-                    or (schedule not in ("none", "gpipe") and count < pipeline)
+                    or (schedule == "1f1b" and count < pipeline)
                     or (schedule == "interleaved" and count % max(1, count // pipeline))
                 )
                 legal += 0 if broken else choices
