@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,13 +12,16 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.planning_time.instances import Instance, instance
+from meshwright.planner.cost.comm_cost import Collective, GroupLinks, collective_s, seconds_at_places
 from meshwright.planner.cost.simulate import ZERO_BUBBLE
 from meshwright.planner.plan import Recompute
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.shape_bounds import ShapeBounds
 from meshwright.planner.solve.space import Family, Space
 from meshwright.planner.strategy import Shape
+from meshwright.profiler.cluster import Group, Link
 
+NETWORK = Link(bandwidth=5e10, latency=1e-5)
 TABLES = ("microbatch_s", "forward_s", "once_s", "step_s")
 SOFTWARE = ("fsdp2-eager", "megatron-core", "fsdp2-compile")
 
@@ -104,3 +108,14 @@ def test_shapes_that_are_left_out_for_memory_have_no_assignment(seed: int) -> No
             prices = explorer.priced(shape, recompute, asked.pins.reshard, asked.pins.everything)
             explorer._cuts_of(family)
             assert explorer._solved(prices, float("inf")) is None
+
+
+@pytest.mark.parametrize(("inside", "hosts"), [(1, 1), (8, 1), (1, 16), (4, 2)])
+def test_collectives_of_a_layer_cost_at_once_what_they_cost_one_by_one(inside: int, hosts: int) -> None:
+    group, link, network = Group(ranks_per_host=inside, hosts=hosts), Link(bandwidth=1e11, latency=1e-6), NETWORK
+    links = GroupLinks(group, link, network, 8, (("all_gather", 1.3),))
+    traffic = [(kind, size) for kind in get_args(Collective) for size in (0.0, 1e6, 3e8)]
+
+    found = seconds_at_places(traffic, [links])
+
+    assert found == [pytest.approx(sum(collective_s(kind, size, links) for kind, size in traffic), rel=1e-12)]

@@ -1,6 +1,7 @@
 """Seconds of one collective over a group of ranks, from where those ranks really sit."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,23 +44,42 @@ def collective_s(kind: Collective, full_bytes: float, links: GroupLinks) -> floa
         return _neighbour_s(full_bytes, links) * links.factor(kind)
     if kind == "all_to_all":
         return exchange_s(full_bytes, full_bytes, links) * links.factor(kind)
-    halves = 2 if kind == "all_reduce" else 1
-    return halves * _ring_s(full_bytes, links) * links.factor(kind)
-
-
-def _ring_s(full_bytes: float, links: GroupLinks) -> float:
-    per_byte_s, latency_s = ring_rates(links)
+    per_byte_s, latency_s = ring_rates(kind, links)
     return full_bytes * per_byte_s + latency_s
 
 
-def ring_rates(links: GroupLinks) -> tuple[float, float]:
-    """(seconds per byte of the full tensor, seconds of latency) of one half of a ring, before the backend's factor."""
+def ring_rates(kind: Collective, links: GroupLinks) -> tuple[float, float]:
+    """(seconds per byte of the full tensor, seconds of latency) of all_gather, reduce_scatter or all_reduce."""
+    times = (2 if kind == "all_reduce" else 1) * links.factor(kind)
     inside, hosts, size = links.group.ranks_per_host, links.group.hosts, links.group.size
     inside_s = (size - 1) / size / links.link.bandwidth if inside > 1 else 0.0
     across_s = 0.0
     if hosts > 1:
         across_s = (hosts - 1) / hosts / (links.network.bandwidth * inside / links.devices_per_host)
-    return max(inside_s, across_s), (inside - 1) * links.link.latency + (hosts - 1) * links.network.latency
+    latency_s = (inside - 1) * links.link.latency + (hosts - 1) * links.network.latency
+    return times * max(inside_s, across_s), times * latency_s
+
+
+RINGS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+"""Collectives whose seconds are linear in bytes, but for latency."""
+
+
+def seconds_at_places(traffic: Sequence[tuple[Collective, float]], places: Sequence[GroupLinks]) -> list[float]:
+    """[place] -> seconds of these collectives, each (kind, bytes): the bytes of all rings of a kind at once."""
+    sums: dict[Collective, tuple[float, int]] = {}
+    for kind, num_bytes in traffic:
+        if num_bytes:
+            total, calls = sums.get(kind, (0.0, 0))
+            sums[kind] = total + num_bytes, calls + 1
+    found = []
+    for links in places:
+        seconds = sum(collective_s(kind, size, links) for kind, size in traffic if kind not in RINGS)
+        for kind in RINGS:
+            if kind in sums:
+                per_byte_s, latency_s = ring_rates(kind, links)
+                seconds += sums[kind][0] * per_byte_s + sums[kind][1] * latency_s
+        found.append(seconds)
+    return found
 
 
 def _neighbour_s(num_bytes: float, links: GroupLinks) -> float:

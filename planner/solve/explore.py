@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...profiler.cluster import ClusterSpec
 from ...profiler.model_profile import ModelProfile
-from ..cost.comm_cost import collective_s
+from ..cost.comm_cost import seconds_at_places
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
@@ -552,8 +552,6 @@ def _pass_s(model: CostModel, layer: int, shape: Shape) -> tuple[float, float]:
     compute = model.compute(kind, shape)
     traffic = model.tensor_traffic(kind, shape)
     places = [model.links(shape.tensor, stride) for stride in model.places(shape.tensor)]
-    tensor_s = min(
-        (1.0 - model.hidden_tensor(links)) * sum(collective_s(item.kind, item.bytes, links) for _, _, item in traffic)
-        for links in places
-    )
+    each_s = seconds_at_places([(item.kind, item.bytes) for _, _, item in traffic], places)
+    tensor_s = min((1.0 - model.hidden_tensor(at)) * seconds for at, seconds in zip(places, each_s, strict=True))
     return compute.forward + compute.backward + tensor_s, compute.forward

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost.comm_cost import Collective, GroupLinks, collective_s, ring_rates
+from ..cost.comm_cost import Collective, collective_s, ring_rates
 from ..cost.compute_cost import accumulate_s
 from ..cost.crossing_cost import P2P_EXPOSED
 from ..cost.kinds import Kind
@@ -389,15 +389,9 @@ class ShapeBounds:
 
     def _rates(self, kind: Collective, groups: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
         """Columns of (seconds per byte, seconds of latency) of a collective of groups of (size, stride)."""
-        known = {group: self._rate(kind, self.model.links(*group)) for group in set(groups)}
+        known = {group: ring_rates(kind, self.model.links(*group)) for group in set(groups)}
         found = np.array([known[group] for group in groups])
         return found[:, 0], found[:, 1]
-
-    @staticmethod
-    def _rate(kind: Collective, links: GroupLinks) -> tuple[float, float]:
-        times = (2 if kind == "all_reduce" else 1) * links.factor(kind)
-        per_byte_s, latency_s = ring_rates(links)
-        return times * per_byte_s, times * latency_s
 
     def data(self, family: Family, leaves: Leaves) -> Data:
         key = leaves, family.sequence, family.cuts
