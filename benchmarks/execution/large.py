@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.accuracy import played
@@ -99,12 +99,37 @@ class _Shards(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return self._count
 
+    def joined(self, dim: int) -> torch.Tensor:
+        """A tensor of the shape that all parts have one behind the other."""
+        shape = list(self._tensor.shape)
+        shape[self._dim] = self._size
+        shape[dim] *= self._count
+        return self._tensor.new_empty(shape)
+
     def __getitem__(self, place: Any) -> Any:
         start = place * self._size
         left = self._tensor.shape[self._dim] - start
         if left <= 0:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, start, min(self._size, left))
+
+
+class _Torch:
+    """torch as fully_shard's collectives see it: what is cut into hundreds of parts only to be joined along another dim
+    becomes one tensor of that shape, for a fake one has no numbers to move."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def chunk(self, tensor: torch.Tensor, count: int, dim: int = 0) -> _Shards:
+        """Parts that nobody makes."""
+        return _Shards(tensor, count, dim)
+
+    def cat(self, parts: Any, dim: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The parts along another dim."""
+        if not isinstance(parts, _Shards):
+            return torch.cat(parts, dim=dim, out=out)
+        return parts.joined(dim) if out is None else out
 
 
 def run_one(name: str) -> dict[str, Any]:
@@ -114,7 +139,11 @@ def run_one(name: str) -> dict[str, Any]:
     known = time.process_time()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.degrees.num_devices)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with played.without_numbers(fake), mock.patch.object(_fsdp_param, "_chunk_with_empty", _Shards):
+    with (
+        played.without_numbers(fake),
+        mock.patch.object(_fsdp_param, "_chunk_with_empty", _Shards),
+        mock.patch.object(_fsdp_collectives, "torch", _Torch()),
+    ):
         ours = parallelize(loaded.build, plan, played.adamw, loss=loaded.loss, max_grad_norm=1.0, device="cpu")
         built = time.process_time()
         with fake, played.Ones():
