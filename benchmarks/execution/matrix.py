@@ -34,9 +34,9 @@ _TIMEOUT_S = 300.0
 OTHER_KINDS: tuple[Kind, ...] = ("bf16", "frozen", "compiled", "unequal")
 """One of each model and number of ranks is of one of these, by turns."""
 
-BANDS = {"loss": 0.03, "gradient norm": 0.1, "gradients": 0.5}
-"""What bf16 may differ by from one process in fp32: a gradient's element relative to the tensor's largest. A sum over
-ranks that is missing or counted twice changes gradients by a half or more."""
+BANDS = {"loss": 0.03, "gradient norm": 0.1}
+"""What bf16 may differ by from one process in fp32, relatively. Single gradients say nothing: one process in bf16 has
+those of whisper's norms, sums over 1,500 frames, off by nine tenths of their largest element."""
 
 Row = dict[str, Any]
 
@@ -63,12 +63,12 @@ def run(drawn: Drawn) -> Row:
     backend = "aot_eager" if drawn.kind == "compiled" else False
     report = beside_one_process(VerifyReport(drawn.label, (), {}), drawn.plan, loaded, batches, _TIMEOUT_S, backend)
     failure = report.failure or (None if report.first is None else report.lines[-1])
+    judged = report.largest
     if drawn.kind == "bf16" and report.failure is None:
-        outside = [
-            kind for kind, most in BANDS.items() if kind in report.largest and not report.largest[kind].relative <= most
-        ]
+        judged = {kind: found for kind, found in report.largest.items() if kind in BANDS}
+        outside = [kind for kind, found in judged.items() if not found.relative <= BANDS[kind]]
         failure = f"outside of the bands for bf16: {', '.join(outside)}" if outside else None
-    worst = max(report.largest.values(), key=lambda d: d.relative, default=None)
+    worst = max(judged.values(), key=lambda d: d.relative, default=None)
     return {
         "model": drawn.model,
         "plan": drawn.label,
