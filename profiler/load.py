@@ -254,7 +254,7 @@ def without_cache(module: "nn.Module") -> "nn.Module":
     copies: dict[int, Any] = {}
     for part in module.modules():
         config = part.__dict__.get("config")
-        if getattr(config, "use_cache", False) is True:
+        if config is not None and getattr(config, "use_cache", False) is True:
             made = copies.setdefault(id(config), copy.copy(config))
             made.use_cache = False
             part.__dict__["config"] = made

@@ -7,7 +7,7 @@ from math import cos, gcd, pi, sin
 
 from ...planner.cost.expert_place import expert_place
 from ...planner.estimate import Estimate
-from ...planner.plan import Plan
+from ...planner.plan import Axis, Plan
 from ...planner.questions.explain import CAUSES
 from ...planner.questions.sensitivity import Shift
 from ...planner.search import Candidate
@@ -95,7 +95,8 @@ def host_cards(facts: Facts) -> str:
     plan, patterns = facts.plan, facts.patterns
     per_host = max(len(pattern.positions) for pattern in patterns)
     across = min(per_host, 8)
-    inside = sum(plan.degrees.of(axis) > 1 for axis in ("tensor", "context", "expert"))
+    degrees = plan.degrees
+    inside = sum(degree > 1 for degree in (degrees.tensor, degrees.context, degrees.expert))
     columns = min(4, 16 // across, len(patterns), 4 if inside < 2 else 8 // across or 1)
     width = (WIDTH + _APART) / columns - _APART
     cell = (width - 2 * _PAD + _GAP) / across - _GAP
@@ -139,9 +140,8 @@ def _device(plan: Plan, position: int, name: str, rank: int, x: float, y: float,
     hovering."""
     stages, coordinates = plan.stages_of(position), plan.coordinates(rank)
     where = [f"{axis.replace('_', ' ')} {i}" for axis, i in coordinates.items() if plan.degrees.of(axis) > 1]
-    inside = {"TP": ("tensor", coordinates["tensor"]), "CP": ("context", coordinates["context"])}
-    inside = {short: (axis, i) for short, (axis, i) in inside.items() if plan.degrees.of(axis) > 1}
-    short_places = [f"{short} {i}" for short, (_, i) in inside.items()]
+    inside: tuple[tuple[str, Axis], ...] = (("TP", "tensor"), ("CP", "context"))
+    short_places = [f"{short} {coordinates[axis]}" for short, axis in inside if plan.degrees.of(axis) > 1]
     if plan.degrees.expert > 1:
         part = expert_place(plan, coordinates).expert
         where.append(f"experts: part {part + 1} of {plan.degrees.expert}")

@@ -10,7 +10,7 @@ from ...profiler.model_profile import ModelProfile, amount_at
 from ...profiler.units import format_bytes
 from ..estimate import Estimate
 from ..pins import blamed
-from ..plan import ContextKind, Plan
+from ..plan import ContextKind, Plan, Recompute
 from ..solve.explore import Explorer
 from ..strategy import Pins, context_rule, divisors
 from .asked import best_of, first_that_fits, priced_answer
@@ -91,10 +91,11 @@ def _layout(case: _Case) -> Iterator[Step]:
     count, per_host = case.plan.cluster.num_devices, case.plan.cluster.devices_per_host
     degrees = case.plan.degrees
     whole = degrees.tensor * degrees.context * degrees.pipeline == 1
-    for question, recompute, how in (
+    ways: tuple[tuple[Question, Recompute, str], ...] = (
         (ONE_GPU, "none", "with one sample and nothing recomputed"),
         (RECOMPUTED, "full", "with one sample and everything recomputed"),
-    ):
+    )
+    for question, recompute, how in ways:
         pins = replace(REPLICAS, recompute=recompute)
         closest = case.fits(pins)
         numbers = case.numbers(pins, closest, how)

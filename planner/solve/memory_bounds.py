@@ -82,7 +82,8 @@ class MemoryBounds:
                 added_s = waits_s + least.added_s(cut, fixed, room, crossing)
                 once_s = self.bounds.once_s(family, leaves, kept, cut.work)[:, some]
                 found.append(cut.least_of_each_s(family.schedule, count, *runs, added_s, once_s))
-            return np.min(found, axis=0)
+            least_s: Floats = np.min(found, axis=0)
+            return least_s
         # At the last layer's turn all but one micro-batch are there; the last one's too, if there is no other.
         flights = np.array([float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)])
         # Shapes that are placed differently have the same memory: one bound for each, of their least seconds.

@@ -159,7 +159,8 @@ class ShapeBounds:
             for cut in cuts:
                 beside = self.waits_s(family, leaves, cut), self.once_s(family, leaves, fastest, cut.work)
                 found.append(cut.least_of_each_s(family.schedule, count, *runs, *beside))
-            return np.min(found, axis=0)
+            least_s: Floats = np.min(found, axis=0)
+            return least_s
         pass_s = self.counts @ each + self.least_waits_s(family, leaves)
         slowest = np.maximum(self.slowest_s(each, family.pipeline), pass_s / family.pipeline)
         once_s = self.once_s(family, leaves, fastest, self.chain.lengths) / family.pipeline
@@ -171,7 +172,8 @@ class ShapeBounds:
         or [run] of one."""
         data = self.data(family, leaves)
         update: Floats = np.maximum(0.0, work @ data.optimizer_s[self.kind_of_run] - data.twice_s)
-        return work @ fastest.once_s[self.kind_of_run] + update
+        total: Floats = work @ fastest.once_s[self.kind_of_run] + update
+        return total
 
     def waits_s(self, family: Family, leaves: Leaves, cuts: Cuts) -> Floats:
         """[rank][shape] -> seconds that a rank waits for the transfers of a micro-batch, stages cut like that."""
