@@ -152,8 +152,12 @@ def markdown(rows: list[Row]) -> str:
         "",
         f"By `python -m benchmarks.exports`. Parsers of the targets: {versions}. Every option is held against the "
         "documented ones of the version that the export names; what is installed parses what it is given, too "
-        "(Megatron's core: the layout of stages; its arguments are no package).",
+        "(Megatron's core: degrees, recompute and the layout of stages; its arguments are no package).",
         "same: read back, it is the plan again; said: what the target cannot say is in the export's notes.",
+        "",
+        f"{len(rows)} exports: "
+        + ", ".join(f"{number} {outcome}" for outcome, number in sorted(Counter(row.outcome for row in rows).items()))
+        + ".",
         "",
         "| model | plans | " + " | ".join(TARGETS) + " |",
         "|---|---:|" + "---|" * len(TARGETS),
