@@ -29,8 +29,8 @@ def measured_table(candidates: Sequence["Candidate"], times: Times, reference: s
     runs = _runs(times)
     found = standing(runs, reference)
     against = {} if found is None else {apart.label: apart for apart in found.against}
-    headings = ["set-up", "predicted", "measured", "spread", "predicted / measured"]
-    headings += [] if found is None else [f"to {found.reference}", "95% interval", ""]
+    headings = ["set-up", "predicted", "measured", "spread", "ratio"]
+    headings += [] if found is None else [f"to {found.reference}"]
     rows = []
     for candidate in candidates:
         run, priced = runs.get(candidate.label), candidate.estimate
@@ -43,16 +43,16 @@ def measured_table(candidates: Sequence["Candidate"], times: Times, reference: s
             f"±{run.spread:.1%}",
             f"{priced.step_time_s / run.step_time_s:.2f}",
         ]
-        cells += [] if found is None else _apart_cells(against.get(candidate.label))
+        cells += [] if found is None else [_apart_in_words(against.get(candidate.label))]
         rows.append(tuple(cells))
     return MeasuredTable(tuple(headings), tuple(rows), tuple(_sentences(times, found)))
 
 
-def _apart_cells(apart: Apart | None) -> list[str]:
+def _apart_in_words(apart: Apart | None) -> str:
     if apart is None:
-        return ["", "", ""]
-    interval = "none" if apart.low == 0.0 else f"{apart.low:.2f}-{apart.high:.2f}"
-    return [f"{apart.ratio:.2f}x", interval, "tie" if apart.tie else "slower" if apart.ratio > 1 else "faster"]
+        return ""
+    interval = "" if apart.low == 0.0 else f" ({apart.low:.2f}-{apart.high:.2f})"
+    return f"{apart.ratio:.2f}x{interval} {'tie' if apart.tie else 'slower' if apart.ratio > 1 else 'faster'}"
 
 
 def _sentences(times: Times, found: Standing | None) -> list[str]:
@@ -64,13 +64,13 @@ def _sentences(times: Times, found: Standing | None) -> list[str]:
     turns = len(first.steps_s)
     sentences = [
         f"measured: median of {turns} x {len(first.steps_s[0])} steps, the set-ups in turns, {first.device}; spread: "
-        "half the distance between the quartiles"
+        "half the distance between the quartiles; ratio: predicted / measured"
     ]
     if found is not None:
         who = ", ".join((found.fastest, *found.ties))
         sentences.append(f"fastest: a tie of {who}" if found.ties else f"fastest: {who}, beyond the noise")
         rule = (
-            f"the {CONFIDENCE:.0%} interval of the ratio holds 1 (Student's, over the ratios of {turns} turns, wide "
+            f"the {CONFIDENCE:.0%} interval (in brackets) holds 1 (Student's, over the ratios of {turns} turns, wide "
             "enough for all pairs together)"
         )
         alone = "one turn tells nothing of the noise, so nothing is called faster; give --repetitions 3 or more"
