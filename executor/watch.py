@@ -112,6 +112,7 @@ class Watch:
         self._ended.set()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
+        self._thread.join(GRACE_S)  # Python aborts where it ends while a thread is inside of the store
 
     def _run(self) -> None:
         if not self._connect():
