@@ -1,6 +1,7 @@
 """The question and its answer: profile, cluster and job in; the plan, its proof, runners-up and baselines out."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ..profiler.cluster import ClusterSpec
@@ -16,6 +17,9 @@ from .solve.explore import ALTERNATIVES, SIMPLE, WINDOW, Explorer, Outcome, Prog
 from .solve.solver import SolverError
 from .strategy import Pins, shape_of
 from .training import TrainingSpec
+
+RULE_S = 2.0
+"""Seconds to look for the plan of a rule of thumb where the search of the whole space found none in its time."""
 
 __all__ = ["Candidate", "InfeasibleError", "SearchResult", "SolverError", "price_setup", "search"]
 
@@ -80,9 +84,11 @@ def search(
     explorer = Explorer(profile, cluster, training)
     outcome = explorer.explore(pins, deadline, progress=progress)
     if outcome.best is None:
-        if not outcome.complete:
-            raise SolverError(f"no plan found within {time_limit_s:g} s; give it longer with --time-limit")
-        raise explain_infeasible(explorer, pins, outcome.rejected)
+        if outcome.complete:
+            raise explain_infeasible(explorer, pins, outcome.rejected)
+        outcome.solved += _by_rules(explorer, pins)
+    if outcome.best is None:
+        raise SolverError(f"no plan found within {time_limit_s:g} s; give it longer with --time-limit")
     bound, status, solver = explorer.prove(outcome, max(1.0, deadline - time.monotonic()))
     rules = [(rule, _follow(explorer, rule, deadline)) for rule in rules_of_thumb(cluster, training)]
     finalists = [_price(explorer, s) for s in outcome.solved if s.seconds <= outcome.best.seconds * (1 + WINDOW)]
@@ -175,6 +181,17 @@ def _simplest(priced: list[_Priced]) -> _Priced:
     fastest = min(p.estimate.step_time_s for p in priced)
     near = [p for p in priced if p.estimate.step_time_s <= fastest * (1 + SIMPLE)]
     return min(near, key=lambda p: (*p.simplicity, p.estimate.step_time_s))
+
+
+def _by_rules(explorer: Explorer, pins: Pins) -> Iterator[Solved]:
+    """The best that each rule of thumb leads to, of those that what is pinned allows; a few seconds for each: what is
+    there when the time for the whole space is over before its first plan."""
+    for rule in rules_of_thumb(explorer.cluster, explorer.training):
+        for attempt in rule.attempts:
+            found = explorer.explore(attempt, time.monotonic() + RULE_S, near=0).best
+            if found is not None and _allowed(pins, explorer.plan_of(found)):
+                yield found
+                break
 
 
 def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced | None:

@@ -15,7 +15,7 @@ from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import Plan, Recompute
-from meshwright.planner.search import InfeasibleError, search
+from meshwright.planner.search import InfeasibleError, SolverError, search
 from meshwright.planner.solve.columns import Chain, StagePrices
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.ilp import solve_master
@@ -215,6 +215,27 @@ def test_shapes_are_all_accounted_for() -> None:
     shapes = result.certificate.shapes
     assert shapes["total"] == shapes["rejected"] + shapes["pruned"] + shapes["solved"]
     assert shapes["rejected"] == sum(result.certificate.rejected.values())
+
+
+def test_time_over_before_the_first_plan_leaves_the_best_rule_of_thumb() -> None:
+    model = profile([layer_class("a", 1e12, 10_000_000, 1e8, 1e6)], [0] * 4)
+    training = TrainingSpec(global_batch=8, seq_len=64)
+
+    found = search(model, cluster(1, 4), training, time_limit_s=0.0)
+
+    assert found.certificate.status == "feasible"
+    assert found.certificate.gap > 0
+    assert found.plan.degrees.num_devices == 4
+    assert check(found.plan, model) == []
+
+
+def test_time_over_with_pins_that_no_rule_of_thumb_keeps_is_said() -> None:
+    model = profile([layer_class("a", 1e12, 10_000_000, 1e8, 1e6)], [0] * 4)
+
+    with pytest.raises(SolverError, match="no plan found within 0 s"):
+        search(
+            model, cluster(1, 4), TrainingSpec(global_batch=8, seq_len=64), pins=Pins(schedule="zb-h1"), time_limit_s=0.0
+        )
 
 
 def test_slow_network_keeps_tensor_parallel_inside_a_node() -> None:
