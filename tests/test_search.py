@@ -231,11 +231,10 @@ def test_time_over_before_the_first_plan_leaves_the_best_rule_of_thumb() -> None
 
 def test_time_over_with_pins_that_no_rule_of_thumb_keeps_is_said() -> None:
     model = profile([layer_class("a", 1e12, 10_000_000, 1e8, 1e6)], [0] * 4)
+    training = TrainingSpec(global_batch=8, seq_len=64)
 
     with pytest.raises(SolverError, match="no plan found within 0 s"):
-        search(
-            model, cluster(1, 4), TrainingSpec(global_batch=8, seq_len=64), pins=Pins(schedule="zb-h1"), time_limit_s=0.0
-        )
+        search(model, cluster(1, 4), training, pins=Pins(schedule="zb-h1"), time_limit_s=0.0)
 
 
 def test_slow_network_keeps_tensor_parallel_inside_a_node() -> None:

@@ -171,11 +171,13 @@ def test_what_no_degree_divides_stays_whole_beside_what_it_divides(tmp_path: Pat
 
     assert [tensor_rule(profile, degree) for degree in (2, 4, 8)] == [None] * 3
     assert tensor_rule(profile, 25) is None
-    assert tensor_rule(profile, 50) == "tensor=50 does not divide 25 (attention of GPT2Block)"
+    assert tensor_rule(profile, 50) == "tensor=50 does not divide 25 heads (attention of GPT2Block)"
 
 
 def test_heads_limit_the_degree_where_a_smaller_one_divides_all() -> None:
-    assert tensor_rule(zoo_profile("llama3_8b"), 16) == "tensor=16 does not divide 8 (attention of LlamaDecoderLayer)"
+    why = tensor_rule(zoo_profile("llama3_8b"), 16)
+
+    assert why == "tensor=16 does not divide 8 key-value heads (attention of LlamaDecoderLayer)"
 
 
 def test_tied_weights_are_one_choice() -> None:
