@@ -187,7 +187,10 @@ def plot(scales: Sequence[Timing], path: Path) -> bool:
     points = [
         (case.gpus, each.search_s) for case, each in zip(SCALES, scales, strict=True) if each.search_s is not None
     ]
-    axes.loglog(*zip(*points, strict=True), marker="o", base=2)
+    gpus, seconds = zip(*points, strict=True)
+    axes.semilogx(gpus, seconds, marker="o", base=2)
+    axes.set_xticks(gpus[::2], [f"{count:,}" for count in gpus[::2]])
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("GPUs")
     axes.set_ylabel("search, s")
     axes.set_title("Llama-3-8B, eight samples per GPU")
