@@ -51,13 +51,14 @@ def small_profile(name: str) -> ModelProfile:
     return profile_of(small_model(name))
 
 
-def verified(name: str, plan: Plan, title: str = "") -> VerifyReport:
-    """What differs between a plan's training of that model and one process's."""
+def verified(name: str, plan: Plan, title: str = "", compile: bool | str = False) -> VerifyReport:
+    """What differs between a plan's training of that model and one process's. compile: as parallelize takes it."""
     loaded = small_model(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         batches = [loaded.batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
-    return beside_one_process(VerifyReport(title or name, (), {}), plan, loaded, batches, timeout_s=PATIENCE_S)
+    report = VerifyReport(title or name, (), {})
+    return beside_one_process(report, plan, loaded, batches, timeout_s=PATIENCE_S, compile=compile)
 
 
 def _tokens(size: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Tensor]:

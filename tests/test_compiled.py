@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from small_models import small_profile, verified
 from synthetic import cluster
 from test_trainer import GLOBAL_BATCH, Net, assert_same, batch_of, loss, sgd
 from torch._dynamo.utils import counters
@@ -83,6 +84,21 @@ def test_compiled_layers_give_the_numbers_of_eager_ones(
 
     assert (num_graphs > 0) == ("tensor" not in degrees)  # a cut module breaks the loop of a Sequential, which is eager
     assert_same(found, eager())
+
+
+def test_spread_experts_inside_of_compiled_layers_give_the_numbers_of_one_process() -> None:
+    mixture = small_profile("mixtral")
+    shape = Shape(
+        data_replicate=1, data_shard=2, tensor=1, pipeline=1, micro_batch=4, num_microbatches=2, expert=2,
+        gradient_sync="every",
+    )  # fmt: skip
+    options = [LayerOption()] * len(mixture.layers)
+    training = TrainingSpec(global_batch=16, precision="fp32", software=SOFTWARE)
+    plan = make_plan(mixture, cluster(1, 2), training, shape, [options])
+
+    report = verified("mixtral", plan, compile="aot_eager")
+
+    assert report.ok, str(report)
 
 
 @pytest.mark.slow

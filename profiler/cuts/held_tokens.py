@@ -68,7 +68,7 @@ _MARK = "_held_tokens"
 
 def mark_of(tensor: object) -> Mark | None:
     """What is known of a tensor; None: it is whole, and the same on every rank."""
-    return tensor.__dict__.get(_MARK) if isinstance(tensor, torch.Tensor) else None
+    return getattr(tensor, _MARK, None) if isinstance(tensor, torch.Tensor) else None  # compilers follow getattr
 
 
 def set_mark(tensor: torch.Tensor, mark: Mark | None) -> torch.Tensor:
