@@ -90,6 +90,8 @@ def _stub_forward(
 
 @contextmanager
 def recording_outputs(root: nn.Module, names: tuple[str, ...], cursor: Cursor, shapes: Shapes) -> Iterator[None]:
+    """While it lasts, what each call of the named modules returns is noted in `shapes`, without its numbers."""
+
     def record(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             kind, running, call = cursor.key
