@@ -9,9 +9,9 @@ from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import ModelProfile
 from .cost.simulate import ZERO_BUBBLE
 from .plan import Schedule
-from .setups import parse_limits, parse_pins
+from .setups import nearest_divisors, parse_limits, parse_pins
 from .solve.space import Space
-from .strategy import Pins, divisors
+from .strategy import Pins
 from .training import TrainingSpec
 
 _FORBIDDEN: dict[str, tuple[tuple[str, object], ...]] = {
@@ -203,9 +203,8 @@ def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> st
     pinned = [value for name in degrees if (value := getattr(pins, name)) is not None]
     product, count = math.prod(pinned), cluster.num_devices
     if count % product:
-        would = divisors(count)
-        near = [max(way for way in would if way < product), *[way for way in would if way > product][:1]]
-        return f"{' x '.join(map(str, pinned))} does not divide {count} GPUs, as {' or '.join(map(str, near))} would"
+        near = nearest_divisors(count, product)
+        return f"{' x '.join(map(str, pinned))} does not divide {count} GPUs, as {near} would"
     return (
         f"tensor x pipeline x data ranks must be the {cluster.num_devices} GPUs, and data ranks x micro-batch x "
         f"micro-batches the global batch of {training.global_batch}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .plan import ContextKind, Recompute, Schedule
+from .strategy import divisors
 
 _KEYS = {
     "tp": "tensor",
@@ -59,12 +60,21 @@ _CONTEXT_KINDS: dict[str, ContextKind] = {
 _SEPARATORS = re.compile(r"[\s,+]+")
 
 
+class IllegalSetupError(ValueError):
+    """Words that can be read, but that no layout of these GPUs agrees with. rule: why not, and a way out."""
+
+    def __init__(self, where: str, rule: str) -> None:
+        super().__init__(f"{where}: {rule}")
+        self.rule = rule
+
+
 @dataclass(frozen=True)
 class Setup:
     """A manual layout over a fixed number of GPUs. None: not said, so the fastest choice that fits is taken.
 
     reshard and gradient_sync are the ZeRO mode: ZeRO-3 / FSDP gives gathered parameters back after forward and reduces
     gradients after every micro-batch; ZeRO-2 keeps the parameters; ZeRO-1 also reduces once, after the last one.
+    replicas_assumed: nothing was said of the data ranks, so they are replicas.
     """
 
     label: str
@@ -82,6 +92,7 @@ class Setup:
     context: int = 1
     context_kind: ContextKind | None = None
     expert: int = 1
+    replicas_assumed: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -96,7 +107,7 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
     with "fsdp" or zero=1..3, shards of a given size ("hsdp:4") or of a host ("hsdp") that are replicated. Context ranks
     share the sharding of data_shard. Experts are spread over ranks that are there already and shard their state: with
     ep=8 and nothing else said of data ranks, these are shards that keep what they gather (zero=1).
-    Raises ValueError that says which word is wrong, or which degrees do not multiply to num_devices.
+    Raises ValueError that says which word is wrong, and IllegalSetupError where all can be read but no layout agrees.
     """
     where = f"{flag} {text!r}"
     words = _read_words(text, where)
@@ -105,13 +116,11 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
     split = tensor * pipeline * context
     data, rest = divmod(num_devices, split)
     if rest or not data:
-        names, degrees = ("tensor x pipeline", f"{tensor} x {pipeline}")
-        if context > 1:
-            names, degrees = f"{names} x context", f"{degrees} x {context}"
-        raise ValueError(
-            f"{where}: {names} = {degrees} does not divide {num_devices} GPUs; "
-            f"choose degrees whose product divides {num_devices}"
-        )
+        degrees = {"tensor": tensor, "pipeline": pipeline, "context": context}
+        said = {name: degree for name, degree in degrees.items() if degree > 1}
+        product = f"{' x '.join(said)} = {' x '.join(map(str, said.values()))}"
+        near = nearest_divisors(num_devices, split)
+        raise IllegalSetupError(where, f"{product} does not divide {num_devices} GPUs, as {near} would")
     zero = _zero_mode(words, where)
     replicate, shard = _split_data(words, where, data, zero, devices_per_host)
     recompute = _choice(words, "recompute", tuple(_RECOMPUTES), where)
@@ -119,20 +128,21 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
     virtual = _whole_number(words["virtual_stages"], "v", where) if "virtual_stages" in words else None
     sequence = _choice(words, "sequence", ("on", "off"), where)
     if virtual is not None and pipeline == 1:
-        raise ValueError(f"{where}: v={virtual} needs a pipeline; add pp=2 or leave it out")
+        raise IllegalSetupError(where, f"v={virtual} needs a pipeline; add pp=2 or leave it out")
     if schedule is not None and pipeline == 1:
-        raise ValueError(f"{where}: schedule={schedule} needs a pipeline; add pp=2 or leave it out")
+        raise IllegalSetupError(where, f"schedule={schedule} needs a pipeline; add pp=2 or leave it out")
     if sequence == "on" and tensor == 1:
-        raise ValueError(f"{where}: sequence parallelism goes beside tensor parallelism; add tp=2 or leave it out")
+        raise IllegalSetupError(where, "sequence parallelism goes beside tensor parallelism; add tp=2 or leave it out")
     kind = _context_kind(words, where)
     if kind is not None and context == 1:
-        raise ValueError(f"{where}: cp_kind={words['context_kind']} needs context ranks; add cp=2 or leave it out")
+        raise IllegalSetupError(where, f"cp_kind={words['context_kind']} needs context ranks; add cp=2 or leave it out")
     over = shard * context * (1 if sequence == "off" else tensor)
     if over % expert:
-        raise ValueError(
-            f"{where}: expert={expert} does not divide the {over} ranks that hold tokens of their own "
+        raise IllegalSetupError(
+            where,
+            f"expert={expert} does not divide the {over} ranks that hold tokens of their own "
             f"(data_shard={shard} x context={context}, x tensor={tensor} under sequence parallelism); choose a "
-            "divisor, or shard over more data ranks"
+            "divisor, or shard over more data ranks",
         )
     micro_batch = _whole_number(words["micro_batch"], "mb", where) if "micro_batch" in words else None
     return Setup(
@@ -151,7 +161,15 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
         context=context,
         context_kind=kind,
         expert=expert,
+        replicas_assumed=replicate > 1 and not words.keys() & {"kind", "zero", "data_replicate", "data_shard"},
     )
+
+
+def nearest_divisors(number: int, product: int) -> str:
+    """The divisors of a number on both sides of a product that is none, in words."""
+    would = divisors(number)
+    near = [max(way for way in would if way < product), *[way for way in would if way > product][:1]]
+    return " or ".join(map(str, near))
 
 
 def _context_kind(words: dict[str, str], where: str) -> ContextKind | None:
@@ -265,8 +283,8 @@ def _zero_mode(words: dict[str, str], where: str) -> int:
 def _split_data(words: dict[str, str], where: str, data: int, zero: int, devices_per_host: int) -> tuple[int, int]:
     """(replicas, shards) of the `data` ranks that see different samples."""
     if "data" in words and _whole_number(words["data"], "dp", where) != data:
-        raise ValueError(
-            f"{where}: dp={words['data']}, but {data} data ranks are left; write dp={data} or leave out dp"
+        raise IllegalSetupError(
+            where, f"dp={words['data']}, but {data} data ranks are left; write dp={data} or leave out dp"
         )
     kind = words.get("kind", "")
     shard = replicate = None
@@ -285,8 +303,9 @@ def _split_data(words: dict[str, str], where: str, data: int, zero: int, devices
     shard = shard if shard is not None else data // (replicate or 1) if zero else 1
     replicate = replicate if replicate is not None else data // shard
     if replicate * shard != data:
-        raise ValueError(
-            f"{where}: {replicate} replicas x {shard} shards are not the {data} data ranks that are left; "
-            f"choose degrees that multiply to {data}"
+        raise IllegalSetupError(
+            where,
+            f"{replicate} replicas x {shard} shards are not the {data} data ranks that are left; "
+            f"choose degrees that multiply to {data}",
         )
     return replicate, shard

@@ -185,7 +185,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["show", "profile.json"], "is not a Meshwright plan"),
         (["show", "future.json"], "schema_version 99"),
         (["show", "bent.json"], "is not a valid plan"),
-        (["compare", "profile.json", "--gpus", "8", "--setup", "tp=3"], "does not divide 8 GPUs"),
+        (["compare", "profile.json", "--gpus", "8", "--setup", "tp=x"], "tensor=x: give a whole number"),
         (["compare", "profile.json", "--gpus", "8", "--measure"], "only its profile: give the model itself"),
         (["profile", "profile.json", "-o", "other.json"], "is a profile already"),
         (["verify", "plan.json"], "no such file: synthetic"),
@@ -346,6 +346,17 @@ def test_compare_sets_the_plan_beside_set_ups(saved: str, capsys: pytest.Capture
     for row in rows[1:]:
         assert row["estimate"] is None or planned <= 1.01 * row["estimate"]["step_time_s"]
         assert row["verdict"]
+
+
+def test_a_set_up_that_no_layout_agrees_with_is_a_row_beside_the_others(
+    saved: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan("compare", saved, "--gpus", "8", "--setup", "tp=3", "--setup", "ddp", "--json") == 0
+
+    planned, illegal, ddp = json.loads(capsys.readouterr().out)["setups"]
+    assert planned["estimate"]["step_time_s"] > 0
+    assert illegal["verdict"] == "not legal: tensor = 3 does not divide 8 GPUs, as 2 or 4 would"
+    assert ddp["estimate"]["step_time_s"] > 0
 
 
 def test_frameworks_and_saved_plans_are_set_ups_too(saved: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from meshwright.planner.check import check
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.pins import blamed, is_legal, read_pins
 from meshwright.planner.plan import Plan, placement
-from meshwright.planner.questions.asked import best_of, why_not, why_not_plan
+from meshwright.planner.questions.asked import best_of, why_not, why_not_plan, why_not_setup
 from meshwright.planner.questions.explain import CAUSES, causes_apart, compared, reason
 from meshwright.planner.questions.guidance import (
     FEWER_SPLITS,
@@ -314,6 +314,22 @@ def test_a_set_up_over_memory_is_answered_by_how_much_and_where() -> None:
     assert "every GPU" in found.sentence
 
 
+def test_data_ranks_that_nothing_is_said_of_are_replicas_and_shards_of_them_are_priced() -> None:
+    model, on = chain(parameters=100_000_000), cluster(1, 8, device(memory=2.2e9))
+    result = search(model, on, job())
+    explorer = Explorer(model, on, job())
+
+    silent, said = (
+        why_not_setup(explorer, parse_setup(text, 8, 8), result.plan, result.estimate) for text in ("tp=2", "tp=2 ddp")
+    )
+
+    assert silent.kind == said.kind == "does not fit"
+    assert "Nothing is said of the 4 data ranks, so they are replicas. With shards instead, tp=2 fsdp (" in (
+        silent.sentence
+    )
+    assert "replicas" not in said.sentence
+
+
 def test_the_stage_that_is_over_memory_is_named_with_what_it_holds() -> None:
     model, on = chain(parameters=100_000_000, layers=8), cluster(1, 8, device(memory=3e9))
     result = search(model, on, job())
@@ -528,9 +544,23 @@ def test_explain_prints_the_questions_and_what_is_no_candidate(model: Path, caps
 
 
 def test_explain_names_the_flag_of_a_wrong_word(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_plan("explain", str(model), "--gpus", "8", "--why-not", "tp=3") == 2
+    assert run_plan("explain", str(model), "--gpus", "8", "--why-not", "tp=x") == 2
 
-    assert "--why-not 'tp=3'" in capsys.readouterr().err
+    assert "--why-not 'tp=x'" in capsys.readouterr().err
+
+
+def test_a_layout_of_other_gpus_is_illegal_and_the_next_is_answered(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--why-not", "tp=3", "--why-not", "pp=2 v=3 schedule=zb-h1", "--why-not", "ddp")
+    assert run_plan("explain", str(model), "--gpus", "8", *asked, "--json") == 0
+
+    first, _, last = json.loads(capsys.readouterr().out)["why_not"]
+    assert (first["kind"], first["sentence"]) == (
+        "illegal",
+        "tp=3 is not legal: tensor = 3 does not divide 8 GPUs, as 2 or 4 would",
+    )
+    assert last["step_time_s"] > 0
 
 
 @pytest.mark.parametrize("suffix", ["html", "png", "json"])

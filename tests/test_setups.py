@@ -161,7 +161,7 @@ def test_experts_are_spread_over_shards_that_keep_what_they_gather_unless_said_o
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("cp=3", "tensor x pipeline x context = 1 x 1 x 3 does not divide 8 GPUs"),
+        ("cp=3", "context = 3 does not divide 8 GPUs, as 2 or 4 would"),
         ("cp_kind=ring", "needs context ranks; add cp=2"),
         ("cp=2 cp_kind=rings", "did you mean ring"),
         ("ep=4 ddp", "expert=4 does not divide the 1 ranks that hold tokens of their own"),

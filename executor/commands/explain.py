@@ -133,10 +133,9 @@ def _answers(
 ) -> "tuple[Answer, ...]":
     """Why the plan is not each of these layouts. Raises ValueError that says which word is wrong."""
     from ...planner.plan import load_plan
-    from ...planner.questions.asked import why_not, why_not_plan
+    from ...planner.questions.asked import not_legal, why_not, why_not_plan, why_not_setup
     from ...planner.questions.guidance import named_rules
-    from ...planner.search import pins_of
-    from ...planner.setups import parse_setup
+    from ...planner.setups import IllegalSetupError, parse_setup
     from ...planner.solve.explore import Explorer
 
     explorer = Explorer(profile, plan.cluster, plan.training)
@@ -146,7 +145,13 @@ def _answers(
     def answer(text: str) -> "Answer":
         if text.strip().endswith(".json"):
             return why_not_plan(explorer, text, load_plan(Path(text.strip())), plan, found)
-        attempts = frameworks.get(text.strip().lower()) or (pins_of(parse_setup(text, count, per_host, "--why-not")),)
-        return why_not(explorer, text, attempts, plan, found, seconds)
+        attempts = frameworks.get(text.strip().lower())
+        if attempts is not None:
+            return why_not(explorer, text, attempts, plan, found, seconds)
+        try:
+            setup = parse_setup(text, count, per_host, "--why-not")
+        except IllegalSetupError as error:
+            return not_legal(text, error.rule)
+        return why_not_setup(explorer, setup, plan, found, seconds)
 
     return tuple(answer(text) for text in texts)

@@ -10,7 +10,7 @@ from ...planner.not_run import marked, priced_only
 from ...planner.plan import Plan, load_plan
 from ...planner.questions.explain import compared
 from ...planner.questions.guidance import RuleOfThumb, named_rules
-from ...planner.setups import Setup, parse_setup
+from ...planner.setups import IllegalSetupError, Setup, parse_setup
 from ...planner.training import TrainingSpec
 from ...profiler.cluster import ClusterSpec
 from ...profiler.model_profile import ModelProfile
@@ -37,8 +37,16 @@ class SavedPlan:
     plan: Plan
 
 
-Asked = Setup | RuleOfThumb | SavedPlan
-"""One thing to compare with: a layout in words, what a rule or framework leads to, or a plan document."""
+@dataclass(frozen=True)
+class Illegal:
+    """Words that no layout of these GPUs agrees with, and the rule that says so."""
+
+    label: str
+    rule: str
+
+
+Asked = Setup | RuleOfThumb | SavedPlan | Illegal
+"""One thing to compare with: a layout in words, legal or not, what a rule or framework leads to, or a plan document."""
 
 
 def read_setups(texts: Sequence[str], cluster: ClusterSpec) -> list[Asked]:
@@ -54,7 +62,10 @@ def _read_setup(text: str, cluster: ClusterSpec, frameworks: dict[str, RuleOfThu
     if text.lower() in frameworks:
         return frameworks[text.lower()]
     if not text.endswith(".json"):
-        return parse_setup(text, cluster.num_devices, cluster.devices_per_host)
+        try:
+            return parse_setup(text, cluster.num_devices, cluster.devices_per_host)
+        except IllegalSetupError as error:
+            return Illegal(" ".join(text.split()), error.rule)
     plan = load_plan(Path(text))
     if plan.degrees.num_devices != cluster.num_devices:
         raise ValueError(
@@ -133,7 +144,9 @@ def compare(
     manual: list[Candidate] = []
     for asked in (*setups, *frameworks):
         if isinstance(asked, Setup):
-            manual.append(price_setup(asked, profile, cluster, training))
+            manual.append(_with_its_replicas(asked, price_setup(asked, profile, cluster, training)))
+        elif isinstance(asked, Illegal):
+            manual.append(Candidate(asked.label, None, None, f"not legal: {asked.rule}"))
         elif isinstance(asked, SavedPlan):
             manual.append(_price_plan(asked, profile, cluster, training))
         else:
@@ -143,6 +156,14 @@ def compare(
     if (all_baselines or not setups) and planned is not None:
         manual += planned.baselines
     return Comparison(candidates=(first, *manual), planned=planned)
+
+
+def _with_its_replicas(setup: Setup, candidate: "Candidate") -> "Candidate":
+    """The candidate, which says, where it does not fit, that its data ranks are replicas only for want of a word."""
+    if not (setup.replicas_assumed and candidate.verdict.startswith("does not fit")):
+        return candidate
+    ways = f"its {setup.data_replicate} data ranks are replicas; {setup.label} fsdp shards over them"
+    return replace(candidate, verdict=f"{candidate.verdict}; {ways}")
 
 
 def _price_plan(saved: SavedPlan, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec) -> "Candidate":

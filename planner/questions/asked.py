@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...profiler.units import format_bytes, format_seconds
@@ -11,7 +11,8 @@ from ..estimate import Estimate, estimate
 from ..not_run import priced_only
 from ..pins import blamed
 from ..plan import Plan
-from ..search import Candidate
+from ..search import Candidate, pins_of
+from ..setups import Setup
 from ..solve.explore import SIMPLE, Explorer
 from ..strategy import Pins, shape_of
 from .explain import CAUSES, causes_apart
@@ -76,6 +77,35 @@ def why_not(
         return priced_answer(asked, *other, plan, found)
     answers = [_no_plan(explorer, asked, pins) for pins in attempts]
     return min(answers, key=lambda answer: answer.kind == "illegal")
+
+
+def why_not_setup(explorer: Explorer, setup: Setup, plan: Plan, found: Estimate, seconds: float = 30.0) -> Answer:
+    """Why the plan is not this set-up, which leaves nothing out of account but what it does not say.
+
+    Where nothing is said of the data ranks they are replicas, as the answer says; where these do not fit it also
+    prices the same with the model's state sharded over them.
+    """
+    answer = why_not(explorer, setup.label, (pins_of(setup),), plan, found, seconds)
+    if not setup.replicas_assumed or answer.kind == "illegal":
+        return answer
+    replicas = f"Nothing is said of the {setup.data_replicate} data ranks, so they are replicas"
+    if answer.kind != "does not fit":
+        return replace(answer, sentence=f"{answer.sentence}. {replicas}")
+    sharding = replace(
+        setup,
+        label=f"{setup.label} fsdp",
+        data_replicate=1,
+        data_shard=setup.data_replicate,
+        reshard=True,
+        gradient_sync="every",
+    )
+    sharded = why_not(explorer, sharding.label, (pins_of(sharding),), plan, found, seconds)
+    return replace(answer, sentence=f"{answer.sentence}. {replicas}. With shards instead, {sharded.sentence}")
+
+
+def not_legal(asked: str, rule: str) -> Answer:
+    """The answer for what no layout agrees with."""
+    return Answer(asked, "illegal", f"{asked} is not legal: {rule}")
 
 
 def why_not_plan(explorer: Explorer, asked: str, other: Plan, plan: Plan, found: Estimate) -> Answer:
@@ -147,7 +177,7 @@ def _no_plan(explorer: Explorer, asked: str, pins: Pins) -> Answer:
     closest = closest_plan(explorer, pins)
     if closest is None:
         rule = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
-        return Answer(asked, "illegal", f"{asked} is not legal: {rule or closest_verdict(explorer, pins, {})}")
+        return not_legal(asked, rule or closest_verdict(explorer, pins, {}).removeprefix("not legal: "))
     if closest.over_bytes <= 0:
         return Answer(asked, "not found", f"{asked} may fit, but no plan of it was found in time; try it with --setup")
     return _over(asked, f"at its leanest (micro-batch {closest.plan.micro_batch})", closest)
