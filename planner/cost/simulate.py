@@ -1,10 +1,9 @@
 """Pipeline schedules: the table of what each rank does in which order, and its time by event simulation."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..plan import Schedule, stage_of
 
@@ -17,15 +16,16 @@ def is_chunked(schedule: Schedule) -> bool:
     return schedule == "interleaved" or schedule in ZERO_BUBBLE
 
 
-KINDS: tuple[Literal["forward", "backward", "weight"], ...] = ("forward", "backward", "weight")
+Kind = Literal["forward", "backward", "weight"]
+
+_KINDS: tuple[Kind, ...] = ("forward", "backward", "weight")
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One pass of one micro-batch through one chunk (the stages of a rank, in order). In zero-bubble schedules
     "backward" is for inputs only."""
 
-    kind: Literal["forward", "backward", "weight"]
+    kind: Kind
     microbatch: int
     chunk: int = 0
 
@@ -53,8 +53,7 @@ def table(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: in
     if schedule == "interleaved":
         return tuple(_interleaved(rank, num_ranks, num_microbatches, virtual) for rank in ranks)
     if schedule in ("zb-h1", "zb-h2"):
-        per_hop = 1 if schedule == "zb-h1" else 2
-        return tuple(_zero_bubble(rank, num_ranks, num_microbatches, virtual, per_hop) for rank in ranks)
+        return tuple(_zero_bubble(schedule, rank, num_ranks, num_microbatches, virtual) for rank in ranks)
     if schedule == "zb-v":
         return tuple(_there_and_back(rank, num_ranks, num_microbatches) for rank in ranks)
     order = []
@@ -67,33 +66,45 @@ def table(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: in
 
 
 def _interleaved(rank: int, num_ranks: int, num_microbatches: int, virtual: int) -> list[Action]:
-    forwards, backwards, in_round = _in_rounds(num_ranks, num_microbatches, virtual)
-    ahead = (virtual - 1) * in_round + 2 * (num_ranks - 1 - rank) + 1
+    forwards, backwards = _in_rounds(num_ranks, num_microbatches, virtual)
+    ahead, _ = _ahead("interleaved", rank, num_ranks, num_microbatches, virtual)
     return _in_turn(forwards, backwards, ahead)
 
 
-def _in_rounds(num_ranks: int, num_microbatches: int, virtual: int) -> tuple[list[Action], list[Action], int]:
-    """(forwards, backwards, micro-batches of a round): each round goes through all chunks before the next begins."""
-    rounds = max(1, num_microbatches // num_ranks)
-    in_round = -(-num_microbatches // rounds)
+def _ahead(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[int, int]:
+    """(forwards before the first backward, backwards before the first weights) of a schedule in rounds, unless there
+    are fewer."""
+    hops = 1 if schedule == "zb-h1" else 2
+    behind = hops * rank if schedule in ZERO_BUBBLE else 0
+    return (virtual - 1) * _in_round(num_ranks, num_microbatches) + hops * (num_ranks - 1 - rank) + 1, behind
+
+
+def _in_round(num_ranks: int, num_microbatches: int) -> int:
+    """Micro-batches of a round: about as many as there are ranks."""
+    return -(-num_microbatches // max(1, num_microbatches // num_ranks))
+
+
+@lru_cache(maxsize=4)
+def _in_rounds(num_ranks: int, num_microbatches: int, virtual: int) -> tuple[list[Action], list[Action]]:
+    """(forwards, backwards) of a rank, the same for all: each round goes through all chunks before the next begins."""
+    in_round = _in_round(num_ranks, num_microbatches)
     forwards, backwards = [], []
     for first in range(0, num_microbatches, in_round):
         microbatches = range(first, min(first + in_round, num_microbatches))
         for chunk in range(virtual):
             forwards += [Action("forward", i, chunk) for i in microbatches]
             backwards += [Action("backward", i, virtual - 1 - chunk) for i in microbatches]
-    return forwards, backwards, in_round
+    return forwards, backwards
 
 
-def _zero_bubble(rank: int, num_ranks: int, num_microbatches: int, virtual: int, per_hop: int) -> list[Action]:
-    """`per_hop` forwards ahead for each rank that follows, and weights as many behind for each before.
+def _zero_bubble(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int, virtual: int) -> list[Action]:
+    """One forward ahead (ZB-H2: two) for each rank that follows, and weights as many behind for each before.
 
     ZB-H1 holds no more than 1F1B's first rank, ZB-H2 nearly twice as much (Qi et al., Zero Bubble Pipeline Parallelism,
     ICLR 2024, section 2). The order of ZB-H1 is that of torch's ScheduleInterleavedZeroBubble, with its chunks.
     """
-    forwards, backwards, in_round = _in_rounds(num_ranks, num_microbatches, virtual)
-    ahead = (virtual - 1) * in_round + per_hop * (num_ranks - 1 - rank) + 1
-    behind = per_hop * rank
+    forwards, backwards = _in_rounds(num_ranks, num_microbatches, virtual)
+    ahead, behind = _ahead(schedule, rank, num_ranks, num_microbatches, virtual)
     order = list(forwards[:ahead])
     weights = [Action("weight", action.microbatch, action.chunk) for action in backwards]
     for i, backward in enumerate(backwards):
@@ -109,17 +120,19 @@ def _there_and_back(rank: int, num_ranks: int, num_microbatches: int) -> list[Ac
     those are left out that are not there.
     """
     count = max(2 * num_ranks - 1, num_microbatches)
-    down, up = (tuple((kind, chunk) for kind in ("forward", "backward", "weight")) for chunk in (0, 1))
+    down, up = (tuple(iter(_of_each(kind, chunk, count)) for kind in _KINDS) for chunk in (0, 1))
     early = 2 * num_ranks - 1 - rank
     turns = [down[0]] * (early - rank) + [up[0], down[0]] * rank + [*up] * (num_ranks - rank)
     turns += [*down, *up] * (count - early) + [*down[1:], *up] * (early - num_ranks)
     turns += [down[1], up[1]] * rank + [*down[1:]] * (num_ranks - rank) + [up[2]] * rank + [down[2]] * rank
-    met: Counter[tuple[str, int]] = Counter()
-    order = []
-    for kind, chunk in turns:
-        order.append(Action(kind, met[kind, chunk], chunk))  # type: ignore[arg-type]
-        met[kind, chunk] += 1
+    order = [next(upcoming) for upcoming in turns]
     return [action for action in order if action.microbatch < num_microbatches]
+
+
+@lru_cache(maxsize=8)
+def _of_each(kind: Kind, chunk: int, num_microbatches: int) -> tuple[Action, ...]:
+    """A pass of every micro-batch."""
+    return tuple(Action(kind, i, chunk) for i in range(num_microbatches))
 
 
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
@@ -159,10 +172,27 @@ def held_at_peak(actions: Sequence[Action]) -> tuple[int, ...]:
 def rank_in_flight(
     schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
 ) -> tuple[tuple[int, ...], ...]:
-    """[rank][chunk] -> micro-batches in flight at the peak, counted from the table."""
-    few = min(num_microbatches, 4 * num_ranks + num_microbatches % num_ranks)
-    few = num_microbatches if schedule == "gpipe" else few
-    return tuple(held_at_peak(actions) for actions in table(schedule, num_ranks, few, virtual))
+    """[rank][chunk] -> micro-batches in flight at the peak, as the table has them: what goes ahead of the first
+    backward and, where weights come last, until the first of those frees something; then as many come as go."""
+    if schedule == "gpipe":
+        return ((num_microbatches,),) * num_ranks
+    ahead: list[tuple[int, ...]]
+    if schedule == "1f1b":
+        ahead = [(num_ranks - rank,) for rank in range(num_ranks)]
+    elif schedule == "zb-v":
+        ahead = [(2 * num_ranks - 1 - rank, rank + 1) for rank in range(num_ranks)]
+    else:
+        of_rank = [_ahead(schedule, rank, num_ranks, num_microbatches, virtual) for rank in range(num_ranks)]
+        return tuple(_first_in_rounds(sum(passes), num_ranks, num_microbatches, virtual) for passes in of_rank)
+    return tuple(tuple(min(num_microbatches, count) for count in counts) for counts in ahead)
+
+
+def _first_in_rounds(passes: int, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[int, ...]:
+    """[chunk] -> how many of a rank's first passes are through it."""
+    in_round = _in_round(num_ranks, num_microbatches)
+    rounds, rest = divmod(min(passes, num_microbatches * virtual), in_round * virtual)
+    last = min(in_round, num_microbatches - rounds * in_round)
+    return tuple(rounds * in_round + min(last, max(0, rest - chunk * last)) for chunk in range(virtual))
 
 
 def simulate(
@@ -198,37 +228,41 @@ Step = tuple[int, int, int]
 def _order(
     schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
 ) -> tuple[tuple[Step, ...], tuple[Action, ...]]:
-    """Every action of a table, each behind those that it waits for. Durations count by kind, then by stage."""
+    """Every action of a table, each behind the one that it waits for: a forward for that of the stage before, a
+    backward for that of the stage behind, weights for their backward. Durations count by kind, then by stage."""
     order = table(schedule, num_ranks, num_microbatches, virtual)
-    num_stages = num_ranks * virtual
-    number: dict[tuple[int, str, int], int] = {}
+    num_stages, last = num_ranks * virtual, num_ranks * virtual - 1
+    stages = [[stage_of(schedule, rank, chunk, num_ranks) for chunk in range(virtual)] for rank in range(num_ranks)]
+    # [stage][micro-batch] -> number of that step, 0 before it is there
+    forward, backward = ([[0] * num_microbatches for _ in range(num_stages)] for _ in range(2))
     position = [0] * num_ranks
     steps: list[Step] = []
     actions: list[Action] = []
     while len(steps) < sum(map(len, order)):
         before = len(steps)
-        for rank in range(num_ranks):
-            while position[rank] < len(order[rank]):
-                action = order[rank][position[rank]]
-                stage = stage_of(schedule, rank, action.chunk, num_ranks)
-                needs = _input_of(action.kind, action.microbatch, stage, num_stages)
-                if needs is not None and needs not in number:
+        for rank, (todo, held) in enumerate(zip(order, stages, strict=True)):
+            while position[rank] < len(todo):
+                action = todo[position[rank]]
+                kind, microbatch, chunk = action
+                stage = held[chunk]
+                if kind == "forward":
+                    what, done = stage, forward
+                    needs = forward[stage - 1][microbatch] if stage else None
+                elif kind == "backward":
+                    what, done = num_stages + stage, backward
+                    needs = forward[last][microbatch] if stage == last else backward[stage + 1][microbatch]
+                else:
+                    what, done = 2 * num_stages + stage, None
+                    needs = backward[stage][microbatch]
+                if needs == 0:
                     break
-                steps.append((rank, KINDS.index(action.kind) * num_stages + stage, number[needs] if needs else 0))
+                steps.append((rank, what, needs or 0))
                 actions.append(action)
-                number[stage, action.kind, action.microbatch] = len(steps)
+                if done is not None:
+                    done[stage][microbatch] = len(steps)
                 position[rank] += 1
         assert len(steps) > before, "the schedule's table deadlocks"
     return tuple(steps), tuple(actions)
-
-
-def _input_of(kind: str, microbatch: int, stage: int, num_stages: int) -> tuple[int, str, int] | None:
-    """(stage, kind, micro-batch) of the action whose result an action takes; None for the batch itself."""
-    if kind == "forward":
-        return (stage - 1, "forward", microbatch) if stage else None
-    if kind == "weight":
-        return stage, "backward", microbatch
-    return (stage, "forward", microbatch) if stage == num_stages - 1 else (stage + 1, "backward", microbatch)
 
 
 def _durations(
