@@ -292,7 +292,7 @@ def test_worked_example_of_the_planners_readme() -> None:
     on = cluster(per_host=2, on=device(memory=3.5e9 + 1e6))
     training = TrainingSpec(global_batch=4, seq_len=64, memory_margin=0.0)
 
-    outcome = Explorer(model, on, training).explore(Pins(pipeline=2, micro_batch=1), math.inf)
+    outcome = Explorer(model, on, training).explore(Pins(pipeline=2, micro_batch=1, schedule="1f1b"), math.inf)
 
     assert outcome.best is not None
     assert outcome.best.seconds == pytest.approx(34e-3, rel=1e-3)

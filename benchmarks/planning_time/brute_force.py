@@ -33,6 +33,7 @@ from meshwright.planner.plan import (
     Plan,
     Recompute,
     Schedule,
+    rank_and_chunk,
 )
 from meshwright.planner.solve.columns import Chain, StagePrices
 from meshwright.planner.solve.explore import Explorer
@@ -274,15 +275,15 @@ def _with_shards(order: tuple[Axis, ...]) -> tuple[Axis, ...]:
 
 def every_assignment(asked: Instance, shape: Shape) -> Iterator[list[list[LayerOption]]]:
     """All cuts of a shape with all options of every layer; where ranks hold several stages or split their backward, the
-    first k layers of every stage are recomputed, all in one way, which is the space that the search states."""
+    first k layers of all stages of a rank are recomputed, in one way, which is the space that the search states."""
     num_layers = len(asked.profile.layers)
     for cuts in combinations(range(1, num_layers), shape.pipeline * shape.virtual_stages - 1):
         bounds = (0, *cuts, num_layers)
         if is_chunked(shape.schedule):
-            for way, k in _first_recomputed(asked, shape, bounds):
+            for way, counts in _first_recomputed(asked, shape, bounds):
                 yield [
                     [LayerOption(_of_chunked(asked, i, way, i - a < k), shape.reshard) for i in range(a, b)]
-                    for a, b in pairwise(bounds)
+                    for (a, b), k in zip(pairwise(bounds), counts, strict=True)
                 ]
             continue
         for choice in product(*_options(asked, shape)):
@@ -293,7 +294,7 @@ def _num_assignments(asked: Instance, shape: Shape) -> int:
     num_layers = len(asked.profile.layers)
     cuts = math.comb(num_layers - 1, shape.pipeline * shape.virtual_stages - 1)
     if is_chunked(shape.schedule):
-        return cuts * num_layers * len(_ways(asked, shape))
+        return cuts * num_layers**shape.pipeline * len(_ways(asked, shape))
     return cuts * math.prod(len(options) for options in _options(asked, shape))
 
 
@@ -324,12 +325,20 @@ def _ways(asked: Instance, shape: Shape) -> list[Recompute]:
     return ["none"] if shape.schedule in ZERO_BUBBLE else sorted(ways) or ["none"]
 
 
-def _first_recomputed(asked: Instance, shape: Shape, bounds: tuple[int, ...]) -> Iterator[tuple[Recompute, int]]:
-    """Ways, and numbers of layers at the head of every stage that may be recomputed so."""
-    longest = max(b - a for a, b in pairwise(bounds))
+def _first_recomputed(
+    asked: Instance, shape: Shape, bounds: tuple[int, ...]
+) -> Iterator[tuple[Recompute, tuple[int, ...]]]:
+    """Ways, and [stage] -> layers at its head that may be recomputed so, equally many in all stages of a rank."""
+    rank_of = [rank_and_chunk(shape.schedule, s, shape.pipeline)[0] for s in range(len(bounds) - 1)]
+    longest = [
+        max(b - a for (a, b), held_by in zip(pairwise(bounds), rank_of, strict=True) if held_by == rank)
+        for rank in range(shape.pipeline)
+    ]
     for way in _ways(asked, shape):
-        counts = range(1) if way == "none" else range(longest + 1)
-        yield from ((way, k) for k in (counts if asked.pins.recompute is None else counts[-1:]))
+        counts = [[0] if way == "none" else list(range(most + 1)) for most in longest]
+        if asked.pins.recompute is not None:
+            counts = [each[-1:] for each in counts]
+        yield from ((way, tuple(found[rank] for rank in rank_of)) for found in product(*counts))
 
 
 def _of_chunked(asked: Instance, layer: int, way: Recompute, again: bool) -> Recompute:

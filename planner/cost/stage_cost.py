@@ -186,6 +186,12 @@ def on_one_rank(stages: Sequence[StageCost]) -> StageCost:
     )
 
 
+def allocated_on_one(stages: Sequence[StageCost]) -> float:
+    """Peak of what the allocator hands out on a rank that holds several stages: as in `on_one_rank`."""
+    transients = [stage.items["transient"] for stage in stages]
+    return sum(stage.allocated_bytes for stage in stages) - sum(transients) + max(transients)
+
+
 def sent_bytes(sends: Cut, in_flight: int) -> float:
     """Bytes that a stage holds of what it sends: outputs stay until their backward, and one set of their gradients."""
     return (in_flight + 1) * sends.bytes

@@ -2,8 +2,8 @@
 
 For one stage per rank the ILP chooses among all cuts. Interleaved and zero-bubble schedules have no closed form that is
 linear in the stages: a rank's memory and time join several of them. Here the space is therefore a short list of cuts,
-the ones that balance the ranks, each with the first k layers of every stage recomputed, all in one way, and each is
-priced exactly: memory by the schedule's table, time by event simulation.
+the ones that balance the ranks, each with the first k layers of a rank's stages recomputed, as few as each rank must,
+all in one way, and each is priced exactly: memory by the schedule's table, time by event simulation.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.simulate import ZERO_BUBBLE, simulated_step_s
-from ..cost.stage_cost import StageCost, on_one_rank
+from ..cost.stage_cost import StageCost, allocated_on_one
 from ..plan import Recompute, Schedule, stage_of
 from ..strategy import LayerOption, Shape
 from .columns import Chain, Choice, StagePrices
@@ -25,6 +25,7 @@ from .knapsack import tie_prices
 from .scan import Assignment
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 RESOLUTION = 1 / 64
 """Of the mean layer: seconds that differ by less give the same cuts."""
@@ -183,8 +184,8 @@ class Chunkings:
         """Cuts that balance the ranks, or all there are if those are few; none if the chain has too few places.
 
         Three starts: stages of equal seconds, stages of equal numbers of the most frequent layer with everything else
-        added (as people set it up), and with everything else counted as one such layer; from each, single boundaries
-        are moved by one place while that makes the slowest rank faster. Seconds count in RESOLUTION of the mean layer.
+        added (as people set it up), and with everything else counted as one such layer; from each, places are handed on
+        while that makes the slowest rank faster, or stages more even. Seconds count in RESOLUTION of the mean layer.
         """
         if frame.num_stages > len(self._places) - 1:
             return []
@@ -227,44 +228,78 @@ def _balanced(weights: Floats, places: Sequence[int], num_stages: int) -> tuple[
 
 
 def _improved(cuts: tuple[int, ...], places: Sequence[int], frame: Chunking, per_layer: Floats) -> tuple[int, ...]:
-    """Boundaries moved one by one while the slowest rank, then the sum of squares of all ranks, gets less."""
+    """Cuts where single places have been handed from a stage of the slowest rank to another, all stages between them
+    passing one on, while that makes the slowest rank faster, fewer ranks as slow, or the stages more even."""
     passed = np.concatenate(([0.0], np.cumsum(per_layer)))[list(places)]
     rank_of = frame.holds.argmax(axis=0)
     here = np.searchsorted(places, cuts)
-    boundaries = np.tile(np.arange(1, frame.num_stages), 2)
-    steps = np.repeat([-1, 1], frame.num_stages - 1)
-    one, other = rank_of[boundaries - 1], rank_of[boundaries]
+    best = _evenness(here[None], passed, frame)[0]
     for _ in range(4 * frame.num_stages):
         loads = np.bincount(rank_of, weights=np.diff(passed[here]), minlength=frame.num_ranks)
-        moved = here[boundaries] + steps
-        more = np.where(one == other, 0.0, passed[moved] - passed[here[boundaries]])
-        top = np.argsort(loads)[-3:]  # the slowest of the ranks that a move leaves alone is one of these
-        untouched = np.where((top == one[:, None]) | (top == other[:, None]), -np.inf, loads[top]).max(axis=1)
-        worst = np.maximum(untouched, np.maximum(loads[one] + more, loads[other] - more))
-        legal = (moved > here[boundaries - 1]) & (moved < here[boundaries + 1])
-        worst = np.where(legal, worst, np.inf)
-        square = 2 * more * (loads[one] - loads[other] + more)
-        best = int(np.lexsort((square, worst))[0])
-        if (worst[best], square[best]) >= (loads.max(), 0.0):
+        moved = here + _handed_on(frame, int(loads.argmax()))
+        moved = moved[(np.diff(moved) > 0).all(axis=1)]
+        if not len(moved):
             break
-        here[boundaries[best]] += steps[best]
+        found = _evenness(moved, passed, frame)
+        first = int(np.lexsort(found.T[::-1])[0])
+        if tuple(found[first]) >= tuple(best):
+            break
+        here, best = moved[first], found[first]
     return tuple(int(places[i]) for i in here)
 
 
-_Known = dict[tuple[int, Choice, int], StageCost]
-"""Composition, its options, and micro-batches in flight -> what that stage costs."""
+def _evenness(cuts: Ints, passed: Floats, frame: Chunking) -> Floats:
+    """[cuts] -> (load of the slowest rank, ranks as slow, sum of the squares of stages): less is better. cuts: [cuts]
+    [stage] -> number of the place; passed: [place] -> load before it."""
+    stages = np.diff(passed[cuts])
+    ranks = stages @ frame.holds.T
+    worst = ranks.max(axis=1)
+    return np.stack((worst, (ranks == worst[:, None]).sum(axis=1), (stages**2).sum(axis=1)), axis=1)
+
+
+@lru_cache(maxsize=4096)
+def _handed_on(frame: Chunking, rank: int) -> Ints:
+    """[move] -> by how much each boundary moves when a stage of a rank gives a place to another one, so near that every
+    rank is reached."""
+    moves = []
+    for stage in frame.stages(rank):
+        for other in range(max(0, stage - frame.num_ranks), min(frame.num_stages, stage + frame.num_ranks + 1)):
+            move = np.zeros(frame.num_stages + 1, dtype=np.int64)
+            if other > stage:
+                move[stage + 1 : other + 1] = -1
+            else:
+                move[other + 1 : stage + 1] = 1
+            moves.append(move)
+    return np.unique(moves, axis=0)
+
+
+class _Known:
+    """What stages of one shape cost, as far as it has been asked."""
+
+    def __init__(self, prices: StagePrices) -> None:
+        self.prices = prices
+        self._stages: dict[tuple[int, int, Recompute, int], tuple[Choice, StageCost]] = {}
+
+    def stage(self, composition: int, in_flight: int, recompute: Recompute, count: int) -> tuple[Choice, StageCost]:
+        """Options and cost of a stage with up to `count` layers recomputed."""
+        count = min(count, sum(self.prices.chain.compositions[composition].counts))
+        key = composition, in_flight, recompute, count
+        if key not in self._stages:
+            choice = _choice(self.prices, composition, recompute, count)
+            self._stages[key] = choice, self.prices.stage_cost(composition, choice, in_flight)
+        return self._stages[key]
 
 
 def best_chunking(prices: StagePrices, cuts_tried: Sequence[Cuts], cutoff_s: float) -> Assignment | None:
     """The fastest of these cuts that fits, with as few recomputed layers as that takes; None if none is faster than
     `cutoff_s`."""
     best: Assignment | None = None
-    known: _Known = {}
+    known = _Known(prices)
     for cuts in cuts_tried:
         numbers = np.searchsorted(prices.chain.places, cuts.places)
         compositions = [int(prices.chain.composition_of[a, b]) for a, b in pairwise(numbers)]
         for recompute in _recomputes(prices):
-            fitting = _least_recomputed(prices, compositions, recompute, known)
+            fitting = _least_recomputed(known, compositions, recompute)
             found = None if fitting is None else _played(prices, fitting, best.seconds if best else cutoff_s)
             best = found or best
     return best
@@ -286,44 +321,47 @@ class _Fitting:
     once_s: list[float]
 
 
-def _least_recomputed(
-    prices: StagePrices, compositions: Sequence[int], recompute: Recompute, known: _Known
-) -> _Fitting | None:
-    """With the fewest layers recomputed in each stage, equally many, whose memory fits every rank."""
-    low, high = 0, max(sum(prices.chain.compositions[c].counts) for c in compositions)
-    best = _fitting(prices, compositions, recompute, high, known)
-    while best is not None and low < high:
-        middle = (low + high) // 2
-        found = _fitting(prices, compositions, recompute, middle, known)
-        if found is None:
-            low = middle + 1
-        else:
-            best, high = found, middle
-    return best
-
-
-def _fitting(
-    prices: StagePrices, compositions: Sequence[int], recompute: Recompute, count: int, known: _Known
-) -> _Fitting | None:
-    """The stages with up to `count` layers of each recomputed, or None if a rank's memory does not do."""
-    shape: Shape = prices.shape
+def _least_recomputed(known: _Known, compositions: Sequence[int], recompute: Recompute) -> _Fitting | None:
+    """With the fewest layers recomputed in the stages of each rank, equally many in each, whose memory fits."""
+    shape: Shape = known.prices.shape
     frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
-    choices = {c: _choice(prices, c, recompute, count) for c in set(compositions)}
-    stages: dict[int, StageCost] = {}
+    found: dict[int, tuple[Choice, StageCost]] = {}
     once_s = []
     for rank in range(frame.num_ranks):  # the first holds most micro-batches: what does not fit ends here, mostly
-        for stage in frame.stages(rank):
-            composition, in_flight = compositions[stage], shape.in_flight(stage)
-            key = composition, choices[composition], in_flight
-            if key not in known:
-                known[key] = prices.stage_cost(*key)
-            stages[stage] = known[key]
-        whole = on_one_rank([stages[stage] for stage in frame.stages(rank)])
-        if whole.allocated_bytes > prices.budget:
+        stages = frame.stages(rank)
+        held = [(compositions[stage], shape.in_flight(stage)) for stage in stages]
+        best = _least_on_rank(known, held, recompute)
+        if best is None:
             return None
-        once_s.append(whole.once_s)
-    in_order = [stages[stage] for stage in range(frame.num_stages)]
-    return _Fitting(tuple(compositions), tuple(choices[c] for c in compositions), in_order, once_s)
+        found |= dict(zip(stages, best, strict=True))
+        once_s.append(sum(cost.once_s for _, cost in best))
+    in_order = [found[stage] for stage in range(frame.num_stages)]
+    return _Fitting(tuple(compositions), tuple(c for c, _ in in_order), [cost for _, cost in in_order], once_s)
+
+
+def _least_on_rank(
+    known: _Known, held: Sequence[tuple[int, int]], recompute: Recompute
+) -> list[tuple[Choice, StageCost]] | None:
+    """Options and costs of a rank's stages with the fewest layers recomputed, equally many in each; None if its memory
+    does not do even so. held: [stage] -> composition and micro-batches in flight."""
+
+    def with_first(count: int) -> list[tuple[Choice, StageCost]] | None:
+        found = [known.stage(composition, in_flight, recompute, count) for composition, in_flight in held]
+        return found if allocated_on_one([cost for _, cost in found]) <= known.prices.budget else None
+
+    low, high = 0, max(sum(known.prices.chain.compositions[composition].counts) for composition, _ in held)
+    best = with_first(low)
+    if best is not None:
+        return best
+    best, low = with_first(high), 1
+    while best is not None and low < high:
+        middle = (low + high) // 2
+        fewer = with_first(middle)
+        if fewer is None:
+            low = middle + 1
+        else:
+            best, high = fewer, middle
+    return best
 
 
 def _played(prices: StagePrices, fitting: _Fitting, cutoff_s: float) -> Assignment | None:
