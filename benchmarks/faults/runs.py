@@ -1,4 +1,4 @@
-"""What is trained: two small models, their data, and plans of every kind for 1 to 8 ranks."""
+"""What is trained: small models, their data, and plans of every kind for 1 to 8 ranks."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
+from meshwright.planner.training import Precision, TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile
@@ -26,7 +26,10 @@ VOCABULARY, LENGTH = 60, 16
 GLOBAL_BATCH = 16
 SEED = 11
 LOSS = 1e-5
-"""Relative difference of losses that the order of sums explains."""
+"""Relative difference of losses that the order of sums explains, in fp32."""
+
+LOSS_BF16 = 2.0**-9
+"""The same in bf16: half of its rounding step."""
 
 
 class Mixture(nn.Module):
@@ -59,6 +62,12 @@ class Job:
 
     model: Callable[[], nn.Module]
     shapes: dict[str, dict[str, Any]]
+    precision: Precision = "fp32"
+
+    @property
+    def tolerance(self) -> float:
+        """Relative difference of losses of two plans that rounding explains."""
+        return LOSS if self.precision == "fp32" else LOSS_BF16
 
     def plan(self, name: str) -> Plan:
         """The plan of that name, its stages as equal as the layers allow."""
@@ -73,15 +82,19 @@ class Job:
         return make_plan(
             profile,
             cluster_of(load_device("cpu"), shape.degrees.num_devices),
-            TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32"),
+            TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision=self.precision),
             shape,
             [[LayerOption()] * (ends[i + 1] - ends[i]) for i in range(count)],
         )
 
 
+def _gpt() -> nn.Module:
+    return gpt.GPT(gpt.Config(num_layers=2, num_heads=4, width=32, vocabulary=VOCABULARY, context=LENGTH))
+
+
 JOBS = {
     "gpt": Job(
-        lambda: gpt.GPT(gpt.Config(num_layers=2, num_heads=4, width=32, vocabulary=VOCABULARY, context=LENGTH)),
+        _gpt,
         {
             "one": {},
             "ddp 2": {"data_replicate": 2},
@@ -108,8 +121,20 @@ JOBS = {
             "pp x context x experts 8": {"pipeline": 2, "context": 2, "data_shard": 2, "expert": 2},
         },
     ),
+    "gpt in bf16": Job(
+        _gpt,
+        {
+            "one": {},
+            "ddp 2": {"data_replicate": 2},
+            "fsdp 2": {"data_shard": 2},
+            "zb-v 2": {"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2},
+            "context x tp 4": {"context": 2, "tensor": 2},
+        },
+        "bf16",
+    ),
 }
-"""gpt: fused and tied weights, so that parts of tensors move between plans. mixtral: stacked experts."""
+"""gpt: fused and tied weights, so that parts of tensors move between plans. mixtral: stacked experts. In bf16 the
+optimizer's numbers are in fp32."""
 
 
 def batch(size: int, seq_len: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
