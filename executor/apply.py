@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -51,8 +51,9 @@ class AppliedModel:
     compiled: list[CompiledForward]
     context: ContextParallel | None = None
 
+    @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of this rank by original name, tied ones under their first."""
+        """Parameters of this rank by original name, tied ones under their first; they stay the same objects."""
         return {n.removeprefix(self.prefix): p for n, p in self.module.named_parameters()}
 
     def cut(self, name: str) -> ParameterCut | None:
@@ -303,4 +304,6 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     take the hook off a view, and gradients would not be reduced.
     """
 
+    if isinstance(output, torch.Tensor):
+        return unseen(solid, output)
     return tree_map(lambda x: unseen(solid, x) if isinstance(x, torch.Tensor) else x, output)

@@ -48,22 +48,12 @@ def check_finite(
     )
 
 
-def largest_elements(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """[tensor] -> its largest magnitude, 0 if it is empty; not finite if an element is not."""
-    held = [i for i, tensor in enumerate(tensors) if tensor.numel()]
-    found = torch.zeros(len(tensors), device=tensors[0].device if tensors else None)
-    if held:
-        norms = torch._foreach_norm([tensors[i] for i in held], ord=math.inf)
-        found[held] = torch.stack([norm.float() for norm in norms])
-    return found
-
-
-def raise_spoiled(mesh: RankMesh, step: int, names: list[str], largest: torch.Tensor) -> None:
+def raise_spoiled(mesh: RankMesh, step: int, names: list[str], norms: torch.Tensor) -> None:
     """Raise NonFiniteError on every rank: say which ranks and stages have parameters that are no numbers.
 
-    Every rank must call it. names, largest: this rank's parameters, and their largest_elements behind that step.
+    Every rank must call it. names, norms: this rank's parameters, and their norms behind that step.
     """
-    bad = [name for name, value in zip(names, largest.tolist(), strict=True) if not math.isfinite(value)]
+    bad = [name for name, value in zip(names, norms.tolist(), strict=True) if not math.isfinite(value)]
     found: list[Any] = [(bad[:1], len(bad), mesh.rank)]
     if mesh.device_mesh is not None:
         found = [None] * mesh.plan.degrees.num_devices

@@ -28,7 +28,6 @@ from .faults import (
     check_finite,
     check_own_device,
     held_memory,
-    largest_elements,
     out_of_memory_message,
     raise_spoiled,
 )
@@ -36,6 +35,7 @@ from .parallel.compiled import backend_of
 from .parallel.gradients import Gradients, local_gradient
 from .parallel.mesh import RankMesh, check_world_size, connect
 from .parallel.micro_batches import loss_of, split_micro_batches
+from .parallel.norms import norms_of
 from .parallel.pipeline import PipelineRunner
 from .parallel.shared_gradients import SharedGradients
 from .parallel.stage_module import stages_in
@@ -150,7 +150,7 @@ class Trainer:
         self.model = model.module
         self.data_rank = mesh.data_rank
         self.data_size = mesh.data_size
-        self.optimizer = optimizer(list(model.parameters().values()))
+        self.optimizer = optimizer(list(model.parameters.values()))
         self._applied = model
         self._loss = loss
         self._weight = weight
@@ -162,6 +162,7 @@ class Trainer:
             assert mesh.device_mesh is not None
             self._runner = PipelineRunner(stages_in(model.module), plan, mesh.device_mesh, mesh.device)
         self._replicas: DistributedDataParallel | None = None
+        self._reduces: bool | None = None  # what units of fully_shard were told last
         self._first_step: AbstractContextManager[Any] | None = None
         self._state = State(model, plan, mesh, self.optimizer)
         self._checkpoints: Checkpoints | None = None
@@ -169,7 +170,7 @@ class Trainer:
         self._read = Progress()  # how far `loader` is ahead
         self._watch: Watch | None = None
         self._telemetry: Telemetry | None = None
-        self._largest: torch.Tensor | None = None  # magnitude of each parameter behind the last step
+        self._norms: torch.Tensor | None = None  # of each parameter, behind the last step
         self._skip = 0  # samples that the next `loader` leaves out
         if plan.degrees.tensor > 1:
             self._first_step = SharedGradients(model.model, model.layout)
@@ -218,13 +219,13 @@ class Trainer:
             # What is not finite stays as it is, so that it can be found.
             self._gradients.clip(self._max_grad_norm, norm.nan_to_num(0.0, posinf=0.0))
         self.optimizer.step()
-        before, self._largest = self._largest, largest_elements(self._local_parameters())
+        before, self._norms = self._norms, norms_of(self._local_parameters(), self.mesh.device)
         found_loss, squared_norm, spoiled = totals.tolist()
         found_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
         if not math.isfinite(spoiled) and before is not None:
-            raise_spoiled(self.mesh, step - 1, list(self._applied.parameters()), before)
+            raise_spoiled(self.mesh, step - 1, list(self._applied.parameters), before)
         if not (math.isfinite(found_loss) and math.isfinite(found_norm)):
-            parameters = self._applied.parameters()
+            parameters = self._applied.parameters
             grads = {n: g for n, p in parameters.items() if (g := local_gradient(p)) is not None}
             check_finite(self.mesh, step, losses, grads)
         self.progress = self._read.model_copy(update={"steps": step})
@@ -283,7 +284,7 @@ class Trainer:
                 raise ValueError(f"no checkpoint in {folder}: train with trainer.save({str(folder)!r}) first")
             self.progress = self._read = writer.load(found, stateful)
         self._skip = self.progress.samples
-        self._largest = None
+        self._norms = None
         return self.progress.steps
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -291,11 +292,11 @@ class Trainer:
 
         Names are those of model_fn()'s own state_dict().
         """
-        return self._gathered({n: p.detach() for n, p in self._applied.parameters().items()}, buffers=True)
+        return self._gathered({n: p.detach() for n, p in self._applied.parameters.items()}, buffers=True)
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
         """Whole gradients of the last step, as the optimizer saw them, like full_state_dict. All ranks must call it."""
-        grads = {n: p.grad for n, p in self._applied.parameters().items()}
+        grads = {n: p.grad for n, p in self._applied.parameters.items()}
         return self._gathered({n: g for n, g in grads.items() if g is not None}, buffers=False)
 
     def close(self) -> None:
@@ -319,7 +320,7 @@ class Trainer:
             forward.on = True
 
     def _out_of_memory(self) -> str:
-        parameters = self._applied.parameters()
+        parameters = self._applied.parameters
         elements = sum(p.numel() // (c.degree if (c := self._applied.cut(n)) else 1) for n, p in parameters.items())
         held = held_memory(list(parameters.values()), self.optimizer, self.mesh.device)
         return out_of_memory_message(self.plan, self.mesh.rank, elements, held)
@@ -352,31 +353,31 @@ class Trainer:
             args, kwargs = split_inputs(stages_in(self.model)[0].model, batch, self._loss is not None)
             return self._runner.step(args, kwargs, batch, scales)
         losses = []
-        parts = split_micro_batches(batch, self.plan.num_microbatches, self.samples_per_step)
+        whole = (*split_inputs(self.model, batch, self._loss is not None), batch)
+        parts = split_micro_batches(whole, self.plan.num_microbatches, self.samples_per_step)
         if self._applied.mechanism == "ddp" and self._replicas is None:
-            self._replicate(parts[0])
+            self._replicate(*parts[0])
         for i, (part, scale) in enumerate(zip(parts, scales, strict=True)):
             with self._synchronised(is_last=i == len(parts) - 1):
                 with self._autocast():
-                    loss = self._loss_of(part)
+                    loss = self._loss_of(*part)
                 (loss * scale).backward()
             losses.append(loss.detach())
         return losses
 
-    def _loss_of(self, part: Any) -> torch.Tensor:
-        args, kwargs = split_inputs(self.model, part, self._loss is not None)
+    def _loss_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> torch.Tensor:
         context = self._applied.context
         with context.whole_forward() if context is not None else nullcontext():
             output = (self._replicas or self.model)(*args, **kwargs)
-            return loss_of(output) if self._loss is None else self._loss(output, part)
+            return loss_of(output) if self._loss is None else self._loss(output, batch)
 
-    def _replicate(self, part: Any) -> None:
+    def _replicate(self, *part: Any) -> None:
         """Wrap the model in DDP. One forward shows what reads no parameter, so that DDP does not wait for it; what it
         wrote into buffers is undone, and into the batch not done."""
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         before = [buffer.clone() for buffer in self.model.buffers()]
         with torch.random.fork_rng(devices), self._autocast():
-            read = _parameters_behind(self._loss_of(tree_map(_cloned, part)))
+            read = _parameters_behind(self._loss_of(*tree_map(_cloned, part)))
         with torch.no_grad():
             for buffer, value in zip(self.model.buffers(), before, strict=True):
                 buffer.copy_(value)
@@ -397,10 +398,12 @@ class Trainer:
         Kept parameters stay gathered until the last micro-batch where gradients are reduced only then.
         """
         now = is_last or self.plan.gradient_sync == "every"
-        for unit, reshard in self._applied.units:
-            unit.set_requires_gradient_sync(now, recurse=False)
-            unit.set_is_last_backward(now)
-            unit.set_reshard_after_backward(now or reshard, recurse=False)
+        if now != self._reduces:
+            for unit, reshard in self._applied.units:
+                unit.set_requires_gradient_sync(now, recurse=False)
+                unit.set_is_last_backward(now)
+                unit.set_reshard_after_backward(now or reshard, recurse=False)
+            self._reduces = now
         return self._replicas.no_sync() if self._replicas is not None and not now else nullcontext()
 
     def _totals(self, losses: list[torch.Tensor], scales: list[float]) -> torch.Tensor:
@@ -417,22 +420,21 @@ class Trainer:
 
     def _spoiled(self) -> torch.Tensor:
         """0, or NaN if a parameter of this rank is not finite."""
-        if self._largest is None:
+        if self._norms is None:
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        return (self._largest * 0.0).sum().double()
+        return (self._norms * 0.0).sum()
 
     @torch.no_grad()  # DTensors then give their local tensors without a node for autograd
     def _local_parameters(self) -> list[torch.Tensor]:
-        parameters = self._applied.parameters().values()
-        return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in parameters]
+        return [p.to_local() if isinstance(p, DTensor) else p for p in self._applied.parameters.values()]
 
     def _check_parameters(self) -> None:
         """Raise NonFiniteError on every rank if parameters are not finite; what was just trained was not looked at."""
         spoiled = self._spoiled()
         if self.mesh.device_mesh is not None:
             dist.all_reduce(spoiled)
-        if not math.isfinite(spoiled.item()) and self._largest is not None:
-            raise_spoiled(self.mesh, self.progress.steps, list(self._applied.parameters()), self._largest)
+        if not math.isfinite(spoiled.item()) and self._norms is not None:
+            raise_spoiled(self.mesh, self.progress.steps, list(self._applied.parameters), self._norms)
 
     def _gathered(self, tensors: dict[str, torch.Tensor], buffers: bool) -> dict[str, torch.Tensor]:
         keep = all(at == 0 for axis, at in self.mesh.coordinates.items() if axis != "pipeline")

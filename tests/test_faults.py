@@ -163,7 +163,7 @@ def _not_finite(plan: Plan, model_fn: Any, spoil: bool) -> str:
     share = next(trainer.loader(samples))
     trainer.step(share)
     if spoil and trainer.mesh.coordinates["pipeline"] == 0:
-        weight = next(p for n, p in trainer._applied.parameters().items() if n == "blocks.0.up.weight")
+        weight = next(p for n, p in trainer._applied.parameters.items() if n == "blocks.0.up.weight")
         weight.register_hook(lambda grad: grad * float("inf"))
     with pytest.raises(NonFiniteError) as caught:
         trainer.step(share)

@@ -12,15 +12,20 @@ from ...planner.cost.traffic import BUCKET_ELEMENTS
 from ...planner.plan import Axis, Plan
 from ..apply import AppliedModel
 from .mesh import RankMesh
+from .norms import norms_of
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """This rank's shard of a gradient; shares its memory."""
-    grad = parameter.grad
-    if not isinstance(grad, DTensor):
-        return grad
-    with torch.no_grad():  # else it becomes a node for autograd
-        return grad.to_local()
+    found = local_gradients([parameter])
+    return found[0] if found else None
+
+
+@torch.no_grad()  # else what is local becomes a node for autograd
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """This rank's shards of the gradients that there are; they share their memory."""
+    grads = (p.grad for p in parameters)
+    return [g.to_local() if isinstance(g, DTensor) else g for g in grads if g is not None]
 
 
 class Gradients:
@@ -28,7 +33,7 @@ class Gradients:
 
     def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
         self._mesh = mesh
-        self._parameters = model.parameters()
+        self._parameters = model.parameters
         self._layout = model.layout
         self._average_after = model.mechanism == "plain" and plan.degrees.data_replicate > 1
         self._may_differ = plan.model.decides_by_values
@@ -62,15 +67,12 @@ class Gradients:
         Every element counts once: on the first replica, on the first tensor rank unless tensor ranks have different
         parts of it, and on the first of the stages that share it.
         """
-        grads = [g for p in self._counted if (g := local_gradient(p)) is not None and g.numel()]
-        if not grads:
-            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        return torch.stack([norm.double() for norm in torch._foreach_norm(grads)]).square().sum()
+        return norms_of(local_gradients(self._counted), self._mesh.device).square().sum()
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale all gradients down so that their total norm, which is `norm`, becomes `max_norm`."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        grads = [grad for p in self._parameters.values() if (grad := local_gradient(p)) is not None]
+        grads = local_gradients(self._parameters.values())
         for dtype in {grad.dtype for grad in grads}:
             torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
 

@@ -188,13 +188,16 @@ class StageModule(nn.Module):
             raise RuntimeError(f"module {name} is called more often than when the stage was set up: {STALE}")
         return self._stubs[name, call].output()
 
+    @cached_property
+    def _sent(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.on_wire(crossing) for crossing in self.outgoing)
+
     def _checked(self, exchange: "_Exchange") -> tuple[torch.Tensor, ...]:
         exchange.check_all_seen()
         outputs = tuple(exchange.made[producer].contiguous() for producer in exchange.wanted)
         if self._plan.schedule in ZERO_BUBBLE:  # torch detaches what it sent in place, which no view can be
             outputs = tuple(solid(output) for output in outputs)
-        for crossing, output in zip(self.outgoing, outputs, strict=True):
-            like = self.on_wire(crossing)
+        for crossing, output, like in zip(self.outgoing, outputs, self._sent, strict=True):
             if output.shape != like.shape or output.dtype != like.dtype:
                 raise RuntimeError(
                     f"stage {self.stage} made {_words(crossing.producer)} as {output.dtype} of {tuple(output.shape)}, "

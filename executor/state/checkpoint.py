@@ -150,7 +150,7 @@ class ModelState:
     def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
         self._model, self._plan, self._mesh = model, plan, mesh
         first = {name: names[0] for names in plan.model.ties for name in names}
-        self._parameters = [_Parameter(first.get(n, n), n, p) for n, p in model.parameters().items()]
+        self._parameters = [_Parameter(first.get(n, n), n, p) for n, p in model.parameters.items()]
 
     def model_boxes(self) -> list[Box]:
         """Parameters and persistent buffers."""

@@ -35,7 +35,7 @@ class Producers(TorchFunctionMode):
         to return no tensor is not counted: the next call of it starts with the same number.
 
     only: producers for which replace and on_produced are called, if not for all (others that share their names, too).
-        Where none of them is glue, functions are not looked at.
+        Where none of them is glue, neither functions are looked at nor modules that have none of them inside.
     stays: leave the hooks on the modules, which do nothing between runs, instead of making them for each.
 
     Inside layer modules, where nothing is counted, it steps off the stack of function modes, so that their functions
@@ -53,13 +53,14 @@ class Producers(TorchFunctionMode):
         stays: bool = False,
     ) -> None:
         super().__init__()
-        self._modules = {name: root.get_submodule(name) for name in layer_modules}
+        modules = {name: root.get_submodule(name) for name in layer_modules}
         self._replace = replace
         self._on_produced = on_produced
         self._on_start = on_start
         self._only = None if only is None else {(producer.kind, producer.name) for producer in only}
         has_glue = self._only is None or any(kind == "glue" for kind, _ in self._only)
         self._sees_functions = has_glue or on_start is not None
+        self._modules = modules if self._sees_functions else self._around_wanted(modules)
         self._stays = stays
         self._calls: Counter[tuple[str, str]] = Counter()
         self._depth = 0
@@ -148,6 +149,12 @@ class Producers(TorchFunctionMode):
             return self._produced("module", name, output)
 
         return leave
+
+    def _around_wanted(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """Those modules that are named in `only`, or have one of these inside."""
+        names = {name for _, name in self._only or ()}
+        wanted = {id(module) for name, module in modules.items() if name in names}
+        return {n: m for n, m in modules.items() if any(id(inner) in wanted for inner in m.modules())}
 
     def _step_aside(self) -> None:
         on_top = self._sees_functions and _get_current_function_mode() is self
