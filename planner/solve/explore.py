@@ -431,7 +431,7 @@ class Explorer:
 
     def _least_of_family(self, family: Family) -> "_Least | None":
         """What the layers of a family take at least, whatever the schedule; None if their memory does not do."""
-        any_schedule = replace(family, schedule="1f1b", virtual_stages=1) if family.pipeline > 1 else family
+        any_schedule = family.any_schedule
         if any_schedule not in self._leasts:
             shape = any_schedule.frugal
             room = allocatable_bytes(shape, self.model.device, self.training)

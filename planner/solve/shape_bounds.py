@@ -136,7 +136,8 @@ class ShapeBounds:
         self._waits: dict[tuple[object, ...], tuple[Floats, Ints]] = {}
         self._columns: dict[tuple[Leaves, bool], _Columns] = {}
         self._tables: dict[tuple[object, ...], Data] = {}
-        self._kept = 0
+        self._options: dict[tuple[object, ...], tuple[Fastest, Fastest | None]] = {}
+        self._kept = self._kept_options = 0
         self._elements: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._exchanges: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
 
@@ -232,6 +233,18 @@ class ShapeBounds:
     ) -> tuple[Fastest, Fastest | None]:
         """The same for layers that keep gathered parameters (or do what the shape says), and, if any may choose, for
         those that give them back; infinite for a choice that a layer has not."""
+        key = leaves, family.any_schedule, recompute, reshard
+        if key not in self._options:
+            self._kept_options += 8 * len(self.kinds) * len(leaves.each)
+            if self._kept_options > MOST_KEPT:
+                self._options.clear()
+                self._kept_options = 0
+            self._options[key] = self._found_options(family, leaves, recompute, reshard)
+        return self._options[key]
+
+    def _found_options(
+        self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None
+    ) -> tuple[Fastest, Fastest | None]:
         model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
         data, count = self.data(family, leaves), family.num_microbatches
         ways: list[Recompute] = [(recompute or "none") if kind.can_recompute else "none" for kind in self.kinds]

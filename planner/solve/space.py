@@ -80,6 +80,11 @@ class Family:
         spread = self.context, self.context_kind, self.expert
         return Split(self.tensor, self.pipeline, self.data, self.sequence, *spread, self.cuts)
 
+    @property
+    def any_schedule(self) -> "Family":
+        """The same for all families that differ in nothing but the schedule and the stages of each rank."""
+        return replace(self, schedule="1f1b", virtual_stages=1) if self.pipeline > 1 else self
+
     def shape(self, leaf: "Leaf") -> Shape:
         """One of the family's shapes."""
         return Shape(
