@@ -25,7 +25,7 @@ from .parallel.rehearsal import Rehearsal
 from .parallel.tensor import apply_tensor_parallel
 from .parallel.tensor_layout import ParameterCut, TensorLayout
 from .state.initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
-from .torch_compat import solid
+from .torch_compat import gather_before_any_backward, solid
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -244,11 +244,13 @@ def _shard(
             continue
         owned = list(found.values())
         materialise(owned)
-        for unit in owned:
-            unit.register_forward_hook(_without_views)
-        group = owned[0] if len(owned) == 1 else owned
-        shard(group, reshard_after_forward=layer.reshard)
-        units.append((owned[0], layer.reshard))  # type: ignore[arg-type]
+        for owner in owned:
+            owner.register_forward_hook(_without_views)
+        unit: Any = owned[0]
+        shard(unit if len(owned) == 1 else owned, reshard_after_forward=layer.reshard)
+        if len(owned) > 1:
+            gather_before_any_backward(unit, owned)
+        units.append((unit, layer.reshard))
     materialise([module])
     module.register_forward_hook(_without_views)
     shard(module, reshard_after_forward=False)

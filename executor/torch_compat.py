@@ -235,6 +235,22 @@ def reduce_gradients(root: FSDPModule) -> None:
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
+def unit_of(module: FSDPModule) -> int:
+    """A number that is the same for all modules that fully_shard was given as one unit."""
+    return id(fully_shard.state(module))  # type: ignore[attr-defined]
+
+
+def gather_before_any_backward(unit: FSDPModule, modules: Iterable[nn.Module]) -> None:
+    """Let a unit of several modules be whole for the backward of each of them.
+
+    fully_shard waits for the gradient of what the last of them put out in the forward (seen in 2.13). The others may
+    have their backward first; and that output may get no gradient at all, where its parameters are frozen.
+    """
+    register = fully_shard.state(unit)._register_pre_backward_hook  # type: ignore[attr-defined]
+    for module in modules:
+        module.register_forward_hook(lambda module, args, output: register(output))
+
+
 def hide_from_selective_recompute(unit: FSDPModule) -> None:
     """Let selective recompute not see what fully_shard's hooks on a unit inside of a recomputed layer do.
 

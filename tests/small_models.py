@@ -172,6 +172,24 @@ class _WithMask(_Transformer):
         return self.head(self.norm(x))
 
 
+class _Stem(nn.Module):
+    """Begins with a layer of three modules, of which the last is not trained, and the others read no output of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(1, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.positions = nn.Embedding(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+        self.leave = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.wide(functional.gelu(self.narrow(x[..., None])))
+        x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x.mean(1))
+
+
 class _Shared(_Transformer):
     """One block, called three times."""
 
@@ -549,6 +567,7 @@ MAKERS: dict[str, Callable[[], LoadedModel]] = {
     "root parameter": lambda: load_model(_Transformer, batch=_tokens, loss=_next_token),
     "large vocabulary": lambda: load_model(_large, batch=_tokens, loss=_next_token),
     "mask": lambda: load_model(_WithMask, batch=_tokens, loss=_next_token),
+    "stem": lambda: load_model(_Stem, batch=_features, loss=_class),
     "shared block": lambda: load_model(_Shared, batch=_tokens, loss=_next_token),
     "frozen block": lambda: load_model(_frozen("blocks.1"), batch=_tokens, loss=_next_token),
     "frozen start": lambda: load_model(_frozen("tokens", "blocks.0", "norm"), batch=_tokens, loss=_next_token),

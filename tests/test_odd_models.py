@@ -1,6 +1,6 @@
 """Models that once went wrong under some plan: now they give the numbers of one process, or the plan is not legal."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ def _plan(
     data_replicate: int = 1,
     data_shard: int = 1,
     parts: int = 4,
+    gradient_sync: Literal["every", "last"] = "last",
 ) -> Plan:
     pipeline = len(stages)
     shape = Shape(
@@ -38,6 +39,7 @@ def _plan(
         micro_batch=GLOBAL_BATCH // parts // data_replicate // data_shard,
         num_microbatches=parts,
         schedule="1f1b" if pipeline > 1 else "none",
+        gradient_sync=gradient_sync,
     )
     profile = small_profile(model)
     training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision=precision)
@@ -81,6 +83,22 @@ def test_replicas_that_decide_by_their_samples_go_different_ways() -> None:
 
 def test_a_sharded_stage_without_backward_keeps_its_parameters() -> None:
     report = verified("detached", _plan("detached", [[KEPT], [KEPT] * 4], data_shard=2))
+
+    assert report.ok, report.lines
+
+
+def test_a_sharded_layer_of_several_modules_is_whole_for_the_backward_of_each() -> None:
+    given_back = LayerOption(reshard=True)
+
+    report = verified("stem", _plan("stem", [[given_back] * 5], data_shard=2))
+
+    assert report.ok, report.lines
+
+
+def test_a_layer_of_several_modules_is_gathered_anew_once_a_pipeline_has_reduced_it() -> None:
+    plan = _plan("stem", [[KEPT] * 3, [KEPT] * 2], data_shard=2, gradient_sync="every")
+
+    report = verified("stem", plan)
 
     assert report.ok, report.lines
 

@@ -23,7 +23,7 @@ from ...planner.plan import Plan
 from ...profiler.cuts.held_tokens import own_shape, set_mark
 from ...profiler.layers.producers import Producers
 from ...profiler.model_profile import CrossingTensor, Producer
-from ..torch_compat import solid
+from ..torch_compat import solid, unit_of
 from .context import ContextParallel
 from .micro_batches import Loss, MicroBatch, loss_of, own_copy, shapes_in
 from .partition import STALE, check_partition, crossing_into, parameters_of_stages, strip
@@ -170,7 +170,8 @@ class StageModule(nn.Module):
     @cached_property
     def fsdp_units(self) -> list[tuple[FSDPModule, bool]]:
         """FSDP modules in the order of their forward (what is inside of another one before it), each with whether it
-        gives parameters back (not the root). To be asked for once the stage is sharded."""
+        gives parameters back (not the root); of a unit of several modules the first. To be asked for once the stage is
+        sharded."""
         modules: list[tuple[nn.Module, bool]] = [
             (module, layer.reshard)
             for layer in self._plan.stages[self.stage].layers
@@ -179,7 +180,11 @@ class StageModule(nn.Module):
         ]
         inner = {module for module, _ in modules}
         modules += [(module, False) for module in self.modules() if module not in inner]
-        return [(module, reshard) for module, reshard in modules if isinstance(module, FSDPModule)]
+        units: dict[int, tuple[FSDPModule, bool]] = {}
+        for module, reshard in modules:
+            if isinstance(module, FSDPModule):
+                units.setdefault(unit_of(module), (module, reshard))
+        return list(units.values())
 
     def _stub(self, name: str, *args: Any, **kwargs: Any) -> Any:
         call = self._calls[name]
