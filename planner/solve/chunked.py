@@ -81,9 +81,9 @@ class Cuts:
         added_s: Floats | float = 0.0,
     ) -> float:
         """Seconds that no order of passes beats: a rank begins when the first micro-batch has passed all ranks before
-        it, then has all micro-batches of all its stages to do, and unless gradients of weights come last, the last
-        one's backward has those ranks still before it. per_run_s, forward_s: [run] -> seconds of a layer. added_s:
-        [rank] -> seconds that a micro-batch takes beyond that."""
+        it, then has all micro-batches of all its stages to do, then ends its step, or unless gradients of weights come
+        last, the last one's backward has those ranks still before it, and the first of them its end. per_run_s,
+        forward_s: [run] -> seconds of a layer. added_s: [rank] -> seconds that a micro-batch takes beyond that."""
         return float(self.least_of_each_s(schedule, num_microbatches, per_run_s, forward_s, added_s))
 
     def least_of_each_s(
@@ -97,9 +97,12 @@ class Cuts:
     ) -> Floats:
         """[shape] -> the same, with [run][shape] -> seconds of a layer. once_s: [rank][shape] -> seconds behind the
         last pass of a rank."""
-        beside = forward_s if schedule in ZERO_BUBBLE else per_run_s
         passes = num_microbatches * (self.work @ per_run_s + added_s)
-        seconds: Floats = (passes + self.ahead @ beside + once_s).max(axis=0)
+        ended = once_s
+        if schedule not in ZERO_BUBBLE:  # while a rank ends its step, those before it end their passes
+            first = once_s[:1] if isinstance(once_s, np.ndarray) else once_s
+            ended = np.maximum(once_s, self.ahead @ (per_run_s - forward_s) + first)
+        seconds: Floats = (passes + self.ahead @ forward_s + ended).max(axis=0)
         return seconds
 
 
