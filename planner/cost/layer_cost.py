@@ -229,7 +229,7 @@ class CostModel:
         in_root, several = kind.is_in_root(shape), shape.sharded_over > 1
         copy = total.gathered * state.gathered
         own = copy if resharded else 0.0
-        ahead = self._before(kind, shape) if resharded and several else None
+        ahead = self.fetched_ahead(kind, shape) if resharded and several else None
         prefetched = self.spread_of(ahead, shape)[0].gathered * state.gathered if ahead else 0.0
         arrived = copy if several and not in_root and (resharded or not state.copies_stay) else 0.0
         new, whole = trainable.gathered * self.training.compute_bytes, trainable.reduced * MASTER_BYTES
@@ -251,7 +251,7 @@ class CostModel:
             ending = max(ending, after)
         return between, ending, backward + own + prefetched
 
-    def _before(self, kind: Kind, shape: Shape) -> Kind | None:
+    def fetched_ahead(self, kind: Kind, shape: Shape) -> Kind | None:
         """What fully_shard handles before a layer of this kind: of its own kind if there are several in a row, else the
         next layer before it that has parameters of its own."""
         key = kind, shape.pipeline == 1
@@ -589,6 +589,16 @@ class CostModel:
         """Bytes that are there only during a layer's turn, at least, whatever its option and however data is split."""
         working = self._activation_bytes(kind, shape, "none")[1]
         return max(working.forward, working.backward)
+
+    def working_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float, float]:
+        """Bytes of a layer's activations that are there only during its turn (of its forward, of its backward), and
+        what that has let go of when it ends."""
+        working = self._activation_bytes(kind, shape, recompute)[1]
+        return working.forward, working.backward, working.passed
+
+    def ends_in_loss(self, kind: Kind, shape: Shape) -> bool:
+        """Whether the loss is computed in a layer."""
+        return self._logits_bytes(kind, shape) > 0
 
     def _gathered_again(self, kind: Kind, shape: Shape) -> float:
         """Bytes of gathered inputs of matmuls beyond a rank's slice, where the stack does not keep them."""

@@ -17,21 +17,24 @@ from ..cost.simulate import is_chunked
 from ..plan import EXECUTABLE_RECOMPUTES, Recompute
 from ..strategy import Pins, Shape
 from .chunked import Cuts, LeastRecompute
-from .relaxed import least_of_each_one_s, least_slowest_of_each_s
+from .relaxed import least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
 from .shape_bounds import Fastest, ShapeBounds
 from .space import Family, Leaves
+from .turns import Gathered, passing_bytes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class _Ways:
     """[kind] -> [way to recompute] -> seconds that a micro-batch takes longer at least, and bytes that a layer keeps of
-    it. passing: [kind] -> bytes that are there in a layer's turn only."""
+    it. names: of those ways, where they are known. passing: [kind] -> bytes that are there in a layer's turn only."""
 
     again_s: list[Floats]
     kept: list[Floats]
+    names: list[tuple[Recompute, ...]]
     passing: Floats
 
 
@@ -43,6 +46,8 @@ class _Held:
     fixed: Floats
     copies: Floats
     twice: Floats
+    copies_stay: Flags
+    sharded: Flags
 
 
 class MemoryBounds:
@@ -51,6 +56,7 @@ class MemoryBounds:
     def __init__(self, bounds: ShapeBounds) -> None:
         self.bounds = bounds
         self.model = bounds.model
+        self._common = int(bounds.counts.argmax())
         self._known_ways: dict[tuple[object, ...], _Ways] = {}
         self._known_held: dict[tuple[object, ...], _Held] = {}
 
@@ -91,7 +97,11 @@ class MemoryBounds:
         first = np.array([np.flatnonzero(where == i)[0] for i in range(len(groups))])
         least_s = np.stack([each[:, where == i].min(axis=1) for i in range(len(groups))], axis=1)
         fixed = (held.fixed + held.copies)[:, some][:, first]
-        slowest = least_slowest_of_each_s(least_s, fixed, room[first], ways.again_s, ways.kept, flights, counts)[where]
+        slowest = least_slowest_of_each_s(least_s, fixed, room[first], ways.again_s, ways.kept, flights, counts)
+        kind = self._common
+        passing = self._passing(family, leaves, kind, held, ways, some[first])
+        alone = ways.again_s[kind], ways.kept[kind], passing, flights, int(counts[kind])
+        slowest = np.maximum(slowest, least_slowest_of_whole_s(least_s[kind], fixed[kind], room[first], *alone))[where]
         fits = np.isfinite(slowest)
         pass_s = counts @ each + self.bounds.least_waits_s(family, leaves)[some]
         more: Floats = (count - 1) * np.where(fits, slowest, 0.0) + pass_s
@@ -109,6 +119,25 @@ class MemoryBounds:
         again_s = [family.num_microbatches * seconds for seconds in ways.again_s]
         return least_of_each_one_s(choices, room, again_s, ways.kept, self.bounds.counts)
 
+    def _passing(self, family: Family, leaves: Leaves, kind: int, held: _Held, ways: _Ways, some: Ints) -> Floats:
+        """[way][of these shapes] -> bytes that are there only in the turn of a layer of a kind."""
+        if not ways.names[kind]:
+            return np.zeros((len(ways.kept[kind]), len(some)))
+        data, own = self.bounds.data(family, leaves), self.bounds.kinds[kind]
+        ahead = self.model.fetched_ahead(own, family.frugal)
+        gathered = data.elements.gathered
+        columns = Gathered(
+            gathered=gathered[kind][some],
+            trainable=data.elements.trainable_gathered[kind][some],
+            reduced=data.elements.trainable_reduced[kind][some],
+            ahead=gathered[self.bounds.kinds.index(ahead)][some] if ahead else np.zeros(len(some)),
+            sharded_over=self.bounds.sharded_over(family, leaves)[some],
+            copies_stay=held.copies_stay[some],
+            sharded=held.sharded[some],
+        )
+        resharded = data.resharded[kind][some]
+        return passing_bytes(self.model, own, family.frugal, ways.names[kind], ways.kept[kind], columns, resharded)
+
     def _ways(self, family: Family, leaves: Leaves, recompute: Recompute | None, everything: bool) -> _Ways:
         split = family.tensor, family.sequence, family.cuts, family.context, family.context_kind, family.expert
         key = leaves, *split, family.micro_batch, recompute, everything
@@ -123,6 +152,7 @@ class MemoryBounds:
             self._known_ways[key] = _Ways(
                 [seconds for seconds, _ in found],
                 [kept for _, kept in found],
+                [self._names(kind, recompute, everything) for kind in self.bounds.kinds],
                 np.array(passing) if traced else np.zeros(len(passing)),
             )
         return self._known_ways[key]
@@ -138,19 +168,26 @@ class MemoryBounds:
     ) -> tuple[Floats, Floats]:
         """([way] -> seconds longer than without recompute, or than with what is pinned, bytes kept); nothing is known
         of stacks that keep less than the profile says."""
-        model = self.model
-        if not model.keeps_as_traced or everything:
+        model, names = self.model, self._names(kind, recompute, everything)
+        if not names:
             return np.zeros(1), np.zeros(1)
-        if not kind.can_recompute or recompute is not None:
-            way = recompute if kind.can_recompute and recompute is not None else "none"
-            return np.zeros(1), np.array([model.kept_bytes(kind, shape, way)])
+        if len(names) == 1:
+            return np.zeros(1), np.array([model.kept_bytes(kind, shape, names[0])])
         repeated = model.compute(kind, shape).repeated
         again = [
             repeated[way] + (attention_s if way in ("attention", "full") else 0.0)
             + (rest_s if way in ("selective", "full") else 0.0)
-            for way in EXECUTABLE_RECOMPUTES
+            for way in names
         ]  # fmt: skip
-        return np.array(again), np.array([model.kept_bytes(kind, shape, way) for way in EXECUTABLE_RECOMPUTES])
+        return np.array(again), np.array([model.kept_bytes(kind, shape, way) for way in names])
+
+    def _names(self, kind: Kind, recompute: Recompute | None, everything: bool) -> tuple[Recompute, ...]:
+        """The ways to recompute a layer; none where nothing is known of what they keep."""
+        if not self.model.keeps_as_traced or everything:
+            return ()
+        if kind.can_recompute and recompute is None:
+            return EXECUTABLE_RECOMPUTES
+        return (recompute or "none",) if kind.can_recompute else ("none",)
 
     def _held(self, family: Family, leaves: Leaves) -> _Held:
         key = leaves, family.sequence, family.cuts, family.virtual_stages > 1
@@ -179,11 +216,14 @@ class MemoryBounds:
                 float(state.buffers),
                 root,
                 twice + state.accumulated,
+                float(state.copies_stay),
+                float(copied),
             ))  # fmt: skip
-        stored, trained, gathered, accumulated, buffers, root, twice = np.array(rows).T[:, alike]
+        stored, trained, gathered, accumulated, buffers, root, twice, stay, copied = np.array(rows).T[:, alike]
         elements = data.elements
         fixed = elements.stored * stored + elements.trainable_stored * trained
         late = np.where(buffers > 0, elements.trainable_gathered, elements.trainable_reduced)
         fixed += late * accumulated + np.where(data.in_root, elements.trainable_gathered * root, 0.0)
         copies = np.where(data.resharded, 0.0, elements.gathered * gathered)
-        return _Held(fixed, copies, twice * self.bounds.shared_elements(family, leaves))
+        twice = twice * self.bounds.shared_elements(family, leaves)
+        return _Held(fixed, copies, twice, stay > 0, copied > 0)

@@ -155,6 +155,51 @@ def least_slowest_of_each_s(
     return np.where(fewest <= len(flights) * rooms, slowest, np.inf)
 
 
+def least_slowest_of_whole_s(
+    each_s: Floats,
+    fixed: Floats,
+    rooms: Floats,
+    again_s: Floats,
+    kept: Floats,
+    passing: Floats,
+    flights: Floats,
+    count: int,
+) -> Floats:
+    """[shape] -> seconds per micro-batch that the slowest stage takes at least for whole layers of one kind alone, each
+    with room for what passes in its turn; infinite if they cannot be held.
+
+    A stage that holds n of them takes f(n) at least, whatever else it holds, and f grows with n: the `count`-th least
+    of all stages' f(1), f(2), ... is the least time in which all layers find a place. At a price of memory, f(n) is
+    what n - 1 layers cost and the last one, with what passes in its turn, less the room.
+
+    each_s, fixed, rooms: columns of seconds without recompute, bytes beside activations, bytes of a stage; again_s,
+    kept: [way to recompute]; passing: [way][shape] -> bytes; flights: [stage] -> micro-batches; count: layers.
+    """
+    distinct, times = np.unique(flights, return_counts=True)
+    even = -(-count // len(flights))
+    number = np.arange(1, min(count, 2 * even + 1) + 1)
+    held = distinct[:, None] * kept
+    # [flights][price]
+    prices = tie_prices([again_s], [kept]) / distinct[:, None]
+    # [flights][price][way]
+    priced = again_s + prices[:, :, None] * held[:, None, :]
+    # [shape][flights][price]
+    own = each_s[:, None, None] + prices * fixed[:, None, None]
+    last = (priced + prices[:, :, None] * passing.T[:, None, None, :]).min(axis=3) + own - prices * rooms[:, None, None]
+    slowest = (last[..., None] + (own + priced.min(axis=2))[..., None] * (number - 1)).max(axis=2)
+    # [shape][flights]: bytes that every layer has at least, and the last one
+    least = held.min(axis=1) + fixed[:, None]
+    turn = (held + passing.T[:, None, :]).min(axis=2) + fixed[:, None]
+    need = turn[..., None] + least[..., None] * (number - 1)
+    slowest = np.where(need <= rooms[:, None, None], slowest, np.inf)
+    most = slowest[:, :, -1].min(axis=1) if number[-1] < count else np.inf
+    places = np.repeat(slowest, times, axis=1).reshape(len(slowest), -1)
+    if places.shape[1] < count:
+        return np.full(len(slowest), np.inf) if number[-1] == count else most
+    found: Floats = np.minimum(np.partition(places, count - 1, axis=1)[:, count - 1], most)
+    return found
+
+
 def _slowest_of_each_s(cost: Floats, there: Floats, worth: Floats, counts: Floats, slowest: Floats) -> Floats:
     """`_slowest_s` of each shape. cost: [shape][stage][price][kind], there: [shape][1][price], worth: [shape][kind]."""
     per_worth = np.divide(

@@ -218,6 +218,10 @@ class ShapeBounds:
         """What the ranks of the family's shapes hold of the model."""
         return self._columns_of(family, leaves).held
 
+    def sharded_over(self, family: Family, leaves: Leaves) -> Floats:
+        """[shape] -> ranks that share the parameters which are not spread over experts."""
+        return self._columns_of(family, leaves).sharded_over
+
     def alike(self, family: Family, leaves: Leaves) -> tuple[tuple[Shape, ...], Ints]:
         """(shapes that differ in more than their place, [shape] -> which of them it is like)."""
         columns = self._columns_of(family, leaves)

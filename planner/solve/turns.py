@@ -1,0 +1,65 @@
+"""Bytes that are there only while a layer has its turn, at least, in many shapes of a family: under fully_shard its
+gathered parameters, those fetched ahead, and its gradients until they are sharded.
+
+A layer of experts gathers gigabytes for its turn, and what a stage keeps must leave room for them. The numbers are no
+more than LayerCost.transient_bytes, and than ending_bytes where every pass reduces gradients.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.kinds import Kind
+from ..cost.layer_cost import CostModel
+from ..cost.memory_cost import MASTER_BYTES
+from ..plan import Recompute
+from ..strategy import Shape
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Columns of what one kind of layer gathers and reduces: elements of all its parameters, of trainable ones, of
+    those whose gradients are reduced, and of what is fetched ahead of it; the ranks that shard them; whether copies
+    stay until the last micro-batch, and whether fully_shard handles the layers at all."""
+
+    gathered: Floats
+    trainable: Floats
+    reduced: Floats
+    ahead: Floats
+    sharded_over: Floats
+    copies_stay: Flags
+    sharded: Flags
+
+
+def passing_bytes(
+    model: CostModel,
+    kind: Kind,
+    shape: Shape,
+    ways: Sequence[Recompute],
+    kept: Floats,
+    columns: Gathered,
+    resharded: Flags,
+) -> Floats:
+    """[way to recompute][shape] -> bytes. shape: one of the family; kept: [way] -> bytes that the layer keeps of a
+    micro-batch, at least; resharded: the column of whether it gives its gathered parameters back."""
+    element_bytes, in_root = model.training.compute_bytes, kind.is_in_root(shape)
+    forward, backward, passed = np.array([model.working_bytes(kind, shape, way) for way in ways]).T[:, :, None]
+    if model.ends_in_loss(kind, shape):
+        return np.where(columns.sharded, np.maximum(forward, backward), 0.0)
+    several = columns.sharded_over > 1
+    copy, whole = columns.gathered * element_bytes, columns.reduced * MASTER_BYTES
+    own = np.where(resharded, copy, 0.0)
+    fetched = np.where(resharded & several, columns.ahead * element_bytes, 0.0)
+    new = columns.trainable * element_bytes
+    arrived = np.where(several & (resharded | ~columns.copies_stay) & (not in_root), copy, 0.0)
+    most = np.maximum(forward + own + arrived, backward + np.maximum(0.0, new - passed) + own + fetched)
+    if not in_root:
+        scattered = np.where(several, whole / columns.sharded_over, 0.0)
+        after = new + whole + scattered + fetched - kept[:, None] - np.where(resharded, 0.0, copy)
+        most = np.maximum(most, np.where(columns.copies_stay, -np.inf, after))
+    return np.where(columns.sharded, most, 0.0)
