@@ -205,6 +205,10 @@ def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> st
     if count % product:
         near = nearest_divisors(count, product)
         return f"{' x '.join(map(str, pinned))} does not divide {count} GPUs, as {near} would"
+    size, batch = pins.micro_batch, training.global_batch
+    if size is not None and batch % size:
+        near = nearest_divisors(batch, size)
+        return f"micro-batches of {size} do not divide the global batch of {batch}, as {near} would"
     return (
         f"tensor x pipeline x data ranks must be the {cluster.num_devices} GPUs, and data ranks x micro-batch x "
         f"micro-batches the global batch of {training.global_batch}"

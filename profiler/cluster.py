@@ -14,8 +14,24 @@ from .units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_seco
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
+MOST_DEVICES = 10_000_000
+"""More are refused: ranks are numbered one by one in a plan's tables, and no cluster comes near."""
+
+LEAST_BANDWIDTH = 1e3
+"""Bytes per second; a link below that is a number whose unit was left out."""
+
 HARDWARE_FOLDER = Path(__file__).parent / "hardware"
 
+
+def _link_rate(text: str | int | float) -> float:
+    """Bytes per second, of a link that can be meant."""
+    rate = parse_bytes_per_s(text)
+    if 0 < rate < LEAST_BANDWIDTH:
+        raise ValueError(f'{rate:g} bytes per second are no link: give it with its unit, such as "50 GB/s"')
+    return rate
+
+
+_LinkRate = Annotated[float, BeforeValidator(_link_rate), Field(gt=0)]
 _Size = Annotated[float, BeforeValidator(parse_bytes), Field(gt=0)]
 _Overhead = Annotated[float, BeforeValidator(parse_bytes), Field(ge=0)]
 _Rate = Annotated[float, BeforeValidator(parse_bytes_per_s), Field(gt=0)]
@@ -37,7 +53,7 @@ class _Document(BaseModel):
 class Link(_Document):
     """A way for bytes, in one direction."""
 
-    bandwidth: _Rate = Field(description="bytes per second that a large collective really gets, one direction")
+    bandwidth: _LinkRate = Field(description="bytes per second that a large collective really gets, one direction")
     latency: _Time = Field(description="seconds per hop of a small message")
 
 
@@ -282,6 +298,7 @@ def cluster_of(device: Device, num_devices: int, devices_per_host: int | None = 
     """
     if num_devices < 1:
         raise ValueError(f"--gpus {num_devices}: give at least 1")
+    _check_number(f"--gpus {num_devices}", num_devices)
     if devices_per_host is not None and devices_per_host < 1:
         raise ValueError(f"--gpus-per-node {devices_per_host}: give at least 1")
     per_host = min(devices_per_host or device.devices_per_host, num_devices)
@@ -327,7 +344,15 @@ def load_cluster(path: Path) -> ClusterSpec:
     hosts = [_host_group(entry, f"{path} [[hosts]] {number} of {len(data['hosts'])}") for number, entry in each]
     usual = min((group.device.network for group in hosts), key=lambda link: link.bandwidth)
     network = _network(data["network"], path) if "network" in data else usual
-    return ClusterSpec(name=str(data.get("name", path.stem)), hosts=tuple(hosts), network=network)
+    cluster = ClusterSpec(name=str(data.get("name", path.stem)), hosts=tuple(hosts), network=network)
+    _check_number(str(path), cluster.num_devices)
+    return cluster
+
+
+def _check_number(where: str, num_devices: int) -> None:
+    """Raises ValueError for more devices than there is a plan for."""
+    if num_devices > MOST_DEVICES:
+        raise ValueError(f"{where}: {num_devices:,} devices; a plan is for at most {MOST_DEVICES:,}")
 
 
 def _network(entry: object, path: Path) -> Link:
@@ -335,7 +360,7 @@ def _network(entry: object, path: Path) -> Link:
     try:
         return _validated(Link, entry, f"{path} [network]")
     except ValueError as error:
-        if "bandwidth: Input should be greater" not in str(error):
+        if "bandwidth: it should be greater" not in str(error):
             raise
         raise ValueError(
             f"{error}: hosts could not reach each other; give what one host gets in large collectives, in one "
@@ -375,4 +400,5 @@ def _validated(model: type[_Model], data: object, where: str) -> _Model:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{where}: {key}: {first['msg']} (found {first['input']!r})") from None
+        rule = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+        raise ValueError(f"{where}: {key}: {rule} (found {first['input']!r})") from None

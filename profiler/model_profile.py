@@ -395,7 +395,8 @@ def load_profile(path: Path) -> ModelProfile:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the document"
+        found = f"it is of schema {first['input']}" if where == "schema_version" else f"{where}: {first['msg']}"
         raise ValueError(
-            f"{path} is not a profile this version reads (schema {PROFILE_SCHEMA_VERSION}): {where}: {first['msg']}. "
+            f"{path} is not a profile this version reads (schema {PROFILE_SCHEMA_VERSION}): {found}. "
             "Make it again with: plan profile MODEL -o profile.json"
         ) from None

@@ -141,6 +141,7 @@ BAD_INPUT = [
     (["--gpus", "0"], "--gpus 0: give a whole number of at least 1"),
     (["--gpus", "-1"], "--gpus -1: give a whole number"),
     (["--gpus", "x"], "--gpus x: give a whole number"),
+    (["--gpus", "10000000000"], "10,000,000,000 devices; a plan is for at most 10,000,000"),
     ([], "no GPU here, so say how many"),
     (["--gpus", "8", "--device", "h100-8gb"], "unknown device 'h100-8gb': did you mean h100-80gb"),
     (["--gpus", "8", "--gpus-per-node", "3"], "8 GPUs do not fill hosts of 3"),

@@ -136,9 +136,11 @@ def test_unequal_devices_count_as_the_slowest_with_the_least_memory(tmp_path: Pa
         ("gpus = 4", "gpus = -4", r"\[\[hosts\]\] 2 of 2: gpus = -4 is no number of at least 1"),
         ("gpus = 4", "gpus = true", "gpus = True is no number"),
         ('"50 GB/s"', '"0 GB/s"', "found '0 GB/s'.*hosts could not reach each other.*50 GB/s"),
-        ('"20 GB/s"', '"0 GB/s"', "2 of 2: link.bandwidth: Input should be greater than 0"),
+        ('"20 GB/s"', '"0 GB/s"', "2 of 2: link.bandwidth: it should be greater than 0"),
         ("gpus = 8", "cards = 8", "unknown key 'cards'"),
         ('bandwidth = "50 GB/s"', 'bandwidth = "50 GB"', "cannot read '50 GB'"),
+        ('bandwidth = "50 GB/s"', "bandwidth = 50", "50 bytes per second are no link: give it with its unit"),
+        ("count = 2", "count = 9_000_000", "72,000,004 devices; a plan is for at most 10,000,000"),
         ("[[hosts]]", "hosts = ", "not TOML"),
     ],
 )
@@ -160,7 +162,7 @@ def test_a_device_without_memory_is_refused(tmp_path: Path) -> None:
     text = (HARDWARE_FOLDER / "a100-80gb.toml").read_text().replace('"79.15 GiB"', '"-40 GiB"')
     (tmp_path / "mine.toml").write_text(text)
 
-    with pytest.raises(ValueError, match=r"mine.toml: memory: Input should be greater than 0 \(found '-40 GiB'\)"):
+    with pytest.raises(ValueError, match=r"mine.toml: memory: it should be greater than 0 \(found '-40 GiB'\)"):
         load_device(str(tmp_path / "mine.toml"))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -180,7 +181,7 @@ def test_what_a_rule_rejects_is_rejected_in_a_part_too(name: str) -> None:
         (Pins(tensor=4, data_shard=4, recompute="full"), ["tensor=4", "data_shard=4"], ["recompute"]),
         (Pins(tensor=3), ["tensor=3: 3 does not divide 8 GPUs, as 2 or 4 would"], []),
         (Pins(tensor=4, data_shard=4), ["4 x 4 does not divide 8 GPUs, as 8 would"], []),
-        (Pins(micro_batch=5, pipeline=2), ["micro_batch=5", "global batch of 24"], ["pipeline=2"]),
+        (Pins(micro_batch=5, pipeline=2), ["micro_batch=5", "global batch of 24, as 4 or 6 would"], ["pipeline=2"]),
         (Pins(sequence_ways=3), ["sequence=3", "--space full"], []),
         (Pins(context=2), ["context=2", "no attention over a sequence"], []),
         (Pins(expert=2, pipeline=2), ["expert=2", "no banks of experts"], ["pipeline=2"]),
@@ -200,6 +201,15 @@ def test_pins_are_not_blamed_for_what_is_illegal_without_them() -> None:
 
     assert not is_legal(model, cluster(1, 8), no_split, Pins())
     assert blamed(model, cluster(1, 8), no_split, Pins(micro_batch=1)) is None
+
+
+def test_of_rules_that_differ_in_a_number_only_one_is_told() -> None:
+    with pytest.raises(ValueError, match="no layout of 3600 GPUs is legal") as caught:
+        search(chain(), cluster(450, 8), job())
+
+    told = str(caught.value)
+    assert told.count("has more stages than the model can be cut into") == 1
+    assert re.search(r"pipeline=\d+ has more stages than the model can be cut into \(\d+\) \(and \d+ like it\);", told)
 
 
 def test_a_search_under_hopeless_pins_says_which() -> None:

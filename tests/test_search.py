@@ -360,3 +360,21 @@ def test_beside_a_known_plan_only_faster_ones_are_looked_for() -> None:
     assert as_fast.num_solved <= slower.num_solved
     assert slower.best is not None
     assert slower.best.seconds == best.seconds
+
+
+def test_where_time_ends_before_all_shapes_are_counted_nothing_is_claimed_of_the_rest() -> None:
+    explorer = Explorer(*random_instance(3))
+
+    counted, uncounted = explorer.explore(Pins(), math.inf), explorer.explore(Pins(), -math.inf)
+
+    assert counted.complete
+    assert counted.bound > 0
+    assert (uncounted.complete, uncounted.bound, uncounted.solved) == (False, 0.0, [])
+
+
+def test_without_time_for_the_integer_program_what_the_scan_found_stands_unproven() -> None:
+    explorer = Explorer(*random_instance(3))
+    outcome = explorer.explore(Pins(pipeline=1), math.inf)
+
+    assert explorer.prove(outcome, 60.0)[1] == "optimal"
+    assert explorer.prove(outcome, 0.0) == (outcome.bound, "feasible", "enumeration")

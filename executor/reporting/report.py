@@ -284,11 +284,12 @@ def certificate_line(plan: Plan) -> str:
     if certificate is None:
         return "no certificate: this plan was not searched for"
     shapes = certificate.shapes
-    proof = (
-        "no plan in the space is faster under the cost model"
-        if certificate.status == "optimal"
-        else f"stopped by the time limit; at most {certificate.gap:.1%} from the fastest"
-    )
+    if certificate.status == "optimal":
+        proof = "no plan in the space is faster under the cost model"
+    elif certificate.bound > 0:
+        proof = f"stopped by the time limit; at most {certificate.gap:.1%} from the fastest"
+    else:
+        proof = "stopped by the time limit before all shapes were counted; how far from the fastest is not known"
     return (
         f"{certificate.status}: {proof} (closed form {format_seconds(certificate.objective)}, "
         f"bound {format_seconds(certificate.bound)}, gap {certificate.gap:.2%}; "

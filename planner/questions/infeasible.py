@@ -1,6 +1,7 @@
 """When nothing fits: what is over, by how much, on which stage; how many GPUs would do; the cheapest change."""
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -192,9 +193,18 @@ def _nothing_legal(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> 
         return f"{found}; leave out {'one of the pins' if len(in_words(pins)) > 1 else 'the pin'}"
     whole = (batch // count + 1) * count
     return (
-        f"no layout of {count} GPUs is legal: {'; '.join(rejected)}. "
+        f"no layout of {count} GPUs is legal: {'; '.join(_one_of_each(rejected))}. "
         f"--global-batch {whole} would split over any {count} data ranks"
     )
+
+
+def _one_of_each(rejected: dict[str, int]) -> Iterator[str]:
+    """The rules, of those that differ only in numbers the one that excludes most, with how many others there are."""
+    alike: dict[str, list[str]] = {}
+    for rule in sorted(rejected, key=lambda rule: -rejected[rule]):
+        alike.setdefault(re.sub(r"\d+", "", rule), []).append(rule)
+    for first, *others in alike.values():
+        yield f"{first} (and {len(others)} like it)" if others else first
 
 
 def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> InfeasibleError:

@@ -26,6 +26,7 @@ from .ilp import solve_master
 from .memory_bounds import MemoryBounds
 from .scan import Assignment, scan
 from .shape_bounds import ShapeBounds
+from .solver import OutOfTimeError
 from .space import Family, Space, Split
 from .tensor_choice import CutChoice
 from .unequal import Held, Kinds, UnequalPrices
@@ -59,6 +60,10 @@ CUTOFF_SLACK = 1e-5
 
 SOLVER_S = 1e-9
 """The solver's tolerance of 1e-6 ms, which every micro-batch may fall short of: as much as steps of microseconds."""
+
+COUNTED = 0.5
+"""Share of the time in which a space may be counted; what is left out then (of clusters whose number has hundreds of
+divisors) is not searched."""
 
 Floats = NDArray[np.float64]
 
@@ -164,7 +169,8 @@ class Explorer:
         """Solve every shape that could be the best, up to `near` more within the window of it, and (unless near is 0)
         as many as it takes for enough alternatives to show, even slower ones.
 
-        deadline_s: time.monotonic() at which to stop; the outcome then says it is not complete. cutoff_s: the closed
+        deadline_s: time.monotonic() at which to stop; the outcome then says it is not complete, and has no bound where
+        not even all splits were counted. cutoff_s: the closed
         form of a plan that is known; with near 0 only faster ones are looked for. any_will_do: stop at the first plan
         that fits; none is found only where none fits.
         """
@@ -172,7 +178,12 @@ class Explorer:
         outcome = Outcome()
         order = itertools.count()
         heap: list[tuple[float, int, Split | Family | _Queue | StagePrices | UnequalPrices, bool]] = []
+        started_s = time.monotonic()
+        counted_until_s = started_s + COUNTED * (deadline_s - started_s)
         for split in space.splits():
+            if time.monotonic() > counted_until_s:
+                outcome.complete, outcome.bound = False, 0.0
+                break
             outcome.total += space.num_shapes_of(split)
             heapq.heappush(heap, (self._split_bound(split, space), next(order), split, False))
         outcome.rejected = dict(space.rejected)
@@ -517,7 +528,8 @@ class Explorer:
 
         Near ties are settled one by one, which is faster than one master ILP over them (HiGHS, 405B on 16,384 devices:
         1 s against 5 s for three shapes). The bound holds for the whole space: the ILP's for its shapes, the exact
-        scan's for the other solved ones, the relaxation's for the pruned ones. Raises SolverError.
+        scan's for the other solved ones, the relaxation's for the pruned ones. Where time is short for the ILP, as with
+        thousands of layers in many stages, what the scan found stands, unproven. Raises SolverError.
         """
         ranked = sorted(outcome.solved, key=lambda s: s.seconds)
         best = ranked[0].seconds
@@ -525,7 +537,11 @@ class Explorer:
         bound, optimal, name = outcome.bound, outcome.complete, "enumeration"
         deadline = time.monotonic() + time_limit_s
         for tie in ties:
-            result = solve_master([tie.prices], tie.seconds * (1 + CUTOFF_SLACK), deadline - time.monotonic())
+            try:
+                result = solve_master([tie.prices], tie.seconds * (1 + CUTOFF_SLACK), deadline - time.monotonic())
+            except OutOfTimeError:
+                optimal = False
+                break
             assert result is not None, "the ILP finds nothing where the scan has a plan"
             solution = result[0]
             name = solution.solver

@@ -16,6 +16,10 @@ class SolverError(RuntimeError):
     """The solver is missing, failed, or found nothing in time. The message says which, and the way out."""
 
 
+class OutOfTimeError(SolverError):
+    """The solver found nothing in the time it was given."""
+
+
 @dataclass(frozen=True)
 class Solution:
     """What the solver proved. `bound`: no solution has a smaller objective."""
@@ -38,7 +42,7 @@ def solve(problem: pulp.LpProblem, time_limit_s: float, solver: str | None = Non
     if name is None:
         raise SolverError("no solver: neither highspy nor CBC is installed; run: pip install highspy")
     if time_limit_s <= 0:
-        raise SolverError(_late(name, time_limit_s))
+        raise OutOfTimeError(_late(name, time_limit_s))
     start = time.monotonic()
     try:
         problem.solve(_engine(name, time_limit_s))
@@ -48,7 +52,7 @@ def solve(problem: pulp.LpProblem, time_limit_s: float, solver: str | None = Non
     if problem.status == pulp.LpStatusInfeasible:
         return Solution("infeasible", float("inf"), float("inf"), name, seconds)
     if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        raise SolverError(_late(name, time_limit_s))
+        raise OutOfTimeError(_late(name, time_limit_s))
     objective = float(pulp.value(problem.objective) or 0.0)
     if problem.sol_status == pulp.LpSolutionOptimal and name == "CBC":
         return Solution("optimal", objective, objective - GAP * abs(objective), name, seconds)
