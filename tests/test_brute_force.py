@@ -3,13 +3,17 @@
 `python -m benchmarks.planning_time.brute_force` does the same with hundreds of larger ones.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.planning_time.brute_force import Agreement, agreement, every_plan, every_shape, instances, num_plans
-from benchmarks.planning_time.instances import Instance, instance
+from benchmarks.planning_time.instances import Instance, chunked_instance, instance
 from meshwright.planner.cost.simulate import is_chunked
+from meshwright.planner.estimate import estimate
+from meshwright.planner.plan import Schedule
+from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
 
 FEW = list(instances(60, most_plans=250))
@@ -30,6 +34,19 @@ def test_what_the_command_once_found_stays_mended(seed: int) -> None:
     found = agreement(instance(seed))
 
     assert found.agrees, found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "seed", "memory"), [("interleaved", 1, 2.2e9), ("zb-v", 0, 3e9), ("zb-v", 0, 4e9), ("zb-v", 3, 2.5e9)]
+)
+def test_chunked_pipelines_have_the_best_of_all_cuts(schedule: Schedule, seed: int, memory: float) -> None:
+    asked = chunked_instance(seed, schedule, memory)
+
+    found = Explorer(asked.profile, asked.cluster, asked.training).explore(asked.pins, math.inf).best
+
+    priced = (estimate(plan, asked.profile) for plan in every_plan(asked))
+    assert found is not None
+    assert found.seconds == pytest.approx(min(each.closed_form_s for each in priced if each.fits), rel=1e-9)
 
 
 def test_the_instances_meet_every_dimension() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.plan import Schedule
 from meshwright.planner.solve.tensor_choice import CutChoice
 from meshwright.planner.strategy import Pins
 from meshwright.planner.training import TrainingSpec
@@ -93,6 +94,23 @@ def instance(seed: int) -> Instance:
         chain,
         ClusterSpec(name=f"{hosts} x {per_host}", hosts=(group,), network=network),
         training,
+        pins,
+    )
+
+
+def chunked_instance(seed: int, schedule: Schedule, memory: float) -> Instance:
+    """A chain of 8 layers of 3 classes in two stages on each of two devices: more cuts than the search lists."""
+    draw = random.Random(seed)
+    classes = [_layer_class(draw, f"c{i}") for i in range(3)]
+    order = [draw.randrange(len(classes)) for _ in range(8)]
+    device = _device(draw).model_copy(update={"memory": memory})
+    group = HostGroup(count=1, devices_per_host=2, device=device, link=device.link)
+    pins = Pins(pipeline=2, schedule=schedule, virtual_stages=2, micro_batch=1)
+    return Instance(
+        seed,
+        _chain(draw, classes, order),
+        ClusterSpec(name="1 x 2", hosts=(group,), network=device.network),
+        TrainingSpec(global_batch=4, seq_len=SEQ_LEN, memory_margin=0.0),
         pins,
     )
 

@@ -187,7 +187,7 @@ class Chunkings:
         """Cuts that balance the ranks, or all there are if those are few; none if the chain has too few places.
 
         Three starts: stages of equal seconds, stages of equal numbers of the most frequent layer with everything else
-        added (as people set it up), and with everything else counted as one such layer; from each, places are handed on
+        added (as people set it up), and of equal numbers of places, the longest first; from each, places are handed on
         while that makes the slowest rank faster, or stages more even. Seconds count in RESOLUTION of the mean layer.
         """
         if frame.num_stages > len(self._places) - 1:
@@ -205,7 +205,8 @@ class Chunkings:
             inner = combinations(places[1:-1], num_stages - 1)
             return [self._counted(frame, (0, *cuts, self.chain.num_layers)) for cuts in inner]
         per_layer = per_run[self.chain.run_of]
-        starts = {_balanced(w, places, num_stages) for w in (per_layer, self._is_common, np.ones(len(per_layer)))}
+        starts = {_balanced(w, places, num_stages) for w in (per_layer, self._is_common)}
+        starts.add(_longest_first(places, num_stages))
         found = {_improved(start, places, frame, per_layer) for start in starts}
         return [self._counted(frame, cuts) for cuts in sorted(found)]
 
@@ -230,20 +231,27 @@ def _balanced(weights: Floats, places: Sequence[int], num_stages: int) -> tuple[
     return tuple(places[i] for i in (*chosen, len(places) - 1))
 
 
+def _longest_first(places: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Cuts with equally many places in every stage, and one more in the first ones if they do not divide: the last
+    stages are waited for by all others."""
+    each, rest = divmod(len(places) - 1, num_stages)
+    return tuple(places[stage * each + min(stage, rest)] for stage in range(num_stages + 1))
+
+
 def _improved(cuts: tuple[int, ...], places: Sequence[int], frame: Chunking, per_layer: Floats) -> tuple[int, ...]:
     """Cuts where single places have been handed from a stage of the slowest rank to another, all stages between them
     passing one on, while that makes the slowest rank faster, fewer ranks as slow, or the stages more even."""
     passed = np.concatenate(([0.0], np.cumsum(per_layer)))[list(places)]
     rank_of = frame.holds.argmax(axis=0)
     here = np.searchsorted(places, cuts)
-    best = _evenness(here[None], passed, frame)[0]
+    best = evenness(here[None], passed, frame)[0]
     for _ in range(4 * frame.num_stages):
         loads = np.bincount(rank_of, weights=np.diff(passed[here]), minlength=frame.num_ranks)
-        moved = here + _handed_on(frame, int(loads.argmax()))
+        moved = here + handed_on(frame, int(loads.argmax()))
         moved = moved[(np.diff(moved) > 0).all(axis=1)]
         if not len(moved):
             break
-        found = _evenness(moved, passed, frame)
+        found = evenness(moved, passed, frame)
         first = int(np.lexsort(found.T[::-1])[0])
         if tuple(found[first]) >= tuple(best):
             break
@@ -251,7 +259,7 @@ def _improved(cuts: tuple[int, ...], places: Sequence[int], frame: Chunking, per
     return tuple(int(places[i]) for i in here)
 
 
-def _evenness(cuts: Ints, passed: Floats, frame: Chunking) -> Floats:
+def evenness(cuts: Ints, passed: Floats, frame: Chunking) -> Floats:
     """[cuts] -> (load of the slowest rank, ranks as slow, sum of the squares of stages): less is better. cuts: [cuts]
     [stage] -> number of the place; passed: [place] -> load before it."""
     stages = np.diff(passed[cuts])
@@ -261,7 +269,7 @@ def _evenness(cuts: Ints, passed: Floats, frame: Chunking) -> Floats:
 
 
 @lru_cache(maxsize=4096)
-def _handed_on(frame: Chunking, rank: int) -> Ints:
+def handed_on(frame: Chunking, rank: int) -> Ints:
     """[move] -> by how much each boundary moves when a stage of a rank gives a place to another one, so near that every
     rank is reached."""
     moves = []
@@ -276,7 +284,7 @@ def _handed_on(frame: Chunking, rank: int) -> Ints:
     return np.unique(moves, axis=0)
 
 
-class _Known:
+class Known:
     """What stages of one shape cost, as far as it has been asked."""
 
     def __init__(self, prices: StagePrices) -> None:
@@ -292,19 +300,26 @@ class _Known:
             self._stages[key] = choice, self.prices.stage_cost(composition, choice, in_flight)
         return self._stages[key]
 
+    def fastest(self, cuts: Ints, cutoff_s: float) -> Assignment | None:
+        """The fastest way to recompute where stages begin at these places of the chain, by number, that fits and is
+        faster than `cutoff_s`; None if there is none."""
+        best: Assignment | None = None
+        compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
+        for recompute in _recomputes(self.prices):
+            fitting = _least_recomputed(self, compositions, recompute)
+            found = None if fitting is None else _played(self.prices, fitting, best.seconds if best else cutoff_s)
+            best = found or best
+        return best
+
 
 def best_chunking(prices: StagePrices, cuts_tried: Sequence[Cuts], cutoff_s: float) -> Assignment | None:
     """The fastest of these cuts that fits, with as few recomputed layers as that takes; None if none is faster than
     `cutoff_s`."""
     best: Assignment | None = None
-    known = _Known(prices)
+    known = Known(prices)
     for cuts in cuts_tried:
-        numbers = np.searchsorted(prices.chain.places, cuts.places)
-        compositions = [int(prices.chain.composition_of[a, b]) for a, b in pairwise(numbers)]
-        for recompute in _recomputes(prices):
-            fitting = _least_recomputed(known, compositions, recompute)
-            found = None if fitting is None else _played(prices, fitting, best.seconds if best else cutoff_s)
-            best = found or best
+        here = np.searchsorted(prices.chain.places, cuts.places)
+        best = known.fastest(here, best.seconds if best else cutoff_s) or best
     return best
 
 
@@ -324,7 +339,7 @@ class _Fitting:
     once_s: list[float]
 
 
-def _least_recomputed(known: _Known, compositions: Sequence[int], recompute: Recompute) -> _Fitting | None:
+def _least_recomputed(known: Known, compositions: Sequence[int], recompute: Recompute) -> _Fitting | None:
     """With the fewest layers recomputed in the stages of each rank, equally many in each, whose memory fits."""
     shape: Shape = known.prices.shape
     frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
@@ -343,7 +358,7 @@ def _least_recomputed(known: _Known, compositions: Sequence[int], recompute: Rec
 
 
 def _least_on_rank(
-    known: _Known, held: Sequence[tuple[int, int]], recompute: Recompute
+    known: Known, held: Sequence[tuple[int, int]], recompute: Recompute
 ) -> list[tuple[Choice, StageCost]] | None:
     """Options and costs of a rank's stages with the fewest layers recomputed, equally many in each; None if its memory
     does not do even so. held: [stage] -> composition and micro-batches in flight."""

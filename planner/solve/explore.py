@@ -24,6 +24,7 @@ from .chunked import Chunking, Chunkings, Cuts, best_chunking
 from .columns import ROUNDING, Chain, StagePrices
 from .ilp import solve_master
 from .memory_bounds import MemoryBounds
+from .polish import polished
 from .scan import Assignment, scan
 from .shape_bounds import ShapeBounds
 from .solver import OutOfTimeError
@@ -252,6 +253,8 @@ class Explorer:
         outcome.pruned = outcome.total - sum(outcome.rejected.values()) - outcome.num_solved
         if heap and outcome.complete:
             outcome.bound = min(outcome.bound, heap[0][0])
+        if not any_will_do and time.monotonic() < deadline_s:
+            _polish(outcome)
         outcome.bound = min([outcome.bound, *(s.seconds for s in outcome.solved)])
         return outcome
 
@@ -553,6 +556,14 @@ class Explorer:
                 optimal = False
                 bound = min(bound, solution.bound)
         return bound, "optimal" if optimal else "feasible", name
+
+
+def _polish(outcome: Outcome) -> None:
+    """Give the best shape, if it is chunked, the cuts that its simulated step asks for."""
+    found = outcome.best
+    if found is not None and isinstance(found.prices, StagePrices) and is_chunked(found.shape.schedule):
+        better = replace(found, assignment=polished(found.prices, found.assignment))
+        outcome.solved = [better if each is found else each for each in outcome.solved]
 
 
 def _frame_of(shape: Shape) -> _Frame:

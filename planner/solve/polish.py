@@ -1,0 +1,80 @@
+"""Cuts of a chunked pipeline that its simulated step asks for: all there are if those are few, else better neighbours.
+
+The cuts that chunked.py tries balance the ranks before memory is known. From the best of them places are handed on
+between stages, each time as the step, played out with what memory makes each rank recompute, gets shortest.
+"""
+
+import math
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .chunked import Chunking, Known, evenness, handed_on
+from .columns import StagePrices
+from .scan import Assignment
+
+Ints = NDArray[np.int64]
+
+MOST_CUTS = 400
+"""So many ways to cut the chain, or fewer, are all priced."""
+
+MOST_PASSES = 600_000
+"""Passes of micro-batches through stages that may be played in looking for better cuts of longer chains."""
+
+FAR = 64
+"""Stages, or fewer, whose places are handed from any to any; of more, to the nearest stage of each rank only."""
+
+
+def polished(prices: StagePrices, found: Assignment) -> Assignment:
+    """The assignment, or a faster one with other cuts."""
+    shape, chain = prices.shape, prices.chain
+    frame, known = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages), Known(prices)
+    num_inner = len(chain.places) - 2
+    if math.comb(num_inner, frame.num_stages - 1) <= MOST_CUTS:
+        for inner in combinations(range(1, num_inner + 1), frame.num_stages - 1):
+            found = known.fastest(np.array((0, *inner, num_inner + 1)), found.seconds) or found
+        return found
+    per_run_s = np.array([min(cost.microbatch_s for cost in costs) for costs in prices.costs])
+    passed_s = np.concatenate(([0.0], np.cumsum(per_run_s[chain.run_of])))[chain.places]
+    here = _cuts_of(prices, found)
+    each = 2 * frame.num_stages * min(shape.num_microbatches, 6 * frame.num_ranks)
+    left, tried = MOST_PASSES // each, {tuple(here.tolist())}
+    improves = True
+    while improves:
+        near = _near(here, frame)
+        busy_s = evenness(near, passed_s, frame)
+        order = np.lexsort(busy_s.T[::-1])
+        order = order[shape.num_microbatches * busy_s[order, 0] < found.seconds]
+        fresh = [cuts for cuts in near[order] if tuple(cuts.tolist()) not in tried][:left]
+        left -= len(fresh)
+        improves = False
+        for cuts in fresh:
+            tried.add(tuple(cuts.tolist()))
+            better = known.fastest(cuts, found.seconds)
+            if better is not None:
+                found, here, improves = better, cuts, True
+    return found
+
+
+def _cuts_of(prices: StagePrices, found: Assignment) -> Ints:
+    """[stage] -> number of the place where it begins, and of the end."""
+    lengths = [sum(prices.chain.compositions[c].counts) for c in found.compositions]
+    cuts: Ints = np.searchsorted(prices.chain.places, np.concatenate(([0], np.cumsum(lengths))))
+    return cuts
+
+
+def _near(cuts: Ints, frame: Chunking) -> Ints:
+    """[neighbour][stage] -> the same with a place handed from one stage to another."""
+    near = cuts + _moves(frame)
+    found: Ints = near[(np.diff(near) > 0).all(axis=1)]
+    return found
+
+
+def _moves(frame: Chunking) -> Ints:
+    """[move] -> by how much each boundary moves."""
+    if frame.num_stages > FAR:
+        return np.unique(np.concatenate([handed_on(frame, rank) for rank in range(frame.num_ranks)]), axis=0)
+    boundaries = np.arange(frame.num_stages + 1)
+    moved = np.array([(boundaries > a) & (boundaries <= b) for a, b in combinations(range(frame.num_stages), 2)])
+    return np.concatenate((moved, -moved.astype(np.int64)))
