@@ -18,6 +18,7 @@ from meshwright.planner.cost.simulate import (
     ZERO_BUBBLE,
     Event,
     held_at_peak,
+    least_step_s,
     rank_in_flight,
     simulate,
     simulated_step_s,
@@ -293,6 +294,20 @@ def test_interleaving_divides_the_bubble_by_the_chunks(ranks: int, virtual: int,
     )
 
     assert step_s == pytest.approx((microbatches + (ranks - 1) / virtual) * 3.75)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 2), ("zb-v", 2)])
+def test_a_long_step_of_nearly_equal_ranks_is_no_shorter_than_what_each_has_to_do(
+    schedule: Schedule, virtual: int
+) -> None:
+    forward_s, backward_s = ([x, *([1.0] * (2 * virtual - 1))] for x in (1.03, 1.03))
+    passes = schedule, forward_s, backward_s, [1.0, 0.0], 64
+
+    step_s = simulated_step_s(*passes, [0.5] * len(forward_s))
+
+    ends = [e.end_s for e in simulate(schedule, forward_s, backward_s, 64, [0.5] * len(forward_s), 2) if e.rank == 0]
+    assert 64 * (2.06 + 2 * (virtual - 1)) + 1.0 <= least_step_s(*passes) <= step_s
+    assert step_s == pytest.approx(max(ends) + 1.0, rel=1e-3)
 
 
 PASSES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 1.0, 0.5), (2.0, 1.0, 1.0)]

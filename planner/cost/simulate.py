@@ -295,7 +295,8 @@ def simulated_step_s(
     """Seconds of one step: each rank ends its step `once_s` after its last pass.
 
     forward_s, backward_s, weight_s: per stage; once_s: per rank. Long steps are periodic once the pipeline is full:
-    beyond 6 micro-batches per rank the last period is continued.
+    beyond 6 micro-batches per rank the last period is continued, unless some rank has more to do by itself: where
+    ranks are nearly equal, it takes longer until the slowest one sets the pace.
     """
     num_ranks = len(once_s)
     simulated = 6 * num_ranks
@@ -304,7 +305,33 @@ def simulated_step_s(
             simulated_step_s(schedule, forward_s, backward_s, once_s, count, weight_s)
             for count in (simulated - num_ranks, simulated)
         )
-        return longer + (num_microbatches - simulated) * (longer - shorter) / num_ranks
+        continued = longer + (num_microbatches - simulated) * (longer - shorter) / num_ranks
+        return max(continued, least_step_s(schedule, forward_s, backward_s, once_s, num_microbatches))
     steps, _ = _order(schedule, num_ranks, num_microbatches, len(forward_s) // num_ranks)
     _, last = _times(steps, _durations(schedule, forward_s, backward_s, weight_s), num_ranks)
     return max(end + once for end, once in zip(last, once_s, strict=True))
+
+
+def least_step_s(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    once_s: Sequence[float],
+    num_microbatches: int,
+) -> float:
+    """Seconds of one step that no order of passes beats, by what each rank waits for and has to do.
+
+    A rank begins when the first micro-batch has passed all ranks before it, and then has all micro-batches of all its
+    stages to do. Unless gradients of weights come last, the last backward has those ranks still before it, and then the
+    end of the first one's step.
+    """
+    num_ranks, most, ahead_s, behind_s = len(once_s), 0.0, 0.0, 0.0
+    for rank, end_s in enumerate(once_s):
+        chunks = range(len(forward_s) // num_ranks)
+        stages = [stage_of(schedule, rank, chunk, num_ranks) for chunk in chunks]
+        busy_s = num_microbatches * sum(forward_s[stage] + backward_s[stage] for stage in stages)
+        if schedule not in ZERO_BUBBLE:
+            end_s = max(end_s, behind_s + once_s[0])
+        most = max(most, ahead_s + busy_s + end_s)
+        ahead_s, behind_s = ahead_s + forward_s[rank], behind_s + backward_s[rank]
+    return most

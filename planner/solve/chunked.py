@@ -16,11 +16,11 @@ from itertools import combinations, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost.simulate import ZERO_BUBBLE, simulated_step_s
+from ..cost.simulate import ZERO_BUBBLE, least_step_s, simulated_step_s
 from ..cost.stage_cost import StageCost, allocated_on_one
 from ..plan import Recompute, Schedule, stage_of
 from ..strategy import LayerOption, Shape
-from .columns import Chain, Choice, StagePrices
+from .columns import ROUNDING, Chain, Choice, StagePrices
 from .knapsack import tie_prices
 from .scan import Assignment
 
@@ -80,10 +80,8 @@ class Cuts:
         forward_s: Floats,
         added_s: Floats | float = 0.0,
     ) -> float:
-        """Seconds that no order of passes beats: a rank begins when the first micro-batch has passed all ranks before
-        it, then has all micro-batches of all its stages to do, then ends its step, or unless gradients of weights come
-        last, the last one's backward has those ranks still before it, and the first of them its end. per_run_s,
-        forward_s: [run] -> seconds of a layer. added_s: [rank] -> seconds that a micro-batch takes beyond that."""
+        """Seconds that no order of passes beats, as `least_step_s` of simulate.py. per_run_s, forward_s: [run] ->
+        seconds of a layer. added_s: [rank] -> seconds that a micro-batch takes beyond that."""
         return float(self.least_of_each_s(schedule, num_microbatches, per_run_s, forward_s, added_s))
 
     def least_of_each_s(
@@ -306,8 +304,9 @@ class Known:
         best: Assignment | None = None
         compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
         for recompute in _recomputes(self.prices):
-            fitting = _least_recomputed(self, compositions, recompute)
-            found = None if fitting is None else _played(self.prices, fitting, best.seconds if best else cutoff_s)
+            limit_s = best.seconds if best else cutoff_s
+            fitting = _least_recomputed(self, compositions, recompute, limit_s)
+            found = None if fitting is None else _played(self.prices, fitting, limit_s)
             best = found or best
         return best
 
@@ -339,65 +338,77 @@ class _Fitting:
     once_s: list[float]
 
 
-def _least_recomputed(known: Known, compositions: Sequence[int], recompute: Recompute) -> _Fitting | None:
-    """With the fewest layers recomputed in the stages of each rank, equally many in each, whose memory fits."""
+def _least_recomputed(
+    known: Known, compositions: Sequence[int], recompute: Recompute, cutoff_s: float
+) -> _Fitting | None:
+    """With the fewest layers recomputed in the stages of each rank, equally many in each, whose memory fits; None where
+    some rank's does not, or where what it waits for and has to do alone takes `cutoff_s`."""
     shape: Shape = known.prices.shape
     frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
     found: dict[int, tuple[Choice, StageCost]] = {}
-    once_s = []
+    once_s: list[float] = []
+    forward_s = backward_s = 0.0
     for rank in range(frame.num_ranks):  # the first holds most micro-batches: what does not fit ends here, mostly
         stages = frame.stages(rank)
         held = [(compositions[stage], shape.in_flight(stage)) for stage in stages]
-        best = _least_on_rank(known, held, recompute)
+        longest_s = (cutoff_s * (1 + ROUNDING) - forward_s - backward_s) / shape.num_microbatches
+        best = _least_on_rank(known, held, recompute, longest_s)
         if best is None:
             return None
         found |= dict(zip(stages, best, strict=True))
         once_s.append(sum(cost.once_s for _, cost in best))
+        forward_s += best[0][1].forward_s
+        backward_s += 0.0 if shape.schedule in ZERO_BUBBLE else best[0][1].backward_s
     in_order = [found[stage] for stage in range(frame.num_stages)]
     return _Fitting(tuple(compositions), tuple(c for c, _ in in_order), [cost for _, cost in in_order], once_s)
 
 
 def _least_on_rank(
-    known: Known, held: Sequence[tuple[int, int]], recompute: Recompute
+    known: Known, held: Sequence[tuple[int, int]], recompute: Recompute, longest_s: float
 ) -> list[tuple[Choice, StageCost]] | None:
     """Options and costs of a rank's stages with the fewest layers recomputed, equally many in each; None if its memory
-    does not do even so. held: [stage] -> composition and micro-batches in flight."""
+    does not do even so, or a micro-batch takes `longest_s`. held: [stage] -> composition and micro-batches in
+    flight."""
 
-    def with_first(count: int) -> list[tuple[Choice, StageCost]] | None:
-        found = [known.stage(composition, in_flight, recompute, count) for composition, in_flight in held]
-        return found if allocated_on_one([cost for _, cost in found]) <= known.prices.budget else None
+    def with_first(count: int) -> list[tuple[Choice, StageCost]]:
+        return [known.stage(composition, in_flight, recompute, count) for composition, in_flight in held]
 
-    low, high = 0, max(sum(known.prices.chain.compositions[composition].counts) for composition, _ in held)
-    best = with_first(low)
-    if best is not None:
+    def fits(found: list[tuple[Choice, StageCost]]) -> bool:
+        return allocated_on_one([cost for _, cost in found]) <= known.prices.budget
+
+    def too_long(found: list[tuple[Choice, StageCost]]) -> bool:
+        return sum(cost.microbatch_s for _, cost in found) >= longest_s
+
+    best, low = with_first(0), 1
+    if too_long(best):  # and the longer, the more is recomputed
+        return None
+    if fits(best):
         return best
-    best, low = with_first(high), 1
-    while best is not None and low < high:
+    high = max(sum(known.prices.chain.compositions[composition].counts) for composition, _ in held)
+    best = with_first(high)
+    if not fits(best):
+        return None
+    while low < high:
         middle = (low + high) // 2
         fewer = with_first(middle)
-        if fewer is None:
-            low = middle + 1
-        else:
+        if fits(fewer):
             best, high = fewer, middle
-    return best
+        elif too_long(fewer):
+            return None
+        else:
+            low = middle + 1
+    return None if too_long(best) else best
 
 
 def _played(prices: StagePrices, fitting: _Fitting, cutoff_s: float) -> Assignment | None:
-    """The step by event simulation, or None if it is not below `cutoff_s`: not even what the busiest rank has to do may
-    reach that."""
+    """The step by event simulation, or None if it is not below `cutoff_s`: not even what some rank waits for and has to
+    do may reach that."""
     shape, costs = prices.shape, fitting.costs
-    frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
-    busy_s = frame.holds @ np.array([cost.forward_s + cost.backward_s for cost in costs])
-    if shape.num_microbatches * float(busy_s.max()) >= cutoff_s:
+    forward_s, backward_s = [cost.forward_s for cost in costs], [cost.backward_s for cost in costs]
+    passes = shape.schedule, forward_s, backward_s, fitting.once_s, shape.num_microbatches
+    if least_step_s(*passes) >= cutoff_s * (1 + ROUNDING):
         return None
-    step_s = simulated_step_s(
-        shape.schedule,
-        [cost.forward_s for cost in costs],
-        [cost.backward_s for cost in costs],
-        fitting.once_s,
-        shape.num_microbatches,
-        [cost.weight_s for cost in costs],
-    )
+    step_s = simulated_step_s(*passes, [cost.weight_s for cost in costs])
     return Assignment(step_s, fitting.compositions, fitting.choices) if step_s < cutoff_s else None
 
 
