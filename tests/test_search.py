@@ -373,7 +373,7 @@ def test_where_time_ends_before_all_shapes_are_counted_nothing_is_claimed_of_the
 
 
 def test_without_time_for_the_integer_program_what_the_scan_found_stands_unproven() -> None:
-    explorer = Explorer(*random_instance(3))
+    explorer = Explorer(*random_instance(0))
     outcome = explorer.explore(Pins(pipeline=1), math.inf)
 
     assert explorer.prove(outcome, 60.0)[1] == "optimal"
