@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
 from ..planner.cost.sharding import shard_dim
@@ -228,7 +228,7 @@ def _shard(
         fully_shard,
         mesh=mesh.data_mesh,
         mp_policy=policy,
-        shard_placement_fn=lambda parameter: Shard(shard_dim(local_shape(parameter), plan.degrees.sharded_over)),
+        shard_placement_fn=lambda parameter: Shard(shard_dim(tuple(parameter.shape), plan.degrees.sharded_over)),
     )
     units: list[tuple[FSDPModule, bool]] = []
     readers = _Readers(model, layers)
@@ -272,11 +272,6 @@ def _prefetch_in_backward(units: list[FSDPModule]) -> None:
     root.set_modules_to_backward_prefetch([*layers[-1:], root][:1])
     for unit, before in zip(layers, [*layers[:1], *layers], strict=False):
         unit.set_modules_to_backward_prefetch([before])
-
-
-def local_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Shape of what one tensor rank holds of a parameter, before it is sharded over data."""
-    return tuple(parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
 
 
 class _Readers:

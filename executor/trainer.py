@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, default_collate
 
-from ..planner.cost.sharding import shard_dim
 from ..planner.not_run import not_run
 from ..planner.plan import Plan, load_plan
 from ..profiler.load import split_inputs
@@ -321,7 +320,7 @@ class Trainer:
 
     def _out_of_memory(self) -> str:
         parameters = self._applied.parameters
-        elements = sum(p.numel() // (c.degree if (c := self._applied.cut(n)) else 1) for n, p in parameters.items())
+        elements = sum(p.numel() for p in parameters.values())
         held = held_memory(list(parameters.values()), self.optimizer, self.mesh.device)
         return out_of_memory_message(self.plan, self.mesh.rank, elements, held)
 
@@ -467,20 +466,9 @@ class Trainer:
         if name in self._applied.experts:
             assert isinstance(tensor, DTensor)
             return self._applied.experts[name].whole(tensor.full_tensor(), self.mesh.expert_mesh.get_group("expert"))
-        cut = self._applied.cut(name)
         if isinstance(tensor, DTensor):
-            shape = list(tensor.shape)
-            if cut is not None:
-                shape[cut.dim] //= cut.degree
-            like = torch.empty(shape, device="meta")
-            tensor = DTensor.from_local(
-                tensor.to_local(),
-                self.mesh.shard_mesh,
-                [Shard(shard_dim(tuple(shape), self.plan.degrees.sharded_over))],
-                run_check=False,
-                shape=like.shape,
-                stride=like.stride(),
-            ).full_tensor()
+            tensor = tensor.full_tensor()
+        cut = self._applied.cut(name)
         if cut is None:
             return tensor
         shards = [torch.empty_like(tensor) for _ in range(cut.degree)]

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
@@ -50,8 +49,9 @@ def apply_tensor_parallel(
 ) -> TensorLayout:
     """Cut the stage's weights and attributes in place, and put collectives into the forwards concerned.
 
-    stage: holds the layers under their original names; on the meta device or not. Cut parameters become DTensors on
-    `mesh` (one axis). following: the layer behind the stage's last, on another stage; None if there is none.
+    stage: holds the layers under their original names; on the meta device or not. Of cut parameters this rank's part
+    is left, an ordinary tensor (DTensors cost more than small layers compute). mesh: one axis. following: the layer
+    behind the stage's last, on another stage; None if there is none.
     Raises ValueError if a tied parameter would be cut in one place and whole in another.
     """
     _check_ties(plan)
@@ -120,21 +120,11 @@ def _cut_parameters(
             raise ValueError(f"{name} is tied to {first}, which is cut differently; plan it with tensor=1 or untie it")
         if id(parameter) not in replaced:
             local = division.local(parameter.detach(), mesh.get_local_rank())
-            sharded = DTensor.from_local(
-                local, mesh, [Shard(dim)], run_check=False, shape=parameter.shape, stride=_contiguous(parameter.shape)
-            )
-            replaced[id(parameter)] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            replaced[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 def _is_column(cut: TensorCut, relative: str) -> bool:
     return relative.rpartition(".")[0] in cut.columns
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))
 
 
 def _set_parameters(stage: nn.Module, replaced: dict[int, nn.Parameter]) -> None:

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ...profiler.cuts.tensor_rank import OwnHeads
 from ...profiler.model_profile import TensorCut
@@ -14,14 +13,9 @@ from .shared_gradients import unwatched
 from .tensor_collectives import GatherAlike, Slice, SumAlike, call
 
 
-def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def product(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """x times the module's local weight, no bias."""
-    weight = local(module.weight)  # type: ignore[arg-type]
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
     if isinstance(module, nn.Linear):
         return F.linear(x, weight)
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -39,7 +33,7 @@ def with_bias(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
     """y and the module's local bias, if it has one."""
     if module.bias is None:
         return y
-    bias = local(module.bias)  # type: ignore[arg-type]
+    bias: torch.Tensor = module.bias  # type: ignore[assignment]
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         bias = bias.view(-1, *(1,) * len(module.kernel_size))
     return y + bias
@@ -135,7 +129,7 @@ def embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[
     rank = dist.get_rank(group)
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
-        weight = local(module.weight)
+        weight = module.weight
         first = rank * weight.shape[0]
         elsewhere = (tokens < first) | (tokens >= first + weight.shape[0])
         if module.padding_idx is not None:
@@ -164,7 +158,7 @@ def table_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., 
     ) -> torch.Tensor:
         y = F.embedding_bag(
             rows,
-            local(module.weight),
+            module.weight,
             offsets,
             mode=module.mode,
             per_sample_weights=per_sample_weights,
@@ -182,7 +176,7 @@ def norm_forward(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         raise ValueError(f"cannot cut {module}: of norms between cut modules only nn.GroupNorm is known")
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return F.group_norm(x, module.num_groups, local(module.weight), local(module.bias), module.eps)
+        return F.group_norm(x, module.num_groups, module.weight, module.bias, module.eps)
 
     return unwatched(forward, differs=True)
 

@@ -112,15 +112,14 @@ def boxes(
     local = tensor.to_local().detach()
     if local.numel() == 0:
         return []
-    gathered = list(tensor.shape)
-    if cut is not None:
-        gathered[cut.dim] //= cut.degree
-    divided = shard_dim(tuple(gathered), num_shards)
+    gathered = tuple(tensor.shape)
+    divided = shard_dim(gathered, num_shards)
     offsets = [0] * local.dim()
     offsets[divided] = shard_rank * -(-gathered[divided] // num_shards)
     if cut is None:
         return [Box(key, tensor.shape, tuple(offsets), local)]
     found = []
+    whole = torch.Size(sum(cut.parts) if dim == cut.dim else size for dim, size in enumerate(gathered))
     here = whole_start = 0  # where the part begins, in what this tensor rank has and in the whole
     held = range(offsets[cut.dim], offsets[cut.dim] + local.shape[cut.dim])
     for part in cut.parts:
@@ -130,7 +129,7 @@ def boxes(
             place = list(offsets)
             place[cut.dim] = whole_start + tensor_rank * width + start - here
             piece = local.narrow(cut.dim, start - held.start, end - start)
-            found.append(Box(key, tensor.shape, tuple(place), piece))
+            found.append(Box(key, whole, tuple(place), piece))
         here, whole_start = here + width, whole_start + part
     return found
 

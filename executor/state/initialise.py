@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -255,15 +254,6 @@ class Materialiser:
         if name in self._experts:
             value = self._experts[name].local(value)
         made = value.to(device=self._device, copy=True, memory_format=torch.contiguous_format)
-        if isinstance(parameter, DTensor):
-            made = DTensor.from_local(
-                made,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
     def _buffers(self, module: nn.Module) -> None:
