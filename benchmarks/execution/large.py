@@ -152,7 +152,6 @@ def run_one(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "plan": shape_of(plan).label,
-        "parameters": sum(p.numel() for p in ours.model.parameters()),
         "plan_s": known,
         "build_s": built - known,
         "step_s": done - built,
