@@ -240,20 +240,32 @@ def _improved(cuts: tuple[int, ...], places: Sequence[int], frame: Chunking, per
     """Cuts where single places have been handed from a stage of the slowest rank to another, all stages between them
     passing one on, while that makes the slowest rank faster, fewer ranks as slow, or the stages more even."""
     passed = np.concatenate(([0.0], np.cumsum(per_layer)))[list(places)]
-    rank_of = frame.holds.argmax(axis=0)
     here = np.searchsorted(places, cuts)
-    best = evenness(here[None], passed, frame)[0]
+    best = tuple(evenness(here[None], passed, frame)[0].tolist())
+    gained, boundaries = _gained(frame), np.arange(frame.num_stages + 1)
+    step_s = np.zeros((2, frame.num_stages + 1))  # what a boundary's move by one place down or up hands on
     for _ in range(4 * frame.num_stages):
-        loads = np.bincount(rank_of, weights=np.diff(passed[here]), minlength=frame.num_ranks)
-        moved = here + handed_on(frame, int(loads.argmax()))
-        moved = moved[(np.diff(moved) > 0).all(axis=1)]
-        if not len(moved):
+        loads = frame.holds @ np.diff(passed[here])
+        first, last, up = _ranges(frame, int(loads.argmax()))
+        giver = np.where(up, last, first)
+        legal = here[giver + 1] - here[giver] > 1
+        first, last, up = first[legal], last[legal], up[legal]
+        if not len(first):
             break
-        found = evenness(moved, passed, frame)
-        first = int(np.lexsort(found.T[::-1])[0])
-        if tuple(found[first]) >= tuple(best):
+        inner = here[1:-1]
+        step_s[:, 1:-1] = passed[inner - 1] - passed[inner], passed[inner + 1] - passed[inner]
+        more = np.cumsum(step_s[:, :, None] * gained, axis=1)
+        ranks = loads + more[up, last] - more[up, first]
+        worst = ranks.max(axis=1)
+        fastest = np.flatnonzero(worst == worst.min())
+        as_slow = (ranks[fastest] == worst[fastest, None]).sum(axis=1)
+        near = fastest[as_slow == as_slow.min()]
+        moved = here + _moves(first[near], last[near], up[near], boundaries)
+        squares = (np.diff(passed[moved]) ** 2).sum(axis=1)
+        found = float(worst[near[0]]), float(as_slow.min()), float(squares.min())
+        if found >= best:
             break
-        here, best = moved[first], found[first]
+        here, best = moved[int(squares.argmin())], found
     return tuple(int(places[i]) for i in here)
 
 
@@ -266,20 +278,41 @@ def evenness(cuts: Ints, passed: Floats, frame: Chunking) -> Floats:
     return np.stack((worst, (ranks == worst[:, None]).sum(axis=1), (stages**2).sum(axis=1)), axis=1)
 
 
+@lru_cache(maxsize=256)
+def _gained(frame: Chunking) -> Floats:
+    """[boundary][rank] -> 1 where what moves up past the boundary comes to the rank, -1 where it goes from it."""
+    gained = np.zeros((frame.num_stages + 1, frame.num_ranks))
+    gained[1:] += frame.holds.T
+    gained[:-1] -= frame.holds.T
+    gained[[0, -1]] = 0.0
+    return gained
+
+
 @lru_cache(maxsize=4096)
+def _ranges(frame: Chunking, rank: int) -> tuple[Ints, Ints, Ints]:
+    """[move] of a place from a stage of a rank to another one, so near that every rank is reached: (the first of the
+    stages it goes through, the last of them, 1 where the boundaries between them move up, 0 where they move down)."""
+    down, up = [], []
+    for stage in frame.stages(rank):
+        down += [(stage, other, 0) for other in range(stage + 1, min(frame.num_stages, stage + frame.num_ranks + 1))]
+        up += [(other, stage, 1) for other in range(max(0, stage - frame.num_ranks), stage)]
+    down.sort(key=lambda move: (move[0], -move[1]))
+    up.sort(key=lambda move: (-move[0], move[1]))
+    first, last, direction = np.array(down + up, dtype=np.int64).reshape(-1, 3).T
+    return first, last, direction
+
+
+def _moves(first: Ints, last: Ints, up: Ints, boundaries: Ints) -> Ints:
+    """[move][boundary] -> by how many places it moves."""
+    between = (boundaries > first[:, None]) & (boundaries <= last[:, None])
+    moves: Ints = between * (2 * up - 1)[:, None]
+    return moves
+
+
 def handed_on(frame: Chunking, rank: int) -> Ints:
     """[move] -> by how much each boundary moves when a stage of a rank gives a place to another one, so near that every
     rank is reached."""
-    moves = []
-    for stage in frame.stages(rank):
-        for other in range(max(0, stage - frame.num_ranks), min(frame.num_stages, stage + frame.num_ranks + 1)):
-            move = np.zeros(frame.num_stages + 1, dtype=np.int64)
-            if other > stage:
-                move[stage + 1 : other + 1] = -1
-            else:
-                move[other + 1 : stage + 1] = 1
-            moves.append(move)
-    return np.unique(moves, axis=0)
+    return _moves(*_ranges(frame, rank), np.arange(frame.num_stages + 1))
 
 
 class Known:
