@@ -41,20 +41,26 @@ def time_kind(mixture: bool, precision: str, num_hosts: int) -> str:
 
 
 def time_band(plan: Plan) -> Band | None:
-    """Band of a plan's step time; None on CPUs, of which nothing is published."""
-    if _is_cpu(plan):
+    """Band of a plan's step time; None where no published run is of the kind, as `no_band` says."""
+    if no_band(plan):
         return None
     mixture = plan.degrees.expert > 1 or bool(plan.model.expert_modules)
     return _bands()["time"][time_kind(mixture, plan.training.precision, plan.cluster.num_hosts)]
 
 
 def memory_band(plan: Plan, metric: Metric = "device") -> Band | None:
-    """Band of the peak memory of a plan's fullest device by a metric; None on CPUs."""
-    return None if _is_cpu(plan) else _bands()["memory"][metric]
+    """Band of the peak memory of a plan's fullest device by a metric; None where no published run is of the kind."""
+    return None if no_band(plan) else _bands()["memory"][metric]
 
 
-def _is_cpu(plan: Plan) -> bool:
-    return plan.cluster.device.name.lower().startswith("cpu")
+def no_band(plan: Plan) -> str:
+    """Why a plan's predictions have no band, as a sentence, or "": the published runs are of transformers that train on
+    sequences of tokens, on GPUs, and say nothing of how far predictions of convolutions, images or CPUs are off."""
+    if plan.cluster.device.name.lower().startswith("cpu"):
+        return "no published run is of a CPU"
+    if plan.training.seq_len is None or not plan.model.attention_modules:
+        return "published runs are of language models, none of a model of this kind"
+    return ""
 
 
 @cache

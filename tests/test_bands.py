@@ -12,9 +12,10 @@ from benchmarks.published.clusters import place
 from benchmarks.published.fit_bands import OF_FIT, band, time_bands
 from benchmarks.published.pricing import Priced
 from benchmarks.published.settings import setting_of
-from meshwright.executor.reporting.terminal import print_memory, print_speed
-from meshwright.planner.bands import Band, memory_band, time_band, time_kind
+from meshwright.executor.reporting.terminal import print_memory, print_no_band, print_speed
+from meshwright.planner.bands import Band, memory_band, no_band, time_band, time_kind
 from meshwright.planner.estimate import StageMemory
+from meshwright.planner.plan import Plan
 
 GIB = 2**30
 
@@ -62,8 +63,14 @@ def test_every_kind_of_job_has_a_band(mixture: bool, precision: str, num_hosts: 
     assert kind.rsplit(", ", 1)[0] in OF_FIT
 
 
-def test_plans_on_gpus_have_bands_around_one() -> None:
+def transformer() -> Plan:
+    """A plan of a model with attention over a sequence, as the published runs have."""
     plan = _plan("fsdp2-eager")
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"attention_modules": ("attention",)})})
+
+
+def test_plans_on_gpus_have_bands_around_one() -> None:
+    plan = transformer()
     time, memory = time_band(plan), memory_band(plan)
 
     assert time is not None
@@ -73,13 +80,33 @@ def test_plans_on_gpus_have_bands_around_one() -> None:
 
 
 def test_plans_on_cpus_have_none() -> None:
-    plan = _plan("fsdp2-eager")
+    plan = transformer()
     host = plan.cluster.hosts[0]
     cpu = host.model_copy(update={"device": host.device.model_copy(update={"name": "cpu"})})
     plan = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"hosts": (cpu,)})})
 
     assert time_band(plan) is None
     assert memory_band(plan) is None
+
+
+@pytest.mark.parametrize(
+    ("of_training", "of_model"),
+    [({"seq_len": None}, {}), ({}, {"attention_modules": ()})],
+    ids=["images", "no attention"],
+)
+def test_what_no_published_run_is_of_has_no_band_and_is_told_so(
+    of_training: dict[str, object], of_model: dict[str, object]
+) -> None:
+    plan = transformer()
+    training, model = plan.training.model_copy(update=of_training), plan.model.model_copy(update=of_model)
+    other = plan.model_copy(update={"training": training, "model": model})
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_no_band(console, other)
+
+    assert time_band(other) is None
+    assert memory_band(other) is None
+    assert no_band(plan) == ""
+    assert "published runs are of language models, none of a model of this kind" in console.export_text()
 
 
 def test_step_time_is_shown_with_its_band() -> None:
@@ -101,7 +128,7 @@ def test_memory_of_the_fullest_gpu_is_shown_with_its_band() -> None:
 
 
 def test_a_mixture_has_the_band_of_experts_whether_they_are_spread_or_not() -> None:
-    plan = _plan("fsdp2-eager")
+    plan = transformer()
     mixture = plan.model_copy(update={"model": plan.model.model_copy(update={"expert_modules": ("experts",)})})
 
     dense, experts = time_band(plan), time_band(mixture)

@@ -458,6 +458,12 @@ def test_the_command_prints_the_essentials(folder: Path, capsys: pytest.CaptureF
 
 def test_the_page_shows_step_time_and_memory_with_their_bands(folder: Path) -> None:
     run_plan("report", "plan.json", "--model", "profile.json")
+    assert "How far off these may be is not known" in (folder / "report.html").read_text()
+
+    document = json.loads((folder / "plan.json").read_text())
+    document["model"]["attention_modules"] = ["attention"]
+    (folder / "attentive.json").write_text(json.dumps(document))
+    run_plan("report", "attentive.json", "--model", "profile.json")
 
     page = (folder / "report.html").read_text()
     assert len(re.findall(r"[\d.]+ m?s to [\d.]+ m?s in 8 of 10 runs", page)) == 1

@@ -117,6 +117,7 @@ def print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas:
     terminal.print_speed(
         console, estimate.step_time_s, estimate.tokens_per_s, estimate.mfu, rate, estimate.mfu_convention, band
     )
+    terminal.print_no_band(console, plan)
     terminal.print_breakdown(console, estimate)
     terminal.print_why(console, reason(plan, estimate, replicas))
     terminal.print_memory(console, estimate.memory, plan.training.memory_margin, memory_band(plan))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from ...planner.bands import Band, memory_band, time_band
+from ...planner.bands import Band, memory_band, no_band, time_band
 from ...planner.estimate import MFU_CONVENTION
 from ...planner.exchange.export import export
 from ...planner.exchange.targets import NAMES, TARGETS
@@ -240,7 +240,9 @@ def _tiles(facts: Facts) -> str:
         tag("div", tag("span", name) + tag("b", value) + tag("small", escape(below)), class_="tile")
         for name, value, below in tiles
     )
-    return tag("div", "".join(cells), class_="tiles")
+    why = no_band(plan)
+    unknown = tag("p", escape(f"How far off these may be is not known: {why}."), class_="sub") if why else ""
+    return tag("div", "".join(cells), class_="tiles") + unknown
 
 
 def _days(days: float) -> str:

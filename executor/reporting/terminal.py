@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from ...planner.bands import Band, memory_band, time_band
+from ...planner.bands import Band, memory_band, no_band, time_band
 from ...planner.not_run import marked
 from ...planner.plan import Plan
 from ...planner.questions.explain import CAUSES
@@ -167,6 +167,14 @@ def print_speed(
     console.print(line)
     if convention:
         console.print(hanging("  MFU:", Text(convention, style="dim"), "dim"))
+
+
+def print_no_band(console: Console, plan: Plan) -> None:
+    """Where nothing published tells how far off a prediction of this kind is: that, and what does tell."""
+    why = no_band(plan)
+    if why:
+        words = f"how far off this may be is not known: {why}. plan compare --measure tells, on your devices"
+        console.print(hanging("  note:", Text(words, style="dim"), "dim"))
 
 
 def print_why(console: Console, why: str) -> None:
@@ -354,6 +362,7 @@ def print_essentials(console: Console, facts: "Facts") -> None:
     print_choice(console, plan, found.step_time_s, facts.alternatives)
     rate = "samples/s" if plan.training.seq_len is None else "tokens/s"
     print_speed(console, found.step_time_s, found.tokens_per_s, found.mfu, rate, "", time_band(plan))
+    print_no_band(console, plan)
     print_breakdown(console, found)
     print_memory(console, found.memory, plan.training.memory_margin, memory_band(plan))
     fitting = sorted((c for c in facts.alternatives if c.estimate is not None), key=lambda c: c.seconds)
