@@ -40,6 +40,7 @@ _Speed = Annotated[float, BeforeValidator(parse_flops_per_s), Field(gt=0)]
 
 
 _Share = Annotated[float, Field(gt=0, le=1)]
+_Fraction = Annotated[float, Field(ge=0, le=1)]
 _Positive = Annotated[float, Field(gt=0)]
 
 MatmulSample = tuple[PositiveInt, PositiveInt, PositiveInt, _Share]
@@ -90,9 +91,17 @@ class Device(_Document):
     )
     launch: _Time = Field(description="seconds that the smallest kernel takes")
     overlap: float = Field(ge=0, le=1, description="share of compute time behind which communication can hide")
+    replica_overlap: _Fraction | None = Field(
+        default=None, description="the same for gradients of whole replicas (DDP without a pipeline), if it differs"
+    )
     contention: float = Field(ge=0, le=1, description="share of hidden communication that compute still pays for")
     collective_factors: dict[str, float] = Field(
         default={}, description="time over the ideal ring by collective: all_reduce, all_gather, reduce_scatter, p2p"
+    )
+    flat_rings: bool = Field(
+        default=False,
+        description="its collectives pass a tensor from rank to rank, hosts or not, so that (n - 1) / n of it crosses "
+        "between hosts, as gloo's do; else (h - 1) / h of it: first inside each host, then between the h hosts",
     )
     devices_per_host: PositiveInt = Field(description="usual number in one host")
     link: Link = Field(description="between devices of one host, per device")

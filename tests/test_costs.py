@@ -56,6 +56,16 @@ def test_group_gets_its_share_of_the_hosts_network() -> None:
     assert one_per_host == pytest.approx(0.5 * 8e9 / (50e9 / 8) + 1e-5)
 
 
+def test_a_flat_ring_carries_nearly_all_of_a_tensor_across_hosts_in_steps_of_the_slowest_hop() -> None:
+    flat = replace(links(4, hosts=2), devices_per_host=4, flat=True)
+
+    assert collective_s("all_gather", 8e9, flat) == pytest.approx(7 / 8 * 8e9 / 50e9 + 7 * 1e-5)
+
+
+def test_a_flat_ring_inside_a_host_is_any_ring() -> None:
+    assert collective_s("all_reduce", 1e9, replace(links(8), flat=True)) == collective_s("all_reduce", 1e9, links(8))
+
+
 @pytest.mark.parametrize("hosts", [1, 2, 5])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_all_reduce_is_never_cheaper_than_its_halves(ranks: int, hosts: int) -> None:

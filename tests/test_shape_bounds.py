@@ -23,13 +23,21 @@ from meshwright.profiler.cluster import Group, Link
 
 NETWORK = Link(bandwidth=5e10, latency=1e-5)
 TABLES = ("microbatch_s", "forward_s", "once_s", "step_s")
+LIKE_GLOO = {"flat_rings": True, "replica_overlap": 0.3}
 SOFTWARE = ("fsdp2-eager", "megatron-core", "fsdp2-compile")
 
 
 def asked_of(seed: int) -> Instance:
-    """A random instance, by turns on several training stacks and with several pins."""
+    """A random instance, by turns on several training stacks and with several pins, and on devices like NCCL's and like
+    gloo's."""
     found = instance(seed)
     training = found.training.model_copy(update={"software": SOFTWARE[seed % len(SOFTWARE)]})
+    if seed % 4 == 2:
+        hosts = tuple(
+            group.model_copy(update={"device": group.device.model_copy(update=LIKE_GLOO)})
+            for group in found.cluster.hosts
+        )
+        found = replace(found, cluster=found.cluster.model_copy(update={"hosts": hosts}))
     return replace(found, training=training)
 
 

@@ -15,7 +15,7 @@ class GroupLinks:
     """A communication group with the links it runs over.
 
     devices_per_host: all of them talk at once (as the groups of one mesh axis do), so a host's network is shared
-    evenly between them.
+    evenly between them. flat: rings know nothing of hosts.
     """
 
     group: Group
@@ -23,6 +23,7 @@ class GroupLinks:
     network: Link
     devices_per_host: int
     factors: tuple[tuple[str, float], ...] = ()
+    flat: bool = False
 
     def factor(self, kind: Collective) -> float:
         """Measured time over the ideal ring for this backend; 1 where nothing was measured."""
@@ -35,6 +36,7 @@ def collective_s(kind: Collective, full_bytes: float, links: GroupLinks) -> floa
     Inside a host a ring moves (n-1)/n of the tensor past each device. Across hosts the group's share of a host's
     network carries (h-1)/h of it while the ring inside goes on, so the slower of the two counts. Latency: one hop per
     rank inside a host, one per host across hosts. all_reduce is a reduce_scatter and an all_gather.
+    A flat ring carries (n-1)/n of the tensor across hosts, too, in n-1 steps as long as the slowest hop.
     all_to_all is of one rank's tensor, of which every rank keeps 1/n and sends the rest, each part to another rank.
     A group of one costs 0.0. Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005 (ring).
     """
@@ -55,8 +57,11 @@ def ring_rates(kind: Collective, links: GroupLinks) -> tuple[float, float]:
     inside_s = (size - 1) / size / links.link.bandwidth if inside > 1 else 0.0
     across_s = 0.0
     if hosts > 1:
-        across_s = (hosts - 1) / hosts / (links.network.bandwidth * inside / links.devices_per_host)
+        crossing = size if links.flat else hosts
+        across_s = (crossing - 1) / crossing / (links.network.bandwidth * inside / links.devices_per_host)
     latency_s = (inside - 1) * links.link.latency + (hosts - 1) * links.network.latency
+    if links.flat and hosts > 1:
+        latency_s = (size - 1) * max(links.link.latency, links.network.latency)
     return times * max(inside_s, across_s), times * latency_s
 
 

@@ -84,6 +84,7 @@ class CostModel:
                 network=self.software.through(self.cluster.network),
                 devices_per_host=self.cluster.devices_per_host,
                 factors=tuple(sorted(self.device.collective_factors.items())),
+                flat=self.device.flat_rings,
             )
         return self._links[size, stride]
 
@@ -100,6 +101,7 @@ class CostModel:
                 network=self.software.through(self.job.network),
                 devices_per_host=max(group.devices_per_host for group in self.job.hosts),
                 factors=tuple((name, max(d.collective_factors.get(name, 1.0) for d in devices)) for name in names),
+                flat=any(device.flat_rings for device in devices),
             )
         return self._links_of_stages[size, stride]
 
@@ -631,7 +633,7 @@ class CostModel:
     def _data(self, shape: Shape, resharded: bool, total: float, trainable: float, seconds: Seconds) -> "_DataCost":
         """Exposed seconds of gathers and gradient reductions of one layer; traffic.py counts them."""
         shard, replicate = self.shard_links(shape), self.axis_links(shape, "data_replicate")
-        overlap, contention = self.device.overlap, self.device.contention
+        overlap, contention = self.data_overlap(shape), self.device.contention
         gather_bytes = self.training.compute_bytes * total
         reduce_bytes = self.software.gradient_bytes * trainable
         gather_s = collective_s("all_gather", gather_bytes, shard)
@@ -650,6 +652,13 @@ class CostModel:
             room = seconds.backward if keeps else max(0.0, seconds.backward - gather_s)
             once += exposed_s(once_comm, room, overlap, contention)
         return _DataCost(forward, backward, once)
+
+    def data_overlap(self, shape: Shape) -> float:
+        """Share of a layer's compute time behind which data communication can hide."""
+        other = self.device.replica_overlap
+        if other is None or shape.pipeline > 1 or uses_fully_shard(shape, self.training):
+            return self.device.overlap
+        return other
 
     def whole_gradients_s(self, kind: Kind, shape: Shape) -> float:
         """Seconds per step of summing gradients of weights that are left whole though they could be cut, where each

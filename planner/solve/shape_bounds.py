@@ -91,6 +91,7 @@ class _Columns:
     shards: tuple[Shape, ...]
     degree: Ints
     sharded_over: Floats
+    overlap: Floats
     every: Flags
     reshard: Flags
     tensor: tuple[int, ...]
@@ -287,11 +288,11 @@ class ShapeBounds:
         self, columns: _Columns, data: Data, forward: Floats, backward: Floats, resharded: Flags
     ) -> tuple[Floats, Floats, Floats]:
         """Tables of exposed seconds of data ranks: of the forward, of the backward, once per step."""
-        device, every = self.model.device, columns.every
+        contention, every = self.model.device.contention, columns.every
 
         def exposed(comm: Floats, compute: Floats) -> Floats:
-            hidden: Floats = np.minimum(comm, device.overlap * compute)
-            return comm - (1.0 - device.contention) * hidden
+            hidden: Floats = np.minimum(comm, columns.overlap * compute)
+            return comm - (1.0 - contention) * hidden
 
         ahead = exposed(data.gather_s, forward)
         repeated = np.where(resharded, data.gather_s, 0.0)
@@ -375,6 +376,7 @@ class ShapeBounds:
             shards=tuple(shards.values()),
             degree=np.array([place[leaf.data_shard] for leaf in each]),
             sharded_over=np.array([float(size) for size, _ in sharding]),
+            overlap=np.array([self.model.data_overlap(shape) for shape in alike.values()])[which],
             every=np.array([leaf.gradient_sync == "every" for leaf in each]),
             reshard=np.array([leaf.reshard for leaf in each]),
             tensor=tuple(at.tensor for at in placed),
