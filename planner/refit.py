@@ -62,8 +62,9 @@ class Refit:
     after: tuple[float, ...]
 
 
-def refit(device: Device, runs: Sequence[MeasuredStep]) -> Refit:
+def refit(device: Device, runs: Sequence[MeasuredStep], names: Sequence[str] | None = None) -> Refit:
     """`device` with its constants moved to where the runs are predicted best, and no further than runs and priors bear.
+    names: of the KNOBS that may move, None for all; what is known exactly had better stay.
 
     Minimises sum rho((log predicted - log measured) / NOISE) + sum (log factor / spread)^2 by Gauss-Newton, rho being
     Huber's. All plans must be for clusters of this device. Raises ValueError without runs.
@@ -71,18 +72,19 @@ def refit(device: Device, runs: Sequence[MeasuredStep]) -> Refit:
     if not runs:
         raise ValueError("there is no measured step to fit to; give at least one run")
     measured = np.log([run.step_s for run in runs])
-    spreads = np.array([knob.spread for knob in KNOBS])
-    point = np.zeros(len(KNOBS))
-    first = here = _predicted(device, runs, point)
+    knobs = [knob for knob in KNOBS if names is None or knob.name in names]
+    spreads = np.array([knob.spread for knob in knobs])
+    point = np.zeros(len(knobs))
+    first = here = _predicted(device, runs, knobs, point)
     for _ in range(ROUNDS):
         slopes = np.stack(
-            [(_predicted(device, runs, point + step) - here) / STEP for step in STEP * np.eye(len(KNOBS))], 1
+            [(_predicted(device, runs, knobs, point + step) - here) / STEP for step in STEP * np.eye(len(knobs))], 1
         )
         move = _move(here - measured, slopes, point, spreads)
-        here, point = _best_on_the_way(device, runs, measured, point, move, spreads, here)
+        here, point = _best_on_the_way(device, runs, knobs, measured, point, move, spreads, here)
         if np.abs(move).max() < 1e-3:
             break
-    found = {knob: math.exp(value) for knob, value in zip(KNOBS, point, strict=True) if abs(value) > 1e-3}
+    found = {knob: math.exp(value) for knob, value in zip(knobs, point, strict=True) if abs(value) > 1e-3}
     factors = {knob.name: factor for knob, factor in found.items()}
     sources = dict(device.sources)
     for knob, factor in found.items():
@@ -114,8 +116,8 @@ def on_device(plan: Plan, device: Device) -> Plan:
     return plan.model_copy(update={"cluster": moved})
 
 
-def _predicted(device: Device, runs: Sequence[MeasuredStep], point: Floats) -> Floats:
-    factors = {knob.name: math.exp(value) for knob, value in zip(KNOBS, point, strict=True)}
+def _predicted(device: Device, runs: Sequence[MeasuredStep], knobs: Sequence[Knob], point: Floats) -> Floats:
+    factors = {knob.name: math.exp(value) for knob, value in zip(knobs, point, strict=True)}
     moved = turned(device, factors)
     return np.log([estimate(on_device(run.plan, moved), run.profile).step_time_s for run in runs])
 
@@ -142,6 +144,7 @@ def _move(residuals: Floats, slopes: Floats, point: Floats, spreads: Floats) -> 
 def _best_on_the_way(
     device: Device,
     runs: Sequence[MeasuredStep],
+    knobs: Sequence[Knob],
     measured: Floats,
     point: Floats,
     move: Floats,
@@ -151,7 +154,7 @@ def _best_on_the_way(
     """(predictions, point) of the first of the whole move, half of it, ... that lessens the loss; else no move."""
     loss = _loss(here - measured, point, spreads)
     for share in (1.0, 0.5, 0.25, 0.125):
-        there = _predicted(device, runs, point + share * move)
+        there = _predicted(device, runs, knobs, point + share * move)
         if _loss(there - measured, point + share * move, spreads) < loss:
             return there, point + share * move
     return here, point
@@ -206,6 +209,12 @@ def _launch(device: Device, factor: float) -> Device:
     return device.model_copy(update={"launch": device.launch * factor})
 
 
+def _replica_overlap(device: Device, factor: float) -> Device:
+    if device.replica_overlap is None:
+        return device
+    return device.model_copy(update={"replica_overlap": _share(device.replica_overlap, factor)})
+
+
 def _link(field: str, part: str) -> Callable[[Device, float], Device]:
     def turn(device: Device, factor: float) -> Device:
         link: Link = getattr(device, field)
@@ -232,6 +241,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("link latency", ("link.latency",), 1.0, _link("link", "latency")),
     Knob("network bandwidth", ("network.bandwidth",), 0.3, _link("network", "bandwidth")),
     Knob("network latency", ("network.latency",), 1.0, _link("network", "latency")),
+    Knob("replica overlap", ("replica_overlap",), 1.0, _replica_overlap),
     *(Knob(kind, ("collective_factors",), 0.4, _collective(kind)) for kind in COLLECTIVES),
 )
 """What may be off. Spreads: assumptions, about as wide as the priors of the fit to published runs

@@ -68,6 +68,20 @@ def test_runs_as_predicted_change_nothing() -> None:
     assert found.device.matmul_efficiency == PRESET.matmul_efficiency
 
 
+def test_only_constants_that_may_move_are_fitted() -> None:
+    found = refit(PRESET, runs(turned(PRESET, TRUTH)), ["link bandwidth", "link latency"])
+
+    assert found.factors.keys() <= {"link bandwidth", "link latency"}
+    assert found.device.matmul_efficiency == PRESET.matmul_efficiency
+
+
+def test_how_far_replicas_hide_their_reduction_is_found() -> None:
+    truth = PRESET.model_copy(update={"replica_overlap": 0.6})
+    found = refit(truth.model_copy(update={"replica_overlap": 0.3}), runs(truth), ["replica overlap"])
+
+    assert found.device.replica_overlap == pytest.approx(0.6, rel=0.1)
+
+
 def test_one_wild_run_bends_nothing() -> None:
     calm = runs(turned(PRESET, TRUTH))
     wild = [replace(calm[0], step_s=20 * calm[0].step_s), *calm[1:]]
