@@ -14,8 +14,12 @@ _NAMESPACES = Path("/var/run/netns")
 _NEW_NETWORK = 0x40000000
 """CLONE_NEWNET of setns(2)."""
 
-_BURST = "128kb"
-"""What a link lets pass at once: a few milliseconds at the rates of an emulated network."""
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+"""Of the namespace of the process that looks."""
+
+_BURST = "24kb"
+"""What a link lets pass at once before its rate counts: about a millisecond at the rates of an emulated network, so
+that small messages, too, take the time that a real link would."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,13 @@ class Host:
     interface: str
 
     def enter(self) -> None:
-        """Move this process into the host. Raises OSError."""
+        """Move this process into the host, whose connections shall find their speed in a regular way: BBR, where it is
+        the default, now and then goes slower to measure. Raises OSError."""
         libc = ctypes.CDLL(None, use_errno=True)
         with (_NAMESPACES / self.name).open() as handle:
             if libc.setns(handle.fileno(), _NEW_NETWORK):
                 raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self.name}")
+        _CONGESTION_CONTROL.write_text("reno")
 
 
 def problem() -> str | None:

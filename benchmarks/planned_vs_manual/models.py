@@ -106,7 +106,7 @@ class Perceptron(nn.Module):
 
 
 class Experts(nn.Module):
-    """A block whose second half is a mixture of experts, of which every token takes one."""
+    """A block and a mixture of experts, all of which every token goes through, with weights."""
 
     def __init__(self, width: int, heads: int, count: int) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def _transformer(width: int, num_blocks: int, vocabulary: int) -> Callable[[], n
 MIB = 2**20
 
 CASES = (
-    Case("deep and narrow", "many small layers", _transformer(128, 12, 512), partial(_tokens, 512), 32, 64 * MIB, 16),
+    Case("deep and narrow", "many small layers", _transformer(128, 10, 512), partial(_tokens, 512), 32, 40 * MIB, 16),
     Case(
         "wide and shallow",
         "few large layers; four bytes of state for each of gradient and parameter do not fit one device",
@@ -186,11 +186,11 @@ CASES = (
     ),
     Case(
         "uneven layers",
-        "layers of unequal size, so that equal cuts are not balanced; replicas do not fit",
+        "layers of unequal size, so that equal cuts are not balanced; replicas on all devices do not fit",
         partial(Perceptron, (128, 256, 256, 1536, 1024, 256, 256, 128, 128)),
         partial(_features, 128, 128),
         64,
-        24 * MIB,
+        42 * MIB,
     ),
     Case(
         "U-Net",
@@ -208,16 +208,16 @@ CASES = (
         partial(_tokens, 256),
         16,
         64 * MIB,
-        256,
+        128,
     ),
     Case(
         "mixture of experts",
         "experts hold most parameters; replicas do not fit",
         partial(Transformer, 96, 4, 512, partial(Experts, 96, 8, 8)),
         partial(_tokens, 512),
-        32,
-        48 * MIB,
         16,
+        30 * MIB,
+        8,
     ),
 )
 

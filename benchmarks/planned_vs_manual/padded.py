@@ -1,19 +1,27 @@
 """Devices of a declared speed: every layer takes as long as the cost model says that such a device would.
 
-The arithmetic is done for real, on tensors so small that it hardly takes time; the rest of a layer's declared time is
-slept. So step times depend on declared compute and on real schedules and collectives, not on this machine's kernels.
+The arithmetic is done for real, on tensors so small that it takes a fraction of its declared time; the rest is slept.
+So step times depend on declared compute and on real schedules and collectives, not on this machine's kernels.
 """
 
+import itertools
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from meshwright.executor.parallel.stage_module import stages_in
+from meshwright.executor.trainer import Trainer
 from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.cost.simulate import ZERO_BUBBLE
+from meshwright.planner.estimate import priced_stages
 from meshwright.planner.plan import Plan
 from meshwright.planner.refit import on_device
 from meshwright.planner.strategy import LayerOption, shape_of
@@ -24,7 +32,7 @@ from meshwright.profiler.model_profile import ModelProfile
 @dataclass(frozen=True)
 class Pad:
     """Seconds that a layer computes for one micro-batch: forward, backward with what it recomputes, and of that the
-    part for gradients of weights, which zero-bubble schedules put off."""
+    part for gradients of weights that a zero-bubble schedule puts off."""
 
     forward_s: float
     backward_s: float
@@ -34,75 +42,134 @@ class Pad:
         return Pad(self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.weight_s + other.weight_s)
 
 
+NOTHING = Pad(0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class PaddedLayer:
-    """The modules where a layer begins and ends, and how long it takes."""
+    """The module where a layer ends, "" if it is none, and how long it takes."""
 
-    first: str
     last: str
     pad: Pad
 
 
 def pads(plan: Plan, profile: ModelProfile, device: Device) -> list[PaddedLayer]:
-    """How long the layers of a plan compute on a device. What runs outside of modules counts with the layer before."""
+    """[layer] -> how long it computes on a device."""
     plan = on_device(plan, device)
     model, shape = CostModel(profile, plan.cluster, plan.training), shape_of(plan)
-    found: list[PaddedLayer] = []
     options = [
         LayerOption(layer.recompute, layer.reshard, layer.offload) for stage in plan.stages for layer in stage.layers
     ]
+    found = []
     for layer, kind, option in zip(profile.layers, model.kinds, options, strict=True):
         cost = model.cost(kind, shape, option)
-        pad = Pad(cost.forward_s, cost.backward_s + cost.recompute_s, cost.weight_s)
-        if layer.modules:
-            found.append(PaddedLayer(layer.modules[0], layer.modules[-1], pad))
-        elif found:
-            before = found[-1]
-            found[-1] = PaddedLayer(before.first, before.last, before.pad + pad)
+        later_s = cost.weight_s if plan.schedule in ZERO_BUBBLE else 0.0
+        pad = Pad(cost.forward_s, cost.backward_s + cost.recompute_s, later_s)
+        found.append(PaddedLayer(layer.modules[-1] if layer.modules else "", pad))
     return found
 
 
-def padded(build: Callable[[], nn.Module], layers: list[PaddedLayer]) -> Callable[[], nn.Module]:
-    """The model with layers that take their declared time."""
-
-    def model() -> nn.Module:
-        module = build()
-        for layer in layers:
-            _pad(module.get_submodule(layer.first), module.get_submodule(layer.last), layer.pad)
-        return module
-
-    return model
+def optimizer_pad_s(plan: Plan, profile: ModelProfile, device: Device, position: int) -> float:
+    """Seconds of the optimizer step on a rank at this place of the pipeline."""
+    stages = priced_stages(on_device(plan, device), profile)
+    return sum(stages[stage][0].optimizer_s for stage in plan.stages_of(position))
 
 
-def _pad(first: nn.Module, last: nn.Module, pad: Pad) -> None:
-    begun = [0.0]
+class Clock:
+    """What this rank's thread has really worked since the last pad, and so how much of the next one is left to sleep.
 
-    def begin(module: nn.Module, args: Any) -> None:
-        begun[0] = time.thread_time()
+    Work is the time on a core and the time of waiting for one, for here all ranks share a few cores; not the time of
+    waiting for other ranks. Python's own work between layers counts, too, as a real device's queue would hide it. Work
+    beyond a pad is taken off the following ones.
+    """
 
+    def __init__(self) -> None:
+        self._account: int | None = None
+        with suppress(OSError):
+            self._account = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._seen_s = 0.0
+        self._owed_s = 0.0
+        self.declared_s = self.worked_s = 0.0
+
+    def begin(self) -> None:
+        """A step begins here; nothing is owed."""
+        self._seen_s, self._owed_s = self._work_s(), 0.0
+        self.declared_s = self.worked_s = 0.0
+
+    def pad(self, seconds: float) -> None:
+        """Take so many seconds, those included that were worked since the last call."""
+        now = self._work_s()
+        self.declared_s += seconds
+        self.worked_s += now - self._seen_s
+        left_s = seconds - self._owed_s - (now - self._seen_s)
+        self._seen_s, self._owed_s = now, max(0.0, -left_s)
+        if left_s > 0.0:
+            time.sleep(left_s)
+
+    def _work_s(self) -> float:
+        if self._account is None:
+            return time.thread_time()
+        on_core, in_queue = os.pread(self._account, 100, 0).split()[:2]  # nanoseconds
+        return (int(on_core) + int(in_queue)) / 1e9
+
+
+def pad_trainer(trainer: Trainer, plan: Plan, profile: ModelProfile, device: Device, clock: Clock) -> None:
+    """Let the layers that this rank runs take their declared time, before its first step. (On a rank of a pipeline the
+    layers of others are there, too, and return at once.)"""
+    layers = pads(plan, profile, device)
+    if plan.degrees.pipeline == 1:
+        _pad_layers(trainer.model, layers, clock)
+        return
+    ends = [0, *itertools.accumulate(len(stage.layers) for stage in plan.stages)]
+    for stage in stages_in(trainer.model):
+        _pad_layers(stage.model, layers[ends[stage.stage] : ends[stage.stage + 1]], clock)
+
+
+def _pad_layers(model: nn.Module, layers: list[PaddedLayer], clock: Clock) -> None:
+    """What runs outside of modules counts with the layer before, or if there is none with the one behind."""
+    carried, last = NOTHING, ""
+    joined: dict[str, Pad] = {}
+    for layer in layers:
+        last = layer.last or last
+        if last:
+            joined[last] = joined.get(last, NOTHING) + layer.pad + carried
+            carried = NOTHING
+        else:
+            carried += layer.pad
+    for name, pad in joined.items():
+        _pad(model.get_submodule(name), pad, clock)
+
+
+def padded_optimizer(
+    make: Callable[[Iterable[nn.Parameter]], Optimizer], seconds: float, clock: Clock
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """The optimizer with a step that takes its declared time."""
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        made = make(parameters)
+        made.register_step_post_hook(lambda *_: clock.pad(seconds))
+        return made
+
+    return optimizer
+
+
+def _pad(last: nn.Module, pad: Pad, clock: Clock) -> None:
     def end(module: nn.Module, args: Any, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if not tensors or tensors[0].is_meta or type(tensors[0]).__name__ == "FakeTensor":
             return
-        computed_s = time.thread_time() - begun[0]
-        _sleep(pad.forward_s - computed_s)
+        clock.pad(pad.forward_s)
         weight = max((p for p in last.parameters() if p.requires_grad), key=lambda p: p.numel(), default=None)
         later_s = 0.0 if weight is None else pad.weight_s
-        if weight is not None and not hasattr(weight, _PADDED):
-            weight.register_hook(lambda gradient: _sleep(later_s - computed_s))
+        if weight is not None and later_s and not hasattr(weight, _PADDED):
+            weight.register_hook(lambda gradient: clock.pad(later_s))
             setattr(weight, _PADDED, True)  # one tensor for all micro-batches, gathered or not
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: _sleep(pad.backward_s - later_s - computed_s))
-                break
+        first = next((tensor for tensor in tensors if tensor.requires_grad), None)
+        if first is not None:
+            left = [pad.backward_s - later_s]  # once: a backward for weights alone passes here again
+            first.register_hook(lambda gradient: clock.pad(left.pop()) if left else None)
 
-    first.register_forward_pre_hook(begin)
-    last.register_forward_hook(end)
+    last.register_forward_hook(end, prepend=True)  # while parameters that are gathered for the layer are there
 
 
 _PADDED = "_padded"
-
-
-def _sleep(seconds: float) -> None:
-    if seconds > 0:
-        time.sleep(seconds)

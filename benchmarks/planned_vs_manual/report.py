@@ -4,39 +4,59 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planned_vs_manual.bench import Result
+from benchmarks.planned_vs_manual.bench import Calibrated, Topology
+from benchmarks.planned_vs_manual.figures import Result, Row, figures
+from benchmarks.planned_vs_manual.store import Taken, seconds_of
 
 
-def markdown(results: Sequence[Result], document: Mapping[str, Any]) -> str:
+def told(what: object, of: object) -> str:
+    """A calibration (of a topology), or a result (and when it was taken), as lines for the terminal."""
+    if isinstance(what, Topology) and isinstance(of, Calibrated):
+        lines = [f"{what.name}: factors " + ", ".join(f"{name} {value:.2f}" for name, value in of.factors.items())]
+        lines += [
+            f"    {r.label}: {r.before_s:.3f} -> {r.after_s:.3f}, measured {r.measured_s:.3f} s "
+            f"({r.after_s / r.measured_s - 1:+.1%}), work {r.work:.0%}"
+            for r in of.residuals
+        ]
+        return "\n".join(lines)
+    assert isinstance(what, Result)
+    assert isinstance(of, Taken)
+    ratio = "not run" if what.ratio is None else f"{what.ratio:.3f} of the best manual set-up"
+    tau = "" if what.tau is None else f", tau {what.tau:.2f}"
+    lines = [f"{what.topology}: {what.case}: planned {ratio}{tau}, {of.seconds} s"]
+    return "\n".join(lines + [f"    {_line(row)}" for row in what.rows])
+
+
+def _line(row: Row) -> str:
+    if row.measured_s is None or row.predicted_s is None or row.error is None:
+        return f"{row.label}: {row.note}"
+    same = f", the same plan as {row.same_as}" if row.same_as else ""
+    return (
+        f"{row.label} ({row.layout}): {row.predicted_s:.3f}, measured {row.measured_s:.3f} s ({row.error:+.1%}), "
+        f"spread {row.spread:.1%}, work {row.work:.0%}{same}"
+    )
+
+
+def markdown(results: Sequence[Result], calibrations: Mapping[str, Calibrated], taken: Sequence[Taken]) -> str:
     """The outcome as a Markdown page."""
+    dates = sorted({each.date for each in taken})
     lines = [
         "# Planned against manual set-ups on an emulated cluster",
         "",
-        f"Taken {document['taken']}, {document['seconds'] / 60:.0f} minutes, by "
+        f"Taken {' and '.join(dates)}, {seconds_of(taken) / 60:.0f} minutes in all, by "
         "`python -m benchmarks.planned_vs_manual`. "
-        + (
-            "Hosts are network namespaces behind shaped links; "
-            if document["shaped_links"]
-            else "Links are not shaped; "
-        )
-        + "collectives, schedules and numbers are real, the compute time of every layer is a declared one (padded). So "
-        "search, schedules and communication are validated here, not the times of kernels.",
+        "Hosts are network namespaces behind links of the rate in the cluster's name; collectives, schedules and "
+        "numbers are real, the compute time of every layer and of the optimizer is a declared one (padded). So search, "
+        "schedules and communication are validated here, not the times of kernels.",
         "",
         "| figure | found |",
         "|---|---|",
-        *(f"| {name} | {value:.3f} |" for name, value in document["figures"].items()),
+        *(f"| {name} | {value:.3g} |" for name, value in figures(results).items()),
         "",
-        "| model | cluster | plan | step, s | best manual | step, s | planned / best manual | tau | set-ups run |",
+        "| model | cluster | plan | step, s | best manual | step, s | planned / best manual | tau | plans run |",
         "|---|---|---|---:|---|---:|---:|---:|---:|",
     ]
-    for result in results:
-        planned, *manual = result.run
-        best = min(manual, key=lambda row: row.measured_s or 0.0)
-        tau = "" if result.tau is None else f"{result.tau:.2f}"
-        lines.append(
-            f"| {result.case} | {result.topology} | {planned.layout} | {planned.measured_s:.3f} | {best.label}: "
-            f"{best.layout} | {best.measured_s:.3f} | {result.ratio:.3f} | {tau} | {len(result.run)} |"
-        )
+    lines += [_summary(result) for result in results]
     for result in results:
         lines += ["", f"## {result.case}, {result.topology}", ""]
         lines += [
@@ -44,13 +64,42 @@ def markdown(results: Sequence[Result], document: Mapping[str, Any]) -> str:
             "|---|---|---:|---:|---:|---:|---|",
         ]
         for row in result.rows:
-            predicted = "" if row.predicted_s is None else f"{row.predicted_s:.3f}"
-            measured = "" if row.measured_s is None else f"{row.measured_s:.3f}"
-            spread = "" if row.spread is None else f"{row.spread:.1%}"
-            error = "" if row.error is None else f"{row.error:+.1%}"
-            note = row.note.replace("|", "/")
-            lines.append(f"| {row.label} | {row.layout} | {predicted} | {measured} | {spread} | {error} | {note} |")
+            note = f"the same plan as {row.same_as}" if row.same_as else row.note.replace("|", "/")
+            cells = [
+                _number(row.predicted_s, ".3f"),
+                _number(row.measured_s, ".3f"),
+                _number(row.spread, ".1%"),
+                _number(row.error, "+.1%"),
+            ]
+            lines.append(f"| {row.label} | {row.layout} | {' | '.join(cells)} | {note} |")
+    for name, found in calibrations.items():
+        lines += ["", f"## Calibration, {name}", ""]
+        lines += ["Factors on the device file: " + ", ".join(f"{k} {v:.2f}" for k, v in found.factors.items()), ""]
+        lines += ["| reference step | before, s | fitted, s | measured, s | error |", "|---|---:|---:|---:|---:|"]
+        for r in found.residuals:
+            error = r.after_s / r.measured_s - 1
+            lines.append(f"| {r.label} | {r.before_s:.3f} | {r.after_s:.3f} | {r.measured_s:.3f} | {error:+.1%} |")
     return "\n".join(lines) + "\n"
+
+
+def _summary(result: Result) -> str:
+    planned = result.rows[0]
+    manual = [row for row in result.rows[1:] if row.measured_s is not None]
+    best = min(manual, key=lambda row: row.measured_s or 0.0, default=planned)
+    cells = [
+        f"{result.case} | {result.topology} | {planned.layout}",
+        _number(planned.measured_s, ".3f"),
+        f"{best.label}: {best.layout}",
+        _number(best.measured_s, ".3f"),
+        _number(result.ratio, ".3f"),
+        _number(result.tau, ".2f"),
+        str(len(result.distinct)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
@@ -60,25 +109,36 @@ def draw(results: Sequence[Result], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5.5))
-    for index, result in enumerate(results):
-        rows = result.run
-        colour = f"C{index % 10}"
-        left.scatter([r.measured_s for r in rows], [r.predicted_s for r in rows], s=14, color=colour)
-        planned, *manual = rows
-        assert planned.measured_s is not None
-        ratios = [row.measured_s / planned.measured_s for row in manual if row.measured_s is not None]
-        right.scatter(ratios, [index] * len(ratios), s=16, color=colour, alpha=0.8)
-    largest = max(row.measured_s or 0.0 for result in results for row in result.run)
-    smallest = min(row.measured_s or largest for result in results for row in result.run)
-    left.plot([smallest, largest], [smallest, largest], color="0.6", linewidth=1)
+    rows = [result for result in results if result.ratio is not None]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 0.42 * len(rows) + 2.2), width_ratios=(1, 1.25))
+    names = list(dict.fromkeys(result.case for result in rows))
+    topologies = list(dict.fromkeys(result.topology for result in rows))
+    for place, result in enumerate(rows):
+        look: dict[str, Any] = {
+            "color": f"C{names.index(result.case)}",
+            "marker": "os^D"[topologies.index(result.topology)],
+            "alpha": 0.75,
+        }
+        runs = result.distinct
+        left.scatter([r.measured_s for r in runs], [r.predicted_s for r in runs], s=16, **look)
+        planned_s = result.rows[0].measured_s or 1.0
+        others = [r.measured_s / planned_s for r in runs[1:] if r.measured_s is not None]
+        right.scatter(others, [place] * len(others), s=18, **look)
+        right.plot(1.0, place, marker="|", markersize=15, color="0.2", markeredgewidth=2)
+    times = [row.measured_s for result in rows for row in result.distinct if row.measured_s is not None]
+    ends = [min(times) * 0.9, max(times) * 1.1]
+    left.plot(ends, ends, color="0.4", linewidth=1)
+    left.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="0.5", alpha=0.15)
     left.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="predicted step, s")
-    left.set_title("Predicted against measured")
-    right.axvline(1.0, color="0.3", linewidth=1)
-    right.set_yticks(range(len(results)), [f"{r.case}\n{r.topology}" for r in results], fontsize=7)
+    left.set_title("Predicted against measured (grey: within 10%)")
+    right.set_yticks(range(len(rows)), [f"{r.case}, {r.topology.split(',')[0]}" for r in rows], fontsize=8)
     right.invert_yaxis()
-    right.set(xscale="log", xlabel="measured step of a manual set-up over the plan's (right of the line: slower)")
+    right.set(xscale="log", xlabel="measured step over the plan's (right of the bar: slower)")
+    ticks = [0.9, 1, 1.2, 1.5, 2, 3, 5]
+    right.set_xticks(ticks, [str(tick) for tick in ticks])
+    right.minorticks_off()
     right.set_title("Manual set-ups against the plan")
+    right.grid(axis="x", alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
