@@ -1,10 +1,12 @@
-"""The bound of whole layers under memory is never above what some way to place them takes, and says more than time."""
+"""Bounds under memory: whole layers take no less, and say more than time; 1F1B holds least of all schedules."""
 
 from itertools import combinations_with_replacement, product
 
 import numpy as np
 
+from meshwright.planner.solve.chunked import Chunking
 from meshwright.planner.solve.relaxed import least_slowest_of_whole_s
+from meshwright.planner.strategy import Shape
 
 
 def least_of_a_stage_s(number: int, each: float, again: list[float], held: list[float], turn: list[float]) -> float:
@@ -42,3 +44,13 @@ def test_whole_layers_take_no_less_than_their_bound_and_often_more_than_their_ti
         above_time += bound > (each + again[0]) * -(-count // num_stages) * (1 + 1e-9)
 
     assert above_time > 15
+
+
+def test_no_rank_keeps_fewer_micro_batches_in_flight_than_one_of_1f1b() -> None:
+    for schedule, virtual in (*((s, 1) for s in ("gpipe", "zb-h1", "zb-h2")), ("interleaved", 3), ("zb-v", 2)):
+        for num_ranks, count in product((2, 4, 8), (8, 16, 24)):
+            shape = Shape(1, 1, 1, num_ranks, 1, count, schedule=schedule, virtual_stages=virtual)
+            frame = Chunking(schedule, num_ranks, virtual)
+            fewest = sorted(min(shape.in_flight(stage) for stage in frame.stages(rank)) for rank in range(num_ranks))
+
+            assert all(held >= min(n, count) for n, held in enumerate(fewest, 1))

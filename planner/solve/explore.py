@@ -262,7 +262,7 @@ class Explorer:
         """The shapes of a family whose bounds are below the cut-off, and whose memory may do. least_s: the family's
         bound."""
         pins, leaves = space.pins, space.leaves(family)
-        recompute: Recompute | None = "none" if family.schedule in ZERO_BUBBLE else pins.recompute
+        recompute = _recompute_of(family, pins)
         seconds = self._bounds.seconds(family, leaves, recompute, pins.reshard, self._cuts_of(family))
         seconds[~self._may_be_held(family, space)] = np.inf
         if self.kinds is not None:
@@ -281,10 +281,13 @@ class Explorer:
         if isinstance(item, _Queue):
             self._raise(item, space, cutoff_s)
             return item.bounds[0] if item.bounds else float("inf")
-        if isinstance(item, Family) and is_chunked(item.schedule):
-            return self._least_chunked_s(item)
-        if isinstance(item, Split | Family):
+        if isinstance(item, Split):
             return 0.0
+        if isinstance(item, Family):
+            least_s = self._least_held_s(item, space)
+            if least_s < cutoff_s and is_chunked(item.schedule):
+                least_s = max(least_s, self._least_chunked_s(item))
+            return least_s
         if not self._may_hold(item):
             return float("inf")
         if isinstance(item, UnequalPrices):
@@ -293,6 +296,13 @@ class Explorer:
             pass_s = float(self.chain.lengths @ item.fastest.microbatch_s)
             return (item.shape.num_microbatches - 1) * item.least_slowest_s() + pass_s
         return 0.0
+
+    def _least_held_s(self, family: Family, space: Space) -> float:
+        """Seconds that a pipeline of equal devices takes at least to hold its layers, over all shapes of a family."""
+        if family.pipeline == 1 or self.kinds is not None:
+            return 0.0
+        slowest = self._memory.slowest_s(family, space.leaves(family), _recompute_of(family, space.pins), space.pins)
+        return family.num_microbatches * float(slowest.min())
 
     def _raise(self, queue: _Queue, space: Space, cutoff_s: float) -> None:
         """Bounds of a queue's shapes with the recompute that memory asks for, and of those on unequal devices with what
@@ -564,6 +574,11 @@ def _polish(outcome: Outcome) -> None:
     if found is not None and isinstance(found.prices, StagePrices) and is_chunked(found.shape.schedule):
         better = replace(found, assignment=polished(found.prices, found.assignment))
         outcome.solved = [better if each is found else each for each in outcome.solved]
+
+
+def _recompute_of(family: Family, pins: Pins) -> Recompute | None:
+    """What all layers of a family recompute, if they have no choice."""
+    return "none" if family.schedule in ZERO_BUBBLE else pins.recompute
 
 
 def _frame_of(shape: Shape) -> _Frame:

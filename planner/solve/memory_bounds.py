@@ -58,6 +58,7 @@ class MemoryBounds:
         self.model = bounds.model
         self._common = int(bounds.counts.argmax())
         self._known_ways: dict[tuple[object, ...], _Ways] = {}
+        self._known_slowest: dict[tuple[object, ...], Floats] = {}
         self._known_held: dict[tuple[object, ...], _Held] = {}
 
     def seconds(
@@ -75,6 +76,7 @@ class MemoryBounds:
         count, shape = family.num_microbatches, family.frugal
         each, room = kept.microbatch_s[:, some], room[some]
         room = room - self.model.batch_bytes(shape)
+        slowest = self.slowest_s(family, leaves, recompute, pins)[some]
         if is_chunked(family.schedule):
             here = self.bounds.kind_of_run
             fixed = (held.fixed + held.copies)[here][:, some]
@@ -88,25 +90,49 @@ class MemoryBounds:
                 added_s = waits_s + least.added_s(cut, fixed, room, crossing)
                 once_s = self.bounds.once_s(family, leaves, kept, cut.work)[:, some]
                 found.append(cut.least_of_each_s(family.schedule, count, *runs, added_s, once_s))
-            least_s: Floats = np.min(found, axis=0)
+            least_s: Floats = np.maximum(np.min(found, axis=0), count * slowest)
             return least_s
         # At the last layer's turn all but one micro-batch are there; the last one's too, if there is no other.
         flights = np.array([float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)])
-        # Shapes that are placed differently have the same memory: one bound for each, of their least seconds.
-        groups, where = np.unique(self.bounds.alike(family, leaves)[1][some], return_inverse=True)
-        first = np.array([np.flatnonzero(where == i)[0] for i in range(len(groups))])
-        least_s = np.stack([each[:, where == i].min(axis=1) for i in range(len(groups))], axis=1)
+        first, where, least_s = self._grouped(family, leaves, each, some)
         fixed = (held.fixed + held.copies)[:, some][:, first]
-        slowest = least_slowest_of_each_s(least_s, fixed, room[first], ways.again_s, ways.kept, flights, counts)
-        kind = self._common
-        passing = self._passing(family, leaves, kind, held, ways, some[first])
-        alone = ways.again_s[kind], ways.kept[kind], passing, flights, int(counts[kind])
-        slowest = np.maximum(slowest, least_slowest_of_whole_s(least_s[kind], fixed[kind], room[first], *alone))[where]
+        fluid = least_slowest_of_each_s(least_s, fixed, room[first], ways.again_s, ways.kept, flights, counts)
+        slowest = np.maximum(slowest, fluid[where])
         fits = np.isfinite(slowest)
         pass_s = counts @ each + self.bounds.least_waits_s(family, leaves)[some]
         more: Floats = (count - 1) * np.where(fits, slowest, 0.0) + pass_s
         once_s = self.bounds.once_s(family, leaves, kept, self.bounds.chain.lengths)[some] / family.pipeline
         return np.where(fits, more + once_s, np.inf)
+
+    def slowest_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> Floats:
+        """[shape] -> seconds per micro-batch that the slowest rank of a pipeline takes at least to hold all layers of
+        the most frequent kind, whatever the schedule: none has fewer micro-batches in flight than 1F1B. Infinite where
+        they cannot be held. recompute: as of `seconds`; it counts if it is pinned."""
+        alike, recompute = family.any_schedule, recompute if pins.recompute else None
+        key = leaves, alike, recompute, pins.everything
+        if key not in self._known_slowest:
+            ways, held = self._ways(alike, leaves, recompute, pins.everything), self._held(alike, leaves)
+            kept, _ = self.bounds.options(alike, leaves, recompute, pins.reshard)
+            kind, everywhere = self._common, np.arange(len(leaves.each))
+            first, where, least_s = self._grouped(alike, leaves, kept.microbatch_s, everywhere)
+            room = self.bounds.held(alike, leaves).room / alike.pipeline + held.twice
+            room = room[first] - self.model.batch_bytes(alike.frugal)
+            fixed = (held.fixed[kind] + held.copies[kind])[first]
+            passing = self._passing(alike, leaves, kind, held, ways, first)
+            most = max(1, alike.num_microbatches - 1)
+            flights = np.minimum(np.arange(alike.pipeline, 0, -1), most).astype(float)
+            alone = ways.again_s[kind], ways.kept[kind], passing, flights, int(self.bounds.counts[kind])
+            self._known_slowest[key] = least_slowest_of_whole_s(least_s[kind], fixed, room, *alone)[where]
+        return self._known_slowest[key]
+
+    def _grouped(self, family: Family, leaves: Leaves, each_s: Floats, some: Ints) -> tuple[Ints, Ints, Floats]:
+        """(one of these shapes for each that differs in more than its place, which of them each is like, least of their
+        columns of `each_s`): shapes that are placed differently have the same memory."""
+        alike = self.bounds.alike(family, leaves)[1]
+        _, first, where = np.unique(alike[some], return_index=True, return_inverse=True)
+        order = np.argsort(where, kind="stable")
+        starts = np.searchsorted(where[order], np.arange(len(first)))
+        return first, where, np.minimum.reduceat(each_s[:, order], starts, axis=1)
 
     def _on_one(
         self, family: Family, kept: Fastest, given: Fastest | None, held: _Held, ways: _Ways, room: Floats, some: Ints

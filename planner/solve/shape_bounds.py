@@ -238,7 +238,7 @@ class ShapeBounds:
     ) -> tuple[Fastest, Fastest | None]:
         """The same for layers that keep gathered parameters (or do what the shape says), and, if any may choose, for
         those that give them back; infinite for a choice that a layer has not."""
-        key = leaves, family.any_schedule, recompute, reshard
+        key = leaves, family.any_schedule, recompute or "none", reshard
         if key not in self._options:
             self._kept_options += 8 * len(self.kinds) * len(leaves.each)
             if self._kept_options > MOST_KEPT:
