@@ -14,6 +14,7 @@ import pytest
 from cli_support import run_plan, some_plan
 from synthetic import layer_class, profile
 
+from meshwright.planner.estimate import estimate
 from meshwright.planner.exchange.accelerate import KEYS as ACCELERATE_KEYS
 from meshwright.planner.exchange.accelerate import read_accelerate
 from meshwright.planner.exchange.block_row import BlockRow, block_row
@@ -260,15 +261,28 @@ def test_what_a_target_cannot_do_is_refused_with_a_way_out(target: str, plan: Pl
         export(plan, target)
 
 
-def test_recompute_of_two_kinds_and_offload_are_refused_by_every_target() -> None:
-    plan = planned(Shape(1, 8, 1, 1, 2, 1), again=(4,))
+@pytest.mark.parametrize("target", ["megatron", "torchtitan", "accelerate"])
+def test_recompute_of_two_kinds_becomes_the_one_that_holds_least_and_says_so(target: str) -> None:
+    plan = planned(EVEN if target != "accelerate" else Shape(1, 8, 1, 1, 2, 1), again=(3, 3))
+    partly = [layer for layer in plan.stages[0].layers if layer.recompute == "full"][-1]
+    layers = [x.model_copy(update={"recompute": "selective"}) if x == partly else x for x in plan.stages[0].layers]
+    first = plan.stages[0].model_copy(update={"layers": tuple(layers)})
+    mixed = plan.model_copy(update={"stages": (first, *plan.stages[1:])})
+
+    found = export(mixed, target)
+
+    again = {x.recompute for s in read_back(found, plan).stages for x in s.layers}
+    held, kept = estimate(read_back(found, plan), PROFILE), estimate(mixed, PROFILE)
+    assert any("selective recompute of 1 blocks becomes full" in note for note in found.notes)
+    assert again <= {"full", "none"}
+    assert max(m.device_bytes for m in held.memory) <= max(m.device_bytes for m in kept.memory)
+
+
+def test_offload_is_refused_by_every_target() -> None:
+    plan = planned(Shape(1, 8, 1, 1, 2, 1))
     layers = plan.stages[0].layers
-    mixed = (*layers[:8], layers[8].model_copy(update={"recompute": "attention"}), layers[9])
     hosted = (layers[0].model_copy(update={"offload": True}), *layers[1:])
 
-    for target in ("megatron", "torchtitan", "accelerate"):
-        with pytest.raises(ValueError, match="blocks recompute in 2 ways"):
-            export(plan.model_copy(update={"stages": (plan.stages[0].model_copy(update={"layers": mixed}),)}), target)
     for target in TARGETS:
         with pytest.raises(ValueError, match="1 layers keep their activations on the host"):
             export(plan.model_copy(update={"stages": (plan.stages[0].model_copy(update={"layers": hosted}),)}), target)

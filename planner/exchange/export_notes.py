@@ -1,5 +1,6 @@
 """What the exporters share: the blocks of a plan by stage, and sentences on what a target does otherwise."""
 
+from collections import Counter
 from typing import Any, Literal
 
 from ..plan import AXES, Axis, LayerPlan, Plan, Recompute
@@ -72,24 +73,25 @@ def blocks_by_stage(plan: Plan, row: BlockRow, target: Target) -> tuple[int, ...
 def recomputed_blocks(
     plan: Plan, row: BlockRow, target: Target, notes: list[str]
 ) -> tuple[Recompute, tuple[int, ...], tuple[int, ...]]:
-    """(kind, blocks of each stage that recompute, blocks of each stage). What else recomputes is noted."""
-    counts, sizes, kinds, others, place = [], [], set[Recompute](), [], 0
+    """(kind, blocks of each stage that recompute, blocks of each stage). What else recomputes is noted, and that blocks
+    which recompute in several ways all do so in full, the way that holds least."""
+    counts, sizes, others, place = [], [], [], 0
+    ways: Counter[Recompute] = Counter()
     for stage in plan.stages:
         places = range(place, place + len(stage.layers))
         blocks = [layer for p, layer in zip(places, stage.layers, strict=True) if row.holds(p)]
         others += [x.name for x in stage.layers if x.recompute != "none" and x not in blocks]
-        kinds |= {layer.recompute for layer in blocks} - {"none"}
+        ways += Counter(layer.recompute for layer in blocks if layer.recompute != "none")
         counts.append(sum(layer.recompute != "none" for layer in blocks))
         sizes.append(len(blocks))
         place += len(stage.layers)
-    if len(kinds) > 1:
-        raise ValueError(
-            f"blocks recompute in {len(kinds)} ways ({', '.join(sorted(kinds))}); {NAMES[target]} takes one: plan with "
-            "--pin recompute=full"
-        )
+    if len(ways) > 1:
+        partly = ", ".join(f"{kind} recompute of {ways[kind]} blocks" for kind in sorted(ways) if kind != "full")
+        notes.append(f"{partly} becomes full: {NAMES[target]} takes one way for all; less memory, more time")
     if others:
         notes.append(f"recompute of {', '.join(others)} is left out: {NAMES[target]} recomputes blocks only")
-    return (kinds.pop() if kinds else "none"), tuple(counts), tuple(sizes)
+    kind: Recompute = "full" if len(ways) > 1 else next(iter(ways), "none")
+    return kind, tuple(counts), tuple(sizes)
 
 
 def kept_note(plan: Plan, target: Target) -> list[str]:
