@@ -171,6 +171,17 @@ class LeastRecompute:
         return np.where(fits, (dear[:, :, None] - room[:, None, :] * self.rates[:, None]).max(axis=1), np.inf)
 
 
+@dataclass(frozen=True)
+class HeldByRank:
+    """Bytes of layers at least. kept: [run] -> of a micro-batch; fixed: [run] -> beyond that; flights: [stage] ->
+    micro-batches there; room: of a rank, of which part is to spare."""
+
+    kept: Floats
+    fixed: Floats
+    flights: Floats
+    room: float
+
+
 class Chunkings:
     """The cuts that are tried of a chain; kept, as many families have layers of nearly the same relative times."""
 
@@ -196,6 +207,35 @@ class Chunkings:
         if key not in self._known:
             self._known[key] = self._found(frame, parts)
         return self._known[key]
+
+    def with_fitting(self, frame: Chunking, tried: list[Cuts], per_run_s: Floats, held: HeldByRank) -> list[Cuts]:
+        """The cuts, and where none of them leaves every rank room to spare, cuts that do, or come nearer to it: places
+        are handed on from the fullest rank, of equally good ones the most even way."""
+        places, run_of = self._places, self.chain.run_of
+        before = [np.concatenate(([0.0], np.cumsum(w[run_of])))[places] for w in (held.kept, held.fixed, per_run_s)]
+
+        def over(cuts: Ints) -> Floats:
+            kept, fixed = (np.diff(table[cuts]) for table in before[:2])
+            too_much: Floats = (held.flights * kept + fixed) @ frame.holds.T - held.room
+            return too_much
+
+        if not tried or (over(np.searchsorted(places, [cuts.places for cuts in tried])) <= 0).all(axis=1).any():
+            return tried
+        here = np.searchsorted(places, tried[0].places)
+        now = over(here)
+        while now.max() > 0:
+            moved = here + handed_on(frame, int(now.argmax()))
+            moved = moved[(np.diff(moved) > 0).all(axis=1)]
+            if not len(moved):
+                break
+            after = over(moved)
+            order = np.lexsort((*evenness(moved, before[2], frame).T[::-1], np.maximum(after, 0.0).sum(axis=1)))
+            best = order[0]
+            if np.maximum(after[best], 0.0).sum() >= np.maximum(now, 0.0).sum():
+                break
+            here, now = moved[best], after[best]
+        found = self._counted(frame, tuple(places[i] for i in here))
+        return [*tried, found] if found.places not in {cuts.places for cuts in tried} else tried
 
     def _found(self, frame: Chunking, per_run: Floats) -> list[Cuts]:
         places, num_stages = self._places, frame.num_stages

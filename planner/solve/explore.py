@@ -20,7 +20,7 @@ from ..cost.stage_cost import allocatable_bytes
 from ..plan import EXECUTABLE_RECOMPUTES, ContextKind, Plan, Recompute
 from ..strategy import Pins, Shape, make_plan
 from ..training import TrainingSpec
-from .chunked import Chunking, Chunkings, Cuts, best_chunking
+from .chunked import Chunking, Chunkings, Cuts, HeldByRank, best_chunking
 from .columns import ROUNDING, Chain, StagePrices
 from .ilp import solve_master
 from .memory_bounds import MemoryBounds
@@ -58,6 +58,9 @@ MAX_TIES = 4
 
 CUTOFF_SLACK = 1e-5
 """The ILP need only rule out steps shorter than the scan's: longer ones by more than this are cut off."""
+
+AMPLE = 0.8
+"""Share of a rank's room that layers may fill at least before other cuts are looked for: they hold more in fact."""
 
 SOLVER_S = 1e-9
 """The solver's tolerance of 1e-6 ms, which every micro-batch may fall short of: as much as steps of microseconds."""
@@ -110,7 +113,7 @@ class _Least:
     weights: [run][way to recompute] -> the same with what is run again. held: [run] -> ([way] -> bytes that a layer
     keeps of a micro-batch, bytes that it holds anyway). twice: bytes of weights that more than one layer counts.
     fewest_bytes: activations of all layers at least. whole, whole_trainable: elements of all layers, before they are
-    sharded over data ranks.
+    sharded over data ranks. passing: [run] -> bytes that a layer saves in its turn.
     """
 
     seconds: Floats
@@ -122,6 +125,7 @@ class _Least:
     fewest_bytes: float
     whole: float
     whole_trainable: float
+    passing: Floats
 
 
 @dataclass
@@ -153,6 +157,7 @@ class Explorer:
         self._leasts: dict[Family, _Least | None] = {}
         self._leasts_by_kind: dict[Shape, list[_Least] | None] = {}
         self._cuts: dict[_Frame, list[Cuts]] = {}
+        self._fitting: set[_Frame] = set()
         self._works: dict[tuple[object, ...], Floats] = {}
         self._chunkings = Chunkings(self.chain)
         self._bounds = ShapeBounds(self.chain)
@@ -263,6 +268,7 @@ class Explorer:
         bound."""
         pins, leaves = space.pins, space.leaves(family)
         recompute = _recompute_of(family, pins)
+        self._try_fitting_cuts(family)
         seconds = self._bounds.seconds(family, leaves, recompute, pins.reshard, self._cuts_of(family))
         seconds[~self._may_be_held(family, space)] = np.inf
         if self.kinds is not None:
@@ -376,6 +382,22 @@ class Explorer:
             least = self._least_of_family(family)
             self._cuts[key] = [] if least is None else self._chunkings.of(key[0], least.seconds)
         return self._cuts[key]
+
+    def _try_fitting_cuts(self, family: Family) -> None:
+        """Where memory leaves no rank of the balanced cuts room to spare, try others of a chunked family, too."""
+        key, least, shape = _frame_of(family.frugal), self._least_of_family(family), family.frugal
+        if not is_chunked(family.schedule) or least is None or key in self._fitting:
+            return
+        self._fitting.add(key)
+        cuts, frame = self._cuts_of(family), key[0]
+        ways = [kept[:1] if family.schedule in ZERO_BUBBLE else kept for kept, _ in least.held]
+        held = HeldByRank(
+            np.array([kept.min() for kept in ways]),
+            np.array([fixed for _, fixed in least.held]),
+            np.array([float(shape.in_flight(stage)) for stage in range(frame.num_stages)]),
+            AMPLE * allocatable_bytes(shape, self.model.device, self.training) - float(least.passing.max()),
+        )
+        self._cuts[key] = self._chunkings.with_fitting(frame, cuts, least.seconds, held)
 
     def _least_chunked_s(self, family: Family) -> float:
         """Seconds that a chunked family takes at least over all cuts that are tried, memory aside; infinite if there
@@ -493,7 +515,16 @@ class Explorer:
         total, trainable = np.maximum(0.0, counts @ whole - shared)
         fewest = float(counts @ np.array([kept.min() for kept, _ in held]))
         return _Least(
-            np.array(seconds), np.array(forward), trainable_elements, weights, held, twice, fewest, total, trainable
+            np.array(seconds),
+            np.array(forward),
+            trainable_elements,
+            weights,
+            held,
+            twice,
+            fewest,
+            total,
+            trainable,
+            np.array(passing),
         )
 
     def _ways(self, model: CostModel, kind: Kind, shape: Shape) -> tuple[float, Floats, Floats]:
