@@ -11,7 +11,7 @@ from .cost.simulate import ZERO_BUBBLE
 from .plan import Schedule
 from .setups import nearest_divisors, parse_limits, parse_pins
 from .solve.space import Space
-from .strategy import Pins
+from .strategy import Pins, expert_rule, sharding_rule
 from .training import TrainingSpec
 
 _FORBIDDEN: dict[str, tuple[tuple[str, object], ...]] = {
@@ -183,6 +183,9 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
     space = Space(profile, cluster, training, left)
     assert next(space.families(), None) is None
     rules = sorted((rule for rule, count in space.rejected.items() if count), key=lambda rule: -space.rejected[rule])
+    if left.expert not in (None, 1):  # where no ranks may be shards there is no shape that could be rejected for it
+        own = expert_rule(profile, left.expert) or sharding_rule(profile, training.precision)
+        rules = [own, *rules] if own else rules
     why = rules[0] if rules else _unreachable(left, cluster, training)
     return f"no layout of {cluster.num_devices} GPUs is legal with {' and '.join(in_words(left))}: {why}"
 

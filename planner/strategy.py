@@ -10,6 +10,7 @@ from typing import Literal
 
 from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
+from .cost.listed_experts import listed_experts
 from .cost.simulate import rank_in_flight
 from .plan import (
     AXES,
@@ -409,7 +410,14 @@ def expert_rule(profile: ModelProfile, expert: int, sequence: bool = False) -> s
     classes = [c for c in profile.classes if c.experts]
     banks = [(c, bank) for c in classes for bank in c.experts]
     if not banks:
-        return "expert: the model has no banks of experts"
+        listed = listed_experts(profile.classes)
+        return "expert: the model has no banks of experts" + (
+            f": {listed[0]} is a list of {listed[1]} modules that are called one by one, with no one place from which "
+            "tokens could be sent to other ranks; keep their weights in one tensor [experts, ...], as transformers "
+            "does from version 5 on"
+            if listed
+            else ""
+        )
     undivided = sorted(bank.count for _, bank in banks if bank.count % expert)
     if undivided:
         return f"expert={expert} does not divide {undivided[0]} experts"

@@ -15,8 +15,9 @@ from meshwright.planner.cost.expert_cost import exchange_of, network_share, spre
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.software import REFERENCE, load_software
 from meshwright.planner.estimate import Estimate, estimate
+from meshwright.planner.pins import blamed
 from meshwright.planner.plan import ContextKind, Plan
-from meshwright.planner.strategy import LayerOption, Shape, context_rule, expert_rule, make_plan
+from meshwright.planner.strategy import LayerOption, Pins, Shape, context_rule, expert_rule, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Group, Link
 from meshwright.profiler.model_profile import (
@@ -432,6 +433,17 @@ def test_context_without_attention_and_experts_without_a_bank_are_no_use() -> No
     assert expert_rule(model, 2) == "expert: the model has no banks of experts"
     assert expert_rule(two_of(mixture(6)), 4) == "expert=4 does not divide 6 experts"
     assert expert_rule(two_of(mixture(6)), 3) is None
+
+
+def test_experts_in_a_list_are_named_with_what_to_do() -> None:
+    names = [f"moe.experts.{i}.{own}" for i in range(4) for own in ("up.weight", "down.weight")]
+    listed = block().model_copy(update={"parameters": tuple(ParameterProfile(name=n, shape=(8, 8)) for n in names)})
+    model = two_of(listed).model_copy(update={"decides_by_values": "model.py:16"})
+
+    sentence = blamed(model, cluster(1, 4), TrainingSpec(global_batch=8, seq_len=model.seq_len), Pins(expert=2)) or ""
+
+    assert "moe.experts is a list of 4 modules" in sentence
+    assert "one tensor [experts, ...]" in sentence
 
 
 def test_an_unknown_variant_is_refused_by_name() -> None:
