@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .plan import ContextKind, Recompute, Schedule
+from .plan import ContextKind, Plan, Recompute, Schedule
 from .strategy import divisors
 
 _KEYS = {
@@ -309,3 +309,24 @@ def _split_data(words: dict[str, str], where: str, data: int, zero: int, devices
             f"choose degrees that multiply to {data}",
         )
     return replicate, shard
+
+
+def setup_words(plan: Plan) -> list[str]:
+    """A plan's layout as the words of --setup; recompute where all layers that can are treated alike."""
+    degrees = plan.degrees
+    named = {"ddp": "data_replicate", "fsdp": "data_shard", "tp": "tensor", "cp": "context", "ep": "expert"}
+    named |= {"pp": "pipeline", "v": "virtual_stages"}
+    ways = {word: getattr(degrees, name) for word, name in named.items()}
+    words = [f"{word}={degree}" for word, degree in ways.items() if degree > 1]
+    if degrees.context > 1:
+        words.append(f"cp_kind={plan.context_kind}")
+    if degrees.sharded_over > 1:
+        reshards = any(layer.reshard for stage in plan.stages for layer in stage.layers)
+        words.append("zero=3" if reshards else "zero=2" if plan.gradient_sync == "every" else "zero=1")
+    if degrees.tensor > 1:
+        words.append("sp=on" if plan.sequence_parallel else "sp=off")
+    words.append(f"mb={plan.micro_batch}")
+    words += [f"schedule={plan.schedule}"] if degrees.pipeline > 1 else []
+    modules = [layer for stage in plan.stages for layer in stage.layers if layer.modules == (layer.root,)]
+    kinds = {layer.recompute for layer in modules}
+    return [*words, f"recompute={kinds.pop()}"] if len(kinds) == 1 else words

@@ -23,7 +23,7 @@ from test_export_experts import MIXTURE
 from meshwright.executor.measuring.compare import Comparison, compare, read_setups, save_picture
 from meshwright.executor.reporting.chrome_trace import trace_events
 from meshwright.executor.reporting.drawing import nice_step, stage_colour, tag, ticks
-from meshwright.executor.reporting.html_report import report_page, setup_words
+from meshwright.executor.reporting.html_report import report_page
 from meshwright.executor.reporting.plan_diff import difference
 from meshwright.executor.reporting.report import axis_rows
 from meshwright.executor.reporting.report_facts import Facts, front, gather, host_patterns, played
@@ -34,7 +34,7 @@ from meshwright.planner.exchange.targets import NAMES
 from meshwright.planner.plan import AXES, Axis, Plan, placements
 from meshwright.planner.questions.sensitivity import scaled, sensitivity
 from meshwright.planner.search import price_setup
-from meshwright.planner.setups import parse_setup
+from meshwright.planner.setups import parse_setup, setup_words
 from meshwright.planner.strategy import Shape, shape_of
 from meshwright.profiler.units import GIB
 

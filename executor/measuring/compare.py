@@ -90,7 +90,7 @@ class Comparison:
     def page(self, times: "Times | None" = None) -> str:
         """An HTML page with all tables and the bars; times: what set-ups really took. Raises ValueError where nothing
         fits."""
-        from ..reporting.html_report import comparison_page
+        from ..reporting.compare_page import comparison_page
         from ..reporting.measured_report import measured_table
 
         plan = next(iter(self.plans.values()), None)
@@ -107,7 +107,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from ..reporting.html_report import comparison_fragment
+        from ..reporting.compare_page import comparison_fragment
 
         return comparison_fragment(self.candidates)
 

@@ -4,6 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
+WIDTH = 1000.0
+"""Of every picture of a report, in units of its view box."""
+
 CAUSE_COLOURS = {
     "compute": "blue",
     "recompute": "violet",
@@ -137,3 +140,8 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], numeric_from: 
     )
     shown = tag("caption", escape(caption)) if caption else ""
     return tag("div", tag("table", shown + tag("thead", tag("tr", head)) + tag("tbody", body)), class_="scroll")
+
+
+def cut(words: str, length: int) -> str:
+    """Words of so many letters at most."""
+    return words if len(words) <= length else words[: length - 1] + "…"

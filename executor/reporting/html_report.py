@@ -1,6 +1,6 @@
-"""A report as one HTML file that needs no network: the sections of a plan's report, and of a comparison."""
+"""The report of a plan as one HTML file that needs no network."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -11,36 +11,24 @@ from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.not_run import marked
 from ...planner.plan import Plan
 from ...planner.questions.explain import CAUSES, reason
-from ...planner.search import Candidate
+from ...planner.setups import setup_words
 from ...profiler.units import GIB, format_bytes, format_count, format_seconds
+from .choice_charts import scatter, tornado
 from .drawing import legend, table, tag
-from .measured_report import MeasuredTable
+from .html_page import folded, job_in_words, page, section, verdict_rows, wide
+from .place_charts import cluster_map, host_cards, layer_strip, stage_places
 from .report import (
     against_others,
     axis_rows,
     certificate_line,
     choice_in_words,
-    comparison_rows,
-    label_of,
     launch_command,
     layer_runs,
-    loss_rows,
     splits_in_words,
     stage_names,
 )
-from .report_charts import (
-    cluster_map,
-    host_cards,
-    layer_strip,
-    loss_bars,
-    memory_bars,
-    scatter,
-    stage_places,
-    timeline,
-    tornado,
-    waterfall,
-)
 from .report_facts import Facts
+from .step_charts import memory_bars, timeline, waterfall
 
 _TRILLION = 1e12
 _DAY_S = 86_400.0
@@ -57,12 +45,12 @@ def report_page(facts: Facts, plan_file: str, notes: Sequence[str] = (), run: st
         _alternatives_section(facts),
         _sensitivity_section(facts),
         _proof_section(plan),
-        *([_section("run", "A real run", "", run)] if run else []),
+        *([section("run", "A real run", "", run)] if run else []),
         _use_section(plan, plan_file, notes),
     ]
     title = f"{plan.model.name} on {plan.cluster.devices.replace(' x ', ' × ')}"
     head = f'<p class="kicker">Training plan</p><h1>{escape(title)}</h1>' + tag(
-        "p", escape(_job_in_words(plan)), class_="sub"
+        "p", escape(job_in_words(plan)), class_="sub"
     )
     links = [
         ("where", "GPUs and layers"),
@@ -75,98 +63,6 @@ def report_page(facts: Facts, plan_file: str, notes: Sequence[str] = (), run: st
         ("use", "Use it"),
     ]
     return page(title, head + _decision(facts) + _tiles(facts), links, sections)
-
-
-def comparison_page(
-    candidates: Sequence[Candidate], job: Plan, price_per_hour: float | None, measured: MeasuredTable | None = None
-) -> str:
-    """Set-ups side by side: one step of each by cause, the numbers, and what was measured."""
-    title = f"{job.model.name} on {job.cluster.devices.replace(' x ', ' × ')}"
-    head = f'<p class="kicker">Planned beside manual set-ups</p><h1>{escape(title)}</h1>'
-    head += tag(
-        "p", escape(f"{_job_in_words(job)}. All at the same global batch, by the same cost model."), class_="sub"
-    )
-    picture, names = loss_bars(candidates)
-    unit, headings, rows = loss_rows(candidates)
-    sections = [
-        _section(
-            "losses",
-            "One step by cause",
-            "Where each set-up spends its step; shorter is better.",
-            names + _wide(picture),
-        ),
-        *([] if measured is None else [_measured_section(measured)]),
-        _section("numbers", "Numbers", "", table(*comparison_rows(candidates, price_per_hour), numeric_from=1)),
-        _section("causes", f"The step by cause, {unit}", "", table(headings, rows)),
-        _section(
-            "verdicts", "Verdicts", "", table(["set-up", "layout", "verdict"], _verdicts(candidates), numeric_from=3)
-        ),
-    ]
-    return page(f"Compared: {title}", head, [], sections)
-
-
-def _measured_section(found: MeasuredTable) -> str:
-    said = tag("ul", "".join(tag("li", escape(sentence)) for sentence in found.sentences), class_="sub")
-    return _section("measured", "Measured", "", (table(found.headings, found.rows) if found.rows else "") + said)
-
-
-def comparison_fragment(candidates: Sequence[Candidate]) -> str:
-    """The tables of a comparison for a notebook's cell."""
-    unit, headings, rows = loss_rows(candidates)
-    return (
-        table(*comparison_rows(candidates, None))
-        + table(headings, rows, caption=f"Where the step goes, {unit}")
-        + table(["set-up", "layout", "verdict"], _verdicts(candidates), numeric_from=3)
-    )
-
-
-def page(title: str, head: str, links: Iterable[tuple[str, str]], sections: Iterable[str]) -> str:
-    """A whole document around its head and sections, with style and script inside."""
-    here = Path(__file__).parent
-    style, script = ((here / f"html_report.{kind}").read_text() for kind in ("css", "js"))
-    shown = "".join(tag("a", escape(name), href=f"#{anchor}") for anchor, name in links)
-    button = '<button id="theme" type="button">Dark</button>'
-    body = (
-        f'<main><header class="top"><div>{head.partition("</h1>")[0]}</h1></div>{button}</header>'
-        + head.partition("</h1>")[2]
-        + (tag("nav", shown, aria_label="sections") if shown else "")
-        + "".join(sections)
-        + "<footer>Made by Meshwright. All times and sizes are predictions of its cost model unless marked as "
-        "measured.</footer></main>"
-    )
-    return (
-        '<!doctype html>\n<html lang="en" data-theme="light"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>{body}"
-        f'<div id="tip" role="presentation"></div><script>{script}</script></body></html>\n'
-    )
-
-
-def _section(anchor: str, heading: str, below: str, content: str) -> str:
-    words = tag("p", escape(below), class_="sub") if below else ""
-    return tag("section", tag("h2", escape(heading)) + words + content, id=anchor)
-
-
-def _wide(picture: str) -> str:
-    return tag("div", picture, class_="wide")
-
-
-def _numbers(summary: str, content: str) -> str:
-    return tag("details", tag("summary", escape(summary)) + content)
-
-
-def _job_in_words(plan: Plan) -> str:
-    training = plan.training
-    batch = f"global batch {training.global_batch:,}"
-    batch += f" × {training.seq_len:,} tokens" if training.seq_len is not None else " samples"
-    parts = [
-        f"{format_count(plan.model.num_parameters)} parameters",
-        batch,
-        training.precision,
-        training.optimizer,
-        training.software,
-    ]
-    return " · ".join(parts)
 
 
 def _decision(facts: Facts) -> str:
@@ -252,13 +148,13 @@ def _days(days: float) -> str:
 def _where_section(facts: Facts) -> str:
     plan = facts.plan
     picture, names = layer_strip(plan)
-    content = tag("h3", "The model's layers") + names + _wide(picture)
+    content = tag("h3", "The model's layers") + names + wide(picture)
     if any(layer.recompute != "none" for stage in plan.stages for layer in stage.layers):
         content += tag("p", "Hatched layers run their forward again during backward (recompute).", class_="sub")
     whole = cluster_map(facts)
-    content += tag("h3", "The whole cluster") + _wide(whole) if whole else ""
+    content += tag("h3", "The whole cluster") + wide(whole) if whole else ""
     kinds = "Every host" if len(facts.patterns) == 1 else "Each kind of host"
-    content += tag("h3", kinds) + _wide(host_cards(facts))
+    content += tag("h3", kinds) + wide(host_cards(facts))
     places = table(["stage", "where", "layers"], stage_places(plan), numeric_from=3)
     treated = [
         (stage_names(plan, position), run.names, str(run.num_layers), run.treatment)
@@ -266,12 +162,12 @@ def _where_section(facts: Facts) -> str:
         for run in layer_runs(plan, position)
     ]
     axes = [(row.axis.replace("_", " "), f"{row.degree:,}", row.first_group, row.where) for row in axis_rows(plan)]
-    content += _numbers("Stages in a table", places)
-    content += _numbers(
+    content += folded("Stages in a table", places)
+    content += folded(
         "Layers and their treatment", table(["stage", "layers", "count", "treatment"], treated, numeric_from=4)
     )
     if axes:
-        content += _numbers(
+        content += folded(
             "Mesh axes, outermost first",
             table(["axis", "ways", "ranks of the first group", "each group sits"], axes, numeric_from=4),
         )
@@ -279,7 +175,7 @@ def _where_section(facts: Facts) -> str:
         True: "Colours are pipeline stages: which layers each holds, and which GPUs hold it.",
         False: "Every GPU works on all layers; what is split are samples, parameters or single layers.",
     }[plan.degrees.pipeline > 1]
-    return _section("where", "Which layer lives on which GPU", below, content)
+    return section("where", "Which layer lives on which GPU", below, content)
 
 
 def _memory_section(facts: Facts) -> str:
@@ -298,8 +194,8 @@ def _memory_section(facts: Facts) -> str:
     ]
     more = ["budget", "device"] if memory[0].device else []
     below = f"Peak of one GPU, itemised. {facts.plan.training.memory_margin:.0%} of the device is left free on purpose."
-    details = _numbers("Every rank in a table (GiB)", table(["rank", *items, "total", "free", *more], rows))
-    return _section("memory", "Memory against the budget", below, names + _wide(picture) + details)
+    details = folded("Every rank in a table (GiB)", table(["rank", *items, "total", "free", *more], rows))
+    return section("memory", "Memory against the budget", below, names + wide(picture) + details)
 
 
 def _timeline_section(facts: Facts) -> str:
@@ -314,7 +210,7 @@ def _timeline_section(facts: Facts) -> str:
             f"micro-batches are drawn: the other {left_out} repeat the middle{full}, and the real step takes "
             f"{format_seconds(facts.estimate.step_time_s)}."
         )
-    return _section("time", "One training step", f"{below} Point at a pass for its times.", names + _wide(picture))
+    return section("time", "One training step", f"{below} Point at a pass for its times.", names + wide(picture))
 
 
 def _breakdown_section(facts: Facts) -> str:
@@ -332,15 +228,15 @@ def _breakdown_section(facts: Facts) -> str:
         )
         for traffic in found.collectives
     ]
-    details = _numbers("The causes in a table", table(["cause", "seconds", "of the step"], rows))
+    details = folded("The causes in a table", table(["cause", "seconds", "of the step"], rows))
     if moved:
         below = "What one rank passes to collectives in a step; full tensors, not shards"
-        details += _numbers("Communication by axis", table(["axis", "collective", "bytes", "calls"], moved, 2, below))
+        details += folded("Communication by axis", table(["axis", "collective", "bytes", "calls"], moved, 2, below))
     below = (
         "From what the model's arithmetic takes at the GPUs' peak to the step, on the busiest stage. "
         f"MFU: {MFU_CONVENTION}."
     )
-    return _section("causes", "Where the step goes", below, _wide(waterfall(facts)) + details)
+    return section("causes", "Where the step goes", below, wide(waterfall(facts)) + details)
 
 
 def _alternatives_section(facts: Facts) -> str:
@@ -351,18 +247,9 @@ def _alternatives_section(facts: Facts) -> str:
         "Each point is a layout with its best micro-batch, schedule and recompute; the line joins those that none "
         "beats in both time and memory. Layouts over four times as slow are left out."
     )
-    rows = _verdicts(facts.alternatives)
-    details = _numbers(
-        "All alternatives and why they lost", table(["set-up", "layout", "verdict"], rows, numeric_from=3)
-    )
-    return _section("alternatives", "Time against memory", below, marks + _wide(scatter(facts)) + details)
-
-
-def _verdicts(candidates: Sequence[Candidate]) -> list[tuple[str, str, str]]:
-    return [
-        (c.label, "–" if c.plan is None else f"{label_of(c.plan)}, micro-batch {c.plan.micro_batch}", c.verdict)
-        for c in candidates
-    ]
+    rows = verdict_rows(facts.alternatives)
+    details = folded("All alternatives and why they lost", table(["set-up", "layout", "verdict"], rows, numeric_from=3))
+    return section("alternatives", "Time against memory", below, marks + wide(scatter(facts)) + details)
 
 
 def _sensitivity_section(facts: Facts) -> str:
@@ -373,18 +260,18 @@ def _sensitivity_section(facts: Facts) -> str:
         else "No layout that is slower today would then be more than 1% faster than this plan."
     )
     below = "The same plan, priced again with one number of the cluster 20% lower or higher."
-    return _section(
+    return section(
         "sensitivity",
         "What if the hardware is not what we think",
         below,
-        _wide(tornado(facts)) + tag("p", escape(f"{verdict} {facts.spare_memory}")),
+        wide(tornado(facts)) + tag("p", escape(f"{verdict} {facts.spare_memory}")),
     )
 
 
 def _proof_section(plan: Plan) -> str:
     certificate = plan.certificate
     if certificate is None:
-        return _section("proof", "Proof", "", tag("p", escape(certificate_line(plan))))
+        return section("proof", "Proof", "", tag("p", escape(certificate_line(plan))))
     shapes = certificate.shapes
     badge = tag("span", certificate.status, class_="badge" if certificate.status == "optimal" else "badge weak")
     rows = [
@@ -402,11 +289,11 @@ def _proof_section(plan: Plan) -> str:
     content += table(["", ""], rows)
     if certificate.rejected:
         rejected = sorted(certificate.rejected.items(), key=lambda item: -item[1])
-        content += _numbers(
+        content += folded(
             "Rules that rejected layouts", table(["rule", "layouts"], [(rule, f"{n:,}") for rule, n in rejected])
         )
     below = "The proof is about the cost model, not about your cluster; plan compare --measure tells how far it is off."
-    return _section("proof", "Proof", below, content)
+    return section("proof", "Proof", below, content)
 
 
 def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:
@@ -432,7 +319,7 @@ def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:
     )
     if notes:
         content += tag("h3", "Notes on the model") + tag("ul", "".join(tag("li", escape(note)) for note in notes))
-    return _section("use", "Use it", "", content)
+    return section("use", "Use it", "", content)
 
 
 def _exports(plan: Plan) -> str:
@@ -446,26 +333,5 @@ def _exports(plan: Plan) -> str:
         else:
             left = f", {len(found.notes)} things it cannot say" if found.notes else ""
             words, content = f"plan export --to {target}{left}", tag("pre", escape(found.text.rstrip("\n")))
-        shown.append(_numbers(f"{NAMES[target]}: {words}", content))
+        shown.append(folded(f"{NAMES[target]}: {words}", content))
     return "".join(shown)
-
-
-def setup_words(plan: Plan) -> list[str]:
-    """A plan's layout as the words of --setup; recompute where all layers that can are treated alike."""
-    degrees = plan.degrees
-    named = {"ddp": "data_replicate", "fsdp": "data_shard", "tp": "tensor", "cp": "context", "ep": "expert"}
-    named |= {"pp": "pipeline", "v": "virtual_stages"}
-    ways = {word: getattr(degrees, name) for word, name in named.items()}
-    words = [f"{word}={degree}" for word, degree in ways.items() if degree > 1]
-    if degrees.context > 1:
-        words.append(f"cp_kind={plan.context_kind}")
-    if degrees.sharded_over > 1:
-        reshards = any(layer.reshard for stage in plan.stages for layer in stage.layers)
-        words.append("zero=3" if reshards else "zero=2" if plan.gradient_sync == "every" else "zero=1")
-    if degrees.tensor > 1:
-        words.append("sp=on" if plan.sequence_parallel else "sp=off")
-    words.append(f"mb={plan.micro_batch}")
-    words += [f"schedule={plan.schedule}"] if degrees.pipeline > 1 else []
-    modules = [layer for stage in plan.stages for layer in stage.layers if layer.modules == (layer.root,)]
-    kinds = {layer.recompute for layer in modules}
-    return [*words, f"recompute={kinds.pop()}"] if len(kinds) == 1 else words

@@ -172,7 +172,7 @@ def _lines(points: Sequence[Point]) -> list[tuple[str, list[tuple[int, float, st
 
 
 def _page(points: Sequence[Point], document: dict[str, Any], price_per_hour: float | None) -> str:
-    from .html_report import page
+    from .html_page import page
 
     lines = _lines(points)
     title = f"{points[0].profile.name} on {points[0].cluster.device.name}"

@@ -1,0 +1,206 @@
+"""A plan among others, as SVG: time against memory, what it hangs on, where each set-up loses."""
+
+from collections.abc import Sequence
+from math import cos, pi, sin
+
+from ...planner.estimate import Estimate
+from ...planner.questions.explain import CAUSES
+from ...planner.questions.sensitivity import Shift
+from ...planner.search import Candidate
+from ...profiler.units import GIB, format_bytes, format_seconds
+from .drawing import (
+    CAUSE_COLOURS,
+    WIDTH,
+    colour_of,
+    cut,
+    figure,
+    legend,
+    line,
+    nice_step,
+    rect,
+    tag,
+    text,
+    ticks,
+)
+from .report_facts import Facts, front
+
+
+def scatter(facts: Facts) -> str:
+    """Step time against memory of the fullest GPU: the plan, what people usually try, and other layouts."""
+    found = facts.estimate
+    priced = [c for c in facts.alternatives if c.estimate is not None and c.plan is not None]
+    mine = (_peak(found), found.step_time_s)
+    points = [mine, *((_peak(c.estimate), c.seconds) for c in priced if c.estimate is not None)]
+    slowest = 4 * found.step_time_s
+    shown = [i for i, (_, seconds) in enumerate(points) if seconds <= slowest]
+    budget = max(stage.budget_bytes for stage in found.memory)
+    left, right, top, base = 76.0, WIDTH - 24, 16.0, 340.0
+    far = max(budget, *(points[i][0] for i in shown)) * 1.03
+    least = min(points[i][0] for i in shown)
+    near = 0.0 if least < 0.5 * far else least - 0.25 * (far - least)
+    longest = max(points[i][1] for i in shown)
+    shortest = min(points[i][1] for i in shown)
+    low = max(0.0, shortest - 0.18 * max(longest - shortest, 0.2 * shortest))
+    high = longest + 0.12 * max(longest - shortest, 0.2 * shortest)
+
+    def across(memory: float) -> float:
+        return left + (memory - near) / (far - near) * (right - left)
+
+    def place(i: int) -> tuple[float, float]:
+        memory, seconds = points[i]
+        return across(memory), base - (seconds - low) / (high - low) * (base - top)
+
+    marks: list[str] = []
+    step = nice_step((far - near) / GIB, 8)
+    for i in range(int(near / GIB / step), int(far / GIB / step) + 1):
+        value, x = i * step, across(i * step * GIB)
+        if left <= x <= right:
+            marks += [line(x, top, x, base, class_="grid"), text(x, base + 16, f"{value:g}", class_="tick mid")]
+    for value in ticks(high, 8):
+        y = base - (value - low) / (high - low) * (base - top)
+        if top <= y <= base:
+            marks += [
+                line(left, y, right, y, class_="grid"),
+                text(left - 8, y + 4, format_seconds(value) if value else "0", class_="tick end"),
+            ]
+    edge = across(budget)
+    marks += [
+        line(edge, top, edge, base, class_="limit"),
+        text(edge - 6, top + 10, "budget", class_="tick end limit-t"),
+    ]
+    best = front([points[i] for i in shown])
+    corners = [place(shown[i]) for i in best]
+    steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in corners[1:])
+    marks.append(tag("path", d=f"M{corners[0][0]:.1f} {corners[0][1]:.1f}{steps}H{edge:.1f}", class_="front"))
+    for i in reversed(shown[1:]):
+        style, radius = ("rule", 6.0) if _is_rule(priced[i - 1]) else ("other", 4.5)
+        x, y = place(i)
+        marks.append(tag("circle", cx=x, cy=y, r=radius, class_=style, data_t=_tip(priced[i - 1])))
+    x, y = place(0)
+    tip = f"the plan|{format_seconds(found.step_time_s)}, {format_bytes(mine[0])}"
+    marks.append(tag("path", d=_star(x, y, 11.0), class_="chosen", data_t=tip))
+    named = [(*place(i), priced[i - 1].label) for i in shown[1:] if _is_rule(priced[i - 1])]
+    marks += _labels([(x, y, "the plan"), *named], left, right, base)
+    marks.append(text(left, base + 36, "GiB on the fullest GPU", class_="note"))
+    marks.append(text(left, top - 5, "step time", class_="note"))
+    description = f"the plan and {len(shown) - 1} alternatives; {len(best)} of them on the Pareto front"
+    return figure("scatter", "Time against memory", description, WIDTH, base + 42, marks)
+
+
+def _is_rule(candidate: Candidate) -> bool:
+    return ", micro-batch" not in candidate.label
+
+
+def _tip(candidate: Candidate) -> str:
+    assert candidate.estimate is not None
+    figures = f"{format_seconds(candidate.seconds)}, {format_bytes(_peak(candidate.estimate))}"
+    return f"{candidate.label}|{figures}|{candidate.verdict}"
+
+
+def _peak(found: Estimate) -> float:
+    return max(stage.device_bytes for stage in found.memory)
+
+
+def _labels(points: Sequence[tuple[float, float, str]], left: float, right: float, base: float) -> list[str]:
+    """Names of points, on the side where there is room, apart from each other, joined to their points by a line."""
+    marks: list[str] = []
+    for to_left in (False, True):
+        side = sorted(p[::-1] for p in points if (p[0] > (left + right) / 2) == to_left)
+        side.sort(key=lambda label: label[1])
+        lowest = base - 15.0 * (len(side) - 1)
+        y = float("-inf")
+        for i, (words, at_y, at_x) in enumerate(side):
+            y = max(y + 15, min(at_y, lowest + 15 * i))
+            x = at_x + (-24 if to_left else 24)
+            style = ("label halo strong" if words == "the plan" else "label halo") + (" end" if to_left else "")
+            near = at_x + (-9 if to_left else 9)
+            marks += [
+                line(near, at_y, x + (3 if to_left else -3), y, class_="leader"),
+                text(x, y + 4, words, class_=style),
+            ]
+    return marks
+
+
+def _star(x: float, y: float, radius: float) -> str:
+    corners = []
+    for i in range(10):
+        r, angle = radius * (1.0 if i % 2 == 0 else 0.45), pi * (i / 5 - 0.5)
+        corners.append(f"{x + r * cos(angle):.1f} {y + r * sin(angle):.1f}")
+    return "M" + "L".join(corners) + "z"
+
+
+def tornado(facts: Facts) -> str:
+    """Step time with each number of the cluster 20% lower and higher, the plan unchanged."""
+    shifts, base_s = facts.shifts, facts.estimate.step_time_s
+    left, right, step = 250.0, WIDTH - 20, 40.0
+    changes = [abs(s / base_s - 1) for shift in shifts for s in (shift.lower_s, shift.higher_s)]
+    most = max(0.02, *changes) * 1.25
+    middle, scale = (left + right) / 2, (right - left) / 2 / most
+    height = 8 + len(shifts) * step
+    marks = [line(middle, 4, middle, height, class_="axis")]
+    for i, shift in enumerate(shifts):
+        y = 8 + i * step
+        marks += [
+            text(left - 96, y + 15, shift.name, class_="label end"),
+            text(left - 88, y + 15, shift.value, class_="note"),
+        ]
+        for sign, seconds in (("−20%", shift.lower_s), ("+20%", shift.higher_s)):
+            change = seconds / base_s - 1
+            x = middle + min(0.0, change) * scale
+            colour = "rose" if change > 0 else "green"
+            tip = f"{shift.name} {sign}|{format_seconds(seconds)}, {change:+.1%}"
+            down = 0.0 if sign.startswith("−") else 12.0
+            marks.append(rect(x, y + down, abs(change) * scale, 11, fill=f"var(--{colour})", data_t=tip))
+            end = change < 0
+            at = middle + change * scale + (-6 if end else 6)
+            marks.append(text(at, y + down + 9.5, f"{sign}: {change:+.1%}", class_="tiny end" if end else "tiny"))
+    marks += [
+        text(middle - 8, height + 16, "faster", class_="note end"),
+        text(middle + 8, height + 16, "slower", class_="note"),
+    ]
+    description = "; ".join(_shift_words(shift, base_s) for shift in shifts)
+    return figure("sensitivity", "Sensitivity of the step time", description, WIDTH, height + 22, marks)
+
+
+def _shift_words(shift: Shift, base_s: float) -> str:
+    return f"{shift.name} 20% lower {shift.lower_s / base_s - 1:+.1%}, 20% higher {shift.higher_s / base_s - 1:+.1%}"
+
+
+def loss_bars(candidates: Sequence[Candidate]) -> tuple[str, str]:
+    """(figure, legend): the step of every set-up, stacked by cause; those without a plan say why."""
+    priced = [c.estimate for c in candidates if c.estimate is not None]
+    names = list(dict.fromkeys(name for found in priced for name in found.breakdown))
+    names = [
+        name for name in names if any(found.breakdown.get(name, 0.0) > 5e-4 * found.step_time_s for found in priced)
+    ]
+    longest = max((found.step_time_s for found in priced), default=1.0)
+    left, step, bar = 210.0, 40.0, 26.0
+    scale = (WIDTH - left - 86) / longest
+    height = 10 + len(candidates) * step
+    marks: list[str] = []
+    for value in ticks(longest):
+        x = left + value * scale
+        if value <= longest * 1.0001:
+            shown = format_seconds(value) if value else "0"
+            marks += [line(x, 4, x, height, class_="grid"), text(x, height + 14, shown, class_="tick mid")]
+    for i, candidate in enumerate(candidates):
+        y, x, found = 10 + i * step, left, candidate.estimate
+        chosen = candidate.verdict == "the plan"
+        marks.append(
+            text(left - 10, y + 18, cut(candidate.label, 28), class_="label end strong" if chosen else "label end")
+        )
+        if found is None:
+            marks.append(text(left + 6, y + 18, cut(candidate.verdict, 100), class_="note"))
+            continue
+        for name in names:
+            seconds = found.breakdown.get(name, 0.0)
+            tip = f"{candidate.label}: {CAUSES.get(name, name)}|"
+            tip += f"{format_seconds(seconds)}, {seconds / found.step_time_s:.1%} of its step"
+            marks.append(rect(x, y, seconds * scale, bar, fill=colour_of(name, CAUSE_COLOURS, names), data_t=tip))
+            x += seconds * scale
+        marks.append(text(x + 8, y + 18, format_seconds(found.step_time_s), class_="value"))
+    description = "; ".join(
+        f"{c.label}: {format_seconds(c.estimate.step_time_s) if c.estimate else c.verdict}" for c in candidates
+    )
+    picture = figure("losses", "One step of every set-up by cause", description, WIDTH, height + 20, marks)
+    return picture, legend([(CAUSES.get(name, name), colour_of(name, CAUSE_COLOURS, names)) for name in names])
