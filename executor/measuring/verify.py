@@ -155,7 +155,7 @@ def beside_one_process(
     """
     ranks = plan.degrees.num_devices
     try:
-        expected: _Run = run_local_ranks(_one_process, 1, loaded, plan, batches, timeout_s=timeout_s)[0]
+        expected: _Run = run_local_ranks(one_process, 1, loaded, plan, batches, timeout_s=timeout_s)[0]
     except RankError as error:
         return replace(report, failure=f"the model does not train in one process: {error}", detail=error.detail)
     try:
@@ -388,7 +388,7 @@ def _batches(loaded: LoadedModel, plan: Plan, steps: int) -> list[Batch]:
         return [loaded.batch(plan.training.global_batch) for _ in range(steps)]
 
 
-def _one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _Run:
+def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _Run:
     """The same training with none of our machinery."""
     torch.manual_seed(_SEED)
     model = loaded.build().train()
