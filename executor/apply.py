@@ -56,6 +56,11 @@ class AppliedModel:
         """Parameters of this rank by original name, tied ones under their first; they stay the same objects."""
         return {n.removeprefix(self.prefix): p for n, p in self.module.named_parameters()}
 
+    def begin_backward(self) -> None:
+        """Begin to gather the parameters that the backward needs first, if they were given back."""
+        for unit, _ in self.units[-2:-1]:
+            unit.unshard(async_op=True)
+
     def cut(self, name: str) -> ParameterCut | None:
         """How tensor parallelism divided a parameter; None if it is whole."""
         return self.layout.cuts.get(name)
@@ -266,10 +271,11 @@ def _prefetch_in_backward(units: list[FSDPModule]) -> None:
 
     Left alone, fully_shard goes by the order of all forwards since gradients were last reduced: behind the backward of
     the first unit it would gather the last one once more in every micro-batch but the first, for nothing. What
-    prefetches itself gathers nothing.
+    prefetches itself gathers nothing: so does the root, which begins anew whenever one of the model's outputs gets its
+    gradient (an encoder's comes late). The trainer gathers the last layer ahead.
     """
     *layers, root = units
-    root.set_modules_to_backward_prefetch([*layers[-1:], root][:1])
+    root.set_modules_to_backward_prefetch([root])
     for unit, before in zip(layers, [*layers[:1], *layers], strict=False):
         unit.set_modules_to_backward_prefetch([before])
 

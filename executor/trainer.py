@@ -360,6 +360,7 @@ class Trainer:
             with self._synchronised(is_last=i == len(parts) - 1):
                 with self._autocast():
                     loss = self._loss_of(*part)
+                self._applied.begin_backward()
                 (loss * scale).backward()
             losses.append(loss.detach())
         return losses

@@ -43,6 +43,7 @@ CASES = {
 TRAFFIC_CASES = CASES | {
     "fewer experts than shards": Case("mixtral_8x7b", shard=64, reshard=True, micro_batch=1, num_microbatches=2),
     "tied weights on one stage of two": Case("t5_small", shard=4, pipeline=2, num_microbatches=2),
+    "an output that is made halfway": Case("t5_small", shard=4, reshard=True, num_microbatches=2),
     "skips across cuts": Case("unet", pipeline=3, micro_batch=8, num_microbatches=3, precision="fp32"),
 }
 """Of those that are not in CASES only traffic is compared."""
