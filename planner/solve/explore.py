@@ -269,6 +269,8 @@ class Explorer:
         pins, leaves = space.pins, space.leaves(family)
         recompute = _recompute_of(family, pins)
         self._try_fitting_cuts(family)
+        if is_chunked(family.schedule) and self._least_chunked_s(family) >= cutoff_s:
+            return _Queue(family, [], [], recompute)
         seconds = self._bounds.seconds(family, leaves, recompute, pins.reshard, self._cuts_of(family))
         seconds[~self._may_be_held(family, space)] = np.inf
         if self.kinds is not None:
@@ -290,10 +292,8 @@ class Explorer:
         if isinstance(item, Split):
             return 0.0
         if isinstance(item, Family):
-            least_s = self._least_held_s(item, space)
-            if least_s < cutoff_s and is_chunked(item.schedule):
-                least_s = max(least_s, self._least_chunked_s(item))
-            return least_s
+            least_s = self._least_even_s(item, space) if is_chunked(item.schedule) else 0.0
+            return max(least_s, self._least_held_s(item, space)) if least_s < cutoff_s else least_s
         if not self._may_hold(item):
             return float("inf")
         if isinstance(item, UnequalPrices):
@@ -399,6 +399,12 @@ class Explorer:
         )
         self._cuts[key] = self._chunkings.with_fitting(frame, cuts, least.seconds, held)
 
+    def _least_even_s(self, family: Family, space: Space) -> float:
+        """Seconds that a chunked family takes at least with what data ranks exchange, before its cuts are known."""
+        recompute, reshard = _recompute_of(family, space.pins), space.pins.reshard
+        seconds = self._bounds.even_s(family, space.leaves(family), recompute, reshard)
+        return float(seconds[self._may_be_held(family, space)].min(initial=np.inf))
+
     def _least_chunked_s(self, family: Family) -> float:
         """Seconds that a chunked family takes at least over all cuts that are tried, memory aside; infinite if there
         are none."""
@@ -470,10 +476,23 @@ class Explorer:
             return float("inf")
         pass_s = float(counts @ least.seconds)
         slowest = float(self._bounds.slowest_s(self._bounds.of_kinds(least.seconds)[:, None], family.pipeline)[0])
-        if is_chunked(shape.schedule):  # its cuts are looked for when it is this bound's turn
-            return family.num_microbatches * slowest
-        update = least.elements / shape.sharded_over / family.pipeline
-        return (family.num_microbatches - 1) * slowest + pass_s + self.model.optimizer_s(update)
+        update_s = self.model.optimizer_s(least.elements / shape.sharded_over / family.pipeline)
+        if is_chunked(shape.schedule):
+            return max(family.num_microbatches * slowest, self._bound_of_chunked(family, least, pass_s, update_s))
+        return (family.num_microbatches - 1) * slowest + pass_s + update_s
+
+    def _bound_of_chunked(self, family: Family, least: "_Least", pass_s: float, update_s: float) -> float:
+        """Seconds that no cuts of a chunked family beat, as ShapeBounds.even_s; where gradients of weights do not come
+        last, each rank also waits for the backward of those before, and the step is no shorter than the way of one
+        micro-batch. update_s: of the optimizer, on each rank's even share."""
+        if family.pipeline * family.virtual_stages > len(self.chain.places) - 1:
+            return float("inf")
+        ahead, of_kinds = self._bounds.least_ahead(family.pipeline), self._bounds.of_kinds
+        busy_s = family.num_microbatches * pass_s
+        bound = (busy_s + float(ahead @ of_kinds(least.forward_s))) / family.pipeline + update_s
+        if family.schedule in ZERO_BUBBLE:
+            return bound
+        return max(bound, pass_s, (busy_s + float(ahead @ of_kinds(least.seconds))) / family.pipeline)
 
     def _least_of_family(self, family: Family) -> "_Least | None":
         """What the layers of a family take at least, whatever the schedule; None if their memory does not do."""

@@ -138,6 +138,8 @@ class ShapeBounds:
         self._columns: dict[tuple[Leaves, bool], _Columns] = {}
         self._tables: dict[tuple[object, ...], Data] = {}
         self._options: dict[tuple[object, ...], tuple[Fastest, Fastest | None]] = {}
+        self._even: dict[tuple[object, ...], Floats] = {}
+        self._aheads: dict[int, Floats] = {}
         self._kept = self._kept_options = 0
         self._elements: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._exchanges: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
@@ -168,6 +170,25 @@ class ShapeBounds:
         once_s = self.once_s(family, leaves, fastest, self.chain.lengths) / family.pipeline
         seconds: Floats = (count - 1) * slowest + pass_s + once_s
         return seconds
+
+    def even_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Floats:
+        """[shape] -> seconds that no cuts of a pipeline beat, whatever the schedule and the stages of each rank: the
+        mean over the ranks of what each has to do, behind a place of the chain for every rank before."""
+        key = leaves, family.any_schedule, recompute or "none", reshard
+        if key not in self._even:
+            fastest = self.fastest(family, leaves, recompute, reshard)
+            pass_s = self.counts @ fastest.microbatch_s + self.least_waits_s(family, leaves)
+            once_s = self.once_s(family, leaves, fastest, self.chain.lengths)
+            ahead_s = self.least_ahead(family.pipeline) @ fastest.forward_s
+            self._even[key] = (family.num_microbatches * pass_s + once_s + ahead_s) / family.pipeline
+        return self._even[key]
+
+    def least_ahead(self, pipeline: int) -> Floats:
+        """[kind] -> layers before the first stages of all ranks together, at least: a place for every rank before."""
+        if pipeline not in self._aheads:
+            kinds = [self.kind_of_run[self.chain.run_of[:first]] for first in self.chain.places[:pipeline]]
+            self._aheads[pipeline] = np.bincount(np.concatenate(kinds), minlength=len(self.kinds)).astype(float)
+        return self._aheads[pipeline]
 
     def once_s(self, family: Family, leaves: Leaves, fastest: Fastest, work: Floats) -> Floats:
         """[rank][shape] -> seconds behind the last pass of ranks that hold so many layers, at least. work: [rank][run],
