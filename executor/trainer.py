@@ -38,9 +38,10 @@ from .parallel.norms import norms_of
 from .parallel.pipeline import PipelineRunner
 from .parallel.shared_gradients import SharedGradients
 from .parallel.stage_module import stages_in
-from .state.checkpoint import Checkpoints, ModelState, State, Stateful
+from .state.checkpoint import Checkpoints
 from .state.checkpoint_folder import Progress
 from .state.initialise import empty_values
+from .state.run_state import ModelState, State, Stateful
 from .state.weights import Loading, Weights
 from .telemetry import Telemetry
 from .torch_compat import accelerator, data_parallel

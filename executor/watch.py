@@ -287,7 +287,7 @@ def _who_hangs(beats: Sequence[Beat], job: str) -> str:
     )
 
 
-_WORKING = ("checkpoint.py", "initialise.py", "weights.py")
+_WORKING = ("box_files.py", "checkpoint.py", "initialise.py", "run_state.py", "weights.py")
 """Files of this package whose own lines read and write; the others' are where totals are waited for."""
 
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from meshwright.executor import parallelize
 from meshwright.executor.state import checkpoint
+from meshwright.executor.state.boxes import Box
 from meshwright.executor.state.checkpoint_folder import complete_checkpoints, latest_checkpoint, read_progress
 from meshwright.planner.plan import Plan, Schedule
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
@@ -346,8 +347,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(saved: dict[str, Path]
     trainer = parallelize(TiedNet, plan_of(profile), adamw, loss=loss)
     folder = complete_checkpoints(saved["one"])[0]
     found = dcp.FileSystemReader(folder).read_metadata()
-    wrong = checkpoint.Box("model.tokens.weight", torch.Size((31, WIDTH)), (0, 0), torch.zeros(31, WIDTH))
-    missing = checkpoint.Box("model.nothing", torch.Size((1,)), (0,), torch.zeros(1))
+    wrong = Box("model.tokens.weight", torch.Size((31, WIDTH)), (0, 0), torch.zeros(31, WIDTH))
+    missing = Box("model.nothing", torch.Size((1,)), (0,), torch.zeros(1))
 
     with pytest.raises(ValueError, match=r"tokens.weight of shape \[30, 16\], the model's is \[31, 16\]"):
         checkpoint._check_saved([wrong], found, folder)

@@ -14,7 +14,7 @@ from test_checkpoint import TiedNet, adamw, batch_of, loss, plan_of, samples
 
 from benchmarks.faults.launched import Ending, launch
 from meshwright.executor import Trainer, parallelize, watch
-from meshwright.executor.state import checkpoint
+from meshwright.executor.state import box_files
 from meshwright.executor.watch import Beat
 from meshwright.planner.plan import Plan
 from meshwright.profiler.load import load_model
@@ -134,7 +134,7 @@ def _save(plan: Plan, folder: Path, happens: Callable[[Path], None], waits: bool
     trainer.save(folder / "run")
     trainer.step(next(shares))
     if trainer.mesh.rank == 1:
-        checkpoint._Writes.resolve_data = lambda self, item: happens(folder)  # type: ignore[method-assign,assignment,return-value]
+        box_files.Writes.resolve_data = lambda self, item: happens(folder)  # type: ignore[method-assign,assignment,return-value]
     else:
         _impatient(trainer, folder)
     trainer.save(folder / "run", wait=waits)
@@ -170,7 +170,7 @@ def _resume(plan: Plan, folder: Path, happens: Callable[[Path], None]) -> None:
     trainer.step(next(trainer.loader(samples)))
     trainer.save(folder / "run")
     if trainer.mesh.rank == 1:
-        checkpoint._Reads.resolve_tensor = lambda self, item: happens(folder)  # type: ignore[method-assign,assignment,return-value]
+        box_files.Reads.resolve_tensor = lambda self, item: happens(folder)  # type: ignore[method-assign,assignment,return-value]
     else:
         _impatient(trainer, folder)
     trainer.resume(folder / "run")

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from .checkpoint import Box, read_boxes
+from .box_files import read_boxes
+from .boxes import Box
 from .checkpoint_folder import latest_checkpoint
 
 

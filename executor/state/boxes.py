@@ -1,0 +1,65 @@
+"""Which parts of whole tensors a rank holds, in whole-tensor terms."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from ...planner.cost.sharding import shard_dim
+from ..parallel.tensor_layout import ParameterCut
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a whole tensor, and this rank's memory of it."""
+
+    key: str
+    whole: torch.Size
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Where it lies in the whole."""
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
+
+    @property
+    def index(self) -> MetadataIndex:
+        """Its name in the checkpoint."""
+        return MetadataIndex(self.key, torch.Size(self.offsets))
+
+
+def boxes(
+    key: str, tensor: torch.Tensor, cut: ParameterCut | None, tensor_rank: int, shard_rank: int, num_shards: int
+) -> list[Box]:
+    """The parts of a whole tensor that a rank's shard consists of.
+
+    tensor: a whole tensor, or a DTensor of fully_shard, which divides what tensor parallelism left to this tensor rank
+    along one dim. A fused weight is cut part by part, so that a shard of it is several boxes.
+    """
+    if not isinstance(tensor, DTensor):
+        return [Box(key, tensor.shape, (0,) * tensor.dim(), tensor.detach())]
+    local = tensor.to_local().detach()
+    if local.numel() == 0:
+        return []
+    gathered = tuple(tensor.shape)
+    divided = shard_dim(gathered, num_shards)
+    offsets = [0] * local.dim()
+    offsets[divided] = shard_rank * -(-gathered[divided] // num_shards)
+    if cut is None:
+        return [Box(key, tensor.shape, tuple(offsets), local)]
+    found = []
+    whole = torch.Size(sum(cut.parts) if dim == cut.dim else size for dim, size in enumerate(gathered))
+    here = whole_start = 0  # where the part begins, in what this tensor rank has and in the whole
+    held = range(offsets[cut.dim], offsets[cut.dim] + local.shape[cut.dim])
+    for part in cut.parts:
+        width = part // cut.degree
+        start, end = max(here, held.start), min(here + width, held.stop)
+        if start < end:
+            place = list(offsets)
+            place[cut.dim] = whole_start + tensor_rank * width + start - here
+            piece = local.narrow(cut.dim, start - held.start, end - start)
+            found.append(Box(key, whole, tuple(place), piece))
+        here, whole_start = here + width, whole_start + part
+    return found

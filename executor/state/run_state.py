@@ -1,0 +1,181 @@
+"""A rank's part of a run, as a checkpoint holds it: boxes of tensors, and what is no tensor."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from ...planner.plan import Plan
+from ..apply import AppliedModel
+from ..parallel.mesh import RankMesh
+from .boxes import Box, boxes
+from .random_state import random_state
+
+
+class Stateful(Protocol):
+    """What can be saved with a checkpoint: a learning-rate scheduler, for one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What there is to save."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was saved."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter of this rank. name: its first in the whole model; own_name: the one that it has here."""
+
+    name: str
+    own_name: str
+    tensor: nn.Parameter
+
+
+class ModelState:
+    """A rank's part of a model, by the names of the whole; tied parameters may be there twice."""
+
+    def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
+        self._model, self._plan, self._mesh = model, plan, mesh
+        first = {name: names[0] for names in plan.model.ties for name in names}
+        self._parameters = [_Parameter(first.get(n, n), n, p) for n, p in model.parameters.items()]
+
+    def model_boxes(self) -> list[Box]:
+        """Parameters and persistent buffers."""
+        found = [box for p in self._parameters for box in self._boxes(f"model.{p.name}", p.own_name, p.tensor)]
+        return found + [
+            Box(f"model.{name}", buffer.shape, (0,) * buffer.dim(), buffer) for name, buffer in self._buffers().items()
+        ]
+
+    def _boxes(self, key: str, own_name: str, tensor: torch.Tensor) -> list[Box]:
+        part = self._model.experts.get(own_name)
+        if part is not None:
+            held = boxes(key, tensor, None, 0, part.place.shard, part.num_shards)
+            whole = torch.Size((part.count, *tensor.shape[1:]))
+            return [replace(b, whole=whole, offsets=(b.offsets[0] + part.first, *b.offsets[1:])) for b in held]
+        at, degrees = self._mesh.coordinates, self._plan.degrees
+        shard_rank = at["data_shard"] * degrees.context + at["context"]
+        return boxes(key, tensor, self._model.cut(own_name), at["tensor"], shard_rank, degrees.sharded_over)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        persistent = self._model.module.state_dict().keys()
+        named = self._model.module.named_buffers()
+        return {n.removeprefix(self._model.prefix): b for n, b in named if n in persistent}
+
+
+class State(ModelState):
+    """A rank's part of a run: the model and its optimizer."""
+
+    def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh, optimizer: Optimizer) -> None:
+        super().__init__(model, plan, mesh)
+        self._optimizer = optimizer
+
+    def saved_boxes(self) -> list[Box]:
+        """Everything that this rank can write: buffers only of the first replica, for each has its own."""
+        tensors, _ = self._optimizer_state()
+        found = [
+            box
+            for p in self._parameters
+            for kind, tensor in tensors[p.own_name].items()
+            for box in self._boxes(f"optimizer.{p.name}.{kind}", p.own_name, tensor)
+        ]
+        writes_buffers = self._mesh.data_rank == 0 and self._mesh.is_first_of_share
+        buffers = {f"model.{name}" for name in self._buffers()}
+        return found + [box for box in self.model_boxes() if writes_buffers or box.key not in buffers]
+
+    def saved_objects(self, stateful: Mapping[str, Stateful]) -> dict[str, Any]:
+        """What is no tensor, of the ranks that write it."""
+        stage = self._mesh.coordinates["pipeline"]
+        found: dict[str, Any] = {}
+        if self._mesh.is_first_of_share:
+            found[f"rng.{self._mesh.data_rank}.{stage}"] = random_state(self._mesh.device)
+            if self._mesh.data_rank == 0:
+                _, scalars = self._optimizer_state()
+                found[f"optimizer.stage{stage}"] = {"scalars": scalars, "groups": self._groups()}
+        if self._mesh.rank == 0:
+            found |= {f"more.{name}": source.state_dict() for name, source in stateful.items()}
+        return found
+
+    def optimizer_boxes(self, saved: Metadata) -> tuple[list[Box], dict[str, dict[str, torch.Tensor]]]:
+        """(where to read a saved optimizer state to, name here -> state -> the tensors that are filled so)."""
+        kinds: dict[str, list[str]] = {}
+        for key, entry in saved.state_dict_metadata.items():
+            name, _, kind = key.removeprefix("optimizer.").rpartition(".")
+            if key.startswith("optimizer.") and isinstance(entry, TensorStorageMetadata):
+                kinds.setdefault(name, []).append(kind)
+        found: list[Box] = []
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        for p in self._parameters:
+            own = tensors[p.own_name] = {}
+            for kind in kinds.get(p.name, ()):
+                key = f"optimizer.{p.name}.{kind}"
+                entry = saved.state_dict_metadata[key]
+                assert isinstance(entry, TensorStorageMetadata)
+                own[kind] = torch.zeros_like(p.tensor, dtype=entry.properties.dtype, requires_grad=False)
+                found += self._boxes(key, p.own_name, own[kind])
+        return found, tensors
+
+    def load_optimizer(self, tensors: dict[str, dict[str, torch.Tensor]], stages: Iterable[dict[str, Any]]) -> None:
+        """Give the optimizer what was saved: tensors of this rank, and what all stages saved beside them.
+
+        Raises ValueError if parameters of one group were saved in groups of different options.
+        """
+        scalars: dict[str, dict[str, Any]] = {}
+        options: dict[str, dict[str, Any]] = {}
+        for stage in stages:
+            scalars |= stage["scalars"]
+            options |= {name: group["options"] for group in stage["groups"] for name in group["names"]}
+        known = {id(p.tensor): p for p in self._parameters}
+        document: dict[str, Any] = {"state": {}, "param_groups": []}
+        count = 0
+        for group in self._optimizer.param_groups:
+            own = [known[id(p)] for p in group["params"]]
+            different = {repr(options[p.name]): options[p.name] for p in own if p.name in options}
+            if len(different) > 1:
+                raise ValueError(
+                    f"the optimizer has {own[0].name} and {own[-1].name} in one parameter group, the checkpoint was "
+                    f"saved with different options for them: {' and '.join(different)}; make the groups as they were"
+                )
+            kept = {key: value for key, value in group.items() if key != "params"}
+            kept |= next(iter(different.values()), {})
+            document["param_groups"].append({**kept, "params": list(range(count, count + len(own)))})
+            for index, p in enumerate(own, count):
+                # Tied parameters were saved once, but each counts its own steps.
+                if state := {**tensors[p.own_name], **copy.deepcopy(scalars.get(p.name, {}))}:
+                    document["state"][index] = state
+            count += len(own)
+        self._optimizer.load_state_dict(document)
+
+    def _optimizer_state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, Any]]]:
+        """(name here -> state -> what is shaped like the parameter, first name -> state -> what is one value)."""
+        tensors: dict[str, dict[str, torch.Tensor]] = {p.own_name: {} for p in self._parameters}
+        scalars: dict[str, dict[str, Any]] = {}
+        for p in self._parameters:
+            for kind, value in self._optimizer.state.get(p.tensor, {}).items():
+                if not isinstance(value, torch.Tensor) or value.dim() == 0 < p.tensor.dim():
+                    scalars.setdefault(p.name, {})[kind] = value
+                elif value.shape == p.tensor.shape:
+                    tensors[p.own_name][kind] = value
+                else:
+                    raise ValueError(
+                        f"{type(self._optimizer).__name__} keeps {kind!r} of shape {list(value.shape)} for {p.name} of "
+                        f"shape {list(p.tensor.shape)}: only states like the parameter, or of one value, can be saved "
+                        "for other plans"
+                    )
+        return tensors, scalars
+
+    def _groups(self) -> list[dict[str, Any]]:
+        names = {id(p.tensor): p.name for p in self._parameters}
+        return [
+            {
+                "names": [names[id(p)] for p in group["params"]],
+                "options": {key: value for key, value in group.items() if key != "params"},
+            }
+            for group in self._optimizer.param_groups
+        ]
