@@ -18,6 +18,9 @@ from .solve.solver import SolverError
 from .strategy import Pins, shape_of
 from .training import TrainingSpec
 
+MORE_TIME = 0.05
+"""Of the time limit: how long rules of thumb may be followed beyond it, all together; at least a second."""
+
 RULE_S = 2.0
 """Seconds to look for the plan of a rule of thumb where the search of the whole space found none in its time."""
 
@@ -90,7 +93,8 @@ def search(
     if outcome.best is None:
         raise SolverError(f"no plan found within {time_limit_s:g} s; give it longer with --time-limit")
     bound, status, solver = explorer.prove(outcome, max(1.0, deadline - time.monotonic()))
-    rules = [(rule, _follow(explorer, rule, deadline)) for rule in rules_of_thumb(cluster, training)]
+    until = max(deadline, time.monotonic() + max(1.0, MORE_TIME * time_limit_s))
+    rules = [(rule, _follow(explorer, rule, until)) for rule in rules_of_thumb(cluster, training)]
     finalists = [_price(explorer, s) for s in outcome.solved if s.seconds <= outcome.best.seconds * (1 + WINDOW)]
     followed = [priced for _, priced in rules if priced is not None]
     chosen = _simplest(finalists + (followed if pins in (Pins(), Pins(everything=True)) else []))
@@ -197,7 +201,7 @@ def _by_rules(explorer: Explorer, pins: Pins) -> Iterator[Solved]:
 def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced | None:
     """The plan that a rule of thumb leads to, or None if none of its attempts fits."""
     for pins in rule.attempts:
-        outcome = explorer.explore(pins, max(deadline, time.monotonic() + 1.0), near=0)
+        outcome = explorer.explore(pins, deadline, near=0)
         if outcome.best is not None:
             return _price(explorer, outcome.best)
     return None

@@ -302,6 +302,26 @@ def test_worked_example_of_the_planners_readme() -> None:
     assert recomputed == [1, 0]
 
 
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_options_that_fit_are_found_even_when_time_is_over(pipeline: int) -> None:
+    draw = random.Random(0)
+    classes = [layer_class(f"l{i}", 1e12, int(1e7), draw.uniform(1e8, 6e8), 1e7) for i in range(24)]
+    model, training = profile(classes, list(range(24))), TrainingSpec(global_batch=16, seq_len=64)
+    chain = Chain(CostModel(model, cluster(per_host=2, on=device(memory=11e9)), training))
+    shape = Shape(1, 2 // pipeline, 1, pipeline, 1, 8 * pipeline, schedule="none" if pipeline == 1 else "1f1b")
+    best = scan(StagePrices(chain, shape))
+    chain.deadline_s = 0.0
+
+    found = scan(StagePrices(chain, shape))
+
+    assert best is not None
+    assert found is not None
+    assert chain.was_late
+    assert best.seconds <= found.seconds < 1.2 * best.seconds
+    stages = [[option for _, option, count in choice.parts for _ in range(count)] for choice in found.choices]
+    assert estimate(make_plan(model, chain.model.cluster, training, shape, stages), model).fits
+
+
 def test_layers_that_read_one_parameter_stay_on_one_stage() -> None:
     block = layer_class("block", 1e12, 10_000_000, 3e7, 1e6)
     model = profile([block], [0] * 4)

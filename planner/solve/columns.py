@@ -5,6 +5,7 @@ intervals is a composition, priced once per number of micro-batches in flight. W
 one option (recompute x reshard); the least time whose running maximum of memory (peak.py) fits is exact (knapsack.py).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,8 +26,9 @@ from ..cost.priced_layer import LayerCost
 from ..cost.stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
 from ..plan import Recompute
 from ..strategy import LayerOption, Shape, stage_starts
-from .knapsack import Turns, lightest, tie_prices
+from .knapsack import Turns, in_time, lightest, tie_prices
 from .relaxed import least_slowest_s
+from .solver import OutOfTimeError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -94,6 +96,9 @@ class Chain:
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self.num_layers = len(model.profile.layers)
+        self.deadline_s = math.inf
+        """time.monotonic() at which the best options are no longer looked for, but some that fit."""
+        self.was_late = False
         self._fastest: dict[tuple[object, ...], Fastest] = {}
         self._costs: dict[object, tuple[list[list[LayerOption]], list[list[LayerCost]]]] = {}
 
@@ -554,6 +559,8 @@ class StagePrices:
         """
         seconds, once, exact = self.bounds(stage, cutoff_s)
         for i in np.flatnonzero(~exact):
+            if self.shape.pipeline > 1:
+                in_time(self.chain.deadline_s)
             seconds[i] = self.exact_s(int(i), stage, cutoff_s)
             if not np.isfinite(seconds[i]):
                 once[i] = np.inf
@@ -596,7 +603,11 @@ class StagePrices:
     def _priced_one(self, composition: int, in_flight: int, cutoff_s: float) -> tuple[StageCost, Choice] | None:
         key = composition, in_flight
         if key not in self._priced:
-            choice = self._best_choice(composition, in_flight, self._weight_cutoff(cutoff_s))
+            try:
+                choice = self._best_choice(composition, in_flight, self._weight_cutoff(cutoff_s))
+            except OutOfTimeError:
+                self.chain.was_late = True
+                choice = self._quick_choice(composition, in_flight)
             cost = None if choice is None else self.stage_cost(composition, choice, in_flight)
             fits = cost is not None and cost.allocated_bytes <= self.budget
             self._priced[key] = (cost, choice) if cost is not None and choice is not None and fits else None
@@ -623,7 +634,7 @@ class StagePrices:
             for run, count, order in zip(runs, item.counts, orders, strict=True)
         ]
         rooms = np.array([room[composition] for room, _ in self._rooms(in_flight)])
-        found = lightest(rows, rooms, cutoff, self._starting(composition, orders[0], passes))
+        found = lightest(rows, rooms, cutoff, self._starting(composition, orders[0], passes), self.chain.deadline_s)
         if found is None:
             return None
         parts = [
@@ -633,6 +644,27 @@ class StagePrices:
             if n
         ]
         return Choice(tuple(parts))
+
+    def _quick_choice(self, composition: int, in_flight: int) -> Choice:
+        """Options that a price of memory asks for, at the least price where they fit; those that hold least if none."""
+        item, held = self.chain.compositions[composition], self._passes_of(in_flight)[0].before
+        runs = range(item.first_run, item.last_run + 1)
+        ties = tie_prices([np.array(self._weights[run]) for run in runs], [held[run] for run in runs])
+
+        def at(price: float) -> Choice:
+            cost = [np.array(self._weights[run]) / (1.0 + price) + held[run] * (price / (1.0 + price)) for run in runs]
+            options = [self.options[run][int(np.argmin(row))] for run, row in zip(runs, cost, strict=True)]
+            return Choice(tuple(zip(runs, options, item.counts, strict=True)))
+
+        low, high = 0, len(ties)
+        while low < high:
+            middle = (low + high) // 2
+            price = float(ties[middle]) * (1 + ROUNDING)
+            if self.stage_cost(composition, at(price), in_flight).allocated_bytes <= self.budget:
+                high = middle
+            else:
+                low = middle + 1
+        return at(float(ties[min(low, len(ties) - 1)]) * (1 + ROUNDING))
 
     def _rooms(self, in_flight: int) -> list[tuple[Floats, Floats]]:
         """[pass] -> ([composition] -> bytes that layers may hold at most, the same if the first layer takes its fastest

@@ -3,7 +3,8 @@
 import heapq
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -246,7 +247,7 @@ class Explorer:
                 continue
             extra += bound >= best
             outcome.num_solved += 1
-            found = self._solved(item, cutoff)
+            found = self._solved(item, cutoff, deadline_s)
             if found is not None:
                 outcome.solved.append(Solved(item.shape, item, found))
                 layouts.add(item.shape.layout)
@@ -255,6 +256,10 @@ class Explorer:
                     break
                 if progress is not None:
                     progress(f"{outcome.num_solved} shapes solved", min(0.9, bound / best))
+            if time.monotonic() > deadline_s:  # it may have been left half solved
+                outcome.complete = False
+                outcome.bound = min([outcome.bound, bound, *(entry[0] for entry in later)])
+                break
         outcome.pruned = outcome.total - sum(outcome.rejected.values()) - outcome.num_solved
         if heap and outcome.complete:
             outcome.bound = min(outcome.bound, heap[0][0])
@@ -337,11 +342,28 @@ class Explorer:
             return self.kinds.priced(shape, recompute, reshard, everything)
         return StagePrices(self.chain, shape, recompute, reshard, everything)
 
-    def _solved(self, prices: StagePrices | UnequalPrices, cutoff_s: float) -> Assignment | None:
-        """The best stages of a shape."""
+    def _solved(self, prices: StagePrices | UnequalPrices, cutoff_s: float, deadline_s: float) -> Assignment | None:
+        """The best stages of a shape, as far as time allows."""
         if isinstance(prices, StagePrices) and is_chunked(prices.shape.schedule):
             return best_chunking(prices, self._cuts[_frame_of(prices.shape)], cutoff_s)
-        return scan(prices, cutoff_s)
+        with self._until(deadline_s):
+            return scan(prices, cutoff_s)
+
+    @contextmanager
+    def _until(self, deadline_s: float) -> Iterator[None]:
+        """The best options are looked for until then."""
+        for chain in self._chains:
+            chain.deadline_s = deadline_s
+        try:
+            yield
+        finally:
+            for chain in self._chains:
+                chain.deadline_s = float("inf")
+
+    @property
+    def _chains(self) -> list[Chain]:
+        """That of all devices, and of each kind."""
+        return [self.chain, *(self.kinds.chains if self.kinds is not None else [])]
 
     def _may_be_held(self, family: Family, space: Space) -> NDArray[np.bool_]:
         """[shape] -> the same before anything is priced, with devices alike."""
@@ -599,9 +621,13 @@ class Explorer:
         ties = [s for s in ranked[:MAX_TIES] if s.seconds <= best * (1 + TIE) and not is_chunked(s.shape.schedule)]
         bound, optimal, name = outcome.bound, outcome.complete, "enumeration"
         deadline = time.monotonic() + time_limit_s
+        if any(chain.was_late for chain in self._chains):
+            ties, optimal = [], False  # some prices are not exact
         for tie in ties:
             try:
-                result = solve_master([tie.prices], tie.seconds * (1 + CUTOFF_SLACK), deadline - time.monotonic())
+                with self._until(deadline):
+                    left_s = deadline - time.monotonic()
+                    result = solve_master([tie.prices], tie.seconds * (1 + CUTOFF_SLACK), left_s)
             except OutOfTimeError:
                 optimal = False
                 break

@@ -14,6 +14,7 @@ y and z are binary. A column c is a composition (columns.py) on one stage: how m
 run before the one where its predecessor ends. Times are in ms, so the solver's 1e-6 tolerances mean a nanosecond.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,8 +42,10 @@ def solve_master(
 ) -> tuple[Solution, int, Assignment] | None:
     """(solution, index of the chosen shape, its assignment) of least closed-form step time, or None if nothing fits.
 
-    cutoff_s: columns that alone make a step longer than this are left out. Raises SolverError.
+    cutoff_s: columns that alone make a step longer than this are left out. time_limit_s: of columns and solver.
+    Raises SolverError.
     """
+    start = time.monotonic()
     problem = pulp.LpProblem("stages", pulp.LpMinimize)
     chosen = [problem.add_variable(f"y_{k}", cat="Binary") for k in range(len(shapes))]
     columns = [
@@ -50,7 +53,7 @@ def solve_master(
     ]
     problem += pulp.lpSum(chosen) == 1, "choose"
     problem.setObjective(pulp.lpSum(objective for _, objective in columns))
-    solution = solve(problem, time_limit_s, solver)
+    solution = solve(problem, time_limit_s - (time.monotonic() - start), solver)
     if solution.status == "infeasible":
         return None
     solution = Solution(

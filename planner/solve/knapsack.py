@@ -10,10 +10,13 @@ few combinations to try, all of which are.
 """
 
 import math
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .solver import OutOfTimeError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -27,6 +30,12 @@ FEW = 200_000
 
 SLACK = 1e-12
 """Relative: sums that differ by less are equal, whatever the order of addition."""
+
+
+def in_time(deadline_s: float) -> None:
+    """Raises OutOfTimeError when time.monotonic() has passed the deadline."""
+    if time.monotonic() > deadline_s:
+        raise OutOfTimeError("time is over before the best options are found; give it longer with --time-limit")
 
 
 @dataclass(frozen=True)
@@ -71,11 +80,13 @@ class Turns:
         )
 
 
-def lightest(rows: list[Turns], rooms: Floats, cutoff: float, starting: Floats) -> Packing | None:
+def lightest(
+    rows: list[Turns], rooms: Floats, cutoff: float, starting: Floats, deadline_s: float = math.inf
+) -> Packing | None:
     """The packing of least weight below `cutoff` that in no pass and at no turn holds more than that pass's room.
 
     One case for each option that the very last item may take, the most promising first. starting: [pass][option] ->
-    what is held throughout, by the option that the very first item takes.
+    what is held throughout, by the option that the very first item takes. Raises OutOfTimeError at the deadline.
     """
     last = rows[-1]
     cases = []
@@ -93,7 +104,7 @@ def lightest(rows: list[Turns], rooms: Floats, cutoff: float, starting: Floats) 
         if bound >= limit:
             break
         begins = starting[:, option : option + 1] if len(case) == 1 else starting
-        found = _lightest_of_case(case, rooms, limit, begins)
+        found = _lightest_of_case(case, rooms, limit, begins, deadline_s)
         if found is not None:
             best = found, option
     if best is None:
@@ -106,7 +117,9 @@ def lightest(rows: list[Turns], rooms: Floats, cutoff: float, starting: Floats) 
     return Packing(packing.weight, (*packing.counts[: len(rows) - 1], counts))
 
 
-def _lightest_of_case(rows: list[Turns], rooms: Floats, cutoff: float, starting: Floats) -> Packing | None:
+def _lightest_of_case(
+    rows: list[Turns], rooms: Floats, cutoff: float, starting: Floats, deadline_s: float
+) -> Packing | None:
     """The same for a single item in the last row, with a single option.
 
     First without all turns but the last of the first pass, which bounds it from below: if what that finds fits, it is
@@ -115,7 +128,7 @@ def _lightest_of_case(rows: list[Turns], rooms: Floats, cutoff: float, starting:
     """
     groups = [Group(row.count, row.weights, row.before[0]) for row in rows]
     room = float(rooms[0] - rows[-1].ending[0, 0])
-    relaxed = least_weight(groups, room, cutoff)
+    relaxed = least_weight(groups, room, cutoff, deadline_s)
     if relaxed is None:
         return None
     if _fits_in_turns(rows, relaxed, rooms, starting):
@@ -127,7 +140,7 @@ def _lightest_of_case(rows: list[Turns], rooms: Floats, cutoff: float, starting:
     limit = relaxed.weight
     while limit < heaviest:
         limit, step = min(limit + step, heaviest), 2 * step
-        found = lightest_in_turns(rows, rooms, limit, starting)
+        found = lightest_in_turns(rows, rooms, limit, starting, deadline_s)
         if found is not None:
             return found
     return None
@@ -144,7 +157,9 @@ def _fits_in_turns(rows: list[Turns], packing: Packing, rooms: Floats, starting:
     return bool((most <= rooms).all())
 
 
-def lightest_in_turns(rows: list[Turns], rooms: Floats, limit: float, starting: Floats) -> Packing | None:
+def lightest_in_turns(
+    rows: list[Turns], rooms: Floats, limit: float, starting: Floats, deadline_s: float = math.inf
+) -> Packing | None:
     """The packing of least weight below `limit` that in no pass and at no turn holds more than that pass's room.
 
     While an item has its turn, those up to it hold `before`, those behind it `behind`. starting: [pass][option] ->
@@ -162,6 +177,7 @@ def lightest_in_turns(rows: list[Turns], rooms: Floats, limit: float, starting: 
     before, most = np.zeros((1, len(rooms))), np.full((1, len(rooms)), -np.inf)
     chosen: list[tuple[Ints, Ints]] = []
     for i, (table, row, group) in enumerate(zip(tables, rows, groups, strict=True)):
+        in_time(deadline_s)
         weights = (weight[:, None] + (table @ row.weights)[None, :]).ravel()
         excesses = (excess[:, None] + (table @ _reduced(group, price))[None, :]).ravel()
         if i == 0:
@@ -179,7 +195,7 @@ def lightest_in_turns(rows: list[Turns], rooms: Floats, limit: float, starting: 
         if i + 1 == len(rows):
             keep = inside[[np.argmin(weights[inside])]]
         elif len(inside) * math.prod(len(later) for later in tables[i + 1 :]) > FEW:
-            keep = inside[_unbeaten(np.column_stack([weights[inside], befores[inside], mosts[inside]]))]
+            keep = inside[_unbeaten(np.column_stack([weights[inside], befores[inside], mosts[inside]]), deadline_s)]
         chosen.append((keep // len(table), keep % len(table)))
         weight, excess, before, most = weights[keep], excesses[keep], befores[keep], mosts[keep]
     return _traced(tables, chosen, weight)
@@ -203,18 +219,21 @@ def _most_inside(table: Ints, row: Turns) -> Floats:
     return most
 
 
-def _unbeaten(points: Floats) -> Ints:
+def _unbeaten(points: Floats, deadline_s: float) -> Ints:
     """Rows that no other is below in one column and nowhere above."""
     left = np.lexsort(points.T[::-1])
     kept = []
     while len(left):
+        in_time(deadline_s)
         best = left[0]
         kept.append(best)
         left = left[~(points[left] >= points[best]).all(axis=1)]
     return np.array(kept, dtype=np.int64)
 
 
-def least_weight(groups: list[Group], room: float, cutoff: float = float("inf")) -> Packing | None:
+def least_weight(
+    groups: list[Group], room: float, cutoff: float = math.inf, deadline_s: float = math.inf
+) -> Packing | None:
     """The packing of least weight within `room`, or None if nothing fits or nothing is lighter than `cutoff`."""
     kept = [_undominated(group) for group in groups]
     slim = [Group(g.count, g.weights[k], g.memory[k]) for g, k in zip(groups, kept, strict=True)]
@@ -228,7 +247,7 @@ def least_weight(groups: list[Group], room: float, cutoff: float = float("inf"))
     found, gap = rounded, rounded.weight - bound
     step = gap / FIRST_STEP
     while gap > slack:
-        lighter = _enumerated(slim, room, price, min(step, gap) + slack)
+        lighter = _enumerated(slim, room, price, min(step, gap) + slack, deadline_s)
         if lighter is not None and lighter.weight <= bound + min(step, gap) + slack:
             found = lighter
         if found is lighter or step >= gap:
@@ -310,7 +329,7 @@ def _all_at(group: Group, option: int) -> Ints:
     return count
 
 
-def _enumerated(groups: list[Group], room: float, price: float, gap: float) -> Packing | None:
+def _enumerated(groups: list[Group], room: float, price: float, gap: float, deadline_s: float) -> Packing | None:
     """The best packing among all whose reduced cost is within `gap`."""
     tables = [_counts_within(group, price, gap) for group in groups]
     least = [float((table @ group.memory).min()) for table, group in zip(tables, groups, strict=True)]
@@ -318,6 +337,7 @@ def _enumerated(groups: list[Group], room: float, price: float, gap: float) -> P
     weight, memory, excess = np.zeros(1), np.zeros(1), np.zeros(1)
     chosen: list[tuple[Ints, Ints]] = []
     for i, (table, group) in enumerate(zip(tables, groups, strict=True)):
+        in_time(deadline_s)
         after = float(least_after[len(groups) - 2 - i]) if i + 1 < len(groups) else 0.0
         reduced = _reduced(group, price)
         weights = (weight[:, None] + (table @ group.weights)[None, :]).ravel()

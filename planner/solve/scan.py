@@ -1,5 +1,7 @@
 """Joins columns into a pipeline by dynamic programming over candidate bottlenecks: exact, and the ILP's oracle."""
 
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +9,8 @@ from numpy.typing import NDArray
 
 from ..cost.stage_cost import closed_form_s
 from .columns import Choice, Prices
+from .knapsack import in_time
+from .solver import OutOfTimeError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -29,31 +33,44 @@ def scan(prices: Prices, cutoff_s: float = float("inf")) -> Assignment | None:
     (the slowest stage's once_s) is bounded in turn, from the loosest bound down.
 
     Stages are first taken at their bounds, and only those on the best way are priced exactly, until no way is better
-    at its bounds than one that is known exactly.
+    at its bounds than one that is known exactly. When the chain's deadline has passed, what was found so far is what
+    comes back.
     """
     chain, shape = prices.chain, prices.shape
     if shape.pipeline > chain.num_layers:
         return None
-    stages = [_Stage(prices, stage, cutoff_s) for stage in range(shape.pipeline)]
     best: tuple[float, tuple[int, ...]] | None = None
+    try:
+        for better in _ever_better(prices, cutoff_s):
+            best = better
+    except OutOfTimeError:
+        pass
+    if best is None:
+        return None
+    choices = tuple(prices.on(s).choice(c, shape.in_flight(s)) for s, c in enumerate(best[1]))
+    return Assignment(best[0], best[1], choices)
+
+
+def _ever_better(prices: Prices, cutoff_s: float) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """(closed form, compositions) of ways through the chain at exact prices, each faster than the one before."""
+    chain, shape = prices.chain, prices.shape
+    stages = [_Stage(prices, stage, cutoff_s) for stage in range(shape.pipeline)]
     cutoff = cutoff_s
     while True:
         cuts = _best_cuts(stages, shape.num_microbatches - 1, cutoff)
         if cuts is None:
-            break
+            return
         here = tuple(int(chain.composition_of[cuts[s], cuts[s + 1]]) for s in range(shape.pipeline))
         known = [stage.was_exact(composition) for stage, composition in zip(stages, here, strict=True)]
         each = [float(stage.seconds[c]) for stage, c in zip(stages, here, strict=True)]
         once = [float(stage.once[c]) for stage, c in zip(stages, here, strict=True)]
         seconds = closed_form_s(each, once, shape.num_microbatches)
         if seconds < cutoff:
-            best, cutoff = (seconds, here), seconds
+            cutoff = seconds
+            yield seconds, here
         if all(known):
-            break
-    if best is None:
-        return None
-    choices = tuple(prices.on(s).choice(c, shape.in_flight(s)) for s, c in enumerate(best[1]))
-    return Assignment(best[0], best[1], choices)
+            return
+        in_time(chain.deadline_s)
 
 
 class _Stage:
@@ -94,7 +111,7 @@ def _best_cuts(stages: list[_Stage], more: int, cutoff: float) -> list[int] | No
     once_bound = float("inf")
     while True:
         allowed = [np.where(once <= once_bound, seconds, np.inf) for seconds, once in matrices]
-        found = _cheapest(allowed, more, cutoff - least_once)
+        found = _cheapest(allowed, more, cutoff - least_once, stages[0].prices.chain.deadline_s)
         if found is None:
             break
         cuts = found[1]
@@ -124,7 +141,7 @@ def _places(stages: list[_Stage]) -> list[Ints] | None:
     return found[::-1] if len(found[-1]) else None
 
 
-def _cheapest(matrices: list[Floats], more: int, cutoff: float) -> tuple[float, list[int]] | None:
+def _cheapest(matrices: list[Floats], more: int, cutoff: float, deadline_s: float) -> tuple[float, list[int]] | None:
     """Least (m - 1) max + sum over the stages' seconds below `cutoff`, and the cuts that give it."""
     free = _shortest(matrices, np.inf)
     if free is None:
@@ -143,6 +160,8 @@ def _cheapest(matrices: list[Floats], more: int, cutoff: float) -> tuple[float, 
         if path is not None and more * bottleneck + path[0] < cutoff:
             cutoff = more * bottleneck + path[0]
             best = cutoff, path[1]
+        if time.monotonic() > deadline_s:
+            break
     return best
 
 
