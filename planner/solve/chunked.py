@@ -355,21 +355,55 @@ def handed_on(frame: Chunking, rank: int) -> Ints:
     return _moves(*_ranges(frame, rank), np.arange(frame.num_stages + 1))
 
 
+@dataclass(frozen=True)
+class _Rank:
+    """A rank's stages with their options. seconds: of one micro-batch through all of them; fits: whether its memory
+    does."""
+
+    stages: tuple[tuple[Choice, StageCost], ...]
+    seconds: float
+    once_s: float
+    fits: bool
+
+
+_Held = tuple[tuple[int, int], ...]
+"""[stage of a rank] -> composition and micro-batches in flight."""
+
+
 class Known:
-    """What stages of one shape cost, as far as it has been asked."""
+    """What stages and ranks of one shape cost, as far as it has been asked."""
 
     def __init__(self, prices: StagePrices) -> None:
         self.prices = prices
+        shape: Shape = prices.shape
+        self.frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+        self.stages_of = [self.frame.stages(rank) for rank in range(self.frame.num_ranks)]
+        self.flights = [shape.in_flight(stage) for stage in range(self.frame.num_stages)]
         self._stages: dict[tuple[int, int, Recompute, int], tuple[Choice, StageCost]] = {}
+        self._ranks: dict[tuple[_Held, Recompute, int], _Rank] = {}
 
-    def stage(self, composition: int, in_flight: int, recompute: Recompute, count: int) -> tuple[Choice, StageCost]:
+    def rank(self, held: _Held, recompute: Recompute, count: int) -> _Rank:
+        """A rank with up to `count` layers of each of its stages recomputed."""
+        key = held, recompute, count
+        if key not in self._ranks:
+            stages = tuple(self._stage(composition, in_flight, recompute, count) for composition, in_flight in held)
+            costs = [cost for _, cost in stages]
+            seconds, once_s = sum(cost.microbatch_s for cost in costs), sum(cost.once_s for cost in costs)
+            self._ranks[key] = _Rank(stages, seconds, once_s, allocated_on_one(costs) <= self.prices.budget)
+        return self._ranks[key]
+
+    def _stage(self, composition: int, in_flight: int, recompute: Recompute, count: int) -> tuple[Choice, StageCost]:
         """Options and cost of a stage with up to `count` layers recomputed."""
-        count = min(count, sum(self.prices.chain.compositions[composition].counts))
+        count = min(count, self.num_layers(composition))
         key = composition, in_flight, recompute, count
         if key not in self._stages:
             choice = _choice(self.prices, composition, recompute, count)
             self._stages[key] = choice, self.prices.stage_cost(composition, choice, in_flight)
         return self._stages[key]
+
+    def num_layers(self, composition: int) -> int:
+        """Layers of a composition."""
+        return sum(self.prices.chain.compositions[composition].counts)
 
     def fastest(self, cuts: Ints, cutoff_s: float) -> Assignment | None:
         """The fastest way to recompute where stages begin at these places of the chain, by number, that fits and is
@@ -417,60 +451,46 @@ def _least_recomputed(
     """With the fewest layers recomputed in the stages of each rank, equally many in each, whose memory fits; None where
     some rank's does not, or where what it waits for and has to do alone takes `cutoff_s`."""
     shape: Shape = known.prices.shape
-    frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
     found: dict[int, tuple[Choice, StageCost]] = {}
     once_s: list[float] = []
     forward_s = backward_s = 0.0
-    for rank in range(frame.num_ranks):  # the first holds most micro-batches: what does not fit ends here, mostly
-        stages = frame.stages(rank)
-        held = [(compositions[stage], shape.in_flight(stage)) for stage in stages]
+    for stages in known.stages_of:  # the first holds most micro-batches: what does not fit ends here, mostly
+        held = tuple((compositions[stage], known.flights[stage]) for stage in stages)
         longest_s = (cutoff_s * (1 + ROUNDING) - forward_s - backward_s) / shape.num_microbatches
-        best = _least_on_rank(known, held, recompute, longest_s)
-        if best is None:
+        rank = _least_on_rank(known, held, recompute, longest_s)
+        if rank is None:
             return None
-        found |= dict(zip(stages, best, strict=True))
-        once_s.append(sum(cost.once_s for _, cost in best))
-        forward_s += best[0][1].forward_s
-        backward_s += 0.0 if shape.schedule in ZERO_BUBBLE else best[0][1].backward_s
-    in_order = [found[stage] for stage in range(frame.num_stages)]
+        found |= dict(zip(stages, rank.stages, strict=True))
+        once_s.append(rank.once_s)
+        first = rank.stages[0][1]
+        forward_s += first.forward_s
+        backward_s += 0.0 if shape.schedule in ZERO_BUBBLE else first.backward_s
+    in_order = [found[stage] for stage in range(len(compositions))]
     return _Fitting(tuple(compositions), tuple(c for c, _ in in_order), [cost for _, cost in in_order], once_s)
 
 
-def _least_on_rank(
-    known: Known, held: Sequence[tuple[int, int]], recompute: Recompute, longest_s: float
-) -> list[tuple[Choice, StageCost]] | None:
-    """Options and costs of a rank's stages with the fewest layers recomputed, equally many in each; None if its memory
-    does not do even so, or a micro-batch takes `longest_s`. held: [stage] -> composition and micro-batches in
-    flight."""
-
-    def with_first(count: int) -> list[tuple[Choice, StageCost]]:
-        return [known.stage(composition, in_flight, recompute, count) for composition, in_flight in held]
-
-    def fits(found: list[tuple[Choice, StageCost]]) -> bool:
-        return allocated_on_one([cost for _, cost in found]) <= known.prices.budget
-
-    def too_long(found: list[tuple[Choice, StageCost]]) -> bool:
-        return sum(cost.microbatch_s for _, cost in found) >= longest_s
-
-    best, low = with_first(0), 1
-    if too_long(best):  # and the longer, the more is recomputed
+def _least_on_rank(known: Known, held: _Held, recompute: Recompute, longest_s: float) -> _Rank | None:
+    """A rank with the fewest layers recomputed, equally many in each of its stages; None if its memory does not do even
+    so, or a micro-batch takes `longest_s`."""
+    best, low = known.rank(held, recompute, 0), 1
+    if best.seconds >= longest_s:  # and the longer, the more is recomputed
         return None
-    if fits(best):
+    if best.fits:
         return best
-    high = max(sum(known.prices.chain.compositions[composition].counts) for composition, _ in held)
-    best = with_first(high)
-    if not fits(best):
+    high = max(known.num_layers(composition) for composition, _ in held)
+    best = known.rank(held, recompute, high)
+    if not best.fits:
         return None
     while low < high:
         middle = (low + high) // 2
-        fewer = with_first(middle)
-        if fits(fewer):
+        fewer = known.rank(held, recompute, middle)
+        if fewer.fits:
             best, high = fewer, middle
-        elif too_long(fewer):
+        elif fewer.seconds >= longest_s:
             return None
         else:
             low = middle + 1
-    return None if too_long(best) else best
+    return best if best.seconds < longest_s else None
 
 
 def _played(prices: StagePrices, fitting: _Fitting, cutoff_s: float) -> Assignment | None:
