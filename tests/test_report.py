@@ -24,9 +24,10 @@ from meshwright.executor.measuring.compare import Comparison, compare, read_setu
 from meshwright.executor.reporting.chrome_trace import trace_events
 from meshwright.executor.reporting.drawing import nice_step, stage_colour, tag, ticks
 from meshwright.executor.reporting.html_report import report_page
-from meshwright.executor.reporting.plan_diff import difference
+from meshwright.executor.reporting.plan_diff import Cost, Difference, difference
 from meshwright.executor.reporting.report import axis_rows
 from meshwright.executor.reporting.report_facts import Facts, front, gather, host_patterns, played
+from meshwright.executor.reporting.terminal import make_console, print_difference
 from meshwright.executor.run_document import RunHeader, RunStep
 from meshwright.planner.estimate import estimate
 from meshwright.planner.exchange.export import export
@@ -394,6 +395,21 @@ def test_the_causes_of_a_difference_add_up_to_it(plan: Plan) -> None:
     assert times["step"] == pytest.approx(priced[1].step_time_s - priced[0].step_time_s)
     sizes = {cost.name: cost.second - cost.first for cost in found.sizes}
     assert sizes.pop("fullest GPU") == pytest.approx(sum(sizes.values()))
+
+
+def test_a_step_of_several_times_the_length_is_told_as_a_factor(capsys: pytest.CaptureFixture[str]) -> None:
+    times = (Cost("step", 1.0, 22.3), Cost("compute", 1.0, 1.5), Cost("data", 0.0, 1.0))
+    print_difference(make_console(), ("a.json", "b.json"), Difference((), times, ()))
+
+    out = capsys.readouterr().out
+    assert "22.3x" in out
+    assert "+50.0%" in out
+
+
+def test_no_name_is_drawn_over_what_people_usually_try(page: str) -> None:
+    picture = page.split(">Time against memory</title>")[1].split("</svg>")[0]
+
+    assert picture.rindex("label halo") < picture.index('class="rule"') < picture.index('class="chosen"')
 
 
 def test_more_work_is_compared_by_the_sample() -> None:

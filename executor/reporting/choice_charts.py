@@ -72,15 +72,16 @@ def scatter(facts: Facts) -> str:
     corners = [place(shown[i]) for i in best]
     steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in corners[1:])
     marks.append(tag("path", d=f"M{corners[0][0]:.1f} {corners[0][1]:.1f}{steps}H{edge:.1f}", class_="front"))
+    circles: dict[str, list[str]] = {"other": [], "rule": []}
     for i in reversed(shown[1:]):
         style, radius = ("rule", 6.0) if _is_rule(priced[i - 1]) else ("other", 4.5)
         x, y = place(i)
-        marks.append(tag("circle", cx=x, cy=y, r=radius, class_=style, data_t=_tip(priced[i - 1])))
+        circles[style].append(tag("circle", cx=x, cy=y, r=radius, class_=style, data_t=_tip(priced[i - 1])))
+    named = [(*place(i), priced[i - 1].label) for i in shown[1:] if _is_rule(priced[i - 1])]
     x, y = place(0)
+    marks += [*circles["other"], *_labels([(x, y, "the plan"), *named], left, right, base), *circles["rule"]]
     tip = f"the plan|{format_seconds(found.step_time_s)}, {format_bytes(mine[0])}"
     marks.append(tag("path", d=_star(x, y, 11.0), class_="chosen", data_t=tip))
-    named = [(*place(i), priced[i - 1].label) for i in shown[1:] if _is_rule(priced[i - 1])]
-    marks += _labels([(x, y, "the plan"), *named], left, right, base)
     marks.append(text(left, base + 36, "GiB on the fullest GPU", class_="note"))
     marks.append(text(left, top - 5, "step time", class_="note"))
     description = f"the plan and {len(shown) - 1} alternatives; {len(best)} of them on the Pareto front"
@@ -153,13 +154,18 @@ def tornado(facts: Facts) -> str:
             marks.append(rect(x, y + down, abs(change) * scale, 11, fill=f"var(--{colour})", data_t=tip))
             end = change < 0
             at = middle + change * scale + (-6 if end else 6)
-            marks.append(text(at, y + down + 9.5, f"{sign}: {change:+.1%}", class_="tiny end" if end else "tiny"))
+            marks.append(text(at, y + down + 9.5, f"{sign}: {_change(change)}", class_="tiny end" if end else "tiny"))
     marks += [
         text(middle - 8, height + 16, "faster", class_="note end"),
         text(middle + 8, height + 16, "slower", class_="note"),
     ]
     description = "; ".join(_shift_words(shift, base_s) for shift in shifts)
     return figure("sensitivity", "Sensitivity of the step time", description, WIDTH, height + 22, marks)
+
+
+def _change(share: float) -> str:
+    """A change of the step, with a sign where there is one to see."""
+    return "0%" if abs(share) < 5e-4 else f"{share:+.1%}".replace("-", "−")
 
 
 def _shift_words(shift: Shift, base_s: float) -> str:

@@ -75,7 +75,7 @@ def _decision(facts: Facts) -> str:
         f"({hosts:,} host{'s' if hosts > 1 else ''}) with <b>{escape(choice_in_words(plan))}</b>.",
         *([f"<b>{escape(marked(plan).capitalize())}.</b>"] if marked(plan) else []),
         *(escape(f"{name.capitalize()}: {words}.") for name, words in splits_in_words(plan).items()),
-        f"One optimizer step is predicted to take <b>{format_seconds(found.step_time_s)}</b>: "
+        f"One optimizer step is predicted to take <b>{format_seconds(found.step_time_s).replace(' ', '&nbsp;')}</b>: "
         f"{format_count(found.tokens_per_s)} {unit} per second at {found.mfu:.0%} of the GPUs' peak.",
         f"The fullest GPU holds {format_bytes(peak.device_bytes)} of the {format_bytes(peak.budget_bytes)} it may use.",
     ]

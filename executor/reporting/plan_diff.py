@@ -53,9 +53,10 @@ def _view(plan: Plan) -> dict[str, str]:
     """Every decision of a plan in words; plans that differ anywhere differ in one of them."""
     degrees, training = plan.degrees, plan.training
     layers = [layer for stage in plan.stages for layer in stage.layers]
+    hosts = plan.cluster.num_hosts
     view = {
         "model": f"{plan.model.name} ({plan.model.fingerprint[:12]})",
-        "cluster": f"{plan.cluster.devices} on {plan.cluster.num_hosts:,} hosts",
+        "cluster": f"{plan.cluster.devices} on {hosts:,} host{'s' if hosts > 1 else ''}",
         "links": f"{plan.cluster.link.bandwidth / 1e9:,.4g} GB/s",
         "network": f"{plan.cluster.network.bandwidth / 1e9:,.4g} GB/s per host",
         "layout": label_of(plan),
@@ -83,7 +84,7 @@ def _view(plan: Plan) -> dict[str, str]:
 
 
 def _named(names: list[str]) -> str:
-    return f"{len(names)} layers: {collapse(names)}" if names else "none"
+    return f"{len(names)} layer{'s' if len(names) > 1 else ''}: {collapse(names)}" if names else "none"
 
 
 def _counted(sizes: list[int]) -> str:

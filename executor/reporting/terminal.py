@@ -427,7 +427,8 @@ def _time(seconds: float) -> str:
 def _cost_cells(cost: "Cost", show: Callable[[float], str]) -> tuple[str, ...]:
     change = cost.second - cost.first
     sign = "+" if change > 0 else "-" if change < 0 else ""
-    share = f"{change / cost.first:+.1%}" if cost.first else ""
+    ratio = cost.second / cost.first if cost.first else 0.0
+    share = "" if not cost.first else f"{ratio:.1f}x" if ratio >= 2 else f"{ratio - 1:+.1%}"
     return cost.name, show(cost.first), show(cost.second), sign + show(abs(change)), share
 
 
