@@ -520,18 +520,19 @@ class StagePrices:
         """
         shape, chain = self.shape, self.chain
         in_flight = shape.in_flight(stage)
-        fastest = self._fastest_microbatch_s
-        fits = self._fits(in_flight)
-        may_stand = (fits | self._may_fit(in_flight)) & self._update_fits
+        seconds = fastest = self._fastest_microbatch_s
+        may_stand = self._update_fits & self._balanced(cutoff_s, fastest)
         if stage == 0:
             may_stand &= chain.at_start
         if stage == shape.pipeline - 1:
             may_stand &= chain.at_end
-        seconds = fastest.copy()
-        if shape.pipeline > 1:
-            least = self._weight_bounds(in_flight) + P2P_EXPOSED * self._waits
-            seconds = np.where(fits, fastest, np.maximum(fastest, least * (1 - ROUNDING)))
-        may_stand &= self._balanced(cutoff_s, seconds)
+        fits = self._fits(in_flight) if may_stand.any() else may_stand
+        if not fits[may_stand].all():
+            may_stand &= fits | self._may_fit(in_flight)
+            if shape.pipeline > 1:
+                least = self._weight_bounds(in_flight) + P2P_EXPOSED * self._waits
+                seconds = np.where(fits, fastest, np.maximum(fastest, least * (1 - ROUNDING)))
+                may_stand &= self._balanced(cutoff_s, seconds)
         return np.where(may_stand, seconds, np.inf), np.where(may_stand, self._once_s, np.inf), fits | ~may_stand
 
     def _balanced(self, cutoff_s: float, seconds: Floats) -> NDArray[np.bool_]:

@@ -54,7 +54,11 @@ def scan(prices: Prices, cutoff_s: float = float("inf")) -> Assignment | None:
 def _ever_better(prices: Prices, cutoff_s: float) -> Iterator[tuple[float, tuple[int, ...]]]:
     """(closed form, compositions) of ways through the chain at exact prices, each faster than the one before."""
     chain, shape = prices.chain, prices.shape
-    stages = [_Stage(prices, stage, cutoff_s) for stage in range(shape.pipeline)]
+    stages = []
+    for number in range(shape.pipeline):
+        stages.append(_Stage(prices, number, cutoff_s))
+        if not np.isfinite(stages[-1].seconds).any():
+            return None
     cutoff = cutoff_s
     while True:
         cuts = _best_cuts(stages, shape.num_microbatches - 1, cutoff)
