@@ -59,6 +59,7 @@ class CostModel:
         self._links_of_stages: dict[tuple[int, int], GroupLinks] = {}
         self._places: dict[int, tuple[int, ...]] = {}
         self._held: dict[tuple[object, ...], tuple[Held, ...]] = {}
+        self._kept: dict[tuple[object, ...], float] = {}
         self._modes: dict[tuple[int, int, bool, Cuts | None], _Mode] = {}
 
     @cached_property
@@ -306,14 +307,20 @@ class CostModel:
             )
         return self._contexts[key]
 
-    def least_exchange_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
-        """Exposed seconds of a layer's exchanges with context and expert ranks in the forward, and in the backward
-        without recompute, that no order of the mesh axes beats."""
+    def least_context_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
+        """Exposed seconds of a layer's exchanges with context ranks in the forward, and in the backward without
+        recompute, that no order of the mesh axes beats."""
+        if shape.context == 1:
+            return 0.0, 0.0
         contexts = [self.context_of(kind, shape, stride) for stride in self.places(shape.context)]
+        return min(c.forward_s for c in contexts), min(c.backward_s for c in contexts)
+
+    def least_dispatch_s(self, kind: Kind, shape: Shape) -> float:
+        """The same of those with expert ranks, in the forward; the backward takes as long."""
+        if shape.expert == 1 or not self.layer_class(kind).experts:
+            return 0.0
         dispatch_s = min(self.dispatch_of(kind, shape, stride)[0] for stride in self.places(shape.expert))
-        expert_s = self.exposed_dispatch_s(dispatch_s, kind, shape)
-        forward_s, backward_s = min(c.forward_s for c in contexts), min(c.backward_s for c in contexts)
-        return forward_s + 2 * expert_s, backward_s + 2 * expert_s
+        return 2 * self.exposed_dispatch_s(dispatch_s, kind, shape)
 
     def exposed_dispatch_s(self, dispatch_s: float, kind: Kind, shape: Shape) -> float:
         """What is left of sending tokens to experts where the stack hides a share of it behind the layer's work."""
@@ -322,7 +329,7 @@ class CostModel:
     def dispatch_of(self, kind: Kind, shape: Shape, stride: int | None = None) -> tuple[float, float, float]:
         """(seconds, bytes, calls) of sending a layer's tokens to their experts once for one micro-batch; bringing them
         back takes the same, and so do their gradients. stride: between expert ranks, if not as the shape has it."""
-        if shape.expert == 1:
+        if shape.expert == 1 or not self.layer_class(kind).experts:
             return 0.0, 0.0, 0.0
         slices = shape.tensor if self.mode(kind, shape)[0] == "sequence" else 1
         links = self.links(shape.expert, shape.expert_stride if stride is None else stride)
@@ -723,6 +730,12 @@ class CostModel:
 
     def kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
         """Bytes that a layer keeps of one micro-batch in the model's own numbers."""
+        key = kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute
+        if key not in self._kept:
+            self._kept[key] = self._found_kept_bytes(kind, shape, recompute)
+        return self._kept[key]
+
+    def _found_kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
         _, costs, tensor = self.mode(kind, shape)
         under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective, "full": costs.full}
         again = recompute in ("selective", "full")

@@ -2,8 +2,9 @@
 
 import heapq
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -140,6 +141,10 @@ class _Queue:
     place: int = 0
 
 
+_Item = Split | tuple[Family, ...] | Family | _Queue | StagePrices | UnequalPrices
+"""What is looked at when it is its bound's turn: splits, their families of one micro-batch, each of these, its shapes,
+and one shape."""
+
 _Frame = tuple[Chunking, int, int, bool, int, ContextKind, int]
 """What the cuts of a chunked shape depend on."""
 
@@ -184,7 +189,7 @@ class Explorer:
         space = Space(self.profile, self.cluster, self.training, pins, self.choice.faster)
         outcome = Outcome()
         order = itertools.count()
-        heap: list[tuple[float, int, Split | Family | _Queue | StagePrices | UnequalPrices, bool]] = []
+        heap: list[tuple[float, int, _Item, bool]] = []
         started_s = time.monotonic()
         counted_until_s = started_s + COUNTED * (deadline_s - started_s)
         for split in space.splits():
@@ -223,7 +228,14 @@ class Explorer:
                     heapq.heappush(heap, (least_s, next(order), item, True))
                     continue
             if isinstance(item, Split):
-                for family in space.families_of(item):
+                for families in _by_micro_batch(space.families_of(item)):
+                    first = families[0]
+                    least_s = first.num_microbatches * self._slowest_s(item, first.micro_batch)
+                    if least_s < cutoff:
+                        heapq.heappush(heap, (max(bound, least_s), next(order), families, True))
+                continue
+            if isinstance(item, tuple):
+                for family in item:
                     family_bound = max(bound, self._family_bound(family))
                     if np.isfinite(family_bound) and family_bound < cutoff:
                         entry = family_bound, next(order), family, False
@@ -286,15 +298,13 @@ class Explorer:
         order = order[seconds[order] < cutoff_s].tolist()
         return _Queue(family, order, seconds[order].tolist(), recompute)
 
-    def _least_with_recompute_s(
-        self, item: Split | Family | _Queue | StagePrices | UnequalPrices, space: Space, cutoff_s: float
-    ) -> float:
+    def _least_with_recompute_s(self, item: "_Item", space: Space, cutoff_s: float) -> float:
         """Seconds that shapes take at least with the recompute that memory asks for; 0 where nothing is known. A queue
         is put in the order of that."""
         if isinstance(item, _Queue):
             self._raise(item, space, cutoff_s)
             return item.bounds[0] if item.bounds else float("inf")
-        if isinstance(item, Split):
+        if isinstance(item, Split | tuple):
             return 0.0
         if isinstance(item, Family):
             least_s = self._least_even_s(item, space) if is_chunked(item.schedule) else 0.0
@@ -442,21 +452,26 @@ class Explorer:
         return min(count * self._slowest_s(split, micro_batch) for micro_batch, count in space.micro_batches(split))
 
     def _slowest_s(self, split: Split, micro_batch: int) -> float:
-        """Least seconds of compute and tensor traffic that one micro-batch is for the slowest stage."""
-        alike = float(self._works_s(split, micro_batch, self.model) @ self.chain.lengths) / split.pipeline
+        """Least seconds of compute, tensor traffic and tokens sent to experts that one micro-batch is for the slowest
+        stage."""
+        context, expert = split.context, split.expert
+        shape = Shape(1, 1, split.tensor, 1, micro_batch, 1, split.sequence, context=context, expert=expert)
+        shape = replace(shape, cuts=split.cuts) if split.cuts else shape
+        works = self._works_s(shape, self.model)[:, 0]
+        alike = float(self.chain.lengths @ works) / split.pipeline
+        whole = zip(self._bounds.counts.tolist(), self._bounds.of_kinds(works).tolist(), strict=True)
+        alike = max(alike, *(math.ceil(number / split.pipeline) * each for number, each in whole))
         if self.kinds is None or not self.kinds.may_have_own(split.pipeline):
             return alike
-        each = [self._works_s(split, micro_batch, model) for model in self.kinds.models]
+        each = [self._works_s(shape, model)[:, 0] for model in self.kinds.models]
         return min(alike, self.kinds.shares(each, split.pipeline).slowest_s)
 
-    def _works_s(self, split: Split, micro_batch: int, model: CostModel) -> Floats:
-        """[run] -> least seconds of compute and tensor traffic that one micro-batch is for a layer on such devices."""
-        key = split.tensor, split.sequence, split.expert, micro_batch / split.context, split.cuts, id(model)
+    def _works_s(self, shape: Shape, model: CostModel) -> Floats:
+        """[run] -> (least seconds of compute, tensor traffic and tokens sent to experts that one micro-batch is for a
+        layer on such devices, seconds of its forward without tensor traffic)."""
+        key = shape.tensor, shape.sequence, shape.expert, shape.samples, shape.cuts, id(model)
         if key not in self._works:
-            context, expert = split.context, split.expert
-            shape = Shape(1, 1, split.tensor, 1, micro_batch, 1, split.sequence, context=context, expert=expert)
-            shape = replace(shape, cuts=split.cuts)
-            self._works[key] = np.array([_pass_s(model, run.start, shape)[0] for run in self.chain.runs])
+            self._works[key] = np.array([_pass_s(model, run.start, shape) for run in self.chain.runs])
         return self._works[key]
 
     def _family_bound(self, family: Family) -> float:
@@ -533,14 +548,13 @@ class Explorer:
         # With one micro-batch a gradient comes when its layer's activations go.
         gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
         seconds, forward, elements, weights, held, passing = [], [], [], [], [], []
-        for run in runs:
+        for run, (pass_s, forward_s) in zip(runs, self._works_s(shape, model).tolist(), strict=True):
             kind = model.kinds[run.start]
-            pass_s, forward_s = _pass_s(model, run.start, shape)
-            exchange_s = model.least_exchange_s(kind, shape)
+            context_s = model.least_context_s(kind, shape)
             total, trainable = model.stored_elements(kind, shape)
             saved, kept, again_s = self._ways(model, kind, shape)
-            seconds.append(pass_s + sum(exchange_s))
-            forward.append(forward_s + exchange_s[0])
+            seconds.append(pass_s + sum(context_s))
+            forward.append(forward_s + context_s[0])
             elements.append(trainable)
             weights.append(seconds[-1] + again_s)
             held.append((kept, total * state.sharded_parameters + trainable * (gradients + state.optimizer)))
@@ -652,6 +666,14 @@ def _polish(outcome: Outcome) -> None:
         outcome.solved = [better if each is found else each for each in outcome.solved]
 
 
+def _by_micro_batch(families: Iterable[Family]) -> list[tuple[Family, ...]]:
+    """Families of a split that have the same micro-batches, which share what a micro-batch takes at least."""
+    groups: dict[int, list[Family]] = {}
+    for family in families:
+        groups.setdefault(family.micro_batch, []).append(family)
+    return [tuple(group) for group in groups.values()]
+
+
 def _recompute_of(family: Family, pins: Pins) -> Recompute | None:
     """What all layers of a family recompute, if they have no choice."""
     return "none" if family.schedule in ZERO_BUBBLE else pins.recompute
@@ -664,12 +686,14 @@ def _frame_of(shape: Shape) -> _Frame:
 
 
 def _pass_s(model: CostModel, layer: int, shape: Shape) -> tuple[float, float]:
-    """(seconds, those of its forward) of a layer for one micro-batch at least: compute, and tensor traffic between
-    ranks that sit where it takes least. That need not be one host: two may mean fewer hops, and the links of both."""
+    """(seconds, those of its forward without tensor traffic) of a layer for one micro-batch at least: compute, and
+    traffic of tensor and of expert ranks that sit where it takes least. That need not be one host: two may mean fewer
+    hops, and the links of both."""
     kind = model.kinds[layer]
     compute = model.compute(kind, shape)
     traffic = model.tensor_traffic(kind, shape)
     places = [model.links(shape.tensor, stride) for stride in model.places(shape.tensor)]
     each_s = seconds_at_places([(item.kind, item.bytes) for _, _, item in traffic], places)
     tensor_s = min((1.0 - model.hidden_tensor(at)) * seconds for at, seconds in zip(places, each_s, strict=True))
-    return compute.forward + compute.backward + tensor_s, compute.forward
+    expert_s = model.least_dispatch_s(kind, shape)
+    return compute.forward + compute.backward + tensor_s + 2 * expert_s, compute.forward + expert_s
