@@ -77,7 +77,7 @@ def too_high(explorer: Explorer, asked: Instance, limit: int = 40) -> list[Shape
         for i, leaf in enumerate(leaves):
             prices = explorer.priced(family.shape(leaf), recompute, asked.pins.reshard, asked.pins.everything)
             explorer._cuts_of(family)
-            solved = explorer._solved(prices, float("inf"))
+            solved = explorer._solved(prices, float("inf"), float("inf"))
             bound = max(bounds.get(i, float("inf")), raised.get(i, float("inf")))
             if solved is not None and solved.seconds < bound * (1 - 1e-9):
                 found.append(prices.shape)
@@ -115,7 +115,7 @@ def test_shapes_that_are_left_out_for_memory_have_no_assignment(seed: int) -> No
         for shape in (s for s, held in zip(space.shapes(family), may_be_held, strict=True) if not held):
             prices = explorer.priced(shape, recompute, asked.pins.reshard, asked.pins.everything)
             explorer._cuts_of(family)
-            assert explorer._solved(prices, float("inf")) is None
+            assert explorer._solved(prices, float("inf"), float("inf")) is None
 
 
 @pytest.mark.parametrize(("inside", "hosts"), [(1, 1), (8, 1), (1, 16), (4, 2)])
