@@ -57,7 +57,7 @@ class Topology:
         return self.hosts * self.devices_per_host
 
 
-TOPOLOGIES = (Topology(2, 2, 25e6, 1.0), Topology(2, 4, 40e6, 0.5))
+TOPOLOGIES = (Topology(2, 2, 25e6, 1.0), Topology(2, 4, 25e6, 0.3))
 
 REFERENCE_SETUPS = (
     "ddp",

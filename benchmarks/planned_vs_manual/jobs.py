@@ -1,6 +1,7 @@
 """Runs plans on an emulated cluster, a step of each in turn, and returns how long the steps took."""
 
 import faulthandler
+import gc
 import json
 import os
 import statistics
@@ -114,9 +115,12 @@ def _rank(plans: Mapping[str, Plan], task: Task, steps: int, at: Path) -> dict[s
         jobs[label] = _trainer(plan, task, clock)
         jobs[label][0].step(jobs[label][1])
     _before_others()
+    gc.freeze()
+    gc.disable()  # what Python's collector does in the middle of a step would be waited for by all ranks
     for _ in range(steps):
         for label, (trainer, share) in jobs.items():
             _turn_of(label, at)
+            gc.collect()
             dist.barrier()
             started = time.perf_counter()
             clock.begin()
@@ -128,7 +132,8 @@ def _rank(plans: Mapping[str, Plan], task: Task, steps: int, at: Path) -> dict[s
 
 def _before_others() -> None:
     """Let this rank's threads, gloo's included, run as soon as they can, whatever else this machine does; they mostly
-    sleep. Without the right to do so they wait with the others."""
+    sleep. Without the right to do so they wait with the others. (All with one priority: with a higher one gloo's
+    threads were seen to turn in a circle, waiting for ours.)"""
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):
             os.sched_setscheduler(int(thread), os.SCHED_RR, os.sched_param(1))
