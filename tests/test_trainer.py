@@ -9,9 +9,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 from synthetic import cluster
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.executor import Trainer, apply, parallelize
-from meshwright.executor.state.initialise import initial_values
+from meshwright.executor.parallel.expert import HeldExperts
+from meshwright.executor.parallel.tensor_layout import ParameterCut
+from meshwright.executor.state import initialise
+from meshwright.executor.state.initialise import Materialiser, initial_values
+from meshwright.planner.cost.expert_place import ExpertPlace
 from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
@@ -255,11 +261,13 @@ def test_bf16_computes_in_bf16_and_keeps_fp32(make: Callable[..., Plan], degrees
 
 def _initial(plan: Plan) -> dict[str, torch.Tensor]:
     apply.BUILD_LIMIT_BYTES = 0
+    initialise.BLOCK_ELEMENTS = 64
     return trainer_of(plan).full_state_dict()
 
 
 def test_large_models_begin_alike_under_every_plan(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "BUILD_LIMIT_BYTES", 0)
+    monkeypatch.setattr(initialise, "BLOCK_ELEMENTS", 64)
     expected = _initial(make())
 
     for degrees in ({"shard": 2, "tensor": 2}, {"replicate": 2, "stages": (1, 3)}):
@@ -281,6 +289,58 @@ def test_large_models_begin_with_what_the_constructor_does() -> None:
     assert not torch.equal(values.parameter("blocks.1.0.weight"), values.parameter("blocks.2.0.weight"))
     assert torch.equal(head, initial_values(Net, is_large=True, seed=0).parameter("head.weight"))
     assert not torch.equal(head, initial_values(Net, is_large=True, seed=1).parameter("head.weight"))
+
+
+class Banks(nn.Module):
+    """Stacked experts, and an embedding with a row of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.empty(32, 8, WIDTH))
+        self.tokens = nn.Embedding(256, WIDTH, padding_idx=99)
+        nn.init.normal_(self.experts, std=0.1)
+
+
+class LargestStorage(TorchDispatchMode):
+    """Elements of the largest storage that any operator's result lies in."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for x in tree_leaves(output):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // 4)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("cut", "own"),
+    [
+        (ParameterCut(0, (256,), 4), (slice(128, 192), slice(None))),
+        (ParameterCut(0, (128, 128), 4), ([*range(64, 96), *range(192, 224)], slice(None))),
+        (ParameterCut(1, (WIDTH,), 4), (slice(None), slice(8, 12))),
+    ],
+)
+def test_ranks_make_only_their_part_of_large_parameters(
+    monkeypatch: pytest.MonkeyPatch, cut: ParameterCut, own: Any
+) -> None:
+    monkeypatch.setattr(initialise, "BLOCK_ELEMENTS", 512)
+    values = initial_values(Banks, is_large=True, seed=0)
+    tokens, experts = values.parameter("tokens.weight"), values.parameter("experts")
+    held = {"experts": HeldExperts(32, 4, 1, ExpertPlace(expert=2, shard=0))}
+    with torch.device("meta"):
+        stage = Banks()
+
+    with LargestStorage() as largest:
+        Materialiser(stage, values, {"tokens.weight": cut}, 2, torch.device("cpu"), held)([stage])
+
+    assert largest.elements <= 1024
+    assert torch.equal(stage.experts, experts[16:24])
+    assert torch.equal(stage.tokens.weight, tokens[own])
+    assert not tokens[99].any()
+    assert experts.std().item() == pytest.approx(0.1, rel=0.1)
+    assert len(experts.flatten().unique()) > 0.99 * experts.numel()
 
 
 def test_large_models_may_not_look_at_their_numbers() -> None:

@@ -1,6 +1,7 @@
 """How parameters of a stage are divided over tensor ranks, and which of their gradients are shares."""
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -24,6 +25,12 @@ class ParameterCut:
             for part in full.split(self.parts, self.dim)
         ]
         return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].contiguous()
+
+    def rows(self, rank: int) -> list[range]:
+        """Where one rank's slices lie along `dim`, in the order of its shard."""
+        ends = accumulate(self.parts)
+        starts = [end - part + rank * (part // self.degree) for end, part in zip(ends, self.parts, strict=True)]
+        return [range(start, start + part // self.degree) for start, part in zip(starts, self.parts, strict=True)]
 
     def full(self, shards: list[torch.Tensor]) -> torch.Tensor:
         """The whole parameter from the shards of all ranks, in rank order."""

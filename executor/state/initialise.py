@@ -4,7 +4,8 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -21,13 +22,33 @@ from ..torch_compat import replaced_truncated_normal
 BUILD_LIMIT_BYTES = 4 * 2**30
 """Models up to this size, counted in fp32, are built whole on the CPU of every rank."""
 
+BLOCK_ELEMENTS = 2**24
+"""Larger parameters of large models are made in blocks of so many elements (64 MiB in fp32), whole rows each, by a seed
+of each block: a rank makes only those that it holds rows of."""
+
+_ALIKE = ("normal_", "uniform_", "fill_", "zero_", "mul_", "add_", "sub_", "div_", "clamp_", "_no_grad_trunc_normal_")
+_MAKERS = ("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn")
+"""Functions that treat all elements alike, so that a block of rows can be filled, or made, by itself."""
+
 
 @dataclass
 class Values:
-    """Initial values by original name: every rank can ask for any of them, and gets the same."""
+    """Initial values by original name: every rank can ask for any of them, and gets the same.
+
+    blocks: a parameter's rows of a range, in order, in tensors that need not all be there at once; None: as slices of
+    the whole.
+    """
 
     parameter: Callable[[str], torch.Tensor]
     buffer: Callable[[str], torch.Tensor]
+    blocks: Callable[[str, range], Iterator[torch.Tensor]] | None = None
+
+    def rows(self, name: str, rows: range) -> Iterator[torch.Tensor]:
+        """These rows of a parameter, in order, in blocks."""
+        if self.blocks is not None:
+            yield from self.blocks(name, rows)
+        else:
+            yield self.parameter(name)[rows.start : rows.stop]
 
 
 def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int) -> Values:
@@ -64,7 +85,11 @@ def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int)
     with _parameters_on_meta(), torch.device("cpu"):
         buffers = dict(model_fn().named_buffers(remove_duplicate=False))
     torch.manual_seed(seed)
-    return Values(lambda n: recording.repeat(parameters[n], seed, first[id(parameters[n])]), buffers.__getitem__)
+    return Values(
+        lambda n: recording.repeat(parameters[n], seed, first[id(parameters[n])]),
+        buffers.__getitem__,
+        lambda n, rows: recording.blocks(parameters[n], seed, first[id(parameters[n])], rows),
+    )
 
 
 def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: set[str], seed: int) -> Values:
@@ -162,8 +187,29 @@ class Recording(TorchDispatchMode):
 
     def repeat(self, tensor: torch.Tensor, seed: int, name: str) -> torch.Tensor:
         """The tensor with real numbers, on the CPU. Raises ValueError if it was never given any."""
-        wanted = self._view(tensor)
-        needed, calls = {wanted.storage}, []
+        calls = self._calls_behind(tensor, name)
+        if not self._can_be_cut(tensor, calls):
+            return self._play(calls, self._view(tensor), f"{seed} {name}")
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        _fill(whole, self.blocks(tensor, seed, name, range(len(tensor))))
+        return whole
+
+    def blocks(self, tensor: torch.Tensor, seed: int, name: str, rows: range) -> Iterator[torch.Tensor]:
+        """These rows of what `repeat` gives, in order; of a large tensor one block after another is made."""
+        calls = self._calls_behind(tensor, name)
+        if not self._can_be_cut(tensor, calls):
+            yield self.repeat(tensor, seed, name)[rows.start : rows.stop]
+            return
+        size = max(1, BLOCK_ELEMENTS // tensor.stride(0))
+        for first in range(rows.start // size * size, rows.stop, size):
+            block = range(first, min(first + size, len(tensor)))
+            own = [call for call in (_of_rows(call, tensor, block) for call in calls) if call is not None]
+            made = self._play(own, _with_rows(self._view(tensor), len(block)), f"{seed} {name} {first // size}")
+            yield made[max(0, rows.start - first) : rows.stop - first]
+
+    def _calls_behind(self, tensor: torch.Tensor, name: str) -> list[_Call]:
+        """What gave a tensor its numbers, in order."""
+        needed, calls = {self._view(tensor).storage}, []
         for call in reversed(self._calls):
             if call.written & needed:
                 needed |= call.read
@@ -173,6 +219,22 @@ class Recording(TorchDispatchMode):
                 f"{name} gets no numbers when the model is built on fake tensors, as models above "
                 f"{BUILD_LIMIT_BYTES / 2**30:.0f} GiB are; initialise it in the constructor, by torch functions"
             )
+        return calls[::-1]
+
+    def _can_be_cut(self, tensor: torch.Tensor, calls: list[_Call]) -> bool:
+        """Whether the tensor is large, and every call fills all of its elements alike, or some of one row."""
+        whole, (made, *fills) = self._view(tensor), calls
+        if tensor.numel() <= BLOCK_ELEMENTS or not tensor.is_contiguous() or made.outputs != (whole,) or made.read:
+            return False
+        return _plain_name(made) in _MAKERS and all(
+            _plain_name(call) in _ALIKE
+            and [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, _View)] == [call.args[0]]
+            and (call.args[0] == whole or _row_of(call.args[0], whole) is not None)
+            for call in fills
+        )
+
+    def _play(self, calls: list[_Call], wanted: _View, seed: str) -> torch.Tensor:
+        """The wanted tensor, made by repeating the calls."""
         made: dict[int, torch.Tensor] = {}
 
         def real(x: Any) -> Any:
@@ -180,16 +242,17 @@ class Recording(TorchDispatchMode):
                 return made[x.storage].as_strided(x.shape, x.stride, x.offset)
             return torch.device("cpu") if isinstance(x, torch.device) else x
 
-        number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
+        number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little") >> 1
         with torch.random.fork_rng([]), torch.no_grad():
             torch.manual_seed(number)
-            for call in reversed(calls):
+            for call in calls:
                 args, kwargs = tree_map(real, (call.args, call.kwargs))
                 output = call.function(*args, **kwargs)
                 for view, x in zip(call.outputs, _tensors(output), strict=True):
                     if view.storage not in made:
                         made[view.storage] = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-            return real(wanted).clone()  # type: ignore[no-any-return]
+            found: torch.Tensor = real(wanted)
+            return found if found.numel() == made[wanted.storage].numel() else found.clone()
 
     def _view(self, tensor: torch.Tensor) -> _View:
         storage = tensor.untyped_storage()
@@ -198,6 +261,43 @@ class Recording(TorchDispatchMode):
 
     def _saved(self, x: Any) -> Any:
         return self._view(x) if isinstance(x, torch.Tensor) else x
+
+
+def _plain_name(call: _Call) -> str:
+    name: str = call.function.__name__
+    return name.partition(".")[0]
+
+
+def _row_of(part: _View, whole: _View) -> int | None:
+    """The row of a contiguous tensor that a view lies in; None if it lies in several."""
+    last = part.offset + sum((n - 1) * step for n, step in zip(part.shape, part.stride, strict=True))
+    row = part.offset // whole.stride[0]
+    return row if last // whole.stride[0] == row else None
+
+
+def _with_rows(view: _View, num_rows: int) -> _View:
+    return replace(view, shape=torch.Size([num_rows, *view.shape[1:]]))
+
+
+def _of_rows(call: _Call, tensor: torch.Tensor, rows: range) -> _Call | None:
+    """What a call does to a block of a tensor's rows, taken for a tensor of its own; None: nothing."""
+    view = call.outputs[0]
+    if view.shape == tensor.shape:
+        own = _with_rows(view, len(rows))
+        given = own if call.read else list(own.shape)
+        return replace(call, args=(given, *call.args[1:]), outputs=(own,))
+    if view.offset // tensor.stride(0) not in rows:
+        return None
+    own = replace(view, offset=view.offset - rows.start * tensor.stride(0))
+    return replace(call, args=(own, *call.args[1:]), outputs=(own,))
+
+
+def _fill(out: torch.Tensor, blocks: Iterable[torch.Tensor]) -> None:
+    """Copy blocks of rows into a tensor, one after another."""
+    start = 0
+    for block in blocks:
+        out[start : start + len(block)].copy_(block)
+        start += len(block)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -248,13 +348,30 @@ class Materialiser:
 
     def _make(self, parameter: nn.Parameter) -> nn.Parameter:
         name = self._names[id(parameter)]
-        value = self._values.parameter(name)
-        if name in self._cuts:
-            value = self._cuts[name].local(value, self._tensor_rank)
-        if name in self._experts:
-            value = self._experts[name].local(value)
-        made = value.to(device=self._device, copy=True, memory_format=torch.contiguous_format)
+        made = self._own_rows(name, parameter) if parameter.dim() else self._on_device(self._values.parameter(name))
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+    def _own_rows(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """What this rank holds of a parameter; of one whose values come in blocks, one block lies beside it."""
+        cut, held = self._cuts.get(name), self._experts.get(name)
+        if held is not None:
+            ranges = [range(held.first, held.first + held.count // held.parts)]
+        elif cut is not None and cut.dim == 0:
+            ranges = cut.rows(self._tensor_rank)
+        else:
+            ranges = [range(parameter.shape[0])]
+        blocks = (block for rows in ranges for block in self._values.rows(name, rows))
+        if cut is not None and cut.dim > 0:
+            blocks = (cut.local(block, self._tensor_rank) for block in blocks)
+        num_rows, first = sum(map(len, ranges)), next(blocks)
+        if len(first) == num_rows:
+            return self._on_device(first)
+        made = first.new_empty((num_rows, *first.shape[1:]), device=self._device)
+        _fill(made, chain([first], blocks))
+        return made
+
+    def _on_device(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(device=self._device, copy=True, memory_format=torch.contiguous_format)
 
     def _buffers(self, module: nn.Module) -> None:
         for name, buffer in module._buffers.items():
