@@ -170,9 +170,16 @@ def is_legal(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec
     return next(Space(profile, cluster, training, pins).families(), None) is not None
 
 
-def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> str | None:
-    """The few pins that leave no legal shape, in words, with the rules that exclude what they allow; None where pins
-    are not to blame."""
+@dataclass(frozen=True)
+class Blame:
+    """The few pins that leave no legal shape, in words, and the rule that excludes what they allow."""
+
+    pins: tuple[str, ...]
+    rule: str
+
+
+def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> Blame | None:
+    """Which pins leave no legal shape, and why; None where pins are not to blame."""
     if not in_words(pins) or not is_legal(profile, cluster, training, Pins(everything=pins.everything)):
         return None
     left = pins
@@ -187,7 +194,7 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
         own = expert_rule(profile, left.expert) or sharding_rule(profile, training.precision)
         rules = [own, *rules] if own else rules
     why = rules[0] if rules else _unreachable(left, cluster, training)
-    return f"no layout of {cluster.num_devices} GPUs is legal with {' and '.join(in_words(left))}: {why}"
+    return Blame(tuple(in_words(left)), why)
 
 
 def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> str:

@@ -440,10 +440,11 @@ def test_experts_in_a_list_are_named_with_what_to_do() -> None:
     listed = block().model_copy(update={"parameters": tuple(ParameterProfile(name=n, shape=(8, 8)) for n in names)})
     model = two_of(listed).model_copy(update={"decides_by_values": "model.py:16"})
 
-    sentence = blamed(model, cluster(1, 4), TrainingSpec(global_batch=8, seq_len=model.seq_len), Pins(expert=2)) or ""
+    found = blamed(model, cluster(1, 4), TrainingSpec(global_batch=8, seq_len=model.seq_len), Pins(expert=2))
 
-    assert "moe.experts is a list of 4 modules" in sentence
-    assert "one tensor [experts, ...]" in sentence
+    assert found is not None
+    assert "moe.experts is a list of 4 modules" in found.rule
+    assert "one tensor [experts, ...]" in found.rule
 
 
 def test_an_unknown_variant_is_refused_by_name() -> None:

@@ -189,8 +189,10 @@ def test_what_a_rule_rejects_is_rejected_in_a_part_too(name: str) -> None:
     ],
 )
 def test_pins_without_a_legal_shape_are_named_and_no_others(pins: Pins, named: list[str], not_named: list[str]) -> None:
-    sentence = blamed(chain(), cluster(1, 8), job(), pins) or ""
+    found = blamed(chain(), cluster(1, 8), job(), pins)
 
+    assert found is not None
+    sentence = f"{' and '.join(found.pins)}: {found.rule}"
     assert all(words in sentence for words in named)
     assert not any(words in sentence for words in not_named)
 
@@ -264,7 +266,7 @@ def test_an_illegal_set_up_is_answered_by_its_rule(planned: tuple[Plan, Estimate
     found = answer("tp=8", chain(), cluster(1, 8), *planned)
 
     assert found.kind == "illegal"
-    assert "tensor=8 does not divide 4" in found.sentence
+    assert found.sentence.startswith("tp=8 is not legal: tensor=8 does not divide 4")
 
 
 @pytest.mark.parametrize(

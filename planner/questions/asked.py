@@ -176,7 +176,8 @@ def _no_plan(explorer: Explorer, asked: str, pins: Pins) -> Answer:
     """The answer for a set-up that has no plan."""
     closest = closest_plan(explorer, pins)
     if closest is None:
-        rule = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
+        found = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
+        rule = None if found is None else found.rule
         return not_legal(asked, rule or closest_verdict(explorer, pins, {}).removeprefix("not legal: "))
     if closest.over_bytes <= 0:
         return Answer(asked, "not found", f"{asked} may fit, but no plan of it was found in time; try it with --setup")

@@ -194,7 +194,7 @@ IN_THE_NODE = Question(
     "but it talks in every layer and so belongs inside the node; data parallel across",
 )
 COMBINED = Question(
-    "Is it too large for all of these?",
+    "Does it fit with tensor parallelism inside the node and stages across?",
     "combine: tensor parallel inside the node, as few pipeline stages across as fit, data parallel for the rest",
 )
 LONG = Question(

@@ -190,7 +190,8 @@ def _nothing_legal(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> 
     count, batch = explorer.cluster.num_devices, explorer.training.global_batch
     found = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
     if found is not None:
-        return f"{found}; leave out {'one of the pins' if len(in_words(pins)) > 1 else 'the pin'}"
+        which = f"no layout of {count} GPUs is legal with {' and '.join(found.pins)}: {found.rule}"
+        return f"{which}; leave out {'one of the pins' if len(in_words(pins)) > 1 else 'the pin'}"
     whole = (batch // count + 1) * count
     return (
         f"no layout of {count} GPUs is legal: {'; '.join(_one_of_each(rejected))}. "

@@ -60,7 +60,8 @@ class _Case:
         """What that plan needs, in words; or the rule that excludes it."""
         if closest is None:
             job = self.explorer
-            return blamed(job.profile, job.cluster, job.training, pins) or "no layout of these GPUs is legal"
+            found = blamed(job.profile, job.cluster, job.training, pins)
+            return "no layout of these GPUs is legal" if found is None else found.rule
         memory = closest.estimate.memory[closest.stage]
         return f"{how} the fullest GPU needs {format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)}"
 
@@ -137,7 +138,7 @@ def _split(case: _Case, inside: Sequence[Pins], combined: Sequence[Pins]) -> Ite
             follows = degrees.tensor > 1 and degrees.pipeline > 1
             yield case.answered(COMBINED, case.numbers(pins, closest, words), (pins,), follows)
             return
-    yield Step(COMBINED, False, "tensor parallelism in the node with any number of stages does not do either")
+    yield Step(COMBINED, False, "with no number of stages, without sharding its state")
 
 
 def _long(case: _Case) -> Step:
