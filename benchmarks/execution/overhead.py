@@ -206,14 +206,15 @@ def main() -> int:
     arguments = parser.parse_args()
     file = RESULTS / "overhead.json"
     found = json.loads(file.read_text()) if file.exists() else []
-    known = {(row["set-up"], row["width"]): row for row in found}
+    known = {(row["set-up"], row["width"], row["pairs"]): row for row in found}
     for case in CASES:
         for width in arguments.widths:
             if arguments.only is None or case.name.startswith(arguments.only):
-                row = known[case.name, width] = run(case, width, arguments.layers, arguments.pairs)
+                row = run(case, width, arguments.layers, arguments.pairs)
+                known[case.name, width, arguments.pairs] = row  # more pairs do not hide what fewer have found
                 print(_markdown([row]).splitlines()[-1], flush=True)
     order = [case.name for case in CASES]
-    rows = sorted(known.values(), key=lambda row: (order.index(row["set-up"]), row["width"]))
+    rows = sorted(known.values(), key=lambda row: (order.index(row["set-up"]), row["width"], row["pairs"]))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "overhead.md").write_text(_markdown(rows))
     file.write_text(json.dumps(rows, indent=1) + "\n")
