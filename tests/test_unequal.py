@@ -84,9 +84,11 @@ def random_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]
     )
 
 
-def every_plan(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> Iterator[Plan]:
+def every_plan(
+    model: ModelProfile, on: ClusterSpec, training: TrainingSpec, pins: Pins | None = None
+) -> Iterator[Plan]:
     """All plans with the kinds in all orders, whatever the search would keep of them."""
-    space = Space(model, on, training, Pins())
+    space = Space(model, on, training, pins or Pins())
     shapes = {replace(s, kind_order=()) for family in list(space.families()) for s in space.shapes(family)}
     orders = list(itertools.permutations(range(len(on.kinds))))
     for shape, order in itertools.product(shapes, orders):
@@ -114,6 +116,20 @@ def test_search_finds_the_optimum_of_brute_force_over_all_orders_of_kinds(seed: 
     if outcome.best is not None:
         assert outcome.best.seconds == pytest.approx(expected, rel=1e-9)
         assert outcome.bound <= outcome.best.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", SMALL[:12])
+def test_a_pinned_zero_bubble_pipeline_is_the_best_of_all_cuts_and_orders_of_kinds(seed: int) -> None:
+    model, on, training = random_instance(seed)
+    pins = Pins(schedule="zb-h1")
+
+    best = Explorer(model, on, training).explore(pins, math.inf).best
+
+    priced = (estimate(plan, model) for plan in every_plan(model, on, training, pins))
+    expected = min((found.closed_form_s for found in priced if found.fits), default=None)
+    assert (best is None) == (expected is None)
+    if best is not None:
+        assert best.seconds == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -20,7 +20,7 @@ from ..cost.simulate import ZERO_BUBBLE, least_step_s, simulated_step_s
 from ..cost.stage_cost import StageCost, allocated_on_one
 from ..plan import Recompute, Schedule, stage_of
 from ..strategy import LayerOption, Shape
-from .columns import ROUNDING, Chain, Choice, StagePrices
+from .columns import ROUNDING, Chain, Choice, Prices, StagePrices
 from .knapsack import tie_prices
 from .scan import Assignment
 
@@ -309,10 +309,19 @@ def _improved(cuts: tuple[int, ...], places: Sequence[int], frame: Chunking, per
     return tuple(int(places[i]) for i in here)
 
 
+def loads(cuts: Ints, passed: Floats) -> Floats:
+    """[cuts][stage] -> its load. passed: [place] -> load before it, or where devices differ [stage][place] -> that."""
+    if passed.ndim == 1:
+        return np.diff(passed[cuts])
+    stages = np.arange(len(passed))
+    found: Floats = passed[stages, cuts[..., 1:]] - passed[stages, cuts[..., :-1]]
+    return found
+
+
 def evenness(cuts: Ints, passed: Floats, frame: Chunking) -> Floats:
     """[cuts] -> (load of the slowest rank, ranks as slow, sum of the squares of stages): less is better. cuts: [cuts]
-    [stage] -> number of the place; passed: [place] -> load before it."""
-    stages = np.diff(passed[cuts])
+    [stage] -> number of the place; passed: as of `loads`."""
+    stages = loads(cuts, passed)
     ranks = stages @ frame.holds.T
     worst = ranks.max(axis=1)
     return np.stack((worst, (ranks == worst[:, None]).sum(axis=1), (stages**2).sum(axis=1)), axis=1)
@@ -366,39 +375,45 @@ class _Rank:
     fits: bool
 
 
-_Held = tuple[tuple[int, int], ...]
-"""[stage of a rank] -> composition and micro-batches in flight."""
+_Held = tuple[tuple[int, int, int], ...]
+"""[stage of a rank] -> the first stage on such a device, composition, micro-batches in flight."""
 
 
 class Known:
     """What stages and ranks of one shape cost, as far as it has been asked."""
 
-    def __init__(self, prices: StagePrices) -> None:
+    def __init__(self, prices: Prices) -> None:
         self.prices = prices
         shape: Shape = prices.shape
         self.frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
         self.stages_of = [self.frame.stages(rank) for rank in range(self.frame.num_ranks)]
         self.flights = [shape.in_flight(stage) for stage in range(self.frame.num_stages)]
-        self._stages: dict[tuple[int, int, Recompute, int], tuple[Choice, StageCost]] = {}
+        on = [prices.on(stage) for stage in range(self.frame.num_stages)]
+        self.devices = [next(i for i, other in enumerate(on) if other is mine) for mine in on]
+        self._stages: dict[tuple[int, int, int, Recompute, int], tuple[Choice, StageCost]] = {}
         self._ranks: dict[tuple[_Held, Recompute, int], _Rank] = {}
 
     def rank(self, held: _Held, recompute: Recompute, count: int) -> _Rank:
         """A rank with up to `count` layers of each of its stages recomputed."""
         key = held, recompute, count
         if key not in self._ranks:
-            stages = tuple(self._stage(composition, in_flight, recompute, count) for composition, in_flight in held)
+            stages = tuple(self._stage(*stage, recompute, count) for stage in held)
             costs = [cost for _, cost in stages]
             seconds, once_s = sum(cost.microbatch_s for cost in costs), sum(cost.once_s for cost in costs)
-            self._ranks[key] = _Rank(stages, seconds, once_s, allocated_on_one(costs) <= self.prices.budget)
+            self._ranks[key] = _Rank(
+                stages, seconds, once_s, allocated_on_one(costs) <= self.prices.on(held[0][0]).budget
+            )
         return self._ranks[key]
 
-    def _stage(self, composition: int, in_flight: int, recompute: Recompute, count: int) -> tuple[Choice, StageCost]:
-        """Options and cost of a stage with up to `count` layers recomputed."""
-        count = min(count, self.num_layers(composition))
-        key = composition, in_flight, recompute, count
+    def _stage(
+        self, device: int, composition: int, in_flight: int, recompute: Recompute, count: int
+    ) -> tuple[Choice, StageCost]:
+        """Options and cost of a stage with up to `count` layers recomputed. device: the first stage on such a one."""
+        prices, count = self.prices.on(device), min(count, self.num_layers(composition))
+        key = device, composition, in_flight, recompute, count
         if key not in self._stages:
-            choice = _choice(self.prices, composition, recompute, count)
-            self._stages[key] = choice, self.prices.stage_cost(composition, choice, in_flight)
+            choice = _choice(prices, composition, recompute, count)
+            self._stages[key] = choice, prices.stage_cost(composition, choice, in_flight)
         return self._stages[key]
 
     def num_layers(self, composition: int) -> int:
@@ -418,20 +433,20 @@ class Known:
         return best
 
 
-def best_chunking(prices: StagePrices, cuts_tried: Sequence[Cuts], cutoff_s: float) -> Assignment | None:
-    """The fastest of these cuts that fits, with as few recomputed layers as that takes; None if none is faster than
-    `cutoff_s`."""
+def best_chunking(prices: Prices, cuts_tried: Sequence[Ints], cutoff_s: float) -> Assignment | None:
+    """The fastest of these cuts, [stage] -> number of the place, that fits, with as few recomputed layers as that
+    takes; None if none is faster than `cutoff_s`."""
     best: Assignment | None = None
     known = Known(prices)
     for cuts in cuts_tried:
-        here = np.searchsorted(prices.chain.places, cuts.places)
-        best = known.fastest(here, best.seconds if best else cutoff_s) or best
+        best = known.fastest(cuts, best.seconds if best else cutoff_s) or best
     return best
 
 
-def _recomputes(prices: StagePrices) -> Iterator[Recompute]:
+def _recomputes(prices: Prices) -> Iterator[Recompute]:
     """Ways to recompute that some layer may take."""
-    ways = {option.recompute for options in prices.options for option in options} - {"none"}
+    each = {id(on): on for on in (prices.on(stage) for stage in range(prices.shape.pipeline))}
+    ways = {option.recompute for on in each.values() for options in on.options for option in options} - {"none"}
     yield from sorted(ways) or ["none"]
 
 
@@ -455,7 +470,7 @@ def _least_recomputed(
     once_s: list[float] = []
     forward_s = backward_s = 0.0
     for stages in known.stages_of:  # the first holds most micro-batches: what does not fit ends here, mostly
-        held = tuple((compositions[stage], known.flights[stage]) for stage in stages)
+        held = tuple((known.devices[stage], compositions[stage], known.flights[stage]) for stage in stages)
         longest_s = (cutoff_s * (1 + ROUNDING) - forward_s - backward_s) / shape.num_microbatches
         rank = _least_on_rank(known, held, recompute, longest_s)
         if rank is None:
@@ -477,7 +492,7 @@ def _least_on_rank(known: Known, held: _Held, recompute: Recompute, longest_s: f
         return None
     if best.fits:
         return best
-    high = max(known.num_layers(composition) for composition, _ in held)
+    high = max(known.num_layers(composition) for _, composition, _ in held)
     best = known.rank(held, recompute, high)
     if not best.fits:
         return None
@@ -493,7 +508,7 @@ def _least_on_rank(known: Known, held: _Held, recompute: Recompute, longest_s: f
     return best if best.seconds < longest_s else None
 
 
-def _played(prices: StagePrices, fitting: _Fitting, cutoff_s: float) -> Assignment | None:
+def _played(prices: Prices, fitting: _Fitting, cutoff_s: float) -> Assignment | None:
     """The step by event simulation, or None if it is not below `cutoff_s`: not even what some rank waits for and has to
     do may reach that."""
     shape, costs = prices.shape, fitting.costs

@@ -26,7 +26,7 @@ from .chunked import Chunking, Chunkings, Cuts, HeldByRank, best_chunking
 from .columns import ROUNDING, Chain, StagePrices
 from .ilp import solve_master
 from .memory_bounds import MemoryBounds
-from .polish import polished
+from .polish import evened, polished
 from .scan import Assignment, scan
 from .shape_bounds import ShapeBounds
 from .solver import OutOfTimeError
@@ -286,7 +286,8 @@ class Explorer:
         pins, leaves = space.pins, space.leaves(family)
         recompute = _recompute_of(family, pins)
         self._try_fitting_cuts(family)
-        if is_chunked(family.schedule) and self._least_chunked_s(family) >= cutoff_s:
+        alike = is_chunked(family.schedule) and not self._may_have_own(family)
+        if alike and self._least_chunked_s(family) >= cutoff_s:
             return _Queue(family, [], [], recompute)
         seconds = self._bounds.seconds(family, leaves, recompute, pins.reshard, self._cuts_of(family))
         seconds[~self._may_be_held(family, space)] = np.inf
@@ -307,16 +308,21 @@ class Explorer:
         if isinstance(item, Split | tuple):
             return 0.0
         if isinstance(item, Family):
-            least_s = self._least_even_s(item, space) if is_chunked(item.schedule) else 0.0
+            alike = is_chunked(item.schedule) and not self._may_have_own(item)
+            least_s = self._least_even_s(item, space) if alike else 0.0
             return max(least_s, self._least_held_s(item, space)) if least_s < cutoff_s else least_s
         if not self._may_hold(item):
             return float("inf")
         if isinstance(item, UnequalPrices):
-            return item.least_with_memory_s()
+            return 0.0 if is_chunked(item.shape.schedule) else item.least_with_memory_s()
         if item.shape.pipeline > 1 and not is_chunked(item.shape.schedule):
             pass_s = float(self.chain.lengths @ item.fastest.microbatch_s)
             return (item.shape.num_microbatches - 1) * item.least_slowest_s() + pass_s
         return 0.0
+
+    def _may_have_own(self, family: Family) -> bool:
+        """Whether some shapes of a family may have stages on one kind of device each, of several."""
+        return self.kinds is not None and self.kinds.may_have_own(family.pipeline)
 
     def _least_held_s(self, family: Family, space: Space) -> float:
         """Seconds that a pipeline of equal devices takes at least to hold its layers, over all shapes of a family."""
@@ -338,7 +344,7 @@ class Explorer:
         for place in np.flatnonzero(own):
             shape = family.shape(leaves.each[some[place]])
             prices = self.priced(shape, queue.recompute, pins.reshard, pins.everything)
-            if isinstance(prices, UnequalPrices):
+            if isinstance(prices, UnequalPrices) and not is_chunked(family.schedule):
                 seconds[place] = max(seconds[place], prices.least_s())
         order = np.argsort(seconds, kind="stable")
         order = order[seconds[order] < cutoff_s]
@@ -354,8 +360,12 @@ class Explorer:
 
     def _solved(self, prices: StagePrices | UnequalPrices, cutoff_s: float, deadline_s: float) -> Assignment | None:
         """The best stages of a shape, as far as time allows."""
-        if isinstance(prices, StagePrices) and is_chunked(prices.shape.schedule):
-            return best_chunking(prices, self._cuts[_frame_of(prices.shape)], cutoff_s)
+        if is_chunked(prices.shape.schedule):
+            cuts = self._cuts[_frame_of(prices.shape)]
+            tried = [np.searchsorted(self.chain.places, each.places) for each in cuts]
+            if isinstance(prices, UnequalPrices):
+                tried += evened(prices, cuts)
+            return best_chunking(prices, tried, cutoff_s)
         with self._until(deadline_s):
             return scan(prices, cutoff_s)
 
@@ -412,6 +422,8 @@ class Explorer:
         key = _frame_of(family.frugal)
         if key not in self._cuts:
             least = self._least_of_family(family)
+            if least is None and self.kinds is not None:  # the slowest device has too little memory, others may do
+                least = next(iter(self._leasts_of_kinds(family, self.kinds) or []), None)
             self._cuts[key] = [] if least is None else self._chunkings.of(key[0], least.seconds)
         return self._cuts[key]
 
@@ -486,7 +498,10 @@ class Explorer:
         least, shape = self._leasts_of_kinds(family, kinds), family.frugal
         if least is None:
             return float("inf")
-        step_s = kinds.shares([each.seconds for each in least], shape.pipeline).step_s(shape.num_microbatches)
+        shares = kinds.shares([each.seconds for each in least], shape.pipeline)
+        if is_chunked(family.schedule):
+            return family.num_microbatches * shares.slowest_s
+        step_s = shares.step_s(shape.num_microbatches)
         return step_s + self._update_of_kinds_s(shape, least, kinds)
 
     def _update_of_kinds_s(self, shape: Shape, least: list[_Least], kinds: Kinds) -> float:
@@ -599,7 +614,7 @@ class Explorer:
         least = self._leasts_of_kinds(family, kinds)
         if least is None:
             return float("inf")
-        if pins.everything:
+        if pins.everything or is_chunked(family.schedule):
             return 0.0
         shape, count = family.frugal, family.num_microbatches
         held = [
@@ -661,7 +676,7 @@ class Explorer:
 def _polish(outcome: Outcome) -> None:
     """Give the best shape, if it is chunked, the cuts that its simulated step asks for."""
     found = outcome.best
-    if found is not None and isinstance(found.prices, StagePrices) and is_chunked(found.shape.schedule):
+    if found is not None and is_chunked(found.shape.schedule):
         better = replace(found, assignment=polished(found.prices, found.assignment))
         outcome.solved = [better if each is found else each for each in outcome.solved]
 

@@ -5,15 +5,17 @@ between stages, each time as the step, played out with what memory makes each ra
 """
 
 import math
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .chunked import Chunking, Known, evenness, handed_on
-from .columns import StagePrices
+from .chunked import Chunking, Cuts, Known, evenness, handed_on
+from .columns import Prices
 from .scan import Assignment
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MOST_CUTS = 400
@@ -26,7 +28,7 @@ FAR = 64
 """Stages, or fewer, whose places are handed from any to any; of more, to the nearest stage of each rank only."""
 
 
-def polished(prices: StagePrices, found: Assignment) -> Assignment:
+def polished(prices: Prices, found: Assignment) -> Assignment:
     """The assignment, or a faster one with other cuts."""
     shape, chain = prices.shape, prices.chain
     frame, known = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages), Known(prices)
@@ -35,8 +37,7 @@ def polished(prices: StagePrices, found: Assignment) -> Assignment:
         for inner in combinations(range(1, num_inner + 1), frame.num_stages - 1):
             found = known.fastest(np.array((0, *inner, num_inner + 1)), found.seconds) or found
         return found
-    per_run_s = np.array([min(cost.microbatch_s for cost in costs) for costs in prices.costs])
-    passed_s = np.concatenate(([0.0], np.cumsum(per_run_s[chain.run_of])))[chain.places]
+    passed_s = _passed_s(prices, frame)
     here = _cuts_of(prices, found)
     each = 2 * frame.num_stages * min(shape.num_microbatches, 6 * frame.num_ranks)
     left, tried = MOST_PASSES // each, {tuple(here.tolist())}
@@ -57,7 +58,38 @@ def polished(prices: StagePrices, found: Assignment) -> Assignment:
     return found
 
 
-def _cuts_of(prices: StagePrices, found: Assignment) -> Ints:
+def evened(prices: Prices, tried: Sequence[Cuts]) -> list[Ints]:
+    """Cuts for devices that differ, [stage] -> number of the place: places of these ones are handed on while that makes
+    the slowest rank faster, fewer ranks as slow, or the stages more even in time."""
+    frame = Chunking(prices.shape.schedule, prices.shape.pipeline, prices.shape.virtual_stages)
+    passed_s = _passed_s(prices, frame)
+    found: dict[tuple[int, ...], Ints] = {}
+    for cuts in tried:
+        here: Ints = np.searchsorted(prices.chain.places, cuts.places)
+        best = tuple(evenness(here[None], passed_s, frame)[0])
+        while True:
+            near = _near(here, frame)
+            each = evenness(near, passed_s, frame)
+            first = int(np.lexsort(each.T[::-1])[0]) if len(near) else 0
+            if not len(near) or tuple(each[first]) >= best:
+                break
+            here, best = near[first], tuple(each[first])
+        found[tuple(here.tolist())] = here
+    return list(found.values())
+
+
+def _passed_s(prices: Prices, frame: Chunking) -> Floats:
+    """[stage][place] -> least seconds of a micro-batch in all layers before it, on the stage's device."""
+    each: dict[int, Floats] = {}
+    for stage in range(frame.num_stages):
+        on = prices.on(stage)
+        if id(on) not in each:
+            per_run_s = np.array([min(cost.microbatch_s for cost in costs) for costs in on.costs])
+            each[id(on)] = np.concatenate(([0.0], np.cumsum(per_run_s[on.chain.run_of])))[on.chain.places]
+    return np.stack([each[id(prices.on(stage))] for stage in range(frame.num_stages)])
+
+
+def _cuts_of(prices: Prices, found: Assignment) -> Ints:
     """[stage] -> number of the place where it begins, and of the end."""
     lengths = [sum(prices.chain.compositions[c].counts) for c in found.compositions]
     cuts: Ints = np.searchsorted(prices.chain.places, np.concatenate(([0], np.cumsum(lengths))))
