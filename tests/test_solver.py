@@ -57,3 +57,28 @@ def test_cbc_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solver.importlib.util, "find_spec", lambda _name: None)
 
     assert solver.available_solver() == "CBC"
+
+
+@pytest.mark.parametrize("error", [pulp.PulpSolverError("broken"), RuntimeError("std::bad_alloc"), None])
+def test_cbc_takes_over_where_highs_breaks_down(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
+    def breaks(_self: pulp.HiGHS, problem: pulp.LpProblem) -> None:
+        if error is not None:
+            raise error
+        problem.assignStatus(pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound)
+
+    monkeypatch.setattr(pulp.HiGHS, "actualSolve", breaks)
+
+    found = solve(knapsack(5), 300)
+
+    assert (found.status, found.solver) == ("optimal", "CBC")
+    assert found.objective == pytest.approx(-7)
+
+
+def test_a_solver_that_was_asked_for_and_breaks_down_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(_self: pulp.HiGHS, _problem: pulp.LpProblem) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(pulp.HiGHS, "actualSolve", breaks)
+
+    with pytest.raises(SolverError, match="HiGHS failed: broken"):
+        solve(knapsack(5), 300, "HiGHS")

@@ -1,4 +1,4 @@
-"""The only caller of solve(): HiGHS, CBC where HiGHS is missing; every outcome by name."""
+"""The only caller of solve(): HiGHS, CBC where HiGHS is missing or fails; every outcome by name."""
 
 import importlib.util
 import time
@@ -20,6 +20,10 @@ class OutOfTimeError(SolverError):
     """The solver found nothing in the time it was given."""
 
 
+class FailedSolverError(SolverError):
+    """The solver broke down."""
+
+
 @dataclass(frozen=True)
 class Solution:
     """What the solver proved. `bound`: no solution has a smaller objective."""
@@ -34,20 +38,32 @@ class Solution:
 def solve(problem: pulp.LpProblem, time_limit_s: float, solver: str | None = None) -> Solution:
     """Minimise; variables of `problem` hold the solution afterwards unless it is infeasible.
 
-    solver: "HiGHS" or "CBC"; by default the first that is installed. Raises SolverError when neither is there, when
-    the solver fails, and when it finds no solution in time. After a time limit PuLP's `status` says Optimal for both
-    solvers alike: only `sol_status` tells.
+    solver: "HiGHS" or "CBC"; by default the first that is installed, and CBC in the time left where HiGHS fails. Raises
+    SolverError when neither is there, when the solver fails, and when it finds no solution in time. After a time limit
+    PuLP's `status` says Optimal for both solvers alike: only `sol_status` tells.
     """
     name = solver or available_solver()
     if name is None:
         raise SolverError("no solver: neither highspy nor CBC is installed; run: pip install highspy")
+    start = time.monotonic()
+    try:
+        return _solved(problem, time_limit_s, name)
+    except FailedSolverError:
+        if solver is not None or name == "CBC" or not _bundled_cbc().available():
+            raise
+    return _solved(problem, time_limit_s - (time.monotonic() - start), "CBC")
+
+
+def _solved(problem: pulp.LpProblem, time_limit_s: float, name: str) -> Solution:
     if time_limit_s <= 0:
         raise OutOfTimeError(_late(name, time_limit_s))
     start = time.monotonic()
     try:
         problem.solve(_engine(name, time_limit_s))
-    except pulp.PulpSolverError as error:
-        raise SolverError(f"{name} failed: {error}; try again, or reinstall it with: pip install highspy") from None
+    except Exception as error:  # whatever C++ throws, and PuLP's own
+        raise FailedSolverError(_failed(name, str(error))) from error
+    if name == "HiGHS" and problem.status == pulp.LpStatusNotSolved:  # of CBC this says that time is over
+        raise FailedSolverError(_failed(name, "it ended in an error of its own"))
     seconds = time.monotonic() - start
     if problem.status == pulp.LpStatusInfeasible:
         return Solution("infeasible", float("inf"), float("inf"), name, seconds)
@@ -79,6 +95,10 @@ def _bundled_cbc(**options: float) -> pulp.LpSolver:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return pulp.PULP_CBC_CMD(msg=False, **options)
+
+
+def _failed(name: str, why: str) -> str:
+    return f"{name} failed: {why}; try again, or reinstall it with: pip install highspy"
 
 
 def _late(name: str, time_limit_s: float) -> str:
