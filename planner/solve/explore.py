@@ -471,8 +471,10 @@ class Explorer:
         shape = replace(shape, cuts=split.cuts) if split.cuts else shape
         works = self._works_s(shape, self.model)[:, 0]
         alike = float(self.chain.lengths @ works) / split.pipeline
-        whole = zip(self._bounds.counts.tolist(), self._bounds.of_kinds(works).tolist(), strict=True)
-        alike = max(alike, *(math.ceil(number / split.pipeline) * each for number, each in whole))
+        numbers: list[int] = self._bounds.counts.tolist()
+        of_kinds: list[float] = self._bounds.of_kinds(works).tolist()
+        whole = (math.ceil(number / split.pipeline) * each for number, each in zip(numbers, of_kinds, strict=True))
+        alike = max(alike, *whole)
         if self.kinds is None or not self.kinds.may_have_own(split.pipeline):
             return alike
         each = [self._works_s(shape, model)[:, 0] for model in self.kinds.models]

@@ -192,10 +192,10 @@ def least_slowest_of_whole_s(
     turn = (held + passing.T[:, None, :]).min(axis=2) + fixed[:, None]
     need = turn[..., None] + least[..., None] * (number - 1)
     slowest = np.where(need <= rooms[:, None, None], slowest, np.inf)
-    most = slowest[:, :, -1].min(axis=1) if number[-1] < count else np.inf
+    most: Floats = slowest[:, :, -1].min(axis=1) if number[-1] < count else np.full(len(slowest), np.inf)
     places = np.repeat(slowest, times, axis=1).reshape(len(slowest), -1)
     if places.shape[1] < count:
-        return np.full(len(slowest), np.inf) if number[-1] == count else most
+        return most
     found: Floats = np.minimum(np.partition(places, count - 1, axis=1)[:, count - 1], most)
     return found
 
