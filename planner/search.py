@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ..profiler.cluster import ClusterSpec
+from ..profiler.garbage import without_garbage_collection
 from ..profiler.model_profile import ModelProfile
 from .estimate import Estimate, estimate
 from .not_run import priced_only
@@ -65,6 +66,7 @@ class _Priced:
         return (kinds + self.plan.sequence_parallel, memory, *order)
 
 
+@without_garbage_collection()
 def search(
     profile: ModelProfile,
     cluster: ClusterSpec,
@@ -125,6 +127,7 @@ def search(
     )
 
 
+@without_garbage_collection()
 def price_setup(
     setup: Setup, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, time_limit_s: float = 30.0
 ) -> Candidate:

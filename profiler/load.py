@@ -17,7 +17,6 @@ A tuple batch is (inputs..., targets): see split_inputs.
 import copy
 import difflib
 import functools
-import gc
 import hashlib
 import importlib.util
 import inspect
@@ -31,6 +30,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from .garbage import without_garbage_collection
 
 if TYPE_CHECKING:
     import torch
@@ -474,18 +475,6 @@ def _architecture(transformers: Any, document: dict[str, Any], path: Path) -> An
             "write a model.py that builds it"
         )
     return architecture
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Millions of short-lived objects would set it off again and again, for a sixth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The search against brute force: scan, master ILP and exhaustive enumeration agree on small instances."""
 
+import gc
 import itertools
 import math
 import random
@@ -215,6 +216,17 @@ def test_shapes_are_all_accounted_for() -> None:
     shapes = result.certificate.shapes
     assert shapes["total"] == shapes["rejected"] + shapes["pruned"] + shapes["solved"]
     assert shapes["rejected"] == sum(result.certificate.rejected.values())
+
+
+def test_the_garbage_collector_rests_during_a_search_and_only_then() -> None:
+    model, on, training = random_instance(3)
+    runs: list[bool] = []
+
+    search(model, on, training, progress=lambda *_: runs.append(gc.isenabled()))
+
+    assert runs
+    assert set(runs) == {False}
+    assert gc.isenabled()
 
 
 def test_time_over_before_the_first_plan_leaves_the_best_rule_of_thumb() -> None:
