@@ -13,18 +13,17 @@ from numpy.typing import NDArray
 
 from ...profiler.cluster import ClusterSpec
 from ...profiler.model_profile import ModelProfile
-from ..cost.comm_cost import seconds_at_places
-from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
 from ..cost.simulate import ZERO_BUBBLE, is_chunked
 from ..cost.stage_cost import allocatable_bytes
-from ..plan import EXECUTABLE_RECOMPUTES, ContextKind, Plan, Recompute
+from ..plan import ContextKind, Plan, Recompute
 from ..strategy import Pins, Shape, make_plan
 from ..training import TrainingSpec
 from .chunked import Chunking, Chunkings, Cuts, HeldByRank, best_chunking
 from .columns import ROUNDING, Chain, StagePrices
 from .ilp import solve_master
+from .least_work import Least, LeastWork
 from .memory_bounds import MemoryBounds
 from .polish import evened, polished
 from .scan import Assignment, scan
@@ -108,28 +107,6 @@ class Outcome:
         return min(self.solved, key=lambda s: s.seconds, default=None)
 
 
-@dataclass(frozen=True)
-class _Least:
-    """[run] -> least seconds of a layer for one micro-batch, in all and forward; trainable elements of all layers.
-
-    weights: [run][way to recompute] -> the same with what is run again. held: [run] -> ([way] -> bytes that a layer
-    keeps of a micro-batch, bytes that it holds anyway). twice: bytes of weights that more than one layer counts.
-    fewest_bytes: activations of all layers at least. whole, whole_trainable: elements of all layers, before they are
-    sharded over data ranks. passing: [run] -> bytes that a layer saves in its turn.
-    """
-
-    seconds: Floats
-    forward_s: Floats
-    elements: float
-    weights: list[Floats]
-    held: list[tuple[Floats, float]]
-    twice: float
-    fewest_bytes: float
-    whole: float
-    whole_trainable: float
-    passing: Floats
-
-
 @dataclass
 class _Queue:
     """Shapes of a family that are still to be looked at, the least bounds first."""
@@ -160,11 +137,12 @@ class Explorer:
         self.chain = Chain(self.model)
         self.kinds = Kinds(self.model) if len(cluster.kinds) > 1 else None
         self.choice = CutChoice(self.model)
-        self._leasts: dict[Family, _Least | None] = {}
-        self._leasts_by_kind: dict[Shape, list[_Least] | None] = {}
+        self._least = LeastWork(self.chain, self.model)
+        self._least_on_kinds = [LeastWork(self.chain, model) for model in self.kinds.models] if self.kinds else []
+        self._leasts: dict[Family, Least | None] = {}
+        self._leasts_by_kind: dict[Shape, list[Least] | None] = {}
         self._cuts: dict[_Frame, list[Cuts]] = {}
         self._fitting: set[_Frame] = set()
-        self._works: dict[tuple[object, ...], Floats] = {}
         self._chunkings = Chunkings(self.chain)
         self._bounds = ShapeBounds(self.chain)
         self._memory = MemoryBounds(self._bounds)
@@ -469,7 +447,7 @@ class Explorer:
         context, expert = split.context, split.expert
         shape = Shape(1, 1, split.tensor, 1, micro_batch, 1, split.sequence, context=context, expert=expert)
         shape = replace(shape, cuts=split.cuts) if split.cuts else shape
-        works = self._works_s(shape, self.model)[:, 0]
+        works = self._least.passes_s(shape)[:, 0]
         alike = float(self.chain.lengths @ works) / split.pipeline
         numbers: list[int] = self._bounds.counts.tolist()
         of_kinds: list[float] = self._bounds.of_kinds(works).tolist()
@@ -477,16 +455,8 @@ class Explorer:
         alike = max(alike, *whole)
         if self.kinds is None or not self.kinds.may_have_own(split.pipeline):
             return alike
-        each = [self._works_s(shape, model)[:, 0] for model in self.kinds.models]
+        each = [least.passes_s(shape)[:, 0] for least in self._least_on_kinds]
         return min(alike, self.kinds.shares(each, split.pipeline).slowest_s)
-
-    def _works_s(self, shape: Shape, model: CostModel) -> Floats:
-        """[run] -> (least seconds of compute, tensor traffic and tokens sent to experts that one micro-batch is for a
-        layer on such devices, seconds of its forward without tensor traffic)."""
-        key = shape.tensor, shape.sequence, shape.expert, shape.samples, shape.cuts, id(model)
-        if key not in self._works:
-            self._works[key] = np.array([_pass_s(model, run.start, shape) for run in self.chain.runs])
-        return self._works[key]
 
     def _family_bound(self, family: Family) -> float:
         """Seconds that no shape of a family can beat: compute, traffic of tensor, context and expert ranks at their
@@ -506,18 +476,18 @@ class Explorer:
         step_s = shares.step_s(shape.num_microbatches)
         return step_s + self._update_of_kinds_s(shape, least, kinds)
 
-    def _update_of_kinds_s(self, shape: Shape, least: list[_Least], kinds: Kinds) -> float:
+    def _update_of_kinds_s(self, shape: Shape, least: list[Least], kinds: Kinds) -> float:
         """Seconds of the optimizer's step at least."""
         return kinds.optimizer_s(least[0].elements / shape.sharded_over / shape.pipeline)
 
-    def _leasts_of_kinds(self, family: Family, kinds: Kinds) -> list[_Least] | None:
+    def _leasts_of_kinds(self, family: Family, kinds: Kinds) -> list[Least] | None:
         """[kind] -> what layers of a family take at least on such devices; None if none of its shapes has stages on one
         kind each, or the memory of all together does not do."""
         if not kinds.may_have_own(family.pipeline):
             return None
         shape = replace(family.frugal, schedule="1f1b", virtual_stages=1)
         if shape not in self._leasts_by_kind:
-            found = [self._least_of(shape, model, kinds.room(shape)) for model in kinds.models]
+            found = [least.of(shape, kinds.room(shape)) for least in self._least_on_kinds]
             each = [least for least in found if least is not None]
             self._leasts_by_kind[shape] = each if len(each) == len(found) else None
         return self._leasts_by_kind[shape]
@@ -535,7 +505,7 @@ class Explorer:
             return max(family.num_microbatches * slowest, self._bound_of_chunked(family, least, pass_s, update_s))
         return (family.num_microbatches - 1) * slowest + pass_s + update_s
 
-    def _bound_of_chunked(self, family: Family, least: "_Least", pass_s: float, update_s: float) -> float:
+    def _bound_of_chunked(self, family: Family, least: Least, pass_s: float, update_s: float) -> float:
         """Seconds that no cuts of a chunked family beat, as ShapeBounds.even_s; where gradients of weights do not come
         last, each rank also waits for the backward of those before, and the step is no shorter than the way of one
         micro-batch. update_s: of the optimizer, on each rank's even share."""
@@ -548,67 +518,14 @@ class Explorer:
             return bound
         return max(bound, pass_s, (busy_s + float(ahead @ of_kinds(least.seconds))) / family.pipeline)
 
-    def _least_of_family(self, family: Family) -> "_Least | None":
+    def _least_of_family(self, family: Family) -> Least | None:
         """What the layers of a family take at least, whatever the schedule; None if their memory does not do."""
         any_schedule = family.any_schedule
         if any_schedule not in self._leasts:
             shape = any_schedule.frugal
             room = allocatable_bytes(shape, self.model.device, self.training)
-            self._leasts[any_schedule] = self._least_of(shape, self.model, room * shape.pipeline)
+            self._leasts[any_schedule] = self._least.of(shape, room * shape.pipeline)
         return self._leasts[any_schedule]
-
-    def _least_of(self, shape: Shape, model: CostModel, room: float) -> "_Least | None":
-        """room: bytes that the allocator may hand out on one rank of every stage together."""
-        runs = self.chain.runs
-        counts = np.array([run.length for run in runs], dtype=float)
-        state = state_bytes(shape, self.training)
-        # With one micro-batch a gradient comes when its layer's activations go.
-        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
-        seconds, forward, elements, weights, held, passing = [], [], [], [], [], []
-        for run, (pass_s, forward_s) in zip(runs, self._works_s(shape, model).tolist(), strict=True):
-            kind = model.kinds[run.start]
-            context_s = model.least_context_s(kind, shape)
-            total, trainable = model.stored_elements(kind, shape)
-            saved, kept, again_s = self._ways(model, kind, shape)
-            seconds.append(pass_s + sum(context_s))
-            forward.append(forward_s + context_s[0])
-            elements.append(trainable)
-            weights.append(seconds[-1] + again_s)
-            held.append((kept, total * state.sharded_parameters + trainable * (gradients + state.optimizer)))
-            passing.append(saved)
-        shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
-        twice = (state.sharded_parameters + gradients + state.optimizer) * shared
-        need = float(counts @ np.array([kept.min() + fixed for kept, fixed in held])) - twice
-        if need > room or max(passing) > room:
-            return None
-        trainable_elements = max(0.0, float(counts @ np.array(elements)) - shared)
-        unsharded = replace(shape, data_replicate=shape.data, data_shard=1)
-        whole = np.array([model.stored_elements(model.kinds[run.start], unsharded) for run in runs])
-        total, trainable = np.maximum(0.0, counts @ whole - shared)
-        fewest = float(counts @ np.array([kept.min() for kept, _ in held]))
-        return _Least(
-            np.array(seconds),
-            np.array(forward),
-            trainable_elements,
-            weights,
-            held,
-            twice,
-            fewest,
-            total,
-            trainable,
-            np.array(passing),
-        )
-
-    def _ways(self, model: CostModel, kind: Kind, shape: Shape) -> tuple[float, Floats, Floats]:
-        """(bytes that a layer saves, [way to recompute] -> bytes that it keeps, seconds that it runs again) at least,
-        for one micro-batch."""
-        if not model.keeps_as_traced:
-            return 0.0, np.zeros(1), np.zeros(1)
-        _, costs, tensor = model.mode(kind, shape)
-        ways: tuple[Recompute, ...] = EXECUTABLE_RECOMPUTES if kind.can_recompute else ("none",)
-        kept = np.array([model.kept_bytes(kind, shape, way) for way in ways])
-        again_s = np.array([model.compute(kind, shape).repeated[way] for way in ways])
-        return costs.saved.at(shape.samples, self.training.compute_bytes, tensor), kept, again_s
 
     def _bound_of_unequal_with_memory(self, family: Family, kinds: Kinds, pins: Pins) -> float:
         """Seconds that shapes whose stages are each on one kind of device take at least, with the recompute that memory
@@ -700,17 +617,3 @@ def _frame_of(shape: Shape) -> _Frame:
     frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
     split = shape.context, shape.context_kind, shape.expert
     return frame, shape.micro_batch, shape.tensor, shape.sequence, *split
-
-
-def _pass_s(model: CostModel, layer: int, shape: Shape) -> tuple[float, float]:
-    """(seconds, those of its forward without tensor traffic) of a layer for one micro-batch at least: compute, and
-    traffic of tensor and of expert ranks that sit where it takes least. That need not be one host: two may mean fewer
-    hops, and the links of both."""
-    kind = model.kinds[layer]
-    compute = model.compute(kind, shape)
-    traffic = model.tensor_traffic(kind, shape)
-    places = [model.links(shape.tensor, stride) for stride in model.places(shape.tensor)]
-    each_s = seconds_at_places([(item.kind, item.bytes) for _, _, item in traffic], places)
-    tensor_s = min((1.0 - model.hidden_tensor(at)) * seconds for at, seconds in zip(places, each_s, strict=True))
-    expert_s = model.least_dispatch_s(kind, shape)
-    return compute.forward + compute.backward + tensor_s + 2 * expert_s, compute.forward + expert_s

@@ -1,0 +1,126 @@
+"""What layers of a model take at least on one kind of device, before anything is known of how data is split and where
+ranks are: seconds of one micro-batch, and the bytes that they keep and hold."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.comm_cost import seconds_at_places
+from ..cost.kinds import Kind
+from ..cost.layer_cost import CostModel
+from ..cost.memory_cost import state_bytes
+from ..plan import EXECUTABLE_RECOMPUTES, Recompute
+from ..strategy import Shape
+from .columns import Chain
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Least:
+    """What the layers of a family take at least: [run] -> seconds of a layer for one micro-batch, in all and forward;
+    trainable elements of all layers.
+
+    weights: [run][way to recompute] -> the same with what is run again. held: [run] -> ([way] -> bytes that a layer
+    keeps of a micro-batch, bytes that it holds anyway). twice: bytes of weights that more than one layer counts.
+    fewest_bytes: activations of all layers at least. whole, whole_trainable: elements of all layers, before they are
+    sharded over data ranks. passing: [run] -> bytes that a layer saves in its turn.
+    """
+
+    seconds: Floats
+    forward_s: Floats
+    elements: float
+    weights: list[Floats]
+    held: list[tuple[Floats, float]]
+    twice: float
+    fewest_bytes: float
+    whole: float
+    whole_trainable: float
+    passing: Floats
+
+
+class LeastWork:
+    """The least of one chain on one kind of device; keeps what shapes share."""
+
+    def __init__(self, chain: Chain, model: CostModel) -> None:
+        self.chain = chain
+        self.model = model
+        self._passes: dict[tuple[object, ...], Floats] = {}
+
+    def passes_s(self, shape: Shape) -> Floats:
+        """[run] -> (least seconds of compute, tensor traffic and tokens sent to experts that one micro-batch is for a
+        layer on such devices, seconds of its forward without tensor traffic)."""
+        key = shape.tensor, shape.sequence, shape.expert, shape.samples, shape.cuts
+        if key not in self._passes:
+            self._passes[key] = np.array([_pass_s(self.model, run.start, shape) for run in self.chain.runs])
+        return self._passes[key]
+
+    def of(self, shape: Shape, room: float) -> Least | None:
+        """What a family's layers take, whose shape has everything sharded over all data ranks; None if their memory
+        does not do. room: bytes that the allocator may hand out on one rank of every stage together."""
+        model, runs = self.model, self.chain.runs
+        counts = np.array([run.length for run in runs], dtype=float)
+        state = state_bytes(shape, self.model.training)
+        # With one micro-batch a gradient comes when its layer's activations go.
+        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
+        seconds, forward, elements, weights, held, passing = [], [], [], [], [], []
+        for run, (pass_s, forward_s) in zip(runs, self.passes_s(shape).tolist(), strict=True):
+            kind = model.kinds[run.start]
+            context_s = model.least_context_s(kind, shape)
+            total, trainable = model.stored_elements(kind, shape)
+            saved, kept, again_s = self._ways(kind, shape)
+            seconds.append(pass_s + sum(context_s))
+            forward.append(forward_s + context_s[0])
+            elements.append(trainable)
+            weights.append(seconds[-1] + again_s)
+            held.append((kept, total * state.sharded_parameters + trainable * (gradients + state.optimizer)))
+            passing.append(saved)
+        shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
+        twice = (state.sharded_parameters + gradients + state.optimizer) * shared
+        need = float(counts @ np.array([kept.min() + fixed for kept, fixed in held])) - twice
+        if need > room or max(passing) > room:
+            return None
+        trainable_elements = max(0.0, float(counts @ np.array(elements)) - shared)
+        unsharded = replace(shape, data_replicate=shape.data, data_shard=1)
+        whole = np.array([model.stored_elements(model.kinds[run.start], unsharded) for run in runs])
+        total, trainable = np.maximum(0.0, counts @ whole - shared)
+        fewest = float(counts @ np.array([kept.min() for kept, _ in held]))
+        return Least(
+            np.array(seconds),
+            np.array(forward),
+            trainable_elements,
+            weights,
+            held,
+            twice,
+            fewest,
+            total,
+            trainable,
+            np.array(passing),
+        )
+
+    def _ways(self, kind: Kind, shape: Shape) -> tuple[float, Floats, Floats]:
+        """(bytes that a layer saves, [way to recompute] -> bytes that it keeps, seconds that it runs again) at least,
+        for one micro-batch."""
+        model = self.model
+        if not model.keeps_as_traced:
+            return 0.0, np.zeros(1), np.zeros(1)
+        _, costs, tensor = model.mode(kind, shape)
+        ways: tuple[Recompute, ...] = EXECUTABLE_RECOMPUTES if kind.can_recompute else ("none",)
+        kept = np.array([model.kept_bytes(kind, shape, way) for way in ways])
+        again_s = np.array([model.compute(kind, shape).repeated[way] for way in ways])
+        return costs.saved.at(shape.samples, self.model.training.compute_bytes, tensor), kept, again_s
+
+
+def _pass_s(model: CostModel, layer: int, shape: Shape) -> tuple[float, float]:
+    """(seconds, those of its forward without tensor traffic) of a layer for one micro-batch at least: compute, and
+    traffic of tensor and of expert ranks that sit where it takes least. That need not be one host: two may mean fewer
+    hops, and the links of both."""
+    kind = model.kinds[layer]
+    compute = model.compute(kind, shape)
+    traffic = model.tensor_traffic(kind, shape)
+    places = [model.links(shape.tensor, stride) for stride in model.places(shape.tensor)]
+    each_s = seconds_at_places([(item.kind, item.bytes) for _, _, item in traffic], places)
+    tensor_s = min((1.0 - model.hidden_tensor(at)) * seconds for at, seconds in zip(places, each_s, strict=True))
+    expert_s = model.least_dispatch_s(kind, shape)
+    return compute.forward + compute.backward + tensor_s + 2 * expert_s, compute.forward + expert_s
