@@ -107,6 +107,13 @@ class Outcome:
         return min(self.solved, key=lambda s: s.seconds, default=None)
 
 
+@dataclass(frozen=True)
+class _Balanced:
+    """A chunked family whose cuts are known."""
+
+    family: Family
+
+
 @dataclass
 class _Queue:
     """Shapes of a family that are still to be looked at, the least bounds first."""
@@ -118,9 +125,9 @@ class _Queue:
     place: int = 0
 
 
-_Item = Split | tuple[Family, ...] | Family | _Queue | StagePrices | UnequalPrices
-"""What is looked at when it is its bound's turn: splits, their families of one micro-batch, each of these, its shapes,
-and one shape."""
+_Item = Split | tuple[Family, ...] | Family | _Balanced | _Queue | StagePrices | UnequalPrices
+"""What is looked at when it is its bound's turn: splits, their families of one micro-batch, each of these, with its
+cuts if it is chunked, its shapes, and one shape."""
 
 _Frame = tuple[Chunking, int, int, bool, int, ContextKind, int]
 """What the cuts of a chunked shape depend on."""
@@ -222,8 +229,14 @@ class Explorer:
                         else:
                             heapq.heappush(heap, entry)
                 continue
-            if isinstance(item, Family):
-                queue = self._queue_of(item, space, bound, cutoff)
+            if isinstance(item, Family) and is_chunked(item.schedule) and not self._may_have_own(item):
+                least_s = max(bound, self._least_chunked_s(item))
+                if least_s < cutoff:
+                    heapq.heappush(heap, (least_s, next(order), _Balanced(item), True))
+                continue
+            if isinstance(item, Family | _Balanced):
+                family = item if isinstance(item, Family) else item.family
+                queue = self._queue_of(family, space, bound, cutoff)
                 if queue.bounds:
                     heapq.heappush(heap, (queue.bounds[0], next(order), queue, False))
                 continue
@@ -263,10 +276,6 @@ class Explorer:
         bound."""
         pins, leaves = space.pins, space.leaves(family)
         recompute = _recompute_of(family, pins)
-        self._try_fitting_cuts(family)
-        alike = is_chunked(family.schedule) and not self._may_have_own(family)
-        if alike and self._least_chunked_s(family) >= cutoff_s:
-            return _Queue(family, [], [], recompute)
         seconds = self._bounds.seconds(family, leaves, recompute, pins.reshard, self._cuts_of(family))
         seconds[~self._may_be_held(family, space)] = np.inf
         if self.kinds is not None:
@@ -283,7 +292,7 @@ class Explorer:
         if isinstance(item, _Queue):
             self._raise(item, space, cutoff_s)
             return item.bounds[0] if item.bounds else float("inf")
-        if isinstance(item, Split | tuple):
+        if isinstance(item, Split | tuple | _Balanced):
             return 0.0
         if isinstance(item, Family):
             alike = is_chunked(item.schedule) and not self._may_have_own(item)
@@ -310,10 +319,15 @@ class Explorer:
         return family.num_microbatches * float(slowest.min())
 
     def _raise(self, queue: _Queue, space: Space, cutoff_s: float) -> None:
-        """Bounds of a queue's shapes with the recompute that memory asks for, and of those on unequal devices with what
-        their stages take; those above the cut-off are left out."""
+        """Bounds of a queue's shapes with the recompute that memory asks for, which is when cuts for the sake of memory
+        are looked for, and of those on unequal devices with what their stages take; those above the cut-off are left
+        out."""
         family, leaves, pins = queue.family, space.leaves(queue.family), space.pins
         some, seconds = np.array(queue.shapes), np.array(queue.bounds)
+        more = self._fitting_cuts(family)
+        if more:
+            others = self._bounds.seconds(family, leaves, queue.recompute, pins.reshard, more)
+            seconds = np.minimum(seconds, others[some])
         own = np.array([bool(leaves.each[i].kind_order) for i in queue.shapes])
         if not own.all():
             cuts = self._cuts_of(family)
@@ -405,11 +419,11 @@ class Explorer:
             self._cuts[key] = [] if least is None else self._chunkings.of(key[0], least.seconds)
         return self._cuts[key]
 
-    def _try_fitting_cuts(self, family: Family) -> None:
-        """Where memory leaves no rank of the balanced cuts room to spare, try others of a chunked family, too."""
+    def _fitting_cuts(self, family: Family) -> list[Cuts]:
+        """Where memory leaves no rank of a chunked family's balanced cuts room to spare: others, to be tried, too."""
         key, least, shape = _frame_of(family.frugal), self._least_of_family(family), family.frugal
         if not is_chunked(family.schedule) or least is None or key in self._fitting:
-            return
+            return []
         self._fitting.add(key)
         cuts, frame = self._cuts_of(family), key[0]
         ways = [kept[:1] if family.schedule in ZERO_BUBBLE else kept for kept, _ in least.held]
@@ -420,6 +434,7 @@ class Explorer:
             AMPLE * allocatable_bytes(shape, self.model.device, self.training) - float(least.passing.max()),
         )
         self._cuts[key] = self._chunkings.with_fitting(frame, cuts, least.seconds, held)
+        return self._cuts[key][len(cuts) :]
 
     def _least_even_s(self, family: Family, space: Space) -> float:
         """Seconds that a chunked family takes at least with what data ranks exchange, before its cuts are known."""
