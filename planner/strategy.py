@@ -151,7 +151,14 @@ class Shape:
 
     def stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours on a mesh axis."""
-        return math.prod(self.degree(a) for a in self.mesh_axes[self.mesh_axes.index(axis) + 1 :])
+        return self._strides[axis]
+
+    @cached_property
+    def _strides(self) -> dict[Axis, int]:
+        found, stride = {}, 1
+        for axis in reversed(self.mesh_axes):
+            found[axis], stride = stride, stride * self.degree(axis)
+        return found
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage holds when its rank holds most; counted from the schedule's table."""

@@ -52,12 +52,17 @@ class Crossings:
     def _on_slices(self, kind: Kind, shape: Shape) -> bool:
         return self._model.mode(kind, shape)[0] == "sequence"
 
+    def _layers_on_slices(self, shape: Shape) -> NDArray[np.bool_]:
+        """[layer] -> whether it works on slices of the sequence; behind the last: False."""
+        kinds = self._model.kinds
+        known = {kind: self._on_slices(kind, shape) for kind in dict.fromkeys(kinds)}
+        return np.array([*(known[kind] for kind in kinds), False])
+
     def _bytes(self, shape: Shape) -> list[float]:
         spans = _spans(self._model.profile)
         at = np.array([1.0, shape.samples, 1.0, shape.samples])
         sizes = (self._model.training.compute_bytes * spans.elements + spans.other_bytes) @ at
-        cut = {kind.layer_class: self._on_slices(kind, shape) for kind in self._model.kinds}
-        sequence = np.array([*(cut[kind.layer_class] for kind in self._model.kinds), False])
+        sequence = self._layers_on_slices(shape)
         sliced = spans.may_slice & sequence[spans.made_by]
         parts = sizes[spans.tensor]
         parts = np.where(sliced[spans.tensor] & sequence[spans.position], parts / shape.tensor, parts)
@@ -84,7 +89,7 @@ class Crossings:
     def _slices(self, shape: Shape) -> NDArray[np.float64]:
         """[place of the chain][crossing tensor] -> the share of it that crosses there."""
         spans = _spans(self._model.profile)
-        sequence = np.array([*(self._on_slices(kind, shape) for kind in self._model.kinds), False])
+        sequence = self._layers_on_slices(shape)
         sliced = spans.may_slice & sequence[spans.made_by] & sequence[:, None]
         return np.where(sliced, 1 / shape.tensor, 1.0)
 

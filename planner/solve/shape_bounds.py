@@ -140,6 +140,7 @@ class ShapeBounds:
         self._options: dict[tuple[object, ...], tuple[Fastest, Fastest | None]] = {}
         self._even: dict[tuple[object, ...], Floats] = {}
         self._aheads: dict[int, Floats] = {}
+        self._known_rates: dict[Collective, dict[tuple[int, int], tuple[float, float]]] = {}
         self._kept = self._kept_options = 0
         self._elements: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._exchanges: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
@@ -380,17 +381,19 @@ class ShapeBounds:
 
     def _found_columns(self, family: Family, leaves: Leaves) -> _Columns:
         each = leaves.each
-        shards = {leaf.data_shard: family.shape(Leaf(leaf.data_replicate, leaf.data_shard)) for leaf in each}
-        alike = {_unplaced(leaf): family.shape(_unplaced(leaf)) for leaf in each}
+        unplaced = [(leaf.data_replicate, leaf.data_shard, leaf.gradient_sync, leaf.reshard) for leaf in each]
+        alike = {key: family.shape(Leaf(*key)) for key in dict.fromkeys(unplaced)}
+        splits = dict.fromkeys((leaf.data_replicate, leaf.data_shard) for leaf in each)
+        shards = {shard: family.shape(Leaf(replicate, shard)) for replicate, shard in splits}
         held = np.array([self._held(shape) for shape in alike.values()])
-        orders = {(leaf.mesh_axes, leaf.data_replicate, leaf.data_shard): leaf for leaf in each}
-        strides = {key: self._strides(family.shape(leaf)) for key, leaf in orders.items()}
-        placed = [strides[leaf.mesh_axes, leaf.data_replicate, leaf.data_shard] for leaf in each]
+        orders = [(leaf.data_replicate, leaf.data_shard, leaf.mesh_axes) for leaf in each]
+        strides = {key: self._strides(family.shape(Leaf(*key[:2], mesh_axes=key[2]))) for key in dict.fromkeys(orders)}
+        placed = [strides[key] for key in orders]
         sharding = [(leaf.data_shard * family.context, at.shard) for leaf, at in zip(each, placed, strict=True)]
         replicas = [(leaf.data_replicate, at.replicate) for leaf, at in zip(each, placed, strict=True)]
         place = {shard: i for i, shard in enumerate(shards)}
-        group = {leaf: i for i, leaf in enumerate(alike)}
-        which = np.array([group[_unplaced(leaf)] for leaf in each])
+        group = {key: i for i, key in enumerate(alike)}
+        which = np.array([group[key] for key in unplaced])
         return _Columns(
             shapes=tuple(alike.values()),
             alike=which,
@@ -431,7 +434,8 @@ class ShapeBounds:
 
     def _rates(self, kind: Collective, groups: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
         """Columns of (seconds per byte, seconds of latency) of a collective of groups of (size, stride)."""
-        known = {group: ring_rates(kind, self.model.links(*group)) for group in set(groups)}
+        known = self._known_rates.setdefault(kind, {})
+        known.update({group: ring_rates(kind, self.model.links(*group)) for group in {*groups} - known.keys()})
         found = np.array([known[group] for group in groups])
         return found[:, 0], found[:, 1]
 
@@ -527,11 +531,6 @@ class _Strides:
     pipeline: int
     context: int
     expert: int
-
-
-def _unplaced(leaf: Leaf) -> Leaf:
-    """The leaf on any place."""
-    return Leaf(leaf.data_replicate, leaf.data_shard, leaf.gradient_sync, leaf.reshard)
 
 
 def _collective_s(num_bytes: Floats, rates: tuple[Floats, Floats]) -> Floats:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations, product
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ...profiler.cluster import ClusterSpec, Group
 from ...profiler.model_profile import ModelProfile
@@ -160,8 +160,7 @@ class _Passes:
         return several + sum(n for n, _ in self.rejected.values()), one + sum(n for _, n in self.rejected.values())
 
 
-@dataclass(frozen=True)
-class _Placed:
+class _Placed(NamedTuple):
     """An order of the mesh axes: a number for where its groups sit, equal where all sit alike, and how far neighbours
     are apart that hold other tokens (without and with those of sequence parallelism)."""
 
@@ -479,23 +478,23 @@ class Space:
         if self.cluster.num_hosts == 1 or len(active) < 2:
             return (_Placed(AXES, 0, (1, 1), active[0][0] if active else None),)
         used = [axis for unit in active for axis in unit]
-        idle = tuple(axis for axis in AXES if axis not in used)
+        held = [axis for axis in joined if degrees[axis] > 1]
+        sliced = [*held, "tensor"] if degrees["tensor"] > 1 else held
+        sharded, place = degrees["data_shard"] * degrees["context"], self._place
+        strides: dict[Axis, int] = {}
         found = []
-        for order in permutations(active):
-            axes = tuple([axis for unit in order for axis in unit])
-            strides: dict[Axis, int] = {}
+        for axes, outermost, backwards in _orders_of(tuple(active)):
             stride = 1
-            for axis in reversed(axes):
+            for axis in backwards:
                 strides[axis] = stride
                 stride *= degrees[axis]
-            places = [self._place(degrees[axis], strides[axis]) for axis in used]
+            places = [place(degrees[axis], strides[axis]) for axis in used]
             if len(joined) > 1:
-                places.append(self._place(degrees["data_shard"] * degrees["context"], strides["context"]))
-            held = [strides[axis] for axis in joined if degrees[axis] > 1]
-            sliced = [*held, strides["tensor"]] if degrees["tensor"] > 1 else held
-            apart = min(held, default=1), min(sliced, default=1)
+                places.append(place(sharded, strides["context"]))
+            near = min([strides[axis] for axis in held], default=1)
+            apart = near, min([strides[axis] for axis in sliced], default=1)
             together = self._numbers.setdefault(tuple(places), len(self._numbers))
-            found.append(_Placed(idle + axes, together, apart, order[0][0]))
+            found.append(_Placed(axes, together, apart, outermost))
         return tuple(found)
 
     def _place(self, size: int, stride: int) -> int:
@@ -506,6 +505,19 @@ class Space:
             groups = tuple(part.group(size, stride) for part in (self.cluster, *alone))
             self._places[key] = self._numbers.setdefault(groups, len(self._numbers))
         return self._places[key]
+
+
+@functools.cache
+def _orders_of(units: tuple[tuple[Axis, ...], ...]) -> tuple[tuple[tuple[Axis, ...], Axis, tuple[Axis, ...]], ...]:
+    """Orders of axes that come in units: (all axes, those that are in no unit first, the outermost one in a unit,
+    those in units from the innermost one outwards)."""
+    used = [axis for unit in units for axis in unit]
+    idle = tuple(axis for axis in AXES if axis not in used)
+    found = []
+    for order in permutations(units):
+        axes = tuple(axis for unit in order for axis in unit)
+        found.append((idle + axes, axes[0], axes[::-1]))
+    return tuple(found)
 
 
 def _times(pairs: Number, leaves: Number) -> int:
