@@ -22,6 +22,7 @@ from meshwright.planner.cost.simulate import in_flight, simulated_step_s, table
 from meshwright.planner.cost.stage_cost import closed_form_s
 from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import Plan
+from meshwright.planner.solve import knapsack
 from meshwright.planner.solve.columns import unbeaten
 from meshwright.planner.solve.knapsack import Group, Turns, least_weight, lightest
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
@@ -429,6 +430,29 @@ def test_thirty_options_for_each_of_eighty_layers_take_few_combinations() -> Non
     assert float(found.counts[0] @ row.before[0]) <= 40.5
     relaxed = 80 * (1 - 40.5 / 80) ** 2
     assert relaxed - 1e-9 <= found.weight <= relaxed * 1.02
+
+
+def test_turns_that_hold_much_leave_few_combinations_to_look_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """124 layers of six options: what holds least between turns holds most in its turn, so those that keep more must be
+    the last. The knapsack of the last turn alone is 2% below what fits, and millions of combinations are lighter."""
+    layers, none = np.array([[0.07, 0.49, 1.04, 3.25, 3.68, 4.23]]), np.full((1, 6), 0.006)
+    turn = np.array([[16.55, 16.12, 15.5, 10.17, 9.75, 9.13]])
+    weights = np.array([144.2, 119.5, 116.7, 140.4, 115.7, 112.8])
+    head = Turns(1, np.array([44.0]), np.array([[3.43]]), np.zeros((1, 1)), np.array([[4.2]]), np.array([[4.2]]))
+    rows, looked_through = [Turns(125, weights, layers, none, turn, turn), head], [0]
+    most_inside = knapsack._most_inside
+
+    def counted(table: np.ndarray, row: Turns) -> np.ndarray:
+        looked_through[0] += len(table)
+        return most_inside(table, row)
+
+    monkeypatch.setattr(knapsack, "_most_inside", counted)
+
+    found = lightest(rows, np.array([71.5]), math.inf, np.zeros((1, 6)))
+
+    assert found is not None
+    assert found.counts[0].sum() == 125
+    assert looked_through[0] < 10_000
 
 
 def test_options_that_another_beats_in_time_and_memory_are_dropped() -> None:

@@ -115,14 +115,20 @@ def test_the_layer_wise_choice_is_no_more_work_with_more_memory(monkeypatch: pyt
     block = layer_class("block", 3e12, 218_000_000, saved=2.5e9, inputs=7e7, transient=5e8, parts=(0.2, 0.3))
     ends = layer_class("ends", 4e12, 500_000_000, saved=1e9, inputs=7e7, transient=5e8)
     model, looked_through = profile([block, ends], [1, *[0] * 32, 1], crossing=7e7), [0]
-    counts_within = knapsack._counts_within
+    counts_within, counts_in_turns = knapsack._counts_within, knapsack._counts_in_turns
 
     def counted(*arguments: Any) -> Any:
         table = counts_within(*arguments)
         looked_through[0] += len(table)
         return table
 
+    def counted_in_turns(*arguments: Any) -> Any:
+        table, least = counts_in_turns(*arguments)
+        looked_through[0] += len(table)
+        return table, least
+
     monkeypatch.setattr(knapsack, "_counts_within", counted)
+    monkeypatch.setattr(knapsack, "_counts_in_turns", counted_in_turns)
     work, seconds = {}, []
     for memory in (40, 56, 80, 112, 160):
         looked_through[0] = 0

@@ -12,6 +12,7 @@ few combinations to try, all of which are.
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ Ints = NDArray[np.int64]
 FIRST_STEP = 64
 """Packings are looked through first up to this part of what is not proven yet, or of the widest choice; then twice as
 far, and so on: the nearer the limit, the fewer there are, whatever the number of options."""
+
+FURTHER = 4
+"""Factor from one step to the next where bounds leave few packings in a step."""
 
 FEW = 200_000
 """So many combinations, or fewer, are looked through at once."""
@@ -80,6 +84,79 @@ class Turns:
         )
 
 
+@dataclass(frozen=True)
+class _Tail:
+    """Options of a row from one on, at prices of memory: what an item takes at least, and all other rows less the room
+    for all."""
+
+    prices: Floats
+    each: Floats
+    others: Floats
+
+    def least(self, weight: Floats, memory: Floats, left: Ints) -> Floats:
+        """[combination] -> weight of a packing at least, where `left` items of the row take one of these options."""
+        priced = left[:, None] * self.each + memory[:, None] * self.prices + self.others
+        least: Floats = weight + priced.max(axis=1)
+        return least
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Rows of which the last has a single item with a single option, and what is known of them before any packing is.
+
+    rooms: [pass]. starting: [pass][option] -> what is held throughout, by the option that the very first item takes.
+    The last turn of the first pass alone is a knapsack of `groups` and `room`, and bounds the weight from below by
+    `bound`, at the price of memory where that is the most.
+    """
+
+    rows: list[Turns]
+    rooms: Floats
+    starting: Floats
+    groups: list[Group]
+    room: float
+    price: float
+    bound: float
+
+    @classmethod
+    def of(cls, rows: list[Turns], rooms: Floats, starting: Floats) -> "_Case":
+        """The case of these rows."""
+        groups = [Group(row.count, row.weights, row.before[0]) for row in rows]
+        room = float(rooms[0] - rows[-1].ending[0, 0])
+        return cls(rows, rooms, starting, groups, room, *_best_price(groups, room))
+
+    @cached_property
+    def tails(self) -> list[list[_Tail]]:
+        """[row][option but the last] -> the options behind it."""
+        return [
+            [self._tail(row, option + 1) for option in range(len(g.weights) - 1)] for row, g in enumerate(self.groups)
+        ]
+
+    def _tail(self, row: int, first: int) -> _Tail:
+        weights, memory = self.groups[row].weights[first:], self.groups[row].memory[first:]
+        prices = tie_prices([weights], [memory])
+        costs = weights[:, None] + prices * memory[:, None]
+        if len(weights) > 1:  # a bound is the most where the two cheapest tie
+            least, second = np.partition(costs, 1, axis=0)[:2]
+            prices = prices[second - least <= SLACK * np.maximum(1.0, np.abs(second))]
+        prices = np.concatenate((prices, [self.price]))
+        others = -prices * self.room
+        for other in (*self.groups[:row], *self.groups[row + 1 :]):
+            others += other.count * np.min(other.weights[:, None] + prices * other.memory[:, None], axis=0)
+        return _Tail(prices, np.min(weights[:, None] + prices * memory[:, None], axis=0), others)
+
+    @cached_property
+    def later(self) -> Floats:
+        """[row][pass] -> bytes that it and all rows behind it hold at least after their turns."""
+        least = np.array([row.count * row.behind.min(axis=1) for row in self.rows])
+        return np.concatenate((np.cumsum(least[::-1], axis=0)[::-1], np.zeros((1, len(self.rooms)))))
+
+    @cached_property
+    def earlier(self) -> Floats:
+        """[row][pass] -> bytes that all rows before it hold at least."""
+        least = np.array([row.count * row.before.min(axis=1) for row in self.rows])
+        return np.concatenate((np.zeros((1, len(self.rooms))), np.cumsum(least, axis=0)))
+
+
 def lightest(
     rows: list[Turns], rooms: Floats, cutoff: float, starting: Floats, deadline_s: float = math.inf
 ) -> Packing | None:
@@ -94,17 +171,15 @@ def lightest(
         # in their order, so none behind this one
         fixed = replace(last.of(slice(option, option + 1)), count=1)
         others = replace(last.of(slice(0, option + 1)), count=last.count - 1, ending=last.transient[:, : option + 1])
-        case = [*rows[:-1], *([others] if last.count > 1 else []), fixed]
-        groups = [Group(row.count, row.weights, row.before[0]) for row in case]
-        bound = _best_price(groups, float(rooms[0] - fixed.ending[0, 0]))[1]
-        cases.append((bound, option, case))
+        those = [*rows[:-1], *([others] if last.count > 1 else []), fixed]
+        begins = starting[:, option : option + 1] if len(those) == 1 else starting
+        cases.append((_Case.of(those, rooms, begins), option))
     best: tuple[Packing, int] | None = None
-    for bound, option, case in sorted(cases, key=lambda one: one[0]):
+    for case, option in sorted(cases, key=lambda one: one[0].bound):
         limit = best[0].weight if best else cutoff
-        if bound >= limit:
+        if case.bound >= limit:
             break
-        begins = starting[:, option : option + 1] if len(case) == 1 else starting
-        found = _lightest_of_case(case, rooms, limit, begins, deadline_s)
+        found = _lightest_of_case(case, limit, deadline_s)
         if found is not None:
             best = found, option
     if best is None:
@@ -117,88 +192,132 @@ def lightest(
     return Packing(packing.weight, (*packing.counts[: len(rows) - 1], counts))
 
 
-def _lightest_of_case(
-    rows: list[Turns], rooms: Floats, cutoff: float, starting: Floats, deadline_s: float
-) -> Packing | None:
-    """The same for a single item in the last row, with a single option.
+def _lightest_of_case(case: _Case, cutoff: float, deadline_s: float) -> Packing | None:
+    """The packing of a case that is lightest and below `cutoff`.
 
     First without all turns but the last of the first pass, which bounds it from below: if what that finds fits, it is
-    the best. Else all packings up to a little more than that are looked through, then up to twice as much more, until
-    one fits: that is the best, as all lighter ones were looked through.
+    the best. Else all packings up to a little more than that are looked through, then further and further beyond what
+    is known to be the least, until one fits: that is the best, as all lighter ones were looked through.
     """
-    groups = [Group(row.count, row.weights, row.before[0]) for row in rows]
-    room = float(rooms[0] - rows[-1].ending[0, 0])
-    relaxed = least_weight(groups, room, cutoff, deadline_s)
+    relaxed = least_weight(case.groups, case.room, cutoff, deadline_s)
     if relaxed is None:
         return None
-    if _fits_in_turns(rows, relaxed, rooms, starting):
+    if _fits_in_turns(case, relaxed):
         return relaxed
-    heaviest = sum(row.count * float(row.weights.max()) for row in rows)
+    heaviest = sum(group.count * float(group.weights.max()) for group in case.groups)
     heaviest = min(cutoff, heaviest + SLACK * max(1.0, heaviest))
-    widest = max(float(row.weights.max() - row.weights.min()) for row in rows)
-    step = max(relaxed.weight - _best_price(groups, room)[1], SLACK * heaviest, widest / FIRST_STEP**2) or heaviest
-    limit = relaxed.weight
-    while limit < heaviest:
-        limit, step = min(limit + step, heaviest), 2 * step
-        found = lightest_in_turns(rows, rooms, limit, starting, deadline_s)
+    widest = max(float(group.weights.max() - group.weights.min()) for group in case.groups)
+    step = max(relaxed.weight - case.bound, SLACK * heaviest, widest / FIRST_STEP**2) or heaviest
+    least = relaxed.weight
+    while least < heaviest:
+        limit = min(least + step, heaviest)
+        found, least = _lightest_in_turns(case, limit, deadline_s)
         if found is not None:
             return found
+        step *= FURTHER
     return None
 
 
-def _fits_in_turns(rows: list[Turns], packing: Packing, rooms: Floats, starting: Floats) -> bool:
+def _fits_in_turns(case: _Case, packing: Packing) -> bool:
     """Whether a packing holds no more than there is room for in every pass."""
     first = int(np.argmax(packing.counts[0] > 0))
-    before, most = starting[:, first], np.full(len(rooms), -np.inf)
-    for row, counts in zip(rows, packing.counts, strict=True):
+    before, most = case.starting[:, first], np.full(len(case.rooms), -np.inf)
+    for row, counts in zip(case.rows, packing.counts, strict=True):
         table = counts[None, :]
         most = np.maximum(most + row.behind @ counts, before + _most_inside(table, row)[0])
         before = before + row.before @ counts
-    return bool((most <= rooms).all())
+    return bool((most <= case.rooms).all())
 
 
-def lightest_in_turns(
-    rows: list[Turns], rooms: Floats, limit: float, starting: Floats, deadline_s: float = math.inf
-) -> Packing | None:
-    """The packing of least weight below `limit` that in no pass and at no turn holds more than that pass's room.
+def _lightest_in_turns(case: _Case, limit: float, deadline_s: float) -> tuple[Packing | None, float]:
+    """(The packing of least weight below `limit` that in no pass and at no turn holds more than that pass's room, or
+    None; what any weighs at least, at least `limit` if there is none.)
 
-    While an item has its turn, those up to it hold `before`, those behind it `behind`. starting: [pass][option] ->
-    what is held throughout, by the option that the very first item takes. The last turn of the first pass
-    alone is a knapsack, whose price of memory bounds how far from the cheapest option any item may be.
+    While an item has its turn, those up to it hold `before`, those behind it `behind`. The price of memory at the last
+    turn of the first pass bounds how far from the cheapest option any item may be.
     """
-    groups = [Group(row.count, row.weights, row.before[0]) for row in rows]
-    price, bound = _best_price(groups, float(rooms[0] - rows[-1].ending[0].min()))
-    heaviest = sum(row.count * float(row.weights.max()) for row in rows)
-    limit = min(limit, heaviest + SLACK * max(1.0, heaviest))
-    gap = limit - bound
-    tables = [_counts_within(group, price, gap) for group in groups]
-    least_behind = np.cumsum([(row.count * row.behind.min(axis=1)) for row in rows][::-1], axis=0)[::-1]
+    rows, rooms, gap = case.rows, case.rooms, limit - case.bound
+    tables: dict[int, Ints] = {}
+    for i in sorted(range(len(rows)), key=lambda i: -rows[i].count):
+        tables[i], least = _counts_in_turns(case, i, limit)
+        if not len(tables[i]):
+            return None, max(limit, least)
     weight, excess = np.zeros(1), np.zeros(1)
     before, most = np.zeros((1, len(rooms))), np.full((1, len(rooms)), -np.inf)
     chosen: list[tuple[Ints, Ints]] = []
-    for i, (table, row, group) in enumerate(zip(tables, rows, groups, strict=True)):
+    for i, (row, group) in enumerate(zip(rows, case.groups, strict=True)):
         in_time(deadline_s)
+        table = tables[i]
         weights = (weight[:, None] + (table @ row.weights)[None, :]).ravel()
-        excesses = (excess[:, None] + (table @ _reduced(group, price))[None, :]).ravel()
+        excesses = (excess[:, None] + (table @ _reduced(group, case.price))[None, :]).ravel()
         if i == 0:
-            before = starting[:, np.argmax(table > 0, axis=1)].T
+            before = case.starting[:, np.argmax(table > 0, axis=1)].T
         inner = _most_inside(table, row)
         base = before[None, :, :] if i == 0 else before[:, None, :]
         mosts = np.maximum(most[:, None, :] + (table @ row.behind.T)[None, :, :], base + inner[None, :, :])
         mosts = mosts.reshape(-1, len(rooms))
         befores = (base + (table @ row.before.T)[None, :, :]).reshape(-1, len(rooms))
-        after = least_behind[i + 1] if i + 1 < len(rows) else 0.0
-        inside = np.flatnonzero((mosts + after <= rooms).all(axis=1) & (excesses <= gap) & (weights < limit))
+        inside = np.flatnonzero(
+            (mosts + case.later[i + 1] <= rooms).all(axis=1) & (excesses <= gap) & (weights < limit)
+        )
         if not len(inside):
-            return None
+            return None, limit
         keep = inside
         if i + 1 == len(rows):
             keep = inside[[np.argmin(weights[inside])]]
-        elif len(inside) * math.prod(len(later) for later in tables[i + 1 :]) > FEW:
+        elif len(inside) * math.prod(len(tables[later]) for later in range(i + 1, len(rows))) > FEW:
             keep = inside[_unbeaten(np.column_stack([weights[inside], befores[inside], mosts[inside]]), deadline_s)]
         chosen.append((keep // len(table), keep % len(table)))
         weight, excess, before, most = weights[keep], excesses[keep], befores[keep], mosts[keep]
-    return _traced(tables, chosen, weight)
+    return _traced([tables[i] for i in range(len(rows))], chosen, weight), limit
+
+
+def _counts_in_turns(case: _Case, place: int, limit: float) -> tuple[Ints, float]:
+    """([combination][option] -> items, for the combinations of a row that may be part of a packing below `limit`, and
+    do not hold too much by themselves; what packings with others of them weigh at least).
+
+    Option by option in the order of their turns: those that take it must fit, and what is left must be light enough
+    with the options behind it.
+    """
+    row, group = case.rows[place], case.groups[place]
+    reduced = _reduced(group, case.price)
+    tiny = SLACK * max(1.0, float(np.abs(group.weights).max())) * group.count
+    within = limit - case.bound + tiny
+    free = case.rooms - case.earlier[place] - case.later[place + 1]
+    free += SLACK * np.maximum(1.0, np.abs(case.rooms))
+    table = np.zeros((1, len(reduced)), dtype=np.int64)
+    left, spent, least = np.array([group.count]), np.zeros(1), math.inf
+    for option, tail in enumerate(case.tails[place]):
+        behind = row.behind[:, option + 1 :].min(axis=1)
+        there, rise = table @ row.before.T + left[:, None] * behind, row.before[:, option] - behind
+        most = left
+        if (rise > 0).all():  # the more take the option, the more is held at the last one's turn
+            turn = np.minimum(row.transient[:, option], row.ending[:, option])
+            most = np.clip(((free - turn - there) / rise).min(axis=1), 0, left).astype(np.int64)
+        if reduced[option] > tiny:
+            cheap = ((within - spent) / reduced[option]).astype(np.int64)
+            dear = cheap < most
+            dearer = spent[dear] + (cheap[dear] + 1) * reduced[option]
+            least = min(least, case.bound + float(dearer.min(initial=math.inf)))
+            most = np.minimum(most, cheap)
+        rows = np.repeat(np.arange(len(table)), most + 1)
+        taken = np.arange(len(rows)) - np.repeat(np.cumsum(most + 1) - most - 1, most + 1)
+        after = left[rows] - taken
+        turn = np.where(after[:, None] > 0, row.transient[:, option], row.ending[:, option])
+        fits = (there[rows] + taken[:, None] * rise + turn <= free).all(axis=1) | (taken == 0)
+        rows, taken, left = rows[fits], taken[fits], after[fits]
+        table = table[rows]
+        table[:, option] = taken
+        weights = tail.least(table @ row.weights, table @ row.before[0], left)
+        light = weights <= limit + tiny
+        least = min(least, float(weights[~light].min(initial=math.inf)))
+        table, left, spent = table[light], left[light], (spent[rows] + taken * reduced[option])[light]
+    spent = spent + left * reduced[-1]
+    light = spent <= within
+    least = min(least, case.bound + float(spent[~light].min(initial=math.inf)))
+    table = table[light]
+    table[:, -1] = left[light]
+    return table, least
 
 
 def _most_inside(table: Ints, row: Turns) -> Floats:
