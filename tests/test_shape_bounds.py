@@ -16,6 +16,7 @@ from meshwright.planner.cost.comm_cost import Collective, GroupLinks, collective
 from meshwright.planner.cost.simulate import ZERO_BUBBLE
 from meshwright.planner.plan import Recompute
 from meshwright.planner.solve.explore import Explorer
+from meshwright.planner.solve.least_work import LeastWork
 from meshwright.planner.solve.shape_bounds import ShapeBounds
 from meshwright.planner.solve.space import Family, Space
 from meshwright.planner.strategy import Shape
@@ -116,6 +117,20 @@ def test_shapes_that_are_left_out_for_memory_have_no_assignment(seed: int) -> No
             prices = explorer.priced(shape, recompute, asked.pins.reshard, asked.pins.everything)
             explorer._cuts_of(family)
             assert explorer._solved(prices, float("inf"), float("inf")) is None
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 6))
+def test_micro_batches_take_together_what_each_takes_alone(seed: int) -> None:
+    asked = asked_of(seed)
+    explorers = [Explorer(asked.profile, asked.cluster, asked.training) for _ in range(2)]
+    together, alone = (LeastWork(each.chain, each.model) for each in explorers)
+    families = {family.split: (space, family) for space, family, _ in families_of(asked)}
+
+    for space, family in families.values():
+        sizes = [size for size, _ in space.micro_batches(family.split)]
+        shape = family.frugal
+        each = [alone.passes_s(replace(shape, micro_batch=size)) for size in sizes]
+        np.testing.assert_allclose(together.passes_of_each_s(shape, sizes), each, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("inside", "hosts"), [(1, 1), (8, 1), (1, 16), (4, 2)])

@@ -125,6 +125,31 @@ def _table_of_layer(costs: Costs) -> OperatorTable:
     return table_of(costs.operators)
 
 
+@dataclass(frozen=True)
+class Amounts:
+    """What operators are at so many batches: tables [operator][batch]. sides: rows, inner, columns."""
+
+    flops: Floats
+    elements: Floats
+    other_bytes: Floats
+    sides: Floats
+
+
+def batches_at(batches: Sequence[float], tensor: int) -> Floats:
+    """(1, batch, 1 / tensor, batch / tensor) of each, what coefficients of amounts are of: [4][batch]."""
+    each = np.array(batches, dtype=np.float64)
+    return np.stack([np.ones(len(each)), each, np.full(len(each), 1.0 / tensor), each / tensor])
+
+
+def amounts_of(table: OperatorTable, at: Floats) -> Amounts:
+    """The amounts of operators as they were observed."""
+    return Amounts(table.flops @ at, table.elements @ at, table.other_bytes @ at, table.sides @ at)
+
+
+AsRun = Callable[[OperatorTable, Floats], Amounts]
+"""The amounts of operators as one rank runs them."""
+
+
 def layer_seconds(
     costs: Costs,
     device: Device,
@@ -132,21 +157,35 @@ def layer_seconds(
     element_bytes: int,
     batch: float,
     tensor: int,
-    as_run: Callable[[OperatorTable], OperatorTable] | None = None,
+    as_run: AsRun = amounts_of,
 ) -> Seconds:
     """Compute seconds of a layer on one device, forward and backward, each operator on its own roofline.
 
-    Operators of the backward that serve both gradients count as input part. as_run: changes operators into what one
-    rank runs of them (experts).
+    Operators of the backward that serve both gradients count as input part. as_run: what one rank runs of them
+    (experts).
     """
+    return layer_seconds_of_each(costs, device, precision, element_bytes, [batch], tensor, as_run)[0]
+
+
+def layer_seconds_of_each(
+    costs: Costs,
+    device: Device,
+    precision: str,
+    element_bytes: int,
+    batches: Sequence[float],
+    tensor: int,
+    as_run: AsRun = amounts_of,
+) -> list[Seconds]:
+    """The same for each of some batches, which costs little more than for one."""
     table = _table_of_layer(costs)
-    if as_run is not None:
-        table = as_run(table)
-    seconds = operators_s(table, device, precision, element_bytes, batch, tensor)
-    forward, backward_input, backward_weight = (table.parts @ seconds).tolist()
-    attention, selective, full = (table.repeats @ seconds).tolist()
-    repeated: dict[Recompute, float] = {"none": 0.0, "attention": attention, "selective": selective, "full": full}
-    return Seconds(forward, repeated, backward_input, backward_weight)
+    seconds = _operators_s(table, as_run(table, batches_at(batches, tensor)), device, precision, element_bytes)
+    found = []
+    for parts, repeats in zip((table.parts @ seconds).T.tolist(), (table.repeats @ seconds).T.tolist(), strict=True):
+        forward, backward_input, backward_weight = parts
+        attention, selective, full = repeats
+        repeated: dict[Recompute, float] = {"none": 0.0, "attention": attention, "selective": selective, "full": full}
+        found.append(Seconds(forward, repeated, backward_input, backward_weight))
+    return found
 
 
 def operator_s(op: OpProfile, device: Device, precision: str, element_bytes: int, batch: float, tensor: int) -> float:
@@ -158,46 +197,53 @@ def operators_s(
     table: OperatorTable, device: Device, precision: str, element_bytes: int, batch: float, tensor: int
 ) -> Floats:
     """Seconds of each operator: max(FLOPs / speed at this shape, bytes / bandwidth), and no less than a launch."""
-    at = np.array([1.0, batch, 1.0 / tensor, batch / tensor])
-    flops = table.flops @ at
-    traffic_s = _moving_s(element_bytes * (table.elements @ at) + table.other_bytes @ at, device, table)
-    rows, inner, columns = table.sides @ at
+    amounts = amounts_of(table, batches_at([batch], tensor))
+    return _operators_s(table, amounts, device, precision, element_bytes)[:, 0]
+
+
+def _operators_s(table: OperatorTable, amounts: Amounts, device: Device, precision: str, element_bytes: int) -> Floats:
+    """[operator][batch] -> the same."""
+    flops, (rows, inner, columns) = amounts.flops, amounts.sides
+    traffic_s = _moving_s(element_bytes * amounts.elements + amounts.other_bytes, device, table)
     low = precision in LOW_PRECISIONS
     peak = device.flops["bf16" if low else precision]
-    speed = np.full(len(flops), peak * device.matmul_efficiency)
+    speed = np.full(flops.shape, peak * device.matmul_efficiency)
     tiles = tile_efficiencies(rows, columns, device)
     speed[table.is_product] *= tiles[table.is_product]
     speed[table.is_batched] *= BATCHED
     if precision != "fp32":
-        speed[table.is_batched & ((inner % 8 != 0) | (columns % 8 != 0))] *= MISALIGNED
+        speed[table.is_batched[:, None] & ((inner % 8 != 0) | (columns % 8 != 0))] *= MISALIGNED
     backward = device.attention_backward_efficiency or device.attention_efficiency
     attention = np.where(table.has_forward, device.attention_efficiency, backward)
-    speed[table.is_attention] = peak * attention[table.is_attention]
+    speed[table.is_attention] = peak * attention[table.is_attention][:, None]
     shows = table.is_product
     if low:
         lower = device.flops[precision] * device.low_precision_efficiency * tiles
         speed[table.is_of_weights] = lower[table.is_of_weights]
         shows = shows | table.is_of_weights
-    seconds = flops / speed + UNHIDDEN_TRAFFIC * traffic_s * (shows & (flops > 0.0))
+    seconds = flops / speed + UNHIDDEN_TRAFFIC * traffic_s * (shows[:, None] & (flops > 0.0))
     seconds = np.maximum(seconds, traffic_s)
     if low:
-        cast = CAST_BYTES * (rows * inner + inner * columns) * table.is_of_weights * (1.0 - table.parts[2])
+        cast = CAST_BYTES * (rows * inner + inner * columns) * (table.is_of_weights * (1.0 - table.parts[2]))[:, None]
         seconds = seconds + cast / (device.bandwidth * device.bandwidth_efficiency)
     if precision in device.matmul_samples:  # what moving its operands takes is in the measured share
-        for i in np.flatnonzero(table.is_product & (flops > 0.0)).tolist():
-            share = measured_efficiency((rows[i], inner[i], columns[i]), device.matmul_samples[precision])
-            seconds[i] = flops[i] / (peak * share)
+        for i, j in np.argwhere(table.is_product[:, None] & (flops > 0.0)).tolist():
+            shape = rows[i, j], inner[i, j], columns[i, j]
+            share = measured_efficiency(shape, device.matmul_samples[precision])
+            seconds[i, j] = flops[i, j] / (peak * share)
     slowest: Floats = np.maximum(seconds, device.launch)
     return slowest
 
 
 def _moving_s(num_bytes: Floats, device: Device, table: OperatorTable) -> Floats:
-    """`moving_s` of each operator."""
+    """[operator][batch] -> `moving_s`."""
     if device.size_efficiency:
-        pairs = zip(num_bytes.tolist(), table.kernel.tolist(), strict=True)
-        return np.array([moving_s(size, device, *table.kernels[kernel]) for size, kernel in pairs])
+        kernels = [table.kernels[kernel] for kernel in table.kernel.tolist()]
+        pairs = zip(num_bytes.tolist(), kernels, strict=True)
+        found = [[moving_s(size, device, *names) for size in sizes] for sizes, names in pairs]
+        return np.array(found).reshape(num_bytes.shape)
     speeds = np.array([device.bandwidth * _share(device, kernels) for kernels in table.kernels])
-    seconds: Floats = num_bytes / speeds[table.kernel]
+    seconds: Floats = num_bytes / speeds[table.kernel][:, None]
     return seconds
 
 

@@ -8,7 +8,7 @@ from ...profiler.cluster import Device
 from ...profiler.model_profile import Costs, Experts, LayerClass, amount_at
 from ..strategy import Shape
 from .comm_cost import GroupLinks, exchange_s
-from .compute_cost import Flags, OperatorTable
+from .compute_cost import Amounts, Flags, Floats, OperatorTable, amounts_of
 
 COUNT_BYTES = 8
 """Of the number of tokens for one expert, of which ranks tell each other before they exchange tokens."""
@@ -39,40 +39,42 @@ def spread(elements: float, of_experts: float, shape: Shape) -> Spread:
 
 def on_one_rank(
     table: OperatorTable,
+    at: Floats,
     products: tuple[tuple[Flags, int], ...],
     device: Device,
-    batch: float,
-    tensor: int,
     expert: int,
     imbalance: float,
-) -> OperatorTable:
+) -> Amounts:
     """The operators as the busiest of the ranks that share the experts runs them.
 
-    products: which operators are products with the weights of a bank, and how many experts it has. Of these a rank
-    holds 1/expert, and gets `imbalance` times its share of the tokens. Each expert's tokens fill tiles of their own, so
-    with few tokens for each the last tile of each idles.
+    at: of batches_at. products: which operators are products with the weights of a bank, and how many experts it has.
+    Of these a rank holds 1/expert, and gets `imbalance` times its share of the tokens. Each expert's tokens fill tiles
+    of their own, so with few tokens for each the last tile of each idles.
     """
-    at = np.array([1.0, batch, 1.0 / tensor, batch / tensor])
-    flops, elements, sides = table.flops.copy(), table.elements.copy(), table.sides.copy()
+    elements = table.elements.copy()
+    for mask, _ in products:
+        elements[mask] *= np.array([1.0 / expert, imbalance, 1.0 / expert, imbalance])
+    amounts = amounts_of(replace(table, elements=elements), at)
+    flops, all_rows = amounts.flops, amounts.sides[0]
     is_weight = table.parts[2] > 0
     for mask, count in products:
         held = max(1, count // expert)
-        elements[mask] *= np.array([1.0 / expert, imbalance, 1.0 / expert, imbalance])
         flops[mask] *= imbalance
         for index in np.flatnonzero(mask).tolist():
-            rows = float(table.sides[0, index] @ at)
+            rows = all_rows[index]
             if is_weight[index]:  # one product for each expert, its tokens summed over
                 filled = held * _tiled(rows, device)
             else:
                 each = imbalance * rows / held
-                filled = (held if each >= 1 else imbalance * rows) * _tiled(each, device)
+                filled = np.where(each >= 1, held, imbalance * rows) * _tiled(each, device)
                 flops[index] *= filled / (imbalance * rows)
-            sides[0, index] = (filled, 0.0, 0.0, 0.0)
-    return replace(table, flops=flops, elements=elements, sides=sides)
+            all_rows[index] = filled
+    return amounts
 
 
-def _tiled(rows: float, device: Device) -> float:
-    return float(np.ceil(max(rows, 1.0) / device.tile[0]) * device.tile[0])
+def _tiled(rows: Floats, device: Device) -> Floats:
+    tiles: Floats = np.ceil(np.maximum(rows, 1.0) / device.tile[0]) * device.tile[0]
+    return tiles
 
 
 def expert_products(layer_class: LayerClass, costs: Costs) -> tuple[tuple[Flags, int], ...]:

@@ -1,6 +1,7 @@
 """What one layer costs under a shape and an option: the coefficients of the ILP, and of every estimate."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -14,7 +15,15 @@ from ..plan import EXECUTABLE_RECOMPUTES, Axis, Recompute
 from ..strategy import Cuts, LayerOption, Shape, chosen_cuts, divisors, is_sequence_cut
 from ..training import TrainingSpec
 from .comm_cost import GroupLinks, collective_s, exposed_s
-from .compute_cost import Seconds, accumulate_s, host_optimizer_s, layer_seconds, optimizer_s
+from .compute_cost import (
+    AsRun,
+    Seconds,
+    accumulate_s,
+    amounts_of,
+    host_optimizer_s,
+    layer_seconds_of_each,
+    optimizer_s,
+)
 from .context_cost import NOTHING, ContextCost, context_cost
 from .crossing_cost import Crossings, Cut
 from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
@@ -51,7 +60,7 @@ class CostModel:
             known = ", ".join(self.device.flops)
             raise ValueError(f"{self.device.name} has no rate for {training.precision}; its device file has {known}")
         self._neighbours: dict[tuple[Kind, bool], Kind | None] = {}
-        self._seconds: dict[tuple[object, ...], Seconds] = {}
+        self._seconds: dict[tuple[object, ...], dict[float, Seconds]] = {}
         self._contexts: dict[tuple[object, ...], ContextCost] = {}
         self._activations: dict[tuple[object, ...], tuple[float, _Working]] = {}
         self._part_costs: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -153,24 +162,30 @@ class CostModel:
 
     def compute(self, kind: Kind, shape: Shape) -> Seconds:
         """Compute seconds of a layer for one micro-batch."""
+        samples = shape.samples
+        return self.compute_of_each(kind, shape, [samples])[samples]
+
+    def compute_of_each(self, kind: Kind, shape: Shape, samples: Sequence[float]) -> Mapping[float, Seconds]:
+        """[samples of a micro-batch] -> the same, at least for these, whatever the shape's own."""
         mode, costs, tensor, chosen = self._mode(kind, shape)
-        key = (kind.layer_class, mode, shape.samples, tensor, shape.expert, chosen)
-        if key not in self._seconds:
-            as_run = None
+        known = self._seconds.setdefault((kind.layer_class, mode, tensor, shape.expert, chosen), {})
+        missing = [each for each in samples if each not in known]
+        if missing:
+            as_run: AsRun = amounts_of
             if self.layer_class(kind).experts:
                 as_run = partial(
                     on_one_rank,
                     products=expert_products(self.layer_class(kind), costs),
                     device=self.device,
-                    batch=shape.samples,
-                    tensor=tensor,
                     expert=shape.expert,
                     imbalance=self.imbalance(kind, shape),
                 )
-            self._seconds[key] = layer_seconds(
-                costs, self.device, self.training.precision, self.training.compute_bytes, shape.samples, tensor, as_run
+            device, training = self.device, self.training
+            found = layer_seconds_of_each(
+                costs, device, training.precision, training.compute_bytes, missing, tensor, as_run
             )
-        return self._seconds[key]
+            known.update(zip(missing, found, strict=True))
+        return known
 
     def imbalance(self, kind: Kind, shape: Shape) -> float:
         """Tokens of the rank whose experts get most, over the mean; 1 where each expert gets as many."""
@@ -314,13 +329,6 @@ class CostModel:
             return 0.0, 0.0
         contexts = [self.context_of(kind, shape, stride) for stride in self.places(shape.context)]
         return min(c.forward_s for c in contexts), min(c.backward_s for c in contexts)
-
-    def least_dispatch_s(self, kind: Kind, shape: Shape) -> float:
-        """The same of those with expert ranks, in the forward; the backward takes as long."""
-        if shape.expert == 1 or not self.layer_class(kind).experts:
-            return 0.0
-        dispatch_s = min(self.dispatch_of(kind, shape, stride)[0] for stride in self.places(shape.expert))
-        return 2 * self.exposed_dispatch_s(dispatch_s, kind, shape)
 
     def exposed_dispatch_s(self, dispatch_s: float, kind: Kind, shape: Shape) -> float:
         """What is left of sending tokens to experts where the stack hides a share of it behind the layer's work."""

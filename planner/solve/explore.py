@@ -2,9 +2,8 @@
 
 import heapq
 import itertools
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -213,11 +212,12 @@ class Explorer:
                     heapq.heappush(heap, (least_s, next(order), item, True))
                     continue
             if isinstance(item, Split):
-                for families in _by_micro_batch(space.families_of(item)):
-                    first = families[0]
-                    least_s = first.num_microbatches * self._slowest_s(item, first.micro_batch)
+                groups = _by_micro_batch(space.families_of(item))
+                slowest = self._slowest_of_each_s(item, [families[0].micro_batch for families in groups]).tolist()
+                for families, slowest_s in zip(groups, slowest, strict=True):
+                    least_s = families[0].num_microbatches * slowest_s
                     if least_s < cutoff:
-                        heapq.heappush(heap, (max(bound, least_s), next(order), families, True))
+                        heapq.heappush(heap, (max(bound, least_s), next(order), families, False))
                 continue
             if isinstance(item, tuple):
                 for family in item:
@@ -292,12 +292,13 @@ class Explorer:
         if isinstance(item, _Queue):
             self._raise(item, space, cutoff_s)
             return item.bounds[0] if item.bounds else float("inf")
-        if isinstance(item, Split | tuple | _Balanced):
+        if isinstance(item, Split | _Balanced):
             return 0.0
+        if isinstance(item, tuple):
+            return self._least_held_s(item[0], space)
         if isinstance(item, Family):
             alike = is_chunked(item.schedule) and not self._may_have_own(item)
-            least_s = self._least_even_s(item, space) if alike else 0.0
-            return max(least_s, self._least_held_s(item, space)) if least_s < cutoff_s else least_s
+            return self._least_even_s(item, space) if alike else 0.0
         if not self._may_hold(item):
             return float("inf")
         if isinstance(item, UnequalPrices):
@@ -312,7 +313,8 @@ class Explorer:
         return self.kinds is not None and self.kinds.may_have_own(family.pipeline)
 
     def _least_held_s(self, family: Family, space: Space) -> float:
-        """Seconds that a pipeline of equal devices takes at least to hold its layers, over all shapes of a family."""
+        """Seconds that a pipeline of equal devices takes at least to hold its layers, over all shapes of a family, and
+        of those that differ in nothing but the schedule."""
         if family.pipeline == 1 or self.kinds is not None:
             return 0.0
         slowest = self._memory.slowest_s(family, space.leaves(family), _recompute_of(family, space.pins), space.pins)
@@ -454,24 +456,22 @@ class Explorer:
     def _split_bound(self, split: Split, space: Space) -> float:
         """Seconds that no shape of a split can beat: compute of all micro-batches, tensor traffic at its best place,
         shared evenly by the stages."""
-        return min(count * self._slowest_s(split, micro_batch) for micro_batch, count in space.micro_batches(split))
+        micro_batches, counts = zip(*space.micro_batches(split), strict=True)
+        return float((np.array(counts) * self._slowest_of_each_s(split, micro_batches)).min())
 
-    def _slowest_s(self, split: Split, micro_batch: int) -> float:
-        """Least seconds of compute, tensor traffic and tokens sent to experts that one micro-batch is for the slowest
-        stage."""
+    def _slowest_of_each_s(self, split: Split, micro_batches: Sequence[int]) -> Floats:
+        """[micro-batch] -> least seconds of compute, tensor traffic and tokens sent to experts that one is for the
+        slowest stage."""
         context, expert = split.context, split.expert
-        shape = Shape(1, 1, split.tensor, 1, micro_batch, 1, split.sequence, context=context, expert=expert)
+        shape = Shape(1, 1, split.tensor, 1, 1, 1, split.sequence, context=context, expert=expert)
         shape = replace(shape, cuts=split.cuts) if split.cuts else shape
-        works = self._least.passes_s(shape)[:, 0]
-        alike = float(self.chain.lengths @ works) / split.pipeline
-        numbers: list[int] = self._bounds.counts.tolist()
-        of_kinds: list[float] = self._bounds.of_kinds(works).tolist()
-        whole = (math.ceil(number / split.pipeline) * each for number, each in zip(numbers, of_kinds, strict=True))
-        alike = max(alike, *whole)
+        works = self._least.passes_of_each_s(shape, micro_batches)[:, :, 0]
+        alike = self._bounds.slowest_s(works[:, self._bounds.first_run].T, split.pipeline)
         if self.kinds is None or not self.kinds.may_have_own(split.pipeline):
             return alike
-        each = [least.passes_s(shape)[:, 0] for least in self._least_on_kinds]
-        return min(alike, self.kinds.shares(each, split.pipeline).slowest_s)
+        each = [least.passes_of_each_s(shape, micro_batches)[:, :, 0] for least in self._least_on_kinds]
+        shares = [self.kinds.shares(kinds, split.pipeline).slowest_s for kinds in zip(*each, strict=True)]
+        return np.minimum(alike, shares)
 
     def _family_bound(self, family: Family) -> float:
         """Seconds that no shape of a family can beat: compute, traffic of tensor, context and expert ranks at their

@@ -1,6 +1,7 @@
 """What layers of a model take at least on one kind of device, before anything is known of how data is split and where
 ranks are: seconds of one micro-batch, and the bytes that they keep and hold."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,15 +47,22 @@ class LeastWork:
     def __init__(self, chain: Chain, model: CostModel) -> None:
         self.chain = chain
         self.model = model
-        self._passes: dict[tuple[object, ...], Floats] = {}
+        self._passes: dict[tuple[object, ...], dict[int, Floats]] = {}
 
     def passes_s(self, shape: Shape) -> Floats:
         """[run] -> (least seconds of compute, tensor traffic and tokens sent to experts that one micro-batch is for a
         layer on such devices, seconds of its forward without tensor traffic)."""
-        key = shape.tensor, shape.sequence, shape.expert, shape.samples, shape.cuts
-        if key not in self._passes:
-            self._passes[key] = np.array([_pass_s(self.model, run.start, shape) for run in self.chain.runs])
-        return self._passes[key]
+        return self.passes_of_each_s(shape, [shape.micro_batch])[0]
+
+    def passes_of_each_s(self, shape: Shape, micro_batches: Sequence[int]) -> Floats:
+        """[micro-batch][run] -> the same for each of some micro-batches, whatever the shape's own."""
+        key = shape.tensor, shape.sequence, shape.expert, shape.context, shape.cuts
+        known = self._passes.setdefault(key, {})
+        missing = [each for each in micro_batches if each not in known]
+        if missing:
+            runs = [_passes_s(self.model, run.start, shape, missing) for run in self.chain.runs]
+            known.update(zip(missing, np.stack(runs, axis=1), strict=True))
+        return np.array([known[each] for each in micro_batches])
 
     def of(self, shape: Shape, room: float) -> Least | None:
         """What a family's layers take, whose shape has everything sharded over all data ranks; None if their memory
@@ -112,15 +120,30 @@ class LeastWork:
         return costs.saved.at(shape.samples, self.model.training.compute_bytes, tensor), kept, again_s
 
 
-def _pass_s(model: CostModel, layer: int, shape: Shape) -> tuple[float, float]:
-    """(seconds, those of its forward without tensor traffic) of a layer for one micro-batch at least: compute, and
-    traffic of tensor and of expert ranks that sit where it takes least. That need not be one host: two may mean fewer
-    hops, and the links of both."""
-    kind = model.kinds[layer]
-    compute = model.compute(kind, shape)
-    traffic = model.tensor_traffic(kind, shape)
+def _passes_s(model: CostModel, layer: int, shape: Shape, micro_batches: Sequence[int]) -> Floats:
+    """[micro-batch] -> (seconds, those of its forward without tensor traffic) of a layer at least: compute, and traffic
+    of tensor and of expert ranks that sit where it takes least. That need not be one host: two may mean fewer hops, and
+    the links of both. Bytes grow in a straight line with the micro-batch, so traffic is priced at two of them."""
+    kind, sizes = model.kinds[layer], np.array(micro_batches, dtype=float)
+    each = model.compute_of_each(kind, shape, (sizes / shape.context).tolist())
+    computed = [each[samples] for samples in (sizes / shape.context).tolist()]
+    forward, backward = (np.array(part) for part in zip(*((c.forward, c.backward) for c in computed), strict=True))
+    fewest, most = min(micro_batches), max(micro_batches)
+    share = (sizes - fewest) / max(1, most - fewest)
+    at_fewest, at_most = (_traffic_s(model, kind, replace(shape, micro_batch=size)) for size in (fewest, most))
+    tensor_s, sent_s = (
+        np.min(least[:, None] + (largest - least)[:, None] * share, axis=0)
+        for least, largest in zip(at_fewest, at_most, strict=True)
+    )
+    expert_s = 2 * (sent_s - np.minimum(model.software.expert_overlap * sent_s, forward))
+    return np.stack([forward + backward + tensor_s + 2 * expert_s, forward + expert_s], axis=1)
+
+
+def _traffic_s(model: CostModel, kind: Kind, shape: Shape) -> tuple[Floats, Floats]:
+    """([place of tensor ranks] -> seconds of their traffic for one micro-batch that no compute hides, [place of expert
+    ranks] -> seconds of sending tokens once)."""
     places = [model.links(shape.tensor, stride) for stride in model.places(shape.tensor)]
-    each_s = seconds_at_places([(item.kind, item.bytes) for _, _, item in traffic], places)
-    tensor_s = min((1.0 - model.hidden_tensor(at)) * seconds for at, seconds in zip(places, each_s, strict=True))
-    expert_s = model.least_dispatch_s(kind, shape)
-    return compute.forward + compute.backward + tensor_s + 2 * expert_s, compute.forward + expert_s
+    traffic = [(item.kind, item.bytes) for _, _, item in model.tensor_traffic(kind, shape)]
+    shown = np.array([1.0 - model.hidden_tensor(links) for links in places])
+    sent_s = [model.dispatch_of(kind, shape, stride)[0] for stride in model.places(shape.expert)]
+    return shown * np.array(seconds_at_places(traffic, places)), np.array(sent_s)
