@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from ..profiler.cluster import ClusterSpec
 from ..profiler.garbage import without_garbage_collection
 from ..profiler.model_profile import ModelProfile
+from .cost.simulate import is_chunked
 from .estimate import Estimate, estimate
 from .not_run import priced_only
 from .plan import Certificate, Plan, Prediction
@@ -24,6 +25,9 @@ MORE_TIME = 0.05
 
 RULE_S = 2.0
 """Seconds to look for the plan of a rule of thumb where the search of the whole space found none in its time."""
+
+AGREES = 1e-6
+"""The evaluator and the search may differ by as much, relative to the step."""
 
 __all__ = ["Candidate", "InfeasibleError", "SearchResult", "SolverError", "price_setup", "search"]
 
@@ -97,9 +101,9 @@ def search(
     bound, status, solver = explorer.prove(outcome, max(1.0, deadline - time.monotonic()))
     until = max(deadline, time.monotonic() + max(1.0, MORE_TIME * time_limit_s))
     rules = [(rule, _follow(explorer, rule, until)) for rule in rules_of_thumb(cluster, training)]
-    finalists = [_price(explorer, s) for s in outcome.solved if s.seconds <= outcome.best.seconds * (1 + WINDOW)]
-    followed = [priced for _, priced in rules if priced is not None]
-    chosen = _simplest(finalists + (followed if pins in (Pins(), Pins(everything=True)) else []))
+    followed = [priced for _, priced in rules if priced is not None] if pins in (Pins(), Pins(everything=True)) else []
+    near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
+    chosen = simplest(finalists(explorer, near, followed) + followed)
     objective = chosen.estimate.closed_form_s
     certificate = Certificate(
         objective=objective,
@@ -137,7 +141,7 @@ def price_setup(
     outcome = explorer.explore(pins, time.monotonic() + time_limit_s, near=0)
     if outcome.best is None:
         return Candidate(setup.label, None, None, closest_verdict(explorer, pins, outcome.rejected))
-    priced = _price(explorer, outcome.best)
+    priced = price(explorer, outcome.best)
     return Candidate(setup.label, priced.plan, priced.estimate, "fits", priced.estimate.step_time_s)
 
 
@@ -162,14 +166,28 @@ def pins_of(setup: Setup) -> Pins:
     )
 
 
-def _price(explorer: Explorer, solved: Solved) -> _Priced:
+def price(explorer: Explorer, solved: Solved) -> _Priced:
     """The plan of a solved shape with its estimate, whose closed form is the search's own number."""
     plan = explorer.plan_of(solved)
     found = estimate(plan, explorer.profile)
     difference = abs(found.closed_form_s - solved.seconds) / solved.seconds
-    assert difference < 1e-6, f"evaluator {found.closed_form_s} and search {solved.seconds} differ"
+    assert difference < AGREES, f"evaluator {found.closed_form_s} and search {solved.seconds} differ"
     plan = plan.model_copy(update={"prediction": _prediction(found)})
     return _Priced(plan, found)
+
+
+def finalists(explorer: Explorer, near: list[Solved], followed: list[_Priced]) -> list[_Priced]:
+    """Those of what was solved that may be the simplest of the fastest, in their order. The closed form of a chunked
+    pipeline is its event simulation, so those that are too slow are known before they are priced."""
+    simulated = {i: solved for i, solved in enumerate(near) if is_chunked(solved.shape.schedule)}
+    priced = {i: price(explorer, solved) for i, solved in enumerate(near) if i not in simulated}
+    fastest_s = min((p.estimate.step_time_s for p in (*priced.values(), *followed)), default=float("inf"))
+    for i, solved in sorted(simulated.items(), key=lambda item: item[1].seconds):
+        if solved.seconds + explorer.model.software.step_s > fastest_s * (1 + SIMPLE + AGREES):
+            break
+        priced[i] = price(explorer, solved)
+        fastest_s = min(fastest_s, priced[i].estimate.step_time_s)
+    return [priced[i] for i in sorted(priced)]
 
 
 def _prediction(found: Estimate) -> Prediction:
@@ -183,7 +201,7 @@ def _prediction(found: Estimate) -> Prediction:
     )
 
 
-def _simplest(priced: list[_Priced]) -> _Priced:
+def simplest(priced: list[_Priced]) -> _Priced:
     """The simplest of those within 1% of the fastest by simulation."""
     fastest = min(p.estimate.step_time_s for p in priced)
     near = [p for p in priced if p.estimate.step_time_s <= fastest * (1 + SIMPLE)]
@@ -206,7 +224,7 @@ def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced |
     for pins in rule.attempts:
         outcome = explorer.explore(pins, deadline, near=0)
         if outcome.best is not None:
-            return _price(explorer, outcome.best)
+            return price(explorer, outcome.best)
     return None
 
 
@@ -249,7 +267,7 @@ def _runners_up(
         best = _at_its_best(explorer, first, pins, deadline)
         solved = first if best.shape.layout in seen else best
         seen |= {first.shape.layout, solved.shape.layout}
-        priced = _price(explorer, solved)
+        priced = price(explorer, solved)
         label = f"{solved.shape.label}, micro-batch {solved.shape.micro_batch}"
         verdict = priced_only(priced.plan, compared(priced.estimate, chosen.estimate))
         result.append(Candidate(label, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s))

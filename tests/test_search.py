@@ -16,9 +16,9 @@ from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import Plan, Recompute
-from meshwright.planner.search import InfeasibleError, SolverError, search
+from meshwright.planner.search import InfeasibleError, SolverError, finalists, price, search, simplest
 from meshwright.planner.solve.columns import Chain, StagePrices
-from meshwright.planner.solve.explore import Explorer
+from meshwright.planner.solve.explore import WINDOW, Explorer
 from meshwright.planner.solve.ilp import solve_master
 from meshwright.planner.solve.scan import scan
 from meshwright.planner.solve.space import Space
@@ -206,6 +206,19 @@ def test_no_runner_up_is_beaten_by_another_micro_batch_of_its_degrees(seed: int)
 
         assert best is not None
         assert best.shape.layout in shown or candidate.estimate.closed_form_s <= best.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [38, 57])
+def test_chunked_plans_too_slow_to_be_chosen_are_not_priced_and_the_choice_is_the_same(seed: int) -> None:
+    explorer = Explorer(*random_instance(seed))
+    outcome = explorer.explore(Pins(), math.inf)
+    assert outcome.best is not None
+    near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
+
+    found = finalists(explorer, near, [])
+
+    assert len(found) < len(near)
+    assert simplest(found) == simplest([price(explorer, solved) for solved in near])
 
 
 def test_shapes_are_all_accounted_for() -> None:
