@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import slow
@@ -17,7 +18,8 @@ from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.estimate import estimate
 from meshwright.planner.plan import Plan, Recompute
 from meshwright.planner.search import InfeasibleError, SolverError, finalists, price, search, simplest
-from meshwright.planner.solve.columns import Chain, StagePrices
+from meshwright.planner.solve.chunked import choice_of
+from meshwright.planner.solve.columns import Chain, Composition, StagePrices
 from meshwright.planner.solve.explore import WINDOW, Explorer
 from meshwright.planner.solve.ilp import solve_master
 from meshwright.planner.solve.scan import scan
@@ -345,6 +347,15 @@ def test_options_that_fit_are_found_even_when_time_is_over(pipeline: int) -> Non
     assert best.seconds <= found.seconds < 1.2 * best.seconds
     stages = [[option for _, option, count in choice.parts for _ in range(count)] for choice in found.choices]
     assert estimate(make_plan(model, chain.model.cluster, training, shape, stages), model).fits
+
+
+def test_layers_that_can_only_be_recomputed_use_up_the_count_of_those_recomputed() -> None:
+    only, either = (LayerOption("full"),), (LayerOption(), LayerOption("full"))
+    prices = SimpleNamespace(chain=SimpleNamespace(compositions=[Composition(0, (3, 2))]), options=[only, either])
+
+    found = choice_of(prices, 0, "full", 1)
+
+    assert found.parts == ((0, LayerOption("full"), 3), (1, LayerOption(), 2))
 
 
 def test_layers_that_read_one_parameter_stay_on_one_stage() -> None:

@@ -412,7 +412,7 @@ class Known:
         prices, count = self.prices.on(device), min(count, self.num_layers(composition))
         key = device, composition, in_flight, recompute, count
         if key not in self._stages:
-            choice = _choice(prices, composition, recompute, count)
+            choice = choice_of(prices, composition, recompute, count)
             self._stages[key] = choice, prices.stage_cost(composition, choice, in_flight)
         return self._stages[key]
 
@@ -520,7 +520,7 @@ def _played(prices: Prices, fitting: _Fitting, cutoff_s: float) -> Assignment | 
     return Assignment(step_s, fitting.compositions, fitting.choices) if step_s < cutoff_s else None
 
 
-def _choice(prices: StagePrices, composition: int, recompute: Recompute, count: int) -> Choice:
+def choice_of(prices: StagePrices, composition: int, recompute: Recompute, count: int) -> Choice:
     """The first `count` layers of a composition that may be recomputed are; others take what else there is."""
     item = prices.chain.compositions[composition]
     parts: list[tuple[int, LayerOption, int]] = []
@@ -535,5 +535,5 @@ def _choice(prices: StagePrices, composition: int, recompute: Recompute, count: 
             parts.append((run, by_way.get(recompute, prices.options[run][0]), recomputed))
         if rest:
             parts.append((run, by_way["none"], rest))
-        left -= recomputed
+        left = max(0, left - recomputed)
     return Choice(tuple(parts))
