@@ -392,6 +392,7 @@ class Known:
         self.devices = [next(i for i, other in enumerate(on) if other is mine) for mine in on]
         self._stages: dict[tuple[int, int, int, Recompute, int], tuple[Choice, StageCost]] = {}
         self._ranks: dict[tuple[_Held, Recompute, int], _Rank] = {}
+        self._least: dict[tuple[_Held, Recompute], _Rank | None] = {}
 
     def rank(self, held: _Held, recompute: Recompute, count: int) -> _Rank:
         """A rank with up to `count` layers of each of its stages recomputed."""
@@ -404,6 +405,34 @@ class Known:
                 stages, seconds, once_s, allocated_on_one(costs) <= self.prices.on(held[0][0]).budget
             )
         return self._ranks[key]
+
+    def least(self, held: _Held, recompute: Recompute, longest_s: float) -> _Rank | None:
+        """A rank with the fewest layers recomputed, equally many in each of its stages; None if its memory does not do
+        even so, or a micro-batch takes `longest_s`."""
+        key = held, recompute
+        if key not in self._least:
+            if self.rank(held, recompute, 0).seconds >= longest_s:  # and the longer, the more is recomputed
+                return None
+            self._least[key] = self._least_that_fits(held, recompute)
+        best = self._least[key]
+        return best if best is not None and best.seconds < longest_s else None
+
+    def _least_that_fits(self, held: _Held, recompute: Recompute) -> _Rank | None:
+        best, low = self.rank(held, recompute, 0), 1
+        if best.fits:
+            return best
+        high = max(self.num_layers(composition) for _, composition, _ in held)
+        best = self.rank(held, recompute, high)
+        if not best.fits:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            fewer = self.rank(held, recompute, middle)
+            if fewer.fits:
+                best, high = fewer, middle
+            else:
+                low = middle + 1
+        return best
 
     def _stage(
         self, device: int, composition: int, in_flight: int, recompute: Recompute, count: int
@@ -472,7 +501,7 @@ def _least_recomputed(
     for stages in known.stages_of:  # the first holds most micro-batches: what does not fit ends here, mostly
         held = tuple((known.devices[stage], compositions[stage], known.flights[stage]) for stage in stages)
         longest_s = (cutoff_s * (1 + ROUNDING) - forward_s - backward_s) / shape.num_microbatches
-        rank = _least_on_rank(known, held, recompute, longest_s)
+        rank = known.least(held, recompute, longest_s)
         if rank is None:
             return None
         found |= dict(zip(stages, rank.stages, strict=True))
@@ -482,30 +511,6 @@ def _least_recomputed(
         backward_s += 0.0 if shape.schedule in ZERO_BUBBLE else first.backward_s
     in_order = [found[stage] for stage in range(len(compositions))]
     return _Fitting(tuple(compositions), tuple(c for c, _ in in_order), [cost for _, cost in in_order], once_s)
-
-
-def _least_on_rank(known: Known, held: _Held, recompute: Recompute, longest_s: float) -> _Rank | None:
-    """A rank with the fewest layers recomputed, equally many in each of its stages; None if its memory does not do even
-    so, or a micro-batch takes `longest_s`."""
-    best, low = known.rank(held, recompute, 0), 1
-    if best.seconds >= longest_s:  # and the longer, the more is recomputed
-        return None
-    if best.fits:
-        return best
-    high = max(known.num_layers(composition) for _, composition, _ in held)
-    best = known.rank(held, recompute, high)
-    if not best.fits:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        fewer = known.rank(held, recompute, middle)
-        if fewer.fits:
-            best, high = fewer, middle
-        elif fewer.seconds >= longest_s:
-            return None
-        else:
-            low = middle + 1
-    return best if best.seconds < longest_s else None
 
 
 def _played(prices: Prices, fitting: _Fitting, cutoff_s: float) -> Assignment | None:

@@ -80,7 +80,7 @@ class Family:
         spread = self.context, self.context_kind, self.expert
         return Split(self.tensor, self.pipeline, self.data, self.sequence, *spread, self.cuts)
 
-    @property
+    @functools.cached_property
     def any_schedule(self) -> "Family":
         """The same for all families that differ in nothing but the schedule and the stages of each rank."""
         return replace(self, schedule="1f1b", virtual_stages=1) if self.pipeline > 1 else self
@@ -107,7 +107,7 @@ class Family:
             cuts=self.cuts,
         )
 
-    @property
+    @functools.cached_property
     def frugal(self) -> Shape:
         """The family's shape with everything sharded over all data ranks."""
         return self.shape(Leaf(1, self.data))
