@@ -17,6 +17,7 @@ from meshwright.planner.cost.simulate import ZERO_BUBBLE
 from meshwright.planner.plan import Recompute
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.least_work import LeastWork
+from meshwright.planner.solve.memory_bounds import MemoryBounds
 from meshwright.planner.solve.shape_bounds import ShapeBounds
 from meshwright.planner.solve.space import Family, Space
 from meshwright.planner.strategy import Shape
@@ -117,6 +118,19 @@ def test_shapes_that_are_left_out_for_memory_have_no_assignment(seed: int) -> No
             prices = explorer.priced(shape, recompute, asked.pins.reshard, asked.pins.everything)
             explorer._cuts_of(family)
             assert explorer._solved(prices, float("inf"), float("inf")) is None
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 6))
+def test_what_a_family_holds_at_least_is_no_more_than_any_of_its_shapes_holds(seed: int) -> None:
+    asked = asked_of(seed)
+    explorer = Explorer(asked.profile, asked.cluster, asked.training)
+    least, memory = LeastWork(explorer.chain, explorer.model), MemoryBounds(ShapeBounds(explorer.chain))
+
+    for space, family, recompute in families_of(asked):
+        if family.pipeline > 1:
+            anywhere = memory.least_slowest_s(family, least.passes_s(family.frugal), asked.pins)
+            each = memory.slowest_s(family, space.leaves(family), recompute, asked.pins)
+            assert anywhere <= each.min() * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(0, 60, 6))

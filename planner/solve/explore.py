@@ -107,6 +107,13 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class _Held:
+    """Families of one micro-batch whose layers every rank can hold, as far as is known."""
+
+    families: tuple[Family, ...]
+
+
+@dataclass(frozen=True)
 class _Balanced:
     """A chunked family whose cuts are known."""
 
@@ -124,7 +131,7 @@ class _Queue:
     place: int = 0
 
 
-_Item = Split | tuple[Family, ...] | Family | _Balanced | _Queue | StagePrices | UnequalPrices
+_Item = Split | tuple[Family, ...] | _Held | Family | _Balanced | _Queue | StagePrices | UnequalPrices
 """What is looked at when it is its bound's turn: splits, their families of one micro-batch, each of these, with its
 cuts if it is chunked, its shapes, and one shape."""
 
@@ -220,7 +227,12 @@ class Explorer:
                         heapq.heappush(heap, (max(bound, least_s), next(order), families, False))
                 continue
             if isinstance(item, tuple):
-                for family in item:
+                least_s = max(bound, self._least_held_s(item[0], space))
+                if least_s < cutoff:
+                    heapq.heappush(heap, (least_s, next(order), _Held(item), True))
+                continue
+            if isinstance(item, _Held):
+                for family in item.families:
                     family_bound = max(bound, self._family_bound(family))
                     if np.isfinite(family_bound) and family_bound < cutoff:
                         entry = family_bound, next(order), family, False
@@ -292,10 +304,10 @@ class Explorer:
         if isinstance(item, _Queue):
             self._raise(item, space, cutoff_s)
             return item.bounds[0] if item.bounds else float("inf")
-        if isinstance(item, Split | _Balanced):
+        if isinstance(item, Split | _Held | _Balanced):
             return 0.0
         if isinstance(item, tuple):
-            return self._least_held_s(item[0], space)
+            return self._least_held_anywhere_s(item[0], space.pins)
         if isinstance(item, Family):
             alike = is_chunked(item.schedule) and not self._may_have_own(item)
             return self._least_even_s(item, space) if alike else 0.0
@@ -311,6 +323,13 @@ class Explorer:
     def _may_have_own(self, family: Family) -> bool:
         """Whether some shapes of a family may have stages on one kind of device each, of several."""
         return self.kinds is not None and self.kinds.may_have_own(family.pipeline)
+
+    def _least_held_anywhere_s(self, family: Family, pins: Pins) -> float:
+        """The bound of `_least_held_s` without what tells shapes apart: lower, and soon known."""
+        if family.pipeline == 1 or self.kinds is not None:
+            return 0.0
+        slowest_s = self._memory.least_slowest_s(family, self._least.passes_s(family.frugal), pins)
+        return family.num_microbatches * slowest_s
 
     def _least_held_s(self, family: Family, space: Space) -> float:
         """Seconds that a pipeline of equal devices takes at least to hold its layers, over all shapes of a family, and

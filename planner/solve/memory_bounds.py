@@ -6,7 +6,7 @@ least, so that shapes differ in what they hold of parameters, gradients and copi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes, uses_fully_shard
 from ..cost.simulate import is_chunked
+from ..cost.stage_cost import allocatable_bytes
 from ..plan import EXECUTABLE_RECOMPUTES, Recompute
 from ..strategy import Pins, Shape
 from .chunked import Cuts, LeastRecompute
@@ -124,6 +125,32 @@ class MemoryBounds:
             alone = ways.again_s[kind], ways.kept[kind], passing, flights, int(self.bounds.counts[kind])
             self._known_slowest[key] = least_slowest_of_whole_s(least_s[kind], fixed, room, *alone)[where]
         return self._known_slowest[key]
+
+    def least_slowest_s(self, family: Family, passes_s: Floats, pins: Pins) -> float:
+        """The same over all shapes of a family, priced once: as if everything were sharded over all data ranks, and no
+        data rank waited for. passes_s: as of LeastWork.passes_s. 0 where layers share weights, of which other shapes
+        may count more than once."""
+        shape, kind, model = family.any_schedule.frugal, self._common, self.model
+        if self.bounds.chain.shared_weights(shape):
+            return 0.0
+        own, training = self.bounds.kinds[kind], model.training
+        pass_s, forward_s = passes_s[self.bounds.first_run[kind]].tolist()
+        sent_s = forward_s - model.compute(own, shape).forward  # running a layer again sends its tokens again
+        recompute = pins.recompute
+        again_s, kept = self._ways_of(own, shape, recompute, pins.everything, 0.0, sent_s)
+        passing = np.zeros((len(kept), 1))
+        names = self._names(own, recompute, pins.everything)
+        if names and uses_fully_shard(replace(shape, data_shard=1, data_replicate=shape.data), training):
+            passing[:, 0] = [max(model.working_bytes(own, shape, way)[:2]) for way in names]
+        state = state_bytes(shape, training)
+        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
+        total, trainable = model.stored_elements(own, shape)
+        fixed = total * state.sharded_parameters + trainable * (gradients + state.optimizer)
+        room = allocatable_bytes(shape, model.device, training) - model.batch_bytes(shape)
+        most = max(1, shape.num_microbatches - 1)
+        flights = np.minimum(np.arange(shape.pipeline, 0, -1), most).astype(float)
+        alone = again_s, kept, passing, flights, int(self.bounds.counts[kind])
+        return float(least_slowest_of_whole_s(np.array([pass_s]), np.array([fixed]), np.array([room]), *alone)[0])
 
     def _grouped(self, family: Family, leaves: Leaves, each_s: Floats, some: Ints) -> tuple[Ints, Ints, Floats]:
         """(one of these shapes for each that differs in more than its place, which of them each is like, least of their
