@@ -63,6 +63,13 @@ def test_a_flat_ring_carries_nearly_all_of_a_tensor_across_hosts_in_steps_of_the
     assert collective_s("all_gather", 8e9, flat) == pytest.approx(7 / 8 * 8e9 / 50e9 + 7 * 1e-5)
 
 
+def test_of_stages_in_a_row_on_a_host_only_the_last_one_sends_to_the_next_host() -> None:
+    alone, in_a_row = (collective_s("p2p", 1e9, links(ranks, hosts=2)) for ranks in (1, 8))
+
+    assert alone == pytest.approx(1e9 / (50e9 / 8) + 1e-5)
+    assert in_a_row == pytest.approx(1e9 / 50e9 + 1e-5)
+
+
 def test_a_flat_ring_inside_a_host_is_any_ring() -> None:
     assert collective_s("all_reduce", 1e9, replace(links(8), flat=True)) == collective_s("all_reduce", 1e9, links(8))
 

@@ -88,9 +88,11 @@ def seconds_at_places(traffic: Sequence[tuple[Collective, float]], places: Seque
 
 
 def _neighbour_s(num_bytes: float, links: GroupLinks) -> float:
-    """Seconds to hand a tensor to the next rank of the group; over the network if any neighbour is on another host."""
+    """Seconds to hand a tensor to the next rank of the group; over the network if any neighbour is on another host, to
+    which only the last of the group's ranks on a host sends."""
     if links.group.hosts > 1:
-        return num_bytes / (links.network.bandwidth / links.devices_per_host) + links.network.latency
+        share = links.group.ranks_per_host / links.devices_per_host
+        return num_bytes / (links.network.bandwidth * share) + links.network.latency
     return num_bytes / links.link.bandwidth + links.link.latency
 
 
