@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from benchmarks.planned_vs_manual import jobs
 from benchmarks.planned_vs_manual.figures import Result, Row, figures
+from benchmarks.planned_vs_manual.jobs import Job
 from benchmarks.planned_vs_manual.padded import Clock, Pad, PaddedLayer, _pad_layers
+from meshwright.executor.measuring.local_ranks import RankError
 
 
 class Recorder(Clock):
@@ -58,6 +62,23 @@ def test_what_runs_outside_of_modules_is_padded_with_the_layer_before_or_else_be
     model(torch.ones(1, 2)).sum().backward()
 
     assert clock.pads == [2.0, 2.0, 20.0, 20.0]
+
+
+def test_a_set_up_that_hangs_is_left_out_and_the_others_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def together(plans: dict[str, Any], task: Any, steps: int, at: Path) -> dict[str, Job]:
+        if "hangs" in plans:
+            at.write_text('"hangs"')
+            raise RankError("rank 1 is silent")
+        return {label: Job((1.0, 1.0), 0.1) for label in plans}
+
+    monkeypatch.setattr(jobs, "_together", together)
+    found = jobs.run({"ddp": None, "hangs": None, "fsdp": None}, None, 2, lambda text: None)  # type: ignore[arg-type]
+
+    assert found == {
+        "hangs": "it did not run: rank 1 is silent",
+        "ddp": Job((1.0, 1.0), 0.1),
+        "fsdp": Job((1.0, 1.0), 0.1),
+    }
 
 
 def row(label: str, predicted_s: float, measured_s: float | None, same_as: str | None = None) -> Row:

@@ -9,7 +9,7 @@ from benchmarks.planned_vs_manual import hosts as network
 from benchmarks.planned_vs_manual.bench import TOPOLOGIES, calibrate, compare_case, hosts_of
 from benchmarks.planned_vs_manual.figures import figures
 from benchmarks.planned_vs_manual.models import CASES
-from benchmarks.planned_vs_manual.report import draw, markdown, told
+from benchmarks.planned_vs_manual.report import draw, markdown, shown, told
 from benchmarks.planned_vs_manual.store import Store, Taken
 
 RESULTS = Path(__file__).with_name("results")
@@ -48,7 +48,7 @@ def main() -> int:
     (arguments.output / "results.md").write_text(markdown(results, calibrations, taken))
     draw(results, arguments.output / "results.png")
     for name, value in figures(results).items():
-        say(f"{name}: {value:.3f}")
+        say(f"{name}: {shown(name, value)}")
     return 0
 
 

@@ -51,7 +51,7 @@ def markdown(results: Sequence[Result], calibrations: Mapping[str, Calibrated], 
         "",
         "| figure | found |",
         "|---|---|",
-        *(f"| {name} | {value:.3g} |" for name, value in figures(results).items()),
+        *(f"| {name} | {shown(name, value)} |" for name, value in figures(results).items()),
         "",
         "| model | cluster | plan | step, s | best manual | step, s | planned / best manual | tau | plans run |",
         "|---|---|---|---:|---|---:|---:|---:|---:|",
@@ -98,6 +98,13 @@ def _summary(result: Result) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def shown(name: str, value: float) -> str:
+    """A figure as people read it: errors and shares in percent, counts whole."""
+    if "error" in name or "percentile" in name or "within" in name:
+        return f"{value:.1%}"
+    return f"{value:.0f}" if value == int(value) and value > 1 else f"{value:.3f}"
+
+
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
@@ -130,6 +137,10 @@ def draw(results: Sequence[Result], path: Path) -> None:
     left.plot(ends, ends, color="0.4", linewidth=1)
     left.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="0.5", alpha=0.15)
     left.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="predicted step, s")
+    seconds = [tick for tick in (0.2, 0.3, 0.5, 1, 2, 3, 5) if ends[0] <= tick <= ends[1]]
+    left.set_xticks(seconds, [str(tick) for tick in seconds])
+    left.set_yticks(seconds, [str(tick) for tick in seconds])
+    left.minorticks_off()
     left.set_title("Predicted against measured (grey: within 10%)")
     right.set_yticks(range(len(rows)), [f"{r.case}, {r.topology.split(',')[0]}" for r in rows], fontsize=8)
     right.invert_yaxis()
