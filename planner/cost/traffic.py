@@ -167,11 +167,12 @@ def _add_replicas(tally: Tally, model: CostModel, shape: Shape, layers: Sequence
 def _add_partial(tally: Tally, model: CostModel, shape: Shape, layers: Sequence[int]) -> None:
     """Gradients of which each tensor rank has the share of its slice of the sequence, or of its heads: summed once a
     step, in flat buffers of a rank's shards."""
-    sliced = [layer for layer in layers if _is_sliced(model, shape, layer)]
-    spread = set[str]().union(*(model.spread_names(model.kinds[layer], shape) for layer in sliced))
+    kinds = dict.fromkeys(model.kinds[layer] for layer in layers)
+    sliced = {kind for kind in kinds if model.mode(kind, shape)[0] == "sequence"}
+    spread = set[str]().union(*(model.spread_names(kind, shape) for kind in sliced))
 
     def is_share(layer: int, item: Held) -> bool:
-        share = item.whole and item.name not in spread if _is_sliced(model, shape, layer) else item.partial
+        share = item.whole and item.name not in spread if model.kinds[layer] in sliced else item.partial
         return item.trainable and share
 
     sizes = _sizes(model, shape, layers, is_share)
@@ -254,11 +255,15 @@ def _add_transfers(before: Tally, behind: Tally, model: CostModel, shape: Shape,
 def _move_gathers(before: Tally, behind: Tally, model: CostModel, shape: Shape, cut: int) -> None:
     """At a cut, gathers fall to the other side than in the middle of a stage: a sliced tensor that the next layer needs
     whole is gathered before it is sent, and what arrives whole is sliced where it has arrived."""
+    leaves = model.kinds[cut].leaves and not _is_sliced(model, shape, cut)
+    enters = model.kinds[cut - 1].enters and not _is_sliced(model, shape, cut - 1)
+    if not (leaves or enters):
+        return
     num_bytes, calls = shape.num_microbatches * model.hidden_bytes(shape), shape.num_microbatches
-    if model.kinds[cut].leaves and not _is_sliced(model, shape, cut):
+    if leaves:
         before.add("tensor", "all_gather", num_bytes, calls)
         behind.add("tensor", "all_gather", -num_bytes, -calls)
-    if model.kinds[cut - 1].enters and not _is_sliced(model, shape, cut - 1):
+    if enters:
         before.add("tensor", "all_gather", -num_bytes, -calls)
         behind.add("tensor", "all_gather", num_bytes, calls)
 
