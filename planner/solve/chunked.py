@@ -396,6 +396,8 @@ class Known:
 
     def rank(self, held: _Held, recompute: Recompute, count: int) -> _Rank:
         """A rank with up to `count` layers of each of its stages recomputed."""
+        if count == 0:
+            recompute = "none"  # the same for every way
         key = held, recompute, count
         if key not in self._ranks:
             stages = tuple(self._stage(*stage, recompute, count) for stage in held)
