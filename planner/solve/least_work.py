@@ -52,7 +52,8 @@ class LeastWork:
     def passes_s(self, shape: Shape) -> Floats:
         """[run] -> (least seconds of compute, tensor traffic and tokens sent to experts that one micro-batch is for a
         layer on such devices, seconds of its forward without tensor traffic)."""
-        return self.passes_of_each_s(shape, [shape.micro_batch])[0]
+        alone: Floats = self.passes_of_each_s(shape, [shape.micro_batch])[0]
+        return alone
 
     def passes_of_each_s(self, shape: Shape, micro_batches: Sequence[int]) -> Floats:
         """[micro-batch][run] -> the same for each of some micro-batches, whatever the shape's own."""
