@@ -20,7 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned_vs_manual", description=__doc__)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES], help="models, by name")
     parser.add_argument("--topologies", type=int, nargs="*", default=list(range(len(TOPOLOGIES))), help="by number")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of every set-up")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of every set-up")
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of table, plot and a file for every model")
     arguments = parser.parse_args()
