@@ -13,6 +13,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,11 +94,17 @@ class _Tail:
     each: Floats
     others: Floats
 
-    def least(self, weight: Floats, memory: Floats, left: Ints) -> Floats:
-        """[combination] -> weight of a packing at least, where `left` items of the row take one of these options."""
-        priced = left[:, None] * self.each + memory[:, None] * self.prices + self.others
-        least: Floats = weight + priced.max(axis=1)
-        return least
+    def light(self, limit: float, table: Ints, row: Turns, left: Ints, option: int) -> tuple[Ints, Ints, float]:
+        """([combination] -> least and most of `left` items that may take the option before these for the packing to
+        weigh `limit` at most; what packings with fewer or more of them weigh at least)."""
+        weight, memory = table @ row.weights, table @ row.before[0]
+        each = row.weights[option] + self.prices * row.before[0, option] - self.each
+        none = weight[:, None] + left[:, None] * self.each + memory[:, None] * self.prices + self.others
+        fewest, most = _meeting(left, *zip(each, (limit - none).T, strict=True))
+        outside = np.column_stack((fewest - 1, most + 1))
+        weighs = (none[:, None, :] + outside[:, :, None] * each).max(axis=2)
+        there = (outside >= 0) & (outside <= left[:, None])
+        return fewest, most, float(weighs[there].min(initial=math.inf))
 
 
 @dataclass(frozen=True)
@@ -239,7 +246,7 @@ def _lightest_in_turns(case: _Case, limit: float, deadline_s: float) -> tuple[Pa
     rows, rooms, gap = case.rows, case.rooms, limit - case.bound
     tables: dict[int, Ints] = {}
     for i in sorted(range(len(rows)), key=lambda i: -rows[i].count):
-        tables[i], least = _counts_in_turns(case, i, limit)
+        tables[i], least = _counts_in_turns(case, i, limit, deadline_s)
         if not len(tables[i]):
             return None, max(limit, least)
     weight, excess = np.zeros(1), np.zeros(1)
@@ -272,52 +279,47 @@ def _lightest_in_turns(case: _Case, limit: float, deadline_s: float) -> tuple[Pa
     return _traced([tables[i] for i in range(len(rows))], chosen, weight), limit
 
 
-def _counts_in_turns(case: _Case, place: int, limit: float) -> tuple[Ints, float]:
-    """([combination][option] -> items, for the combinations of a row that may be part of a packing below `limit`, and
-    do not hold too much by themselves; what packings with others of them weigh at least).
+def _counts_in_turns(case: _Case, place: int, limit: float, deadline_s: float) -> tuple[Ints, float]:
+    """([combination][option] -> items, for the combinations of a row that may be part of a packing below `limit`, do
+    not hold too much by themselves, and are not beaten by another; what packings with others of them weigh at least).
 
     Option by option in the order of their turns: those that take it must fit, and what is left must be light enough
     with the options behind it.
     """
     row, group = case.rows[place], case.groups[place]
-    reduced = _reduced(group, case.price)
-    tiny = SLACK * max(1.0, float(np.abs(group.weights).max())) * group.count
-    within = limit - case.bound + tiny
+    limit += SLACK * max(1.0, float(np.abs(group.weights).max())) * group.count
     free = case.rooms - case.earlier[place] - case.later[place + 1]
     free += SLACK * np.maximum(1.0, np.abs(case.rooms))
-    table = np.zeros((1, len(reduced)), dtype=np.int64)
-    left, spent, least = np.array([group.count]), np.zeros(1), math.inf
+    table, left, least = np.zeros((1, len(row.weights)), dtype=np.int64), np.array([group.count]), math.inf
     for option, tail in enumerate(case.tails[place]):
         behind = row.behind[:, option + 1 :].min(axis=1)
         there, rise = table @ row.before.T + left[:, None] * behind, row.before[:, option] - behind
-        most = left
+        fewest, most, other = tail.light(limit, table, row, left, option)
+        least = min(least, other)
         if (rise > 0).all():  # the more take the option, the more is held at the last one's turn
             turn = np.minimum(row.transient[:, option], row.ending[:, option])
-            most = np.clip(((free - turn - there) / rise).min(axis=1), 0, left).astype(np.int64)
-        if reduced[option] > tiny:
-            cheap = ((within - spent) / reduced[option]).astype(np.int64)
-            dear = cheap < most
-            dearer = spent[dear] + (cheap[dear] + 1) * reduced[option]
-            least = min(least, case.bound + float(dearer.min(initial=math.inf)))
-            most = np.minimum(most, cheap)
-        rows = np.repeat(np.arange(len(table)), most + 1)
-        taken = np.arange(len(rows)) - np.repeat(np.cumsum(most + 1) - most - 1, most + 1)
+            fitting = np.clip(((free - turn - there) / rise).min(axis=1), 0, left).astype(np.int64)
+            most = np.maximum(np.minimum(most, fitting), fewest - 1)
+        rows, taken = _extended(fewest, most)
         after = left[rows] - taken
         turn = np.where(after[:, None] > 0, row.transient[:, option], row.ending[:, option])
         fits = (there[rows] + taken[:, None] * rise + turn <= free).all(axis=1) | (taken == 0)
-        rows, taken, left = rows[fits], taken[fits], after[fits]
-        table = table[rows]
-        table[:, option] = taken
-        weights = tail.least(table @ row.weights, table @ row.before[0], left)
-        light = weights <= limit + tiny
-        least = min(least, float(weights[~light].min(initial=math.inf)))
-        table, left, spent = table[light], left[light], (spent[rows] + taken * reduced[option])[light]
-    spent = spent + left * reduced[-1]
-    light = spent <= within
-    least = min(least, case.bound + float(spent[~light].min(initial=math.inf)))
-    table = table[light]
-    table[:, -1] = left[light]
-    return table, least
+        table = table[rows[fits]]
+        table[:, option] = taken[fits]
+        left = after[fits]
+    table[:, -1] = left
+    return table[_unbeaten_of_row(case, place, table, deadline_s)], least
+
+
+def _unbeaten_of_row(case: _Case, place: int, table: Ints, deadline_s: float) -> Ints:
+    """Combinations of a row that no other is below in weight or in what it holds, and nowhere above."""
+    row, begins = case.rows[place], 0.0
+    if place == 0:
+        begins = case.starting[:, np.argmax(table > 0, axis=1)].T
+    before, behind = table @ row.before.T + begins, table @ row.behind.T
+    return _unbeaten(
+        np.column_stack([table @ row.weights, before, behind, _most_inside(table, row) + begins]), deadline_s
+    )
 
 
 def _most_inside(table: Ints, row: Turns) -> Floats:
@@ -449,8 +451,15 @@ def _all_at(group: Group, option: int) -> Ints:
 
 
 def _enumerated(groups: list[Group], room: float, price: float, gap: float, deadline_s: float) -> Packing | None:
-    """The best packing among all whose reduced cost is within `gap`."""
-    tables = [_counts_within(group, price, gap) for group in groups]
+    """The best packing among all whose reduced cost is within `gap`, as is what they leave of the room at its price."""
+    fewest = [group.count * float(group.memory.min()) for group in groups]
+    largest = [group.count * float(group.memory.max()) for group in groups]
+    tables = [
+        _counts_within(group, price, gap, room - (sum(largest) - most), room - (sum(fewest) - least))
+        for group, least, most in zip(groups, fewest, largest, strict=True)
+    ]
+    if not all(map(len, tables)):
+        return None
     least = [float((table @ group.memory).min()) for table, group in zip(tables, groups, strict=True)]
     least_after = np.cumsum(least[::-1])
     weight, memory, excess = np.zeros(1), np.zeros(1), np.zeros(1)
@@ -489,33 +498,64 @@ def _reduced(group: Group, price: float) -> Floats:
     return reduced
 
 
-def _counts_within(group: Group, price: float, gap: float) -> Ints:
-    """[combination][option] -> items, for all combinations of a group whose reduced cost is within `gap`."""
+def _counts_within(group: Group, price: float, gap: float, least: float, most: float) -> Ints:
+    """[combination][option] -> items, for the combinations of a group that hold at most `most` bytes, and whose reduced
+    cost is within `gap` together with the price of what they hold less than `least` bytes; without those that another
+    beats."""
     reduced = _reduced(group, price)
     base = int(np.argmin(reduced))
     tiny = SLACK * max(1.0, float(np.abs(group.weights).max()))
     within = gap + tiny * group.count
+    most += SLACK * max(1.0, abs(most))
     table = np.zeros((1, len(reduced)), dtype=np.int64)
-    left, spent = np.array([group.count]), np.zeros(1)
-    for option in np.argsort(-reduced):
-        if option == base or reduced[option] > within:
-            continue
-        most = left
-        if reduced[option] > tiny:
-            most = np.minimum(left, ((within - spent) / reduced[option]).astype(np.int64))
-        rows = np.repeat(np.arange(len(table)), most + 1)
-        taken = np.arange(len(rows)) - np.repeat(np.cumsum(most + 1) - most - 1, most + 1)
-        table = table[rows]
-        table[:, option] = taken
-        left, spent = left[rows] - taken, spent[rows] + taken * reduced[option]
+    left, spent, held = np.array([group.count]), np.zeros(1), np.zeros(1)
+    order = [int(option) for option in np.argsort(-reduced) if option != base and reduced[option] <= within]
+    for place, option in enumerate(order):
+        cost, size = reduced[option], group.memory[option]
+        behind = group.memory[[*order[place + 1 :], base]]
+        fewest, at_most = _meeting(
+            left,
+            (cost if cost > tiny else 0.0, within - spent),
+            (size - behind.min(), most - held - left * behind.min()),
+            (cost - price * (size - behind.max()), within - spent - price * (least - held - left * behind.max())),
+        )
+        rows, taken = _extended(fewest, at_most)
+        left, spent, held = left[rows] - taken, spent[rows] + taken * cost, held[rows] + taken * size
+        kept = _pareto(spent - price * held, held, left)
+        table = table[rows[kept]]
+        table[:, option] = taken[kept]
+        left, spent, held = left[kept], spent[kept], held[kept]
     table[:, base] = left
-    return table
+    return table[_pareto(table @ group.weights, table @ group.memory)]
 
 
-def _pareto(weight: Floats, memory: Floats) -> Ints:
-    """Labels that no other beats in both, by ascending memory."""
+def _meeting(left: Ints, *limits: tuple[float, Floats]) -> tuple[Ints, Ints]:
+    """[combination] -> (least, most) of `left` items that may take an option, each adding a limit's first number up to
+    its second."""
+    fewest, most = np.zeros(len(left)), left.astype(float)
+    for each, room in limits:
+        if each > 0:
+            most = np.minimum(most, np.floor(room / each + SLACK * left))
+        elif each < 0:
+            fewest = np.maximum(fewest, np.ceil(room / each - SLACK * left))
+    return fewest.astype(np.int64), np.maximum(most, fewest - 1).astype(np.int64)
+
+
+def _extended(fewest: Ints, most: Ints) -> tuple[Ints, Ints]:
+    """(combination, items of its that take the next option), for each from `fewest` to `most`."""
+    widths = most - fewest + 1
+    rows = np.repeat(np.arange(len(most)), widths)
+    return rows, fewest[rows] + np.arange(len(rows)) - np.repeat(np.cumsum(widths) - widths, widths)
+
+
+def _pareto(weight: Floats, memory: Floats, left: Ints | int = 0) -> Ints:
+    """Labels that no other with as many items left beats in both weight and memory, by ascending memory."""
     if not len(weight):
         return np.zeros(0, dtype=np.int64)
-    order = np.lexsort((weight, memory))
-    lightest_before = np.concatenate(([np.inf], np.minimum.accumulate(weight[order])[:-1]))
-    return order[weight[order] < lightest_before]
+    left = np.broadcast_to(left, len(weight))
+    order = np.lexsort((weight, memory, left))
+    ranked, starts = weight[order], np.flatnonzero(np.diff(left[order], prepend=-1))
+    lightest_before = np.full(len(order), np.inf)
+    for start, end in pairwise((*starts, len(order))):
+        lightest_before[start + 1 : end] = np.minimum.accumulate(ranked[start : end - 1])
+    return order[ranked < lightest_before]
