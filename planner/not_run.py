@@ -2,11 +2,9 @@
 
 from .plan import (
     EXECUTABLE_CONTEXTS,
-    EXECUTABLE_RECOMPUTES,
     EXECUTABLE_SCHEDULES,
     EXECUTES_EXPERTS,
     Plan,
-    Recompute,
 )
 from .strategy import CONTEXT_NAMES, SCHEDULE_NAMES
 from .training import EXECUTABLE_PRECISIONS
@@ -27,9 +25,6 @@ def not_run(plan: Plan) -> dict[str, str]:
         found[f"schedule {SCHEDULE_NAMES[plan.schedule]}"] = ", ".join(EXECUTABLE_SCHEDULES)
     if plan.training.precision not in EXECUTABLE_PRECISIONS:
         found[f"precision {plan.training.precision}"] = " and ".join(EXECUTABLE_PRECISIONS)
-    kinds_used: set[Recompute] = {layer.recompute for layer in layers}
-    for recompute in sorted(kinds_used - set(EXECUTABLE_RECOMPUTES)):
-        found[f"recompute={recompute}"] = ", ".join(EXECUTABLE_RECOMPUTES)
     if plan.offload_optimizer or any(layer.offload for layer in layers):
         found["offload to the host"] = "everything on the device"
     if plan.recompute_parts:

@@ -2,11 +2,22 @@
 
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from itertools import permutations
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from ..profiler.cluster import ClusterSpec
 from ..profiler.model_profile import CrossingTensor, Experts, TensorCut
@@ -17,8 +28,37 @@ PLAN_SCHEMA_VERSION = 1
 Axis = Literal["pipeline", "data_replicate", "data_shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 
-Recompute = Literal["none", "attention", "selective", "full"]
-"""What backward runs again: nothing; attention from scores to output; all but matmuls and attention; everything."""
+_PARTS = "parts:"
+_PART_NAMES = re.compile(rf"{_PARTS}[^\s+]+(\+[^\s+]+)*")
+
+
+def _known_recompute(value: str) -> str:
+    """The value, if it is a kind of recompute or names parts none of which lies inside of another."""
+    if value in EXECUTABLE_RECOMPUTES:
+        return value
+    if not _PART_NAMES.fullmatch(value):
+        kinds = ", ".join(EXECUTABLE_RECOMPUTES)
+        raise ValueError(f"recompute={value!r} is not one of {kinds}, or {_PARTS}NAME+NAME of submodules of the layer")
+    for inner, outer in permutations(parts_of(value), 2):
+        if f"{inner}.".startswith(f"{outer}."):
+            raise ValueError(f"recompute={value!r}: {inner} runs again with {outer} already; leave it out")
+    return value
+
+
+Recompute = Annotated[str, AfterValidator(_known_recompute)]
+"""What backward runs again: none; attention, from scores to output; selective, all but matmuls and attention; full; or
+"parts:NAME+NAME", whole submodules of the layer by their names in it, in the order in which the profile lists them."""
+
+
+def parts_of(recompute: Recompute) -> tuple[str, ...]:
+    """The submodules of a layer that run again as a whole each; () where it is a kind of its own."""
+    return tuple(recompute.removeprefix(_PARTS).split("+")) if recompute.startswith(_PARTS) else ()
+
+
+def recompute_of_parts(parts: Sequence[str]) -> Recompute:
+    """The recompute that runs these submodules of a layer again; none for no part."""
+    return _PARTS + "+".join(parts) if parts else "none"
+
 
 ContextKind = Literal["ring", "all_to_all", "all_gather"]
 """How ranks that hold parts of one sequence attend to each other: keys and values go round, hidden behind attention;

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .plan import ContextKind, Plan, Recompute, Schedule
+from .plan import EXECUTABLE_RECOMPUTES, ContextKind, Plan, Recompute, Schedule
 from .strategy import divisors
 
 _KEYS = {
@@ -49,7 +49,6 @@ _PINS = (
     "pipeline=2, virtual_stages=2, micro_batch=2, sequence=on|off|8, recompute=none|attention|selective|full, "
     "schedule=none|gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-v"
 )
-_RECOMPUTES: dict[str, Recompute] = {name: name for name in get_args(Recompute)}
 _SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule) if name != "none"}
 _CONTEXT_KINDS: dict[str, ContextKind] = {
     **{name: name for name in get_args(ContextKind)},
@@ -123,7 +122,7 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
         raise IllegalSetupError(where, f"{product} does not divide {num_devices} GPUs, as {near} would")
     zero = _zero_mode(words, where)
     replicate, shard = _split_data(words, where, data, zero, devices_per_host)
-    recompute = _choice(words, "recompute", tuple(_RECOMPUTES), where)
+    recompute = _choice(words, "recompute", EXECUTABLE_RECOMPUTES, where)
     schedule = _choice(words, "schedule", tuple(_SCHEDULES), where)
     virtual = _whole_number(words["virtual_stages"], "v", where) if "virtual_stages" in words else None
     sequence = _choice(words, "sequence", ("on", "off"), where)
@@ -152,7 +151,7 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
         tensor=tensor,
         pipeline=pipeline,
         micro_batch=micro_batch,
-        recompute=None if recompute is None else _RECOMPUTES[recompute],
+        recompute=recompute,
         schedule=None if schedule is None else _SCHEDULES[schedule],
         virtual_stages=virtual,
         sequence=None if sequence is None else sequence == "on",
@@ -195,7 +194,7 @@ def parse_pins(texts: tuple[str, ...] | list[str], flag: str = "--pin") -> dict[
             if name in _DEGREES:
                 pins[name] = _whole_number(value, name, where)
             elif name == "recompute":
-                pins[name] = _choice({name: value}, name, tuple(_RECOMPUTES), where) or "none"
+                pins[name] = _choice({name: value}, name, EXECUTABLE_RECOMPUTES, where) or "none"
             elif name == "schedule":
                 pins[name] = _choice({name: value}, name, ("none", *_SCHEDULES), where) or "none"
             elif name == "context_kind":

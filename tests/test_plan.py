@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from meshwright.executor.reporting.report import axis_rows, rank_runs
 from meshwright.planner.check import check
-from meshwright.planner.plan import AXES, Plan, load_plan, placement, placements
+from meshwright.planner.plan import AXES, Plan, load_plan, parts_of, placement, placements, recompute_of_parts
 
 PIPELINE_INSIDE = ("data_replicate", "data_shard", "pipeline", "context", "tensor")
 
@@ -100,6 +100,31 @@ def test_only_zero_bubbles_without_recompute_are_run(schedule: str, recompute: s
     about_schedules = [sentence for sentence in found if "not one module" not in sentence]
     assert len(about_schedules) == len(told)
     assert all(words in sentence for words, sentence in zip(told, about_schedules, strict=True))
+
+
+def test_parts_of_a_layer_can_be_recomputed_and_read_back() -> None:
+    said = recompute_of_parts(("self_attn", "mlp.experts"))
+
+    plan = chunked("interleaved", said)
+
+    assert {layer.recompute for stage in plan.stages for layer in stage.layers} == {"parts:self_attn+mlp.experts"}
+    assert parts_of(said) == ("self_attn", "mlp.experts")
+    assert [parts_of(kind) for kind in ("none", "attention", "selective", "full", recompute_of_parts(()))] == [()] * 5
+
+
+@pytest.mark.parametrize(
+    ("recompute", "told"),
+    [
+        ("some", "is not one of none, attention, selective, full, or parts:NAME"),
+        ("parts:", "is not one of"),
+        ("parts:mlp+", "is not one of"),
+        ("parts:mlp+self_attn+mlp", "mlp runs again with mlp already"),
+        ("parts:mlp.experts+mlp", "mlp.experts runs again with mlp already"),
+    ],
+)
+def test_other_words_for_recompute_are_refused(recompute: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        chunked("interleaved", recompute)
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 2), ("gpipe", 2), ("zb-v", 1), ("zb-v", 3)])

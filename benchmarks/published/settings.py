@@ -3,9 +3,9 @@
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
-from meshwright.planner.plan import ContextKind, Recompute, Schedule
+from meshwright.planner.plan import EXECUTABLE_RECOMPUTES, ContextKind, Recompute, Schedule
 from meshwright.planner.strategy import Shape
 from meshwright.planner.training import Precision
 
@@ -56,7 +56,7 @@ FUSED_SINCE = ("MegaScale", "FlashAttention")
 
 UNFUSED_DROPOUT = 0.1
 
-_RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+_RECOMPUTES: tuple[Recompute, ...] = EXECUTABLE_RECOMPUTES
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "mla_up_proj": ("attention.query", "attention.up"),
