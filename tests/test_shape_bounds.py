@@ -128,7 +128,7 @@ def test_what_a_family_holds_at_least_is_no_more_than_any_of_its_shapes_holds(se
 
     for space, family, recompute in families_of(asked):
         if family.pipeline > 1:
-            anywhere = memory.least_slowest_s(family, least.passes_s(family.frugal), asked.pins)
+            anywhere = memory.least_slowest_s(family, space.leaves(family), least.passes_s(family.frugal), asked.pins)
             each = memory.slowest_s(family, space.leaves(family), recompute, asked.pins)
             assert anywhere <= each.min() * (1 + 1e-9)
 
@@ -144,7 +144,7 @@ def test_micro_batches_take_together_what_each_takes_alone(seed: int) -> None:
         sizes = [size for size, _ in space.micro_batches(family.split)]
         shape = family.frugal
         each = [alone.passes_s(replace(shape, micro_batch=size)) for size in sizes]
-        np.testing.assert_allclose(together.passes_of_each_s(shape, sizes), each, rtol=1e-12)
+        np.testing.assert_allclose(together.passes_at_s(shape, [size / shape.context for size in sizes]), each, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("inside", "hosts"), [(1, 1), (8, 1), (1, 16), (4, 2)])

@@ -43,6 +43,10 @@ _Mode = tuple[str, Costs, int, tuple[int, ...]]
 """Name, observed costs, tensor degree, and indices of the cuts that are applied."""
 
 
+MOST_TOGETHER = 100
+"""Sizes of micro-batches for which operators of a layer are priced at once, which costs hardly more than for one."""
+
+
 class CostModel:
     """Prices layers of one model on one cluster for one job; pure in its three inputs, with caches."""
 
@@ -168,9 +172,11 @@ class CostModel:
     def compute_of_each(self, kind: Kind, shape: Shape, samples: Sequence[float]) -> Mapping[float, Seconds]:
         """[samples of a micro-batch] -> the same, at least for these, whatever the shape's own."""
         mode, costs, tensor, chosen = self._mode(kind, shape)
-        known = self._seconds.setdefault((kind.layer_class, mode, tensor, shape.expert, chosen), {})
+        spread = shape.expert if self.layer_class(kind).experts else 1
+        known = self._seconds.setdefault((kind.layer_class, mode, tensor, spread, chosen), {})
         missing = [each for each in samples if each not in known]
         if missing:
+            missing = list(dict.fromkeys(missing if known else (*missing, *self._job_samples)))
             as_run: AsRun = amounts_of
             if self.layer_class(kind).experts:
                 as_run = partial(
@@ -186,6 +192,13 @@ class CostModel:
             )
             known.update(zip(missing, found, strict=True))
         return known
+
+    @cached_property
+    def _job_samples(self) -> tuple[float, ...]:
+        """What `samples` of the job's shapes may be, if that is not too many to be priced together."""
+        sizes, contexts = divisors(self.training.global_batch), divisors(self.job.num_devices)
+        found = {size / context for size in sizes for context in contexts}
+        return tuple(found) if len(found) <= MOST_TOGETHER else ()
 
     def imbalance(self, kind: Kind, shape: Shape) -> float:
         """Tokens of the rank whose experts get most, over the mean; 1 where each expert gets as many."""

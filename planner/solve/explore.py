@@ -154,6 +154,7 @@ class Explorer:
         self._least_on_kinds = [LeastWork(self.chain, model) for model in self.kinds.models] if self.kinds else []
         self._leasts: dict[Family, Least | None] = {}
         self._leasts_by_kind: dict[Shape, list[Least] | None] = {}
+        self._least_anywhere: dict[tuple[Split, int, Pins], float] = {}
         self._cuts: dict[_Frame, list[Cuts]] = {}
         self._fitting: set[_Frame] = set()
         self._chunkings = Chunkings(self.chain)
@@ -183,12 +184,15 @@ class Explorer:
         heap: list[tuple[float, int, _Item, bool]] = []
         started_s = time.monotonic()
         counted_until_s = started_s + COUNTED * (deadline_s - started_s)
+        splits: list[Split] = []
         for split in space.splits():
             if time.monotonic() > counted_until_s:
                 outcome.complete, outcome.bound = False, 0.0
                 break
             outcome.total += space.num_shapes_of(split)
-            heapq.heappush(heap, (self._split_bound(split, space), next(order), split, False))
+            splits.append(split)
+        for split, split_s in zip(splits, self._bounds_of_splits(splits, space), strict=True):
+            heapq.heappush(heap, (split_s, next(order), split, False))
         outcome.rejected = dict(space.rejected)
         outcome.total += sum(space.rejected.values())
         best = cutoff_s
@@ -220,7 +224,8 @@ class Explorer:
                     continue
             if isinstance(item, Split):
                 groups = _by_micro_batch(space.families_of(item))
-                slowest = self._slowest_of_each_s(item, [families[0].micro_batch for families in groups]).tolist()
+                samples = [families[0].frugal.samples for families in groups]
+                slowest = self._slowest_s(item, item.pipeline, samples).tolist()
                 for families, slowest_s in zip(groups, slowest, strict=True):
                     least_s = families[0].num_microbatches * slowest_s
                     if least_s < cutoff:
@@ -307,7 +312,7 @@ class Explorer:
         if isinstance(item, Split | _Held | _Balanced):
             return 0.0
         if isinstance(item, tuple):
-            return self._least_held_anywhere_s(item[0], space.pins)
+            return self._least_held_anywhere_s(item[0], space)
         if isinstance(item, Family):
             alike = is_chunked(item.schedule) and not self._may_have_own(item)
             return self._least_even_s(item, space) if alike else 0.0
@@ -324,12 +329,16 @@ class Explorer:
         """Whether some shapes of a family may have stages on one kind of device each, of several."""
         return self.kinds is not None and self.kinds.may_have_own(family.pipeline)
 
-    def _least_held_anywhere_s(self, family: Family, pins: Pins) -> float:
-        """The bound of `_least_held_s` without what tells shapes apart: lower, and soon known."""
+    def _least_held_anywhere_s(self, family: Family, space: Space) -> float:
+        """The bound of `_least_held_s` without what context ranks exchange: lower, and the same for all kinds of it."""
         if family.pipeline == 1 or self.kinds is not None:
             return 0.0
-        slowest_s = self._memory.least_slowest_s(family, self._least.passes_s(family.frugal), pins)
-        return family.num_microbatches * slowest_s
+        key = replace(family.split, context_kind="ring"), family.micro_batch, space.pins
+        if key not in self._least_anywhere:
+            passes_s = self._least.passes_s(family.frugal)
+            slowest_s = self._memory.least_slowest_s(family, space.leaves(family), passes_s, space.pins)
+            self._least_anywhere[key] = family.num_microbatches * slowest_s
+        return self._least_anywhere[key]
 
     def _least_held_s(self, family: Family, space: Space) -> float:
         """Seconds that a pipeline of equal devices takes at least to hold its layers, over all shapes of a family, and
@@ -472,24 +481,42 @@ class Explorer:
         times = least.seconds, least.forward_s
         return min((cuts.least_s(family.schedule, count, *times) for cuts in self._cuts_of(family)), default=np.inf)
 
-    def _split_bound(self, split: Split, space: Space) -> float:
-        """Seconds that no shape of a split can beat: compute of all micro-batches, tensor traffic at its best place,
-        shared evenly by the stages."""
-        micro_batches, counts = zip(*space.micro_batches(split), strict=True)
-        return float((np.array(counts) * self._slowest_of_each_s(split, micro_batches)).min())
+    def _bounds_of_splits(self, splits: Sequence[Split], space: Space) -> list[float]:
+        """[split] -> seconds that no shape of it can beat: compute of all micro-batches, tensor traffic at its best
+        place, shared evenly by the stages."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for i, split in enumerate(splits):
+            alike.setdefault((split.tensor, split.sequence, split.expert, split.cuts), []).append(i)
+        bounds = [0.0] * len(splits)
+        for places in alike.values():
+            passes: dict[tuple[int, ...], tuple[list[float], Floats]] = {}
+            for i in places:
+                split = splits[i]
+                sizes, counts = zip(*space.micro_batches(split), strict=True)
+                those = split.pipeline, split.data, split.context
+                passes.setdefault(those, ([size / split.context for size in sizes], np.array(counts)))
+            numbers = sorted({number for samples, _ in passes.values() for number in samples})
+            where = {number: place for place, number in enumerate(numbers)}
+            slowest: dict[int, Floats] = {}
+            found: dict[tuple[int, ...], float] = {}
+            for those, (samples, counts) in passes.items():
+                if those[0] not in slowest:
+                    slowest[those[0]] = self._slowest_s(splits[places[0]], those[0], numbers)
+                found[those] = float((counts * slowest[those[0]][[where[number] for number in samples]]).min())
+            for i in places:
+                bounds[i] = found[splits[i].pipeline, splits[i].data, splits[i].context]
+        return bounds
 
-    def _slowest_of_each_s(self, split: Split, micro_batches: Sequence[int]) -> Floats:
-        """[micro-batch] -> least seconds of compute, tensor traffic and tokens sent to experts that one is for the
-        slowest stage."""
-        context, expert = split.context, split.expert
-        shape = Shape(1, 1, split.tensor, 1, 1, 1, split.sequence, context=context, expert=expert)
-        shape = replace(shape, cuts=split.cuts) if split.cuts else shape
-        works = self._least.passes_of_each_s(shape, micro_batches)[:, :, 0]
-        alike = self._bounds.slowest_s(works[:, self._bounds.first_run].T, split.pipeline)
-        if self.kinds is None or not self.kinds.may_have_own(split.pipeline):
+    def _slowest_s(self, split: Split, pipeline: int, samples: Sequence[float]) -> Floats:
+        """[samples] -> least seconds of compute, tensor traffic and tokens sent to experts that a micro-batch is for
+        the slowest of so many stages, if a rank has so many samples of it, whatever the context ranks."""
+        shape = Shape(1, 1, split.tensor, 1, 1, 1, split.sequence, expert=split.expert, cuts=split.cuts)
+        works = self._least.passes_at_s(shape, samples)[:, :, 0]
+        alike = self._bounds.slowest_s(works[:, self._bounds.first_run].T, pipeline)
+        if self.kinds is None or not self.kinds.may_have_own(pipeline):
             return alike
-        each = [least.passes_of_each_s(shape, micro_batches)[:, :, 0] for least in self._least_on_kinds]
-        shares = [self.kinds.shares(kinds, split.pipeline).slowest_s for kinds in zip(*each, strict=True)]
+        each = [least.passes_at_s(shape, samples)[:, :, 0] for least in self._least_on_kinds]
+        shares = [self.kinds.shares(kinds, pipeline).slowest_s for kinds in zip(*each, strict=True)]
         return np.minimum(alike, shares)
 
     def _family_bound(self, family: Family) -> float:

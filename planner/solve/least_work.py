@@ -1,6 +1,7 @@
 """What layers of a model take at least on one kind of device, before anything is known of how data is split and where
 ranks are: seconds of one micro-batch, and the bytes that they keep and hold."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -47,23 +48,24 @@ class LeastWork:
     def __init__(self, chain: Chain, model: CostModel) -> None:
         self.chain = chain
         self.model = model
-        self._passes: dict[tuple[object, ...], dict[int, Floats]] = {}
+        self._passes: dict[tuple[object, ...], dict[float, Floats]] = {}
 
     def passes_s(self, shape: Shape) -> Floats:
         """[run] -> (least seconds of compute, tensor traffic and tokens sent to experts that one micro-batch is for a
         layer on such devices, seconds of its forward without tensor traffic)."""
-        alone: Floats = self.passes_of_each_s(shape, [shape.micro_batch])[0]
+        alone: Floats = self.passes_at_s(shape, [shape.samples])[0]
         return alone
 
-    def passes_of_each_s(self, shape: Shape, micro_batches: Sequence[int]) -> Floats:
-        """[micro-batch][run] -> the same for each of some micro-batches, whatever the shape's own."""
-        key = shape.tensor, shape.sequence, shape.expert, shape.context, shape.cuts
+    def passes_at_s(self, shape: Shape, samples: Sequence[float]) -> Floats:
+        """[samples][run] -> the same for micro-batches of which a rank has so many samples, whatever the shape's."""
+        key = shape.tensor, shape.sequence, shape.expert, shape.cuts
         known = self._passes.setdefault(key, {})
-        missing = [each for each in micro_batches if each not in known]
+        missing = [each for each in samples if each not in known]
         if missing:
-            runs = [_passes_s(self.model, run.start, shape, missing) for run in self.chain.runs]
-            known.update(zip(missing, np.stack(runs, axis=1), strict=True))
-        return np.array([known[each] for each in micro_batches])
+            kinds = [self.model.kinds[run.start] for run in self.chain.runs]
+            found = {kind: _passes_s(self.model, kind, shape, missing) for kind in dict.fromkeys(kinds)}
+            known.update(zip(missing, np.stack([found[kind] for kind in kinds], axis=1), strict=True))
+        return np.array([known[each] for each in samples])
 
     def of(self, shape: Shape, room: float) -> Least | None:
         """What a family's layers take, whose shape has everything sharded over all data ranks; None if their memory
@@ -121,20 +123,20 @@ class LeastWork:
         return costs.saved.at(shape.samples, self.model.training.compute_bytes, tensor), kept, again_s
 
 
-def _passes_s(model: CostModel, layer: int, shape: Shape, micro_batches: Sequence[int]) -> Floats:
-    """[micro-batch] -> (seconds, those of its forward without tensor traffic) of a layer at least: compute, and traffic
+def _passes_s(model: CostModel, kind: Kind, shape: Shape, samples: Sequence[float]) -> Floats:
+    """[samples] -> (seconds, those of its forward without tensor traffic) of a layer at least: compute, and traffic
     of tensor and of expert ranks that sit where it takes least. That need not be one host: two may mean fewer hops, and
-    the links of both. Bytes grow in a straight line with the micro-batch, so traffic is priced at two of them."""
-    kind, sizes = model.kinds[layer], np.array(micro_batches, dtype=float)
-    each = model.compute_of_each(kind, shape, (sizes / shape.context).tolist())
-    computed = [each[samples] for samples in (sizes / shape.context).tolist()]
-    forward, backward = (np.array(part) for part in zip(*((c.forward, c.backward) for c in computed), strict=True))
-    fewest, most = min(micro_batches), max(micro_batches)
-    share = (sizes - fewest) / max(1, most - fewest)
-    at_fewest, at_most = (_traffic_s(model, kind, replace(shape, micro_batch=size)) for size in (fewest, most))
+    the links of both. Bytes grow in a straight line with the samples, so traffic is priced at two numbers of them."""
+    each = model.compute_of_each(kind, shape, samples)
+    forward, backward = (
+        np.array(part) for part in zip(*((each[n].forward, each[n].backward) for n in samples), strict=True)
+    )
+    most = max(2, math.ceil(max(samples)))
+    share = (np.array(samples) - 1) / (most - 1)
+    at_one, at_most = (_traffic_s(model, kind, replace(shape, micro_batch=n, context=1)) for n in (1, most))
     tensor_s, sent_s = (
-        np.min(least[:, None] + (largest - least)[:, None] * share, axis=0)
-        for least, largest in zip(at_fewest, at_most, strict=True)
+        np.min(one[:, None] + (largest - one)[:, None] * share, axis=0)
+        for one, largest in zip(at_one, at_most, strict=True)
     )
     expert_s = 2 * (sent_s - np.minimum(model.software.expert_overlap * sent_s, forward))
     return np.stack([forward + backward + tensor_s + 2 * expert_s, forward + expert_s], axis=1)

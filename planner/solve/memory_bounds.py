@@ -6,7 +6,7 @@ least, so that shapes differ in what they hold of parameters, gradients and copi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes, uses_fully_shard
 from ..cost.simulate import is_chunked
-from ..cost.stage_cost import allocatable_bytes
 from ..plan import EXECUTABLE_RECOMPUTES, Recompute
 from ..strategy import Pins, Shape
 from .chunked import Cuts, LeastRecompute
@@ -112,45 +111,39 @@ class MemoryBounds:
         alike, recompute = family.any_schedule, recompute if pins.recompute else None
         key = leaves, alike, recompute, pins.everything
         if key not in self._known_slowest:
-            ways, held = self._ways(alike, leaves, recompute, pins.everything), self._held(alike, leaves)
+            ways = self._ways(alike, leaves, recompute, pins.everything)
             kept, _ = self.bounds.options(alike, leaves, recompute, pins.reshard)
             kind, everywhere = self._common, np.arange(len(leaves.each))
             first, where, least_s = self._grouped(alike, leaves, kept.microbatch_s, everywhere)
-            room = self.bounds.held(alike, leaves).room / alike.pipeline + held.twice
-            room = room[first] - self.model.batch_bytes(alike.frugal)
-            fixed = (held.fixed[kind] + held.copies[kind])[first]
-            passing = self._passing(alike, leaves, kind, held, ways, first)
-            most = max(1, alike.num_microbatches - 1)
-            flights = np.minimum(np.arange(alike.pipeline, 0, -1), most).astype(float)
-            alone = ways.again_s[kind], ways.kept[kind], passing, flights, int(self.bounds.counts[kind])
-            self._known_slowest[key] = least_slowest_of_whole_s(least_s[kind], fixed, room, *alone)[where]
+            passing = self._passing(alike, leaves, kind, ways.names[kind], ways.kept[kind], first)
+            own = ways.again_s[kind], ways.kept[kind], passing
+            self._known_slowest[key] = self._whole_s(alike, leaves, least_s[kind], own, first)[where]
         return self._known_slowest[key]
 
-    def least_slowest_s(self, family: Family, passes_s: Floats, pins: Pins) -> float:
-        """The same over all shapes of a family, priced once: as if everything were sharded over all data ranks, and no
-        data rank waited for. passes_s: as of LeastWork.passes_s. 0 where layers share weights, of which other shapes
-        may count more than once."""
-        shape, kind, model = family.any_schedule.frugal, self._common, self.model
-        if self.bounds.chain.shared_weights(shape):
-            return 0.0
-        own, training = self.bounds.kinds[kind], model.training
+    def least_slowest_s(self, family: Family, leaves: Leaves, passes_s: Floats, pins: Pins) -> float:
+        """The same over all shapes of a family, whatever context ranks exchange, with all groups where their traffic
+        takes least. passes_s: as of LeastWork.passes_s."""
+        alike, kind, model = family.any_schedule, self._common, self.model
+        shape, own, recompute = alike.frugal, self.bounds.kinds[self._common], pins.recompute
         pass_s, forward_s = passes_s[self.bounds.first_run[kind]].tolist()
         sent_s = forward_s - model.compute(own, shape).forward  # running a layer again sends its tokens again
-        recompute = pins.recompute
         again_s, kept = self._ways_of(own, shape, recompute, pins.everything, 0.0, sent_s)
-        passing = np.zeros((len(kept), 1))
-        names = self._names(own, recompute, pins.everything)
-        if names and uses_fully_shard(replace(shape, data_shard=1, data_replicate=shape.data), training):
-            passing[:, 0] = [max(model.working_bytes(own, shape, way)[:2]) for way in names]
-        state = state_bytes(shape, training)
-        gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
-        total, trainable = model.stored_elements(own, shape)
-        fixed = total * state.sharded_parameters + trainable * (gradients + state.optimizer)
-        room = allocatable_bytes(shape, model.device, training) - model.batch_bytes(shape)
-        most = max(1, shape.num_microbatches - 1)
-        flights = np.minimum(np.arange(shape.pipeline, 0, -1), most).astype(float)
-        alone = again_s, kept, passing, flights, int(self.bounds.counts[kind])
-        return float(least_slowest_of_whole_s(np.array([pass_s]), np.array([fixed]), np.array([room]), *alone)[0])
+        first, data_s = self.bounds.least_data_s(alike, leaves, kind)
+        passing = self._passing(alike, leaves, kind, self._names(own, recompute, pins.everything), kept, first)
+        return float(self._whole_s(alike, leaves, pass_s + data_s, (again_s, kept, passing), first).min())
+
+    def _whole_s(
+        self, family: Family, leaves: Leaves, each_s: Floats, ways: tuple[Floats, Floats, Floats], some: Ints
+    ) -> Floats:
+        """[of these shapes] -> `least_slowest_of_whole_s` of the layers of the most frequent kind. each_s: [of these]
+        -> seconds of one; ways: [way to recompute] -> seconds more, bytes kept, [of these] bytes in a turn."""
+        kind, held = self._common, self._held(family, leaves)
+        room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
+        room = room[some] - self.model.batch_bytes(family.frugal)
+        fixed = (held.fixed[kind] + held.copies[kind])[some]
+        most = max(1, family.num_microbatches - 1)
+        flights = np.minimum(np.arange(family.pipeline, 0, -1), most).astype(float)
+        return least_slowest_of_whole_s(each_s, fixed, room, *ways, flights, int(self.bounds.counts[kind]))
 
     def _grouped(self, family: Family, leaves: Leaves, each_s: Floats, some: Ints) -> tuple[Ints, Ints, Floats]:
         """(one of these shapes for each that differs in more than its place, which of them each is like, least of their
@@ -172,10 +165,13 @@ class MemoryBounds:
         again_s = [family.num_microbatches * seconds for seconds in ways.again_s]
         return least_of_each_one_s(choices, room, again_s, ways.kept, self.bounds.counts)
 
-    def _passing(self, family: Family, leaves: Leaves, kind: int, held: _Held, ways: _Ways, some: Ints) -> Floats:
-        """[way][of these shapes] -> bytes that are there only in the turn of a layer of a kind."""
-        if not ways.names[kind]:
-            return np.zeros((len(ways.kept[kind]), len(some)))
+    def _passing(
+        self, family: Family, leaves: Leaves, kind: int, names: tuple[Recompute, ...], kept: Floats, some: Ints
+    ) -> Floats:
+        """[way][of these shapes] -> bytes that are there only in the turn of a layer of a kind. names, kept: [way]."""
+        if not names:
+            return np.zeros((len(kept), len(some)))
+        held = self._held(family, leaves)
         data, own = self.bounds.data(family, leaves), self.bounds.kinds[kind]
         ahead = self.model.fetched_ahead(own, family.frugal)
         gathered = data.elements.gathered
@@ -189,7 +185,7 @@ class MemoryBounds:
             sharded=held.sharded[some],
         )
         resharded = data.resharded[kind][some]
-        return passing_bytes(self.model, own, family.frugal, ways.names[kind], ways.kept[kind], columns, resharded)
+        return passing_bytes(self.model, own, family.frugal, names, kept, columns, resharded)
 
     def _ways(self, family: Family, leaves: Leaves, recompute: Recompute | None, everything: bool) -> _Ways:
         split = family.tensor, family.sequence, family.cuts, family.context, family.context_kind, family.expert

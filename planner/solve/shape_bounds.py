@@ -118,7 +118,6 @@ class Data:
     reduce_s: Floats
     accumulate_s: Floats
     optimizer_s: Floats
-    whole_s: Floats
     resharded: Flags
     chooses: Flags
     twice_s: Floats
@@ -139,6 +138,8 @@ class ShapeBounds:
         self._tables: dict[tuple[object, ...], Data] = {}
         self._options: dict[tuple[object, ...], tuple[Fastest, Fastest | None]] = {}
         self._even: dict[tuple[object, ...], Floats] = {}
+        self._least_data: dict[tuple[object, ...], tuple[Ints, tuple[Floats, Floats, Floats, Flags, Flags]]] = {}
+        self._whole: dict[tuple[object, ...], Floats] = {}
         self._aheads: dict[int, Floats] = {}
         self._known_rates: dict[Collective, dict[tuple[int, int], tuple[float, float]]] = {}
         self._kept = self._kept_options = 0
@@ -273,7 +274,7 @@ class ShapeBounds:
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None
     ) -> tuple[Fastest, Fastest | None]:
         model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
-        data, count = self.data(family, leaves), family.num_microbatches
+        data, count, whole_s = self.data(family, leaves), family.num_microbatches, self._whole_s(family, leaves)
         ways: list[Recompute] = [(recompute or "none") if kind.can_recompute else "none" for kind in self.kinds]
         computed = [model.compute(kind, shape) for kind in self.kinds]
         host_s = np.array([model.host_s(kind, shape) for kind in self.kinds])
@@ -287,7 +288,7 @@ class ShapeBounds:
 
         def priced(resharded: Flags, allowed: Flags) -> Fastest:
             ahead_s, back_s, once_s = self._with_data(columns, data, forward, backward, resharded)
-            pass_s, once_s = ahead + ahead_s + back + back_s, once_s + data.whole_s
+            pass_s, once_s = ahead + ahead_s + back + back_s, once_s + whole_s
             tables = pass_s, ahead + ahead_s, once_s, count * pass_s + once_s + data.optimizer_s
             return Fastest(*(np.where(allowed, table, np.inf) for table in tables))
 
@@ -310,18 +311,49 @@ class ShapeBounds:
         self, columns: _Columns, data: Data, forward: Floats, backward: Floats, resharded: Flags
     ) -> tuple[Floats, Floats, Floats]:
         """Tables of exposed seconds of data ranks: of the forward, of the backward, once per step."""
-        contention, every = self.model.device.contention, columns.every
+        exchanged = data.gather_s, data.reduce_s, columns.overlap, columns.every, resharded
+        return self._exposed_s(*exchanged, forward, backward)
+
+    def _exposed_s(
+        self,
+        gather_s: Floats,
+        reduce_s: Floats,
+        overlap: Floats,
+        every: Flags,
+        resharded: Flags,
+        forward: Floats,
+        backward: Floats,
+    ) -> tuple[Floats, Floats, Floats]:
+        contention = self.model.device.contention
 
         def exposed(comm: Floats, compute: Floats) -> Floats:
-            hidden: Floats = np.minimum(comm, columns.overlap * compute)
+            hidden: Floats = np.minimum(comm, overlap * compute)
             return comm - (1.0 - contention) * hidden
 
-        ahead = exposed(data.gather_s, forward)
-        repeated = np.where(resharded, data.gather_s, 0.0)
-        back = exposed(repeated + np.where(every, data.reduce_s, 0.0), backward)
-        late = np.where(every, 0.0, exposed(data.reduce_s, np.maximum(0.0, backward - repeated)))
+        ahead = exposed(gather_s, forward)
+        repeated = np.where(resharded, gather_s, 0.0)
+        back = exposed(repeated + np.where(every, reduce_s, 0.0), backward)
+        late = np.where(every, 0.0, exposed(reduce_s, np.maximum(0.0, backward - repeated)))
         first = ~resharded & ~every
         return np.where(first, 0.0, ahead), back, late + np.where(first, ahead, 0.0)
+
+    def least_data_s(self, family: Family, leaves: Leaves, kind: int) -> tuple[Ints, Floats]:
+        """(a shape for each of `alike`, [of these] -> seconds per micro-batch of a layer's traffic with data ranks
+        that sit best) in a pipeline."""
+        columns, data = self._columns_of(family, leaves), self.data(family, leaves)
+        key = leaves, family.sequence, family.cuts, kind
+        if key not in self._least_data:
+            first = np.unique(columns.alike, return_index=True)[1]
+            gather_s, reduce_s = np.full((2, len(first)), np.inf)
+            np.minimum.at(gather_s, columns.alike, data.gather_s[kind])
+            np.minimum.at(reduce_s, columns.alike, data.reduce_s[kind])
+            exchanged = gather_s, reduce_s, columns.overlap[first], columns.every[first], data.resharded[kind][first]
+            self._least_data[key] = first, exchanged
+        first, exchanged = self._least_data[key]
+        computed = self.model.compute(self.kinds[kind], family.frugal)
+        ahead_s, back_s, _ = self._exposed_s(*exchanged, np.array(computed.forward), np.array(computed.backward))
+        added_s = data.accumulate_s[kind][first] * (1 - 1 / family.num_microbatches)
+        return first, ahead_s + back_s + added_s
 
     def _exchanged(
         self, family: Family, columns: _Columns, axis: str, ways: Sequence[Recompute]
@@ -473,7 +505,6 @@ class ShapeBounds:
             reduce_s=reduce_s,
             accumulate_s=self._accumulated_s(family, columns, elements.trainable_gathered),
             optimizer_s=model.optimizer_s(1.0) * elements.trainable_stored / columns.sharded_over,
-            whole_s=self._whole_s(family, leaves, columns),
             resharded=columns.reshard & ~in_root,
             chooses=(columns.sharded_over > 1) & ~in_root & ~bare & one,
         )
@@ -500,21 +531,20 @@ class ShapeBounds:
         seconds = np.array([accumulate_s(size, self.model.device) for size in distinct.tolist()])
         return seconds[where].reshape(elements.shape)
 
-    def _whole_s(self, family: Family, leaves: Leaves, columns: _Columns) -> Floats:
+    def _whole_s(self, family: Family, leaves: Leaves) -> Floats:
         """Seconds per step of summing gradients of weights that tensor ranks have whole."""
-        shape = family.shape(leaves.each[0])
-        some = [kind for kind in self.kinds if self.model.whole_gradients_s(kind, shape)]
-        seconds = np.zeros((len(self.kinds), len(leaves.each)))
-        known: dict[tuple[Kind, int, int], float] = {}
-        for kind in some:
-            for i, (leaf, degree, stride) in enumerate(
-                zip(leaves.each, columns.degree.tolist(), columns.tensor, strict=True)
-            ):
-                key = kind, degree, stride
-                if key not in known:
-                    known[key] = self.model.whole_gradients_s(kind, family.shape(leaf))
-                seconds[self.kinds.index(kind), i] = known[key]
-        return seconds
+        key = leaves, family.sequence, family.cuts
+        if key not in self._whole:
+            columns, shape = self._columns_of(family, leaves), family.shape(leaves.each[0])
+            groups = list(zip(columns.degree.tolist(), columns.tensor, strict=True))
+            examples = dict(zip(groups, leaves.each, strict=True))
+            seconds = np.zeros((len(self.kinds), len(groups)))
+            for i, kind in enumerate(self.kinds):
+                if self.model.whole_gradients_s(kind, shape):
+                    found = {g: self.model.whole_gradients_s(kind, family.shape(leaf)) for g, leaf in examples.items()}
+                    seconds[i] = [found[group] for group in groups]
+            self._whole[key] = seconds
+        return self._whole[key]
 
     def shared_elements(self, family: Family, leaves: Leaves) -> Floats:
         """The column of elements that several layers read, each once for every reader but the first."""

@@ -209,6 +209,7 @@ class Space:
         self._numbers: dict[tuple[Group | int, ...], int] = {}
         self._known_passes: dict[tuple[int, int, int], _Passes] = {}
         self._known_placed: dict[tuple[int, int, int, int, int], tuple[_Placed, ...]] = {}
+        self._known_choices: dict[tuple[object, ...], tuple[Cuts, ...]] = {}
         self._known_orders: dict[tuple[object, ...], tuple[Placing, ...]] = {}
         self._known_leaves: dict[tuple[int, ...], Number] = {}
         self._known_shapes: dict[tuple[int, ...], Leaves] = {}
@@ -253,13 +254,17 @@ class Space:
                                 yield split
                                 yield from (replace(split, cuts=cuts) for cuts in self._choices(split))
 
-    def _choices(self, split: Split) -> list[Cuts]:
+    def _choices(self, split: Split) -> tuple[Cuts, ...]:
         """What is worth trying for some micro-batch of a split beside cutting all that its tensor degree divides."""
         if split.tensor == 1:
-            return []
-        whole = Shape(1, split.data, split.tensor, 1, 1, 1, split.sequence, context=split.context)
-        shapes = (replace(whole, micro_batch=size, num_microbatches=count) for size, count in self.micro_batches(split))
-        return [cuts for cuts in dict.fromkeys(map(self._faster, shapes)) if cuts is not None]
+            return ()
+        key = split.tensor, split.sequence, split.context, split.pipeline, split.data
+        if key not in self._known_choices:
+            whole = Shape(1, split.data, split.tensor, 1, 1, 1, split.sequence, context=split.context)
+            shapes = (replace(whole, micro_batch=n, num_microbatches=count) for n, count in self.micro_batches(split))
+            found = dict.fromkeys(map(self._faster, shapes))
+            self._known_choices[key] = tuple(cuts for cuts in found if cuts is not None)
+        return self._known_choices[key]
 
     def _degree_rule(self, pipeline: int, data: int) -> str | None:
         if pipeline > self._most_stages:

@@ -101,6 +101,7 @@ class CutChoice:
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self._tables: dict[tuple[int, bool, float], _Table | None] = {}
+        self._tied: dict[tuple[CutOf, ...], list[list[CutOf]]] = {}
         self._kinds: dict[int, Kind] = {}
         self._counts: Counter[int] = Counter(kind.layer_class for kind in model.kinds)
         for kind in model.kinds:
@@ -146,7 +147,10 @@ class CutChoice:
                 else:
                     parts[index, i] = self._part(index, i, left, every)
         groups = []
-        for group in tied_cuts(self.model.profile, [*parts, *fixed]):
+        cuts = *parts, *sorted(fixed)
+        if cuts not in self._tied:
+            self._tied[cuts] = tied_cuts(self.model.profile, cuts)
+        for group in self._tied[cuts]:
             if fixed.intersection(group):
                 fixed.update(group)
             else:
