@@ -206,6 +206,12 @@ class LayerOption:
     """What the layer keeps for its backward waits in the host's memory."""
 
 
+Offered = frozenset[Literal["parts", "offload"]]
+"""Options of layers beyond the usual: recompute of any of their parts, activations in the host's memory."""
+
+NOTHING_MORE: Offered = frozenset()
+
+
 @dataclass(frozen=True)
 class Pins:
     """What the user (or a manual set-up) has decided already; None leaves it to the search."""
@@ -221,8 +227,10 @@ class Pins:
     gradient_sync: Literal["every", "last"] | None = None
     recompute: Recompute | None = None
     reshard: bool | None = None
+    parts: bool = False
+    """Layers may recompute any of their parts, too."""
     everything: bool = False
-    """Also what is priced but not run yet."""
+    """Also what is priced but not run yet, and all options that a layer has."""
     context: int | None = None
     context_kind: ContextKind | None = None
     expert: int | None = None
@@ -238,6 +246,13 @@ class Pins:
         """Whether what the executor does not run yet was asked for: all of it, or by name or degree."""
         degrees = (self.context or 1) * (self.expert or 1)
         return self.everything or degrees > 1 or self.context_kind is not None or self.schedule is not None
+
+    @property
+    def offered(self) -> Offered:
+        """Options of layers that the search tries beyond the usual."""
+        if self.everything:
+            return frozenset({"parts", "offload"})
+        return frozenset({"parts"}) if self.parts else NOTHING_MORE
 
     def as_in(self, shape: Shape) -> "Pins":
         """These pins and how a shape splits the model, its sequences and its experts, by which schedule; how data ranks

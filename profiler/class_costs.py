@@ -9,7 +9,7 @@ from .fake import FakeModel
 from .fitted_costs import fitted_costs, fitted_experts
 from .layer_run import LayerRun, Observation
 from .layers.chain import Chain, Layer
-from .model_profile import Costs, LayerClass, ParameterProfile, Producer, TensorCut
+from .model_profile import Costs, LayerClass, LayerPart, ParameterProfile, Producer, TensorCut
 from .run_sizes import RunSizes
 
 _Like = Callable[[tuple[TensorCut, ...]], Sequence[Observation]]
@@ -25,35 +25,50 @@ def layer_class_of(
     tensor = sequence = None
     alone: tuple[Costs, ...] = ()
     without: tuple[Costs | None, ...] = ()
-    cuts = found.cuts
+    cuts, parts = found.cuts, _parts(layer, whole)
+    names = tuple(part.name for part in parts)
     if cuts:
         degree = common_degree(found.cuts)
         assert degree is not None
         like = _runs_like(fake, chain, sizes, index, cuts, whole)
 
         def costs(applied: tuple[TensorCut, ...]) -> Costs:
-            return fitted_costs(like(applied), _cut_runs(fake, chain, sizes, index, applied, degree, whole), degree)
+            runs = _cut_runs(fake, chain, sizes, index, applied, degree, whole)
+            return fitted_costs(like(applied), runs, degree, names)
 
         tensor = costs(cuts)
         if len(cuts) > 1:
             alone = tuple(costs((cut,)) for cut in cuts)
-        cuts, sequence, without = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole, like)
+        cuts, sequence, without = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole, like, names)
     layer_class = LayerClass(
         name=_class_name(fake, layer),
         parameters=_parameters(fake, layer),
-        whole=fitted_costs(whole),
+        whole=fitted_costs(whole, parts=names),
         cuts=cuts,
         tensor=tensor,
         sequence=sequence,
         tensor_alone=alone,
         sequence_without=without,
         experts=fitted_experts(whole),
+        parts=parts,
         writes_input=layer.writes_input,
         writes_into_kept=whole[0].writes_into_kept,
         writes_into_attention=whole[0].writes_into_attention,
         input_overwritten=layer.input_overwritten,
     )
     return layer_class, whole[0]
+
+
+def _parts(layer: Layer, whole: Sequence[Observation]) -> tuple[LayerPart, ...]:
+    """Submodules of a layer that can be recomputed by themselves: where it is one module, and alike in all runs."""
+    if layer.units != (layer.root,):
+        return ()
+    runs = [(run.calls, [op for op in run.ops if not op.backward]) for run in whole]
+    found = [calls.parts(forward) for calls, forward in runs if calls is not None]
+    first = whole[0].calls
+    if first is None or any(names != found[0] for names in found):
+        return ()
+    return tuple(LayerPart(name=name, reads_arriving=first.reads_arriving(name)) for name in found[0])
 
 
 def _whole_runs(fake: FakeModel, chain: Chain, sizes: RunSizes, index: int) -> list[Observation]:
@@ -109,6 +124,7 @@ def _sequence_costs(
     degree: int,
     whole: Sequence[Observation],
     like: _Like,
+    parts: tuple[str, ...],
 ) -> tuple[tuple[TensorCut, ...], Costs | None, tuple[Costs | None, ...]]:
     """Cuts that say where to gather, costs with the rest on a slice of the sequence, and [cut] -> those with that one
     left whole. None where no trial works."""
@@ -133,7 +149,7 @@ def _sequence_costs(
             return None
         if sequence_problem(like(way)[0], runs[0], way, degree, leaving):
             return None
-        return fitted_costs(like(way), runs, degree)
+        return fitted_costs(like(way), runs, degree, parts)
 
     for way in gathering_ways(fake, chain, index, cuts):
         found = tried(way)

@@ -5,23 +5,29 @@ from collections.abc import Sequence
 
 from .layer_run import Observation
 from .meters import NOTHING, Op, Size
-from .model_profile import Amount, Bytes, CollectiveProfile, Costs, Experts, OpPart, OpProfile
+from .model_profile import Amount, Bytes, CollectiveProfile, Costs, Experts, OpPart, OpProfile, PartBytes
 
 
-def fitted_costs(whole: Sequence[Observation], cut: Sequence[Observation] = (), degree: int = 1) -> Costs:
-    """Costs fitted to runs at two batch sizes, whole and (where given) with weights cut by `degree`."""
+def fitted_costs(
+    whole: Sequence[Observation], cut: Sequence[Observation] = (), degree: int = 1, parts: tuple[str, ...] = ()
+) -> Costs:
+    """Costs fitted to runs at two batch sizes, whole and (where given) with weights cut by `degree`. parts: submodules
+    of the layer that can be recomputed by themselves."""
     runs = [*whole, *cut]
     size = whole[0].size
+    for run in runs:
+        _mark_parts(run, parts)
     return Costs(
         operators=tuple(_op_profile(ops, degree, size) for ops in _aligned([run.ops for run in runs])),
         saved=fit_bytes([run.saved for run in runs], degree, size),
         full=fit_bytes([run.full for run in runs], degree, size),
         attention=fit_bytes([run.attention for run in runs], degree, size),
         selective=fit_bytes([run.selective for run in runs], degree, size),
+        part_bytes=_part_bytes(runs, parts, degree, size),
         inputs=fit_bytes([run.inputs for run in runs], degree, size),
         forward_transient=fit_bytes([run.forward_transient for run in runs], degree, size),
         backward_transient=fit_bytes([run.backward_transient for run in runs], degree, size),
-        collectives=_collectives(cut),
+        collectives=_collectives(cut, parts),
     )
 
 
@@ -57,6 +63,7 @@ def _op_profile(ops: Sequence[Op], degree: int, size: int) -> OpProfile:
         part=first.part,
         repeated=first.repeated,
         core=first.core,
+        within=first.within,
         flops=_fit([op.flops for op in ops], degree, size),
         moved=fit_bytes([op.moved for op in ops], degree, size),
         shape=shape,
@@ -117,17 +124,40 @@ def fit_bytes(amounts: Sequence[Size], degree: int, size: int) -> Bytes:
     )
 
 
-def _collectives(runs: Sequence[Observation]) -> tuple[CollectiveProfile, ...]:
+def _mark_parts(run: Observation, parts: tuple[str, ...]) -> None:
+    """Say of every operator in which part of the layer it would run again."""
+    for i, op in enumerate(run.ops):
+        op.within = run.calls.within(op.call, i, parts) if run.calls is not None else ""
+
+
+def _part_bytes(runs: Sequence[Observation], parts: tuple[str, ...], degree: int, size: int) -> tuple[PartBytes, ...]:
+    """What the parts save and are given."""
+    if not parts:
+        return ()
+    tables = [run.calls.sizes(parts) for run in runs if run.calls is not None]
+    keys = sorted({key for table in tables for key in table})
+    return tuple(
+        PartBytes(
+            saved_in=saved_in,
+            given_to=given_to,
+            size=fit_bytes([table.get((saved_in, given_to), NOTHING) for table in tables], degree, size),
+        )
+        for saved_in, given_to in keys
+    )
+
+
+def _collectives(runs: Sequence[Observation], parts: tuple[str, ...]) -> tuple[CollectiveProfile, ...]:
     if not runs:
         return ()
     less, more = (run.collectives for run in runs)
-    last = runs[0].saved_after
+    last, calls = runs[0].saved_after, runs[0].calls
     return tuple(
         CollectiveProfile(
             kind=a.kind,  # type: ignore[arg-type]
             part=a.part,  # type: ignore[arg-type]
             tensor=fit_bytes([a.tensor, b.tensor], 1, runs[0].size),
             repeated=a.after <= last,
+            within="" if calls is None else calls.within(a.call, a.after, parts, last=True),
             entry=a.entry,
         )
         for a, b in zip(less, more, strict=True)

@@ -20,6 +20,7 @@ from .layers.chain_watch import Cursor, stubbed
 from .layers.producers import Producers
 from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import Producer
+from .part_watch import ModuleCalls
 from .run_shapes import Shapes, TensorSpec
 
 
@@ -32,6 +33,8 @@ class Collective:
     tensor: Size
     after: int = 0
     entry: str = ""
+    call: int = -1
+    """The module call in which it is, as ModuleCalls numbers them."""
 
 
 @dataclass
@@ -80,6 +83,8 @@ class Observation:
     """Whether a module writes into what a matmul or attention returned before."""
     writes_into_attention: bool = False
     """Whether something is written into that unfused attention has read, and not made."""
+    calls: ModuleCalls | None = None
+    """Calls of the layer's modules, and what is saved in them."""
 
 
 SELECTIVELY_KEPT = ("matmul", "attention")
@@ -102,6 +107,7 @@ class LayerRun:
         self.layer: Layer = chain.layers[index]
         self.storages = Storages(fake.dtype)
         self.recorder = Recorder(self.storages, self._where)
+        self.calls = ModuleCalls(self.storages)
         self.observation = Observation(size)
         self._shapes = shapes
         self._batch = fake.batch(size, seq_len)
@@ -112,6 +118,7 @@ class LayerRun:
         self._saved_outside: set[int] = set()
         self._given: set[int] = set()
         self._inside: list[bool] = []
+        self._called_in: list[int] = []
         self._arrived_as: dict[int, Producer] = {}
         self._saved_arriving: set[Producer] = set()
         self._leaving_as: dict[Producer, int] = {}
@@ -158,7 +165,7 @@ class LayerRun:
                 pass
             self._producers = None  # type: ignore[assignment]
         for i, (op, inside) in enumerate(zip(self.recorder.ops, self._inside, strict=True)):
-            op.repeated = inside and i < self.observation.saved_after
+            op.repeated, op.call = inside and i < self.observation.saved_after, self._called_in[i]
         if loss is not None and self._cursor.layer != self.index:
             raise ValueError(
                 f"the forward of {self.fake.loaded.source} runs other operations from one call to the next, so "
@@ -225,6 +232,8 @@ class LayerRun:
         left = {producer for producer, n in self._leaving_as.items() if self.storages.in_fp32(n) in saved}
         seen.saves_in_fp32 = [*(p in left for p in leaving), *(p in arrived for p in self._arriving)]
         self._find_experts(forward)
+        self.calls.left_out, self.calls.returned, self.calls.arrived = elsewhere, returned, set(self._arrived_as)
+        seen.calls = self.calls
         for tensor in self._leaves.values():
             seen.inputs += self.storages.size(tensor)
             seen.arrived[self.storages.number(tensor)] = tensor.requires_grad
@@ -342,6 +351,7 @@ class LayerRun:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.recorder.active:
             number = self.storages.number(tensor)
+            self.calls.save(number, len(self.recorder.ops))
             if self._modules:
                 self.observation.saved_after = len(self.recorder.ops)
             else:
@@ -363,6 +373,7 @@ class LayerRun:
             return self._of_node.get(node._sequence_nr(), "") if node is not None else ""
         name = self._modules[-1] if self._modules else ""
         self._inside.append(bool(self._modules))
+        self._called_in.append(self.calls.innermost)
         self._of_node[torch.autograd._get_sequence_nr() - 1] = name  # type: ignore[attr-defined]
         return name
 
@@ -376,6 +387,8 @@ class LayerRun:
                 relative = name.removeprefix(prefix) if name != self.layer.root else ""
                 handles.append(module.register_forward_pre_hook(self._push(relative), prepend=True))
                 handles.append(module.register_forward_hook(self._pop))
+                handles.append(module.register_forward_pre_hook(self._begin(relative), with_kwargs=True))
+                handles.append(module.register_forward_hook(self._end))
                 if any(p.dim() == 3 for p in module.parameters(recurse=False)):
                     handles.append(module.register_forward_hook(self._called(relative), with_kwargs=True))
             root = self.fake.module.get_submodule(unit)
@@ -391,6 +404,16 @@ class LayerRun:
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         self._modules.pop()
+
+    def _begin(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = {self.storages.number(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            self.calls.begin(name, given, len(self.recorder.ops))
+
+        return begin
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls.end()
 
     def _called(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         """Notes how a module with stacked parameters is called."""

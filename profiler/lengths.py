@@ -67,12 +67,7 @@ def _mixed(values: Sequence[Any], weights: Sequence[float]) -> Any:
         mixed = first if all(v == first for v in values) else sum(w * v for w, v in zip(weights, values, strict=True))
         return round(mixed) if isinstance(first, int) else mixed
     if isinstance(first, dict):
-        return {
-            key: _mixed_operators([v[key] for v in values], weights)
-            if key == "operators"
-            else _mixed([v[key] for v in values], weights)
-            for key in first
-        }
+        return {key: _MIXED.get(key, _mixed)([v[key] for v in values], weights) for key in first}
     if any(len(v) != len(first) for v in values):
         raise ValueError("the model runs other layers at other lengths, so that no length follows from three of them")
     return tuple(_mixed(items, weights) for items in zip(*values, strict=True))
@@ -82,6 +77,16 @@ def _mixed_operators(runs: Sequence[Sequence[dict[str, Any]]], weights: Sequence
     """Operators of the first run; one that is missing in another run counts there as what it is here."""
     tables = [_numbered(run) for run in runs]
     return tuple(_mixed([table.get(key, op) for table in tables], weights) for key, op in tables[0].items())
+
+
+def _mixed_part_bytes(runs: Sequence[Sequence[dict[str, Any]]], weights: Sequence[float]) -> tuple[Any, ...]:
+    """The same of what parts of a layer save and are given, matched by which parts these are."""
+    tables = [{(item["saved_in"], item["given_to"]): item for item in run} for run in runs]
+    return tuple(_mixed([table.get(key, item) for table in tables], weights) for key, item in tables[0].items())
+
+
+_MIXED = {"operators": _mixed_operators, "part_bytes": _mixed_part_bytes}
+"""Field of a document -> how its items are matched, if not in order."""
 
 
 def _numbered(operators: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str, int], dict[str, Any]]:

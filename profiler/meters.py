@@ -73,6 +73,9 @@ class Op:
     part: OpPart = "forward"
     repeated: bool = True
     core: bool = False
+    call: int = -1
+    """Forward only: the module call in which it ran, as ModuleCalls numbers them."""
+    within: str = ""
     arguments: tuple[Any, ...] = field(default=(), repr=False)
 
 

@@ -11,12 +11,13 @@ The sequence length is that of the profile. Where the model was run at two more 
 through the three for every amount: work and memory of a layer grow with 1, s or s^2.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-PROFILE_SCHEMA_VERSION = 2
+PROFILE_SCHEMA_VERSION = 3
 
 Amount = tuple[float, float, float, float]
 """(fixed, per sample, fixed / tensor, per sample / tensor); see amount_at."""
@@ -24,6 +25,9 @@ Amount = tuple[float, float, float, float]
 ZERO: Amount = (0.0, 0.0, 0.0, 0.0)
 
 FP32_BYTES = 4
+
+MOST_PARTS = 4
+"""Parts of a layer that can be recomputed, at most: every set of them is a choice of its own."""
 
 OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "copy", "other"]
 
@@ -70,6 +74,7 @@ class OpProfile(_Document):
         default=True, description="forward only: recompute repeats it (until the module's last saved tensor is there)"
     )
     core: bool = Field(default=False, description="forward of unfused attention, from the scores to its output")
+    within: str = Field(default="", description="forward only: the part of the layer that repeats it if recomputed")
     shape: tuple[Amount, Amount, Amount] | None = Field(
         default=None, description="matmul only: rows, inner and columns of the product (batched: rows of all batches)"
     )
@@ -82,10 +87,26 @@ class CollectiveProfile(_Document):
     part: Literal["forward", "backward"]
     tensor: Bytes = Field(description="the full tensor (gathered or reduced), not one rank's shard")
     repeated: bool = Field(default=True, description="forward only: recompute repeats it")
+    within: str = Field(default="", description="forward only: the part of the layer that repeats it if recomputed")
     entry: str = Field(
         default="",
         description="of the input of columns: which; cuts whose columns read one tensor share its collective",
     )
+
+
+class PartBytes(_Document):
+    """Tensors of a layer that are kept or not as its parts are recomputed: by torch.utils.checkpoint, which keeps what
+    a part is given, and of what its inside saves nothing."""
+
+    saved_in: tuple[int, ...] = Field(
+        description="parts that save them, by index; (): saved by none, so not in `saved`"
+    )
+    given_to: tuple[int, ...] = Field(description="parts that are given them")
+    size: Bytes
+
+    def is_kept(self, parts: Collection[int]) -> bool:
+        """Whether they are kept where these parts are recomputed."""
+        return any(part not in parts for part in self.saved_in) or any(part in parts for part in self.given_to)
 
 
 class Costs(_Document):
@@ -103,6 +124,9 @@ class Costs(_Document):
     selective: Bytes = Field(
         default=Bytes(),
         description="the same under selective recompute: full, and what matmuls and attention in the module return",
+    )
+    part_bytes: tuple[PartBytes, ...] = Field(
+        default=(), description="what the layer's parts save and are given; what is kept in any case is left out"
     )
     inputs: Bytes = Field(description="activations from layers before; CrossingTensor says who keeps them")
     forward_transient: Bytes = Field(description="peak of the forward above saved and inputs")
@@ -214,6 +238,13 @@ class Experts(_Document):
     attributes: tuple[str, ...] = Field(default=(), description="the module's own numbers of experts")
 
 
+class LayerPart(_Document):
+    """A submodule of a layer that can be run again by itself."""
+
+    name: str = Field(description="relative to the layer's root module")
+    reads_arriving: bool = Field(default=True, description="it is given a tensor from an earlier layer")
+
+
 class LayerClass(_Document):
     """Layers that run the same operators on the same shapes."""
 
@@ -232,6 +263,9 @@ class LayerClass(_Document):
         default=(), description="[cut] `sequence` with this one left whole, on slices; None (or empty) if it cannot"
     )
     experts: tuple[Experts, ...] = ()
+    parts: tuple[LayerPart, ...] = Field(
+        default=(), description="in the order in which they run; none inside of another"
+    )
     writes_input: bool = Field(default=False, description="a module writes into what it is given")
     writes_into_kept: bool = Field(
         default=False, description="it writes into what a matmul or attention returned: no selective recompute"
@@ -308,7 +342,7 @@ class BatchTensor(_Document):
 class ModelProfile(_Document):
     """What the planner knows of a model, at one sequence length."""
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     kind: Literal["meshwright-profile"] = "meshwright-profile"
     name: str
     source: str = Field(description="what it was made from: model.py, file.py:function, config.json, or a class name")

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from benchmarks.accuracy import cases, counts, flops, interpolation, memory, reality, recompute, report
 from benchmarks.accuracy.predicted import predicted
+from meshwright.planner.cost.layer_parts import ways_of_parts
 from meshwright.planner.training import Precision
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import Bytes
@@ -72,9 +73,28 @@ def test_every_layer_class_saves_what_it_saves_in_reality(name: str) -> None:
 def test_recompute_keeps_and_repeats_what_checkpointing_does(name: str) -> None:
     rows = recompute.rows_of(name, small_model(name))
 
-    assert [row["recompute"] for row in rows] == ["none", "full", "selective"]
+    assert [row["recompute"] for row in rows] == ["none", "full", "selective", "largest part", "all parts"]
     assert all(abs(row["kept off"]) <= 0.03 for row in rows)
     assert all(abs(row["run again off"]) <= 0.005 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt", "llama", "mixtral"])
+def test_every_choice_of_parts_keeps_and_repeats_what_checkpointing_them_does(name: str) -> None:
+    loaded = small_model(name)
+    profile = cases.profile_of(loaded)
+    block = max(profile.classes, key=lambda c: len(c.parts))
+    blocks = [i for i, layer in enumerate(profile.layers) if profile.classes[layer.layer_class] is block]
+    chosen = ways_of_parts(block)
+
+    rows = recompute.rows_of_ways(name, loaded, {way: dict.fromkeys(blocks, way) for way in chosen})
+
+    assert len(chosen) == 2 ** len(block.parts) - 1 >= 7
+    whole = rows[0]["kept, planned"] - rows[0]["kept, real"]
+    for row in rows[1:]:
+        assert row["kept, real"] < rows[0]["kept, real"]
+        assert abs(row["kept, planned"] - row["kept, real"] - whole) <= 128  # positions, which no layer makes
+        assert row["run again, profile"] == row["run again, counted"]
+        assert row["peak off"] >= min(-0.01, rows[0]["peak off"])
 
 
 def test_a_profile_at_another_length_is_the_one_made_there() -> None:

@@ -77,7 +77,7 @@ def too_high(explorer: Explorer, asked: Instance, limit: int = 40) -> list[Shape
         explorer._raise(everywhere, space, float("inf"))
         raised = dict(zip(everywhere.shapes, everywhere.bounds, strict=True))
         for i, leaf in enumerate(leaves):
-            prices = explorer.priced(family.shape(leaf), recompute, asked.pins.reshard, asked.pins.everything)
+            prices = explorer.priced(family.shape(leaf), recompute, asked.pins.reshard, asked.pins.offered)
             explorer._cuts_of(family)
             solved = explorer._solved(prices, float("inf"), float("inf"))
             bound = max(bounds.get(i, float("inf")), raised.get(i, float("inf")))
@@ -115,7 +115,7 @@ def test_shapes_that_are_left_out_for_memory_have_no_assignment(seed: int) -> No
     for space, family, recompute in list(families_of(asked))[:40]:
         may_be_held = explorer._may_be_held(family, space)
         for shape in (s for s, held in zip(space.shapes(family), may_be_held, strict=True) if not held):
-            prices = explorer.priced(shape, recompute, asked.pins.reshard, asked.pins.everything)
+            prices = explorer.priced(shape, recompute, asked.pins.reshard, asked.pins.offered)
             explorer._cuts_of(family)
             assert explorer._solved(prices, float("inf"), float("inf")) is None
 
@@ -144,7 +144,9 @@ def test_micro_batches_take_together_what_each_takes_alone(seed: int) -> None:
         sizes = [size for size, _ in space.micro_batches(family.split)]
         shape = family.frugal
         each = [alone.passes_s(replace(shape, micro_batch=size)) for size in sizes]
-        np.testing.assert_allclose(together.passes_at_s(shape, [size / shape.context for size in sizes]), each, rtol=1e-12)
+        np.testing.assert_allclose(
+            together.passes_at_s(shape, [size / shape.context for size in sizes]), each, rtol=1e-12
+        )
 
 
 @pytest.mark.parametrize(("inside", "hosts"), [(1, 1), (8, 1), (1, 16), (4, 2)])

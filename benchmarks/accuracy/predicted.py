@@ -1,10 +1,11 @@
 """What profile and planner say of a model on one device."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.estimate import estimate
+from meshwright.planner.plan import Recompute, parts_of
 from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
 from meshwright.planner.training import Precision, TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
@@ -28,10 +29,10 @@ def predicted(
     profile: ModelProfile,
     size: int,
     precision: Precision,
-    recomputed: Collection[int] = (),
+    recomputed: Mapping[int, Recompute] | None = None,
     num_microbatches: int = 1,
 ) -> Predicted:
-    """Activations by the planner's account of one stage. recomputed: layers under full recompute.
+    """Activations by the planner's account of one stage. recomputed: layer -> what it recomputes.
 
     Of a rank of two shards, as autocast, which one device has, keeps more in fp32; and of a model without parameters,
     so that nothing of them is in it.
@@ -41,7 +42,7 @@ def predicted(
     )
     cluster = cluster_of(load_device("cpu"), 2)
     shape = Shape(1, 2, 1, 1, micro_batch=size, num_microbatches=num_microbatches)
-    options = [LayerOption("full" if i in recomputed else "none") for i in range(len(profile.layers))]
+    options = [LayerOption((recomputed or {}).get(i, "none")) for i in range(len(profile.layers))]
     alone = _without_parameters(profile)
     model = CostModel(alone, cluster, training)
     kept = sum(model.cost(kind, shape, option).kept_bytes for kind, option in zip(model.kinds, options, strict=True))
@@ -63,11 +64,14 @@ def flops(profile: ModelProfile, size: int) -> tuple[float, float]:
     return _sum(forward, size), _sum([op for op in operators if op.part != "forward"], size)
 
 
-def repeated_flops(profile: ModelProfile, recomputed: Collection[int], size: int) -> float:
-    """Forward FLOPs that a full recompute of these layers executes again."""
-    classes = [profile.classes[profile.layers[i].layer_class] for i in recomputed]
-    operators = [op for layer_class in classes for op in layer_class.whole.operators]
-    return _sum([op for op in operators if op.part == "forward" and op.repeated], size)
+def repeated_flops(profile: ModelProfile, recomputed: Mapping[int, Recompute], size: int) -> float:
+    """Forward FLOPs that full recompute of layers, or recompute of parts of them, executes again."""
+    again: list[OpProfile] = []
+    for layer, way in recomputed.items():
+        named = parts_of(way)
+        operators = profile.classes[profile.layers[layer].layer_class].whole.operators
+        again += [op for op in operators if op.part == "forward" and (op.within in named if named else op.repeated)]
+    return _sum(again, size)
 
 
 def _sum(operators: Collection[OpProfile], size: int) -> float:

@@ -6,21 +6,24 @@ python -m benchmarks.accuracy.recompute
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from meshwright.planner.cost.layer_parts import kept_at
+from meshwright.planner.plan import Recompute, parts_of, recompute_of_parts
 from meshwright.profiler.load import LoadedModel
 from meshwright.profiler.model_profile import ModelProfile
 
 from . import cases, reality
-from .predicted import predicted, recomputable, repeated_flops
+from .predicted import Predicted, predicted, recomputable, repeated_flops
 from .report import Check, off, publish, spread
 
 SIZE = 2
-How = Literal["full", "selective"]
+Ways = dict[int, Recompute]
+"""Layer -> what it recomputes."""
 
 KEPT = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
 """Operators whose results selective recompute keeps, beside all fused attention."""
@@ -33,8 +36,12 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def wrap(module: nn.Module, how: How) -> None:
-    """From now on the module's forward is checkpointed."""
+def wrap(module: nn.Module, how: Recompute) -> None:
+    """From now on the module's forward is checkpointed, or those of its parts."""
+    for part in parts_of(how):
+        wrap(module.get_submodule(part), "full")
+    if parts_of(how):
+        return
     contexts = partial(create_selective_checkpoint_contexts, policy) if how == "selective" else noop_context_fn
     forward = module.forward
 
@@ -45,44 +52,56 @@ def wrap(module: nn.Module, how: How) -> None:
 
 
 def rows_of(name: str, loaded: LoadedModel, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
-    """A row without recompute, with full and with selective recompute of every layer that can be."""
+    """A row without recompute, with full and with selective recompute of every layer that can be, and with recompute
+    of the part of each that gives up most, and of all of its parts."""
     profile = cases.profile_of(loaded)
     layers = recomputable(profile)
+    every = {i: [part.name for part in profile.classes[profile.layers[i].layer_class].parts] for i in layers}
+    largest = {i: recompute_of_parts([_largest(profile, i)]) for i, names in every.items() if names}
+    ways: dict[str, Ways] = {how: dict.fromkeys(layers, how) for how in ("full", "selective")}
+    ways["largest part"] = largest
+    ways["all parts"] = {i: recompute_of_parts(every[i]) for i in largest}
+    return rows_of_ways(name, loaded, {how: way for how, way in ways.items() if way}, dtype)
+
+
+def rows_of_ways(
+    name: str, loaded: LoadedModel, ways: Mapping[str, Ways], dtype: torch.dtype = torch.bfloat16
+) -> list[dict[str, Any]]:
+    """A row without recompute, and one for each of these ways."""
+    profile = cases.profile_of(loaded)
     batch = reality.batch_of(loaded, SIZE, dtype)
     plain = reality.build(loaded, dtype)
     real = reality.run(loaded, plain, batch)
     _, plain_flops = reality.flops(loaded, plain, batch)
-    rows = [_row(name, "none", predicted(profile, SIZE, "bf16").kept, real.kept, 0.0, 0.0)]
-    ways: tuple[How, ...] = ("full", "selective")
-    for how in ways if layers else ():
+    rows = [_row(name, "none", predicted(profile, SIZE, "bf16"), real, 0.0, 0.0)]
+    for how, way in ways.items():
         module = reality.build(loaded, dtype)
-        for root in dict.fromkeys(profile.layers[i].root for i in layers):
-            wrap(module.get_submodule(root), how)
+        for root, kind in {profile.layers[i].root: kind for i, kind in way.items()}.items():
+            wrap(module.get_submodule(root), kind)
         real = reality.run(loaded, module, batch)
         again = reality.flops(loaded, module, batch)[1] - plain_flops
-        rows.append(_row(name, how, _kept(profile, layers, how), real.kept, _again(profile, layers, how), again))
+        said_again = 0.0 if how == "selective" else repeated_flops(profile, way, SIZE)
+        rows.append(_row(name, how, predicted(profile, SIZE, "bf16", way), real, said_again, again))
     return rows
 
 
-def _kept(profile: ModelProfile, layers: list[int], how: How) -> float:
-    kept = predicted(profile, SIZE, "bf16", layers).kept
-    if how == "full":
-        return kept
-    costs = [profile.classes[profile.layers[i].layer_class].whole for i in layers]
-    return kept + sum((c.selective.at(SIZE, 2) - c.full.at(SIZE, 2) for c in costs), 0.0)
+def _largest(profile: ModelProfile, layer: int) -> str:
+    """The part of a layer without which it keeps least."""
+    layer_class = profile.classes[profile.layers[layer].layer_class]
+    alone = {part.name: recompute_of_parts([part.name]) for part in layer_class.parts}
+    return min(alone, key=lambda name: kept_at(layer_class, layer_class.whole, alone[name], SIZE, 2, 1))
 
 
-def _again(profile: ModelProfile, layers: list[int], how: How) -> float:
-    return repeated_flops(profile, layers, SIZE) if how == "full" else 0.0
-
-
-def _row(name: str, how: str, kept: float, real_kept: float, again: float, real_again: float) -> dict[str, Any]:
+def _row(name: str, how: str, said: Predicted, real: reality.Real, again: float, real_again: float) -> dict[str, Any]:
     return {
         "model": name,
         "recompute": how,
-        "kept, planned": kept,
-        "kept, real": real_kept,
-        "kept off": off(kept, real_kept),
+        "kept, planned": said.kept,
+        "kept, real": real.kept,
+        "kept off": off(said.kept, real.kept),
+        "peak, planned": said.peak,
+        "peak, real": real.peak,
+        "peak off": off(said.peak, real.peak),
         "run again, profile": again,
         "run again, counted": real_again,
         "run again off": off(again, real_again),
@@ -106,6 +125,9 @@ def check(models: Mapping[str, LoadedModel], missing: Sequence[str] = ()) -> Che
             "kept, planned": "B",
             "kept, real": "B",
             "kept off": "%",
+            "peak, planned": "B",
+            "peak, real": "B",
+            "peak off": "%",
             "run again, profile": "FLOP",
             "run again, counted": "FLOP",
             "run again off": "%",

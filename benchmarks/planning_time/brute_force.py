@@ -117,7 +117,7 @@ def agreement(asked: Instance) -> Agreement:
 
     def prices() -> list[StagePrices]:
         pins = asked.pins
-        return [StagePrices(chain, shape, pins.recompute, pins.reshard, pins.everything) for shape in shapes]
+        return [StagePrices(chain, shape, pins.recompute, pins.reshard, pins.offered) for shape in shapes]
 
     scanned = [found.seconds for found in map(scan, prices()) if found is not None]
     solved = [solve_master(prices(), solver=name) if shapes else None for name in ("HiGHS", "CBC")]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...profiler.cluster import Device, MatmulSample
 from ...profiler.model_profile import Amount, Costs, OpProfile
-from ..plan import Recompute
+from ..plan import Recompute, parts_of
 from .kept import kept
 
 Floats = NDArray[np.float64]
@@ -50,13 +50,20 @@ SELECTIVELY_KEPT = ("matmul", "attention")
 
 @dataclass(frozen=True)
 class Seconds:
-    """Compute time of one layer for one micro-batch. repeated: the parts of the forward that recompute repeats: all of
-    it ("full"), all but matmuls and attention ("selective"), or unfused attention only ("attention")."""
+    """Compute time of one layer for one micro-batch. repeated: what recompute repeats of the forward: all of
+    it ("full"), all but matmuls and attention ("selective"), or unfused attention only ("attention"); within: the same
+    of each of its parts, by name."""
 
     forward: float
     repeated: dict[Recompute, float]
     backward_input: float
     backward_weight: float
+    within: dict[str, float] = field(default_factory=dict)
+
+    def again(self, recompute: Recompute) -> float:
+        """Seconds that a recompute runs again."""
+        named = parts_of(recompute)
+        return sum(self.within.get(name, 0.0) for name in named) if named else self.repeated[recompute]
 
     @property
     def backward(self) -> float:
@@ -82,7 +89,8 @@ class OperatorTable:
     parts: Floats
     """[forward, input part, weight part of the backward][operator], 1 or 0."""
     repeats: Floats
-    """[attention, selective, full recompute][operator]: whether it repeats the operator."""
+    """[attention, selective, full recompute, each part][operator]: whether it repeats the operator."""
+    part_names: tuple[str, ...]
     has_forward: Flags
 
 
@@ -95,6 +103,8 @@ def table_of(operators: Sequence[OpProfile]) -> OperatorTable:
     cheap = np.array([op.kind not in SELECTIVELY_KEPT for op in operators], dtype=bool)
     core = np.array([op.core for op in operators], dtype=bool) & forward
     product = np.array([op.kind == "matmul" and op.shape is not None for op in operators], dtype=bool)
+    part_names = tuple(dict.fromkeys(op.within for op in operators if op.within))
+    of_parts = [np.array([op.within == name for op in operators], dtype=bool) for name in part_names]
     of_weights = np.array([op.name in OF_WEIGHTS and op.shape is not None for op in operators], dtype=bool)
     return OperatorTable(
         flops=_amounts([op.flops for op in operators]),
@@ -108,7 +118,8 @@ def table_of(operators: Sequence[OpProfile]) -> OperatorTable:
         is_of_weights=of_weights,
         is_batched=product & np.array([op.name in ("bmm", "baddbmm") for op in operators], dtype=bool),
         parts=np.array([forward, ~forward & ~weights, weights], dtype=np.float64),
-        repeats=np.array([core, again & cheap, again], dtype=np.float64),
+        repeats=np.array([core, again & cheap, again, *of_parts], dtype=np.float64),
+        part_names=part_names,
         has_forward=forward,
     )
 
@@ -182,9 +193,10 @@ def layer_seconds_of_each(
     found = []
     for parts, repeats in zip((table.parts @ seconds).T.tolist(), (table.repeats @ seconds).T.tolist(), strict=True):
         forward, backward_input, backward_weight = parts
-        attention, selective, full = repeats
+        attention, selective, full, *of_parts = repeats
         repeated: dict[Recompute, float] = {"none": 0.0, "attention": attention, "selective": selective, "full": full}
-        found.append(Seconds(forward, repeated, backward_input, backward_weight))
+        within = dict(zip(table.part_names, of_parts, strict=True))
+        found.append(Seconds(forward, repeated, backward_input, backward_weight, within))
     return found
 
 

@@ -1,7 +1,7 @@
 """What one layer costs under a shape and an option: the coefficients of the ILP, and of every estimate."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ...profiler.cluster import ClusterSpec, Device, Group
 from ...profiler.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
-from ..plan import EXECUTABLE_RECOMPUTES, Axis, Recompute
-from ..strategy import Cuts, LayerOption, Shape, chosen_cuts, divisors, is_sequence_cut
+from ..plan import EXECUTABLE_RECOMPUTES, Axis, Recompute, parts_of
+from ..strategy import NOTHING_MORE, Cuts, LayerOption, Offered, Shape, chosen_cuts, divisors, is_sequence_cut
 from ..training import TrainingSpec
 from .comm_cost import GroupLinks, collective_s, exposed_s
 from .compute_cost import (
@@ -29,6 +29,16 @@ from .crossing_cost import Crossings, Cut
 from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
 from .kept import kept
 from .kinds import Kind, kinds_of
+from .layer_parts import (
+    given_to_parts,
+    keeps_arriving,
+    kept_at,
+    repeats_attention,
+    repeats_bank,
+    repeats_collective,
+    ways_of_parts,
+    within,
+)
 from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_buffers, uses_fully_shard
 from .part_cost import part_cost
 from .peak import Arrivals
@@ -379,14 +389,16 @@ class CostModel:
         added = accumulate_s(elements, self.device)
         return added * (1 - 1 / shape.num_microbatches)
 
-    def tensor_traffic(self, kind: Kind, shape: Shape) -> tuple[tuple[Part, bool, Traffic], ...]:
+    def tensor_traffic(
+        self, kind: Kind, shape: Shape, recompute: Recompute = "full"
+    ) -> tuple[tuple[Part, bool, Traffic], ...]:
         """(part, whether recompute repeats it, collective) of tensor parallelism in one layer for one micro-batch."""
         mode, costs, tensor = self.mode(kind, shape)
         element_bytes, batch = self.training.compute_bytes, shape.samples
         traffic: list[tuple[Part, bool, Traffic]] = [
             (
                 c.part,
-                c.part == "forward" and c.repeated,
+                c.part == "forward" and repeats_collective(c.repeated, c.within, recompute),
                 Traffic("tensor", c.kind, c.tensor.at(batch, element_bytes, tensor), 1.0, per_step=False),
             )
             for c in costs.collectives
@@ -415,7 +427,8 @@ class CostModel:
         axis_links = self.axis_links(shape, "tensor")
         tensor_s: dict[Part, float] = {"forward": 0.0, "backward": 0.0}
         repeated_s = 0.0
-        for part, repeated, item in self.tensor_traffic(kind, shape):
+        tensor_traffic = self.tensor_traffic(kind, shape, option.recompute)
+        for part, repeated, item in tensor_traffic:
             item_s = collective_s(item.kind, item.bytes, axis_links)
             tensor_s[part] += item_s
             repeated_s += item_s if repeated else 0.0
@@ -433,14 +446,15 @@ class CostModel:
         freed *= self.software.memory.kept(option.recompute, self.training.precision)
         if freed:
             kept, working = kept - freed, replace(working, backward=working.backward + freed)
-        kept += context.kept(option.recompute)
-        repeats_attention = option.recompute in ("attention", "full")
-        repeats_collectives = option.recompute in ("selective", "full")
+        attends_again = self.repeats_attention(kind, shape, option.recompute)
+        exchanged = attends_again and option.recompute != "attention"  # whatever the exchanges have made comes back
+        kept += 0.0 if exchanged else context.kept(option.recompute)
+        dispatches_again = self.repeats_experts(kind, option.recompute)
         away_s = self._away_s(kept) if option.offload else 0.0
-        buffers = context.buffer_bytes + (context.kept_bytes if full else 0.0)
+        buffers = context.buffer_bytes + (context.kept_bytes if exchanged else 0.0)
         if option.offload:  # one layer's on their way, the next one's arriving
             kept, buffers = 0.0, buffers + 2 * kept
-        again = option.recompute in ("selective", "full")
+        again = option.recompute not in ("none", "attention")
         transient, ending, waiting = self._transients(kind, shape, state, working, kept, resharded, again)
         host_s = self.host_s(kind, shape)
         shard = shape.sharded_over
@@ -448,10 +462,10 @@ class CostModel:
             forward_s=seconds.forward + host_s,
             backward_s=seconds.backward + self.accumulated_s(trainable.gathered, shape) + host_s,
             weight_s=seconds.backward_weight,
-            recompute_s=seconds.repeated[option.recompute] + again_s,
+            recompute_s=seconds.again(option.recompute) + again_s,
             tensor_forward_s=self.exposed_tensor_s(tensor_s["forward"], seconds.forward, axis_links),
             tensor_backward_s=self.exposed_tensor_s(tensor_s["backward"], seconds.backward, axis_links)
-            + (self.exposed_tensor_s(repeated_s, seconds.forward, axis_links) if repeats_collectives else 0.0),
+            + self.exposed_tensor_s(repeated_s, seconds.forward, axis_links),
             data_forward_s=data.forward_s,
             data_backward_s=data.backward_s,
             once_data_s=data.once_s + self.whole_gradients_s(kind, shape),
@@ -469,18 +483,25 @@ class CostModel:
             waiting_bytes=waiting + buffers,
             reduced_bytes=0.0 if in_root else trainable.reduced * MASTER_BYTES,
             traffic=tuple(
-                Traffic(t.axis, t.kind, t.bytes, 2.0 if repeats_collectives and repeated else 1.0, False)
-                for _, repeated, t in self.tensor_traffic(kind, shape)
+                Traffic(t.axis, t.kind, t.bytes, 2.0 if repeated else 1.0, False) for _, repeated, t in tensor_traffic
             )
-            + self._exchange_traffic(kind, shape, repeats_attention, repeats_collectives),
+            + self._exchange_traffic(kind, shape, attends_again, dispatches_again),
             context_forward_s=context.forward_s,
-            context_backward_s=context.backward_s + (context.forward_s if repeats_attention else 0.0),
+            context_backward_s=context.backward_s + (context.forward_s if attends_again else 0.0),
             expert_forward_s=2 * expert_s,
-            expert_backward_s=(4 if repeats_collectives else 2) * expert_s,
+            expert_backward_s=(4 if dispatches_again else 2) * expert_s,
             offload_forward_s=exposed_s(away_s, seconds.forward, 1.0, self.device.contention),
             offload_backward_s=exposed_s(away_s, seconds.backward, 1.0, self.device.contention),
             arrived_bytes=self._arrived_bytes(kind, shape, option),
         )
+
+    def repeats_attention(self, kind: Kind, shape: Shape, recompute: Recompute) -> bool:
+        """Whether a layer's attention is run again, with its exchanges between context ranks."""
+        return repeats_attention(self.mode(kind, shape)[1], recompute)
+
+    def repeats_experts(self, kind: Kind, recompute: Recompute) -> bool:
+        """Whether a layer's tokens are sent to their experts again."""
+        return any(repeats_bank(bank, recompute) for bank in self.layer_class(kind).experts)
 
     def _exchange_traffic(
         self, kind: Kind, shape: Shape, repeats_attention: bool, repeats_experts: bool
@@ -518,8 +539,8 @@ class CostModel:
                 tensor,
             )
         seconds, returned = self._part_costs[key]
-        under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective}[recompute]
-        kept, least = (part.at(shape.samples, element_bytes, tensor) for part in (under, costs.full))
+        kept = kept_at(self.layer_class(kind), costs, recompute, shape.samples, element_bytes, tensor)
+        least = costs.full.at(shape.samples, element_bytes, tensor)
         return seconds, min(returned, max(0.0, kept - least))
 
     def _away_s(self, num_bytes: float) -> float:
@@ -566,7 +587,7 @@ class CostModel:
 
     def _arrived_bytes(self, kind: Kind, shape: Shape, option: LayerOption) -> float:
         """Bytes of those that it keeps only because it is recomputed."""
-        if option.recompute not in ("selective", "full") or option.offload:
+        if not keeps_arriving(self.layer_class(kind), option.recompute) or option.offload:
             return 0.0
         return self.arriving_bytes(kind, shape, True) - self.arriving_bytes(kind, shape, False)
 
@@ -594,25 +615,36 @@ class CostModel:
         if autocast and logits:
             element_bytes = MASTER_BYTES
         saved = costs.saved.at(batch, element_bytes, tensor)
-        under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective, "full": costs.full}
-        kept = under[recompute].at(batch, element_bytes, tensor)
+        kept = kept_at(self.layer_class(kind), costs, recompute, batch, element_bytes, tensor)
         forward = costs.forward_transient.at(batch, element_bytes, tensor)
         backward = costs.backward_transient.at(batch, element_bytes, tensor)
-        arriving = self.arriving_bytes(kind, shape, recompute in ("selective", "full"))
+        keeps_input = keeps_arriving(self.layer_class(kind), recompute)
+        given = given_to_parts(self.layer_class(kind), costs, recompute)
+        # What is kept only because a part is given it is there until the part's backward ends, beside what comes back.
+        beside = sum(item.size.at(batch, element_bytes, tensor) for item in given if not item.saved_in)
+        arriving = self.arriving_bytes(kind, shape, keeps_input)
         if autocast and not logits:
-            more = (MASTER_BYTES - self.training.compute_bytes) * autocast_elements(costs, batch)
+            wider, named = MASTER_BYTES - self.training.compute_bytes, parts_of(recompute)
+            more = wider * autocast_elements(costs, batch)
             saved += more
-            kept += more if recompute in ("none", "attention") else arriving if more else 0.0
+            if recompute in ("none", "attention"):
+                kept += more
+            elif more:
+                kept += arriving if keeps_input else 0.0
+                kept += wider * autocast_elements(costs, batch, named) if named else 0.0
+                wide = wider * sum(amount_at(item.size.elements, batch, tensor) for item in given)
+                kept, beside = kept + wide, beside + wide
         memory, precision = self.software.memory, self.training.precision
         if logits and memory.logit_bytes is not None:
             made = memory.logit_bytes * self._num_logits(kind, shape)
             return arriving, _Working(made, made, made, made)
         again = self._gathered_again(kind, shape)
         saved -= again
+        again = self._gathered_again(kind, shape, parts_of(recompute))
         kept -= 0.0 if recompute == "full" else min(again, kept)
         saved *= memory.kept("none", precision)
         kept, arriving = (part * memory.kept(recompute, precision) for part in (kept, arriving))
-        backward += max(0.0, saved - kept)
+        backward += max(0.0, saved + beside - kept)
         return kept + arriving, _Working(forward, backward, max(saved, kept), logits)
 
     def least_transient_bytes(self, kind: Kind, shape: Shape) -> float:
@@ -630,12 +662,14 @@ class CostModel:
         """Whether the loss is computed in a layer."""
         return self._logits_bytes(kind, shape) > 0
 
-    def _gathered_again(self, kind: Kind, shape: Shape) -> float:
-        """Bytes of gathered inputs of matmuls beyond a rank's slice, where the stack does not keep them."""
+    def _gathered_again(self, kind: Kind, shape: Shape, recomputed: Collection[str] = ()) -> float:
+        """Bytes of gathered inputs of matmuls beyond a rank's slice, where the stack does not keep them; recomputed:
+        parts of the layer whose own do not count."""
         mode, costs, tensor = self.mode(kind, shape)
         if mode != "sequence" or not self.software.memory.gathers_again:
             return 0.0
-        gathers = (c for c in costs.collectives if c.part == "forward" and c.kind == "all_gather")
+        forward = (c for c in costs.collectives if c.part == "forward" and c.within not in recomputed)
+        gathers = (c for c in forward if c.kind == "all_gather")
         whole = sum(c.tensor.at(shape.samples, self.training.compute_bytes, tensor) for c in gathers)
         return whole * (1 - 1 / tensor)
 
@@ -728,26 +762,38 @@ class CostModel:
         shape: Shape,
         recompute: Recompute | None = None,
         reshard: bool | None = None,
-        everything: bool = False,
+        offered: Offered = NOTHING_MORE,
     ) -> list[LayerOption]:
         """The options of a layer of this kind under a shape, restricted to what is pinned: every kind of recompute that
         the executor runs, where the layer is a module and has saved something to give up, and giving back parameters.
-        everything: activations may wait in the host's memory, too, which is priced, not run."""
+        offered: recompute of any parts of the layer, too; activations that wait in the host's memory, which is priced,
+        not run."""
         recomputes: tuple[Recompute, ...] = ("none",)
         if kind.can_recompute:
             kept = self.kept_bytes(kind, shape, "none")
             excluded = {"none"}
             excluded |= {"selective"} if self.layer_class(kind).writes_into_kept else set()
             excluded |= {"attention"} if self.layer_class(kind).writes_into_attention else set()
-            runs = (r for r in EXECUTABLE_RECOMPUTES if r not in excluded)
+            runs = (r for r in self.ways(kind, offered) if r not in excluded)
             less = [r for r in runs if self.kept_bytes(kind, shape, r) < kept]
-            recomputes = (recompute,) if recompute is not None else ("none", *less)
+            recomputes = ("none", *less) if recompute is None else (self.pinned(kind, recompute),)
         reshards: tuple[bool, ...] = (shape.reshard,)
         if shape.sharded_over > 1 and shape.pipeline == 1:
             reshards = (False, True) if reshard is None else (reshard,)
             reshards = (False,) if kind.is_in_root(shape) or not self.layer_class(kind).parameters else reshards
-        offloads = (False, True) if everything else (False,)
+        offloads = (False, True) if "offload" in offered else (False,)
         return [LayerOption(r, s, away) for r in recomputes for s in reshards for away in offloads]
+
+    def ways(self, kind: Kind, offered: Offered) -> tuple[Recompute, ...]:
+        """Every kind of recompute that a layer may take, whether it gives anything up or not."""
+        if not kind.can_recompute:
+            return ("none",)
+        parts = ways_of_parts(self.layer_class(kind)) if "parts" in offered else ()
+        return (*EXECUTABLE_RECOMPUTES, *parts)
+
+    def pinned(self, kind: Kind, recompute: Recompute) -> Recompute:
+        """What a recompute that is pinned for all layers means for those of a kind."""
+        return within(self.layer_class(kind), recompute) if kind.can_recompute else "none"
 
     def kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
         """Bytes that a layer keeps of one micro-batch in the model's own numbers."""
@@ -758,10 +804,9 @@ class CostModel:
 
     def _found_kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
         _, costs, tensor = self.mode(kind, shape)
-        under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective, "full": costs.full}
-        again = recompute in ("selective", "full")
-        kept = under[recompute].at(shape.samples, self.training.compute_bytes, tensor)
-        return kept + self.arriving_bytes(kind, shape, again)
+        layer_class = self.layer_class(kind)
+        kept = kept_at(layer_class, costs, recompute, shape.samples, self.training.compute_bytes, tensor)
+        return kept + self.arriving_bytes(kind, shape, keeps_arriving(layer_class, recompute))
 
 
 @kept
@@ -773,23 +818,24 @@ _NEARLY = 0.02
 """A norm moves its parameters besides what it reads and writes."""
 
 
-def autocast_elements(costs: Costs, batch: float) -> float:
+def autocast_elements(costs: Costs, batch: float, recomputed: Collection[str] = ()) -> float:
     """Elements that autocast keeps in fp32 where the profile has them in the compute dtype: what layer norms read, for
     it keeps the residual stream in fp32; and as many for each matmul that reads the same of it as one before, as each
-    makes a copy in the compute dtype."""
+    makes a copy in the compute dtype. recomputed: parts of the layer whose own do not count."""
     stream, readers, found = amount_at(costs.inputs.elements, batch), 0, 0.0
     for op in costs.operators:
         if op.part != "forward":
             continue
         if op.name == "native_layer_norm":
             stream, readers = amount_at(op.moved.elements, batch) / 2, 0
-            found += stream
+            found += 0.0 if op.within in recomputed else stream
         elif op.kind == "attention":
             stream = 0.0
         elif op.shape is not None and stream:
             read = amount_at(op.shape[0], batch) * amount_at(op.shape[1], batch)
             readers += math.isclose(read, stream, rel_tol=_NEARLY)
-            found += stream if readers > 1 and math.isclose(read, stream, rel_tol=_NEARLY) else 0.0
+            copies_it = readers > 1 and math.isclose(read, stream, rel_tol=_NEARLY)
+            found += stream if copies_it and op.within not in recomputed else 0.0
     return found
 
 

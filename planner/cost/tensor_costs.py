@@ -6,7 +6,7 @@ amount changes by what each cut changes alone; only the highest of several peaks
 
 from collections import Counter
 
-from ...profiler.model_profile import Amount, Bytes, CollectiveProfile, Costs, LayerClass, OpProfile
+from ...profiler.model_profile import Amount, Bytes, CollectiveProfile, Costs, LayerClass, OpProfile, PartBytes
 from .kept import kept
 
 _Key = tuple[str, str, str, int]
@@ -64,10 +64,27 @@ def _changed(base: Costs, alone: list[Costs], peaks_fall: bool) -> Costs:
         full=total("full"),
         attention=total("attention"),
         selective=total("selective"),
+        part_bytes=_part_bytes(base, alone),
         inputs=total("inputs"),
         forward_transient=peak("forward_transient"),
         backward_transient=peak("backward_transient"),
         collectives=_collectives(base, alone),
+    )
+
+
+def _part_bytes(base: Costs, alone: list[Costs]) -> tuple[PartBytes, ...]:
+    """The same of what parts of the layer save and are given."""
+    first, *tables = ({(item.saved_in, item.given_to): item.size for item in c.part_bytes} for c in (base, *alone))
+    return tuple(
+        PartBytes(
+            saved_in=saved_in,
+            given_to=given_to,
+            size=_sum_of_bytes(
+                first.get((saved_in, given_to), Bytes()),
+                [table.get((saved_in, given_to), Bytes()) for table in tables],
+            ),
+        )
+        for saved_in, given_to in sorted({key for table in (first, *tables) for key in table})
     )
 
 

@@ -25,7 +25,7 @@ from ..cost.peak import Arrivals, Moment, moments_of, running
 from ..cost.priced_layer import LayerCost
 from ..cost.stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
 from ..plan import Recompute
-from ..strategy import LayerOption, Shape, stage_starts
+from ..strategy import NOTHING_MORE, LayerOption, Offered, Shape, stage_starts
 from .knapsack import Turns, in_time, lightest, tie_prices
 from .relaxed import least_slowest_s
 from .solver import OutOfTimeError
@@ -103,16 +103,16 @@ class Chain:
         self._costs: dict[object, tuple[list[list[LayerOption]], list[list[LayerCost]]]] = {}
 
     def priced(
-        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered
     ) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
         """([run] -> options of its layers that no other beats, what a layer costs with each): the same for all
         schedules of a pipeline."""
         alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
-        key = alike, recompute, reshard, everything
+        key = alike, recompute, reshard, offered
         if key not in self._costs:
             by_kind: dict[Kind, tuple[list[LayerOption], list[LayerCost]]] = {}
             for kind in {self.model.kinds[run.start] for run in self.runs}:
-                options = self.model.options(kind, shape, recompute, reshard, everything)
+                options = self.model.options(kind, shape, recompute, reshard, offered)
                 costs = [self.model.cost(kind, shape, option) for option in options]
                 best = unbeaten(costs)
                 by_kind[kind] = [options[i] for i in best], [costs[i] for i in best]
@@ -354,7 +354,7 @@ class StagePrices:
         shape: Shape,
         recompute: Recompute | None = None,
         reshard: bool | None = None,
-        everything: bool = False,
+        offered: Offered = NOTHING_MORE,
         work: "Work | None" = None,
     ) -> None:
         """work: what else the other stages can do, where they have other devices than those priced here."""
@@ -363,7 +363,7 @@ class StagePrices:
         self._work = work
         model = chain.model
         self.model = model
-        self._pinned = recompute, reshard, everything
+        self._pinned = recompute, reshard, offered
         self._passes: dict[int, list[_Pass]] = {}
         self._known_rooms: dict[int, list[tuple[Floats, Floats]]] = {}
         self._known_fits: dict[int, NDArray[np.bool_]] = {}

@@ -17,7 +17,7 @@ from ..cost.memory_cost import state_bytes
 from ..cost.simulate import ZERO_BUBBLE, is_chunked
 from ..cost.stage_cost import allocatable_bytes
 from ..plan import ContextKind, Plan, Recompute
-from ..strategy import Pins, Shape, make_plan
+from ..strategy import NOTHING_MORE, Offered, Pins, Shape, make_plan
 from ..training import TrainingSpec
 from .chunked import Chunking, Chunkings, Cuts, HeldByRank, best_chunking
 from .columns import ROUNDING, Chain, StagePrices
@@ -153,7 +153,7 @@ class Explorer:
         self._least = LeastWork(self.chain, self.model)
         self._least_on_kinds = [LeastWork(self.chain, model) for model in self.kinds.models] if self.kinds else []
         self._leasts: dict[Family, Least | None] = {}
-        self._leasts_by_kind: dict[Shape, list[Least] | None] = {}
+        self._leasts_by_kind: dict[tuple[Shape, bool], list[Least] | None] = {}
         self._least_anywhere: dict[tuple[Split, int, Pins], float] = {}
         self._cuts: dict[_Frame, list[Cuts]] = {}
         self._fitting: set[_Frame] = set()
@@ -259,7 +259,7 @@ class Explorer:
                 continue
             if isinstance(item, _Queue):
                 shape = item.family.shape(space.leaves(item.family).each[item.shapes[item.place]])
-                prices = self.priced(shape, item.recompute, pins.reshard, pins.everything)
+                prices = self.priced(shape, item.recompute, pins.reshard, pins.offered)
                 heapq.heappush(heap, (bound, next(order), prices, False))
                 item.place += 1
                 if item.place < len(item.bounds) and item.bounds[item.place] < cutoff:
@@ -365,7 +365,7 @@ class Explorer:
             seconds[~own] = np.maximum(seconds[~own], least * (1 - ROUNDING))
         for place in np.flatnonzero(own):
             shape = family.shape(leaves.each[some[place]])
-            prices = self.priced(shape, queue.recompute, pins.reshard, pins.everything)
+            prices = self.priced(shape, queue.recompute, pins.reshard, pins.offered)
             if isinstance(prices, UnequalPrices) and not is_chunked(family.schedule):
                 seconds[place] = max(seconds[place], prices.least_s())
         order = np.argsort(seconds, kind="stable")
@@ -373,12 +373,12 @@ class Explorer:
         queue.shapes, queue.bounds = some[order].tolist(), seconds[order].tolist()
 
     def priced(
-        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool = False
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered = NOTHING_MORE
     ) -> StagePrices | UnequalPrices:
         """Prices of a shape's stages, on unequal devices each on its own."""
         if shape.kind_order and self.kinds is not None:
-            return self.kinds.priced(shape, recompute, reshard, everything)
-        return StagePrices(self.chain, shape, recompute, reshard, everything)
+            return self.kinds.priced(shape, recompute, reshard, offered)
+        return StagePrices(self.chain, shape, recompute, reshard, offered)
 
     def _solved(self, prices: StagePrices | UnequalPrices, cutoff_s: float, deadline_s: float) -> Assignment | None:
         """The best stages of a shape, as far as time allows."""
@@ -547,11 +547,12 @@ class Explorer:
         if not kinds.may_have_own(family.pipeline):
             return None
         shape = replace(family.frugal, schedule="1f1b", virtual_stages=1)
-        if shape not in self._leasts_by_kind:
-            found = [least.of(shape, kinds.room(shape)) for least in self._least_on_kinds]
+        key = shape, family.parts
+        if key not in self._leasts_by_kind:
+            found = [least.of(shape, kinds.room(shape), family.parts) for least in self._least_on_kinds]
             each = [least for least in found if least is not None]
-            self._leasts_by_kind[shape] = each if len(each) == len(found) else None
-        return self._leasts_by_kind[shape]
+            self._leasts_by_kind[key] = each if len(each) == len(found) else None
+        return self._leasts_by_kind[key]
 
     def _bound_of_equal(self, family: Family) -> float:
         shape = family.frugal
@@ -585,7 +586,7 @@ class Explorer:
         if any_schedule not in self._leasts:
             shape = any_schedule.frugal
             room = allocatable_bytes(shape, self.model.device, self.training)
-            self._leasts[any_schedule] = self._least.of(shape, room * shape.pipeline)
+            self._leasts[any_schedule] = self._least.of(shape, room * shape.pipeline, family.parts)
         return self._leasts[any_schedule]
 
     def _bound_of_unequal_with_memory(self, family: Family, kinds: Kinds, pins: Pins) -> float:
@@ -594,7 +595,7 @@ class Explorer:
         least = self._leasts_of_kinds(family, kinds)
         if least is None:
             return float("inf")
-        if pins.everything or is_chunked(family.schedule):
+        if "offload" in pins.offered or is_chunked(family.schedule):
             return 0.0
         shape, count = family.frugal, family.num_microbatches
         held = [

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes, uses_fully_shard
 from ..cost.simulate import is_chunked
-from ..plan import EXECUTABLE_RECOMPUTES, Recompute
-from ..strategy import Pins, Shape
+from ..plan import Recompute
+from ..strategy import Offered, Pins, Shape
 from .chunked import Cuts, LeastRecompute
 from .relaxed import least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
 from .shape_bounds import Fastest, ShapeBounds
@@ -66,7 +66,7 @@ class MemoryBounds:
     ) -> Floats:
         """[of these shapes] -> seconds that no assignment beats; infinite where what is held cannot fit. Where devices
         are alike only. cuts: as of ShapeBounds.seconds."""
-        ways, counts = self._ways(family, leaves, recompute, pins.everything), self.bounds.counts
+        ways, counts = self._ways(family, leaves, recompute, pins.offered), self.bounds.counts
         held = self._held(family, leaves)
         room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
         kept, given = self.bounds.options(family, leaves, recompute, pins.reshard)
@@ -109,9 +109,9 @@ class MemoryBounds:
         the most frequent kind, whatever the schedule: none has fewer micro-batches in flight than 1F1B. Infinite where
         they cannot be held. recompute: as of `seconds`; it counts if it is pinned."""
         alike, recompute = family.any_schedule, recompute if pins.recompute else None
-        key = leaves, alike, recompute, pins.everything
+        key = leaves, alike, recompute, pins.offered
         if key not in self._known_slowest:
-            ways = self._ways(alike, leaves, recompute, pins.everything)
+            ways = self._ways(alike, leaves, recompute, pins.offered)
             kept, _ = self.bounds.options(alike, leaves, recompute, pins.reshard)
             kind, everywhere = self._common, np.arange(len(leaves.each))
             first, where, least_s = self._grouped(alike, leaves, kept.microbatch_s, everywhere)
@@ -127,9 +127,9 @@ class MemoryBounds:
         shape, own, recompute = alike.frugal, self.bounds.kinds[self._common], pins.recompute
         pass_s, forward_s = passes_s[self.bounds.first_run[kind]].tolist()
         sent_s = forward_s - model.compute(own, shape).forward  # running a layer again sends its tokens again
-        again_s, kept = self._ways_of(own, shape, recompute, pins.everything, 0.0, sent_s)
+        again_s, kept = self._ways_of(own, shape, recompute, pins.offered, 0.0, sent_s)
         first, data_s = self.bounds.least_data_s(alike, leaves, kind)
-        passing = self._passing(alike, leaves, kind, self._names(own, recompute, pins.everything), kept, first)
+        passing = self._passing(alike, leaves, kind, self._names(own, recompute, pins.offered), kept, first)
         return float(self._whole_s(alike, leaves, pass_s + data_s, (again_s, kept, passing), first).min())
 
     def _whole_s(
@@ -187,13 +187,13 @@ class MemoryBounds:
         resharded = data.resharded[kind][some]
         return passing_bytes(self.model, own, family.frugal, names, kept, columns, resharded)
 
-    def _ways(self, family: Family, leaves: Leaves, recompute: Recompute | None, everything: bool) -> _Ways:
+    def _ways(self, family: Family, leaves: Leaves, recompute: Recompute | None, offered: Offered) -> _Ways:
         split = family.tensor, family.sequence, family.cuts, family.context, family.context_kind, family.expert
-        key = leaves, *split, family.micro_batch, recompute, everything
+        key = leaves, *split, family.micro_batch, recompute, offered
         if key not in self._known_ways:
             attention_s, rest_s = self.bounds.exchanges_again_s(family, leaves)
             found = [
-                self._ways_of(kind, family.frugal, recompute, everything, float(a), float(r))
+                self._ways_of(kind, family.frugal, recompute, offered, float(a), float(r))
                 for kind, a, r in zip(self.bounds.kinds, attention_s, rest_s, strict=True)
             ]
             passing = [self.model.least_transient_bytes(kind, family.frugal) for kind in self.bounds.kinds]
@@ -201,7 +201,7 @@ class MemoryBounds:
             self._known_ways[key] = _Ways(
                 [seconds for seconds, _ in found],
                 [kept for _, kept in found],
-                [self._names(kind, recompute, everything) for kind in self.bounds.kinds],
+                [self._names(kind, recompute, offered) for kind in self.bounds.kinds],
                 np.array(passing) if traced else np.zeros(len(passing)),
             )
         return self._known_ways[key]
@@ -211,32 +211,30 @@ class MemoryBounds:
         kind: Kind,
         shape: Shape,
         recompute: Recompute | None,
-        everything: bool,
+        offered: Offered,
         attention_s: float,
         rest_s: float,
     ) -> tuple[Floats, Floats]:
         """([way] -> seconds longer than without recompute, or than with what is pinned, bytes kept); nothing is known
         of stacks that keep less than the profile says."""
-        model, names = self.model, self._names(kind, recompute, everything)
+        model, names = self.model, self._names(kind, recompute, offered)
         if not names:
             return np.zeros(1), np.zeros(1)
         if len(names) == 1:
             return np.zeros(1), np.array([model.kept_bytes(kind, shape, names[0])])
-        repeated = model.compute(kind, shape).repeated
-        again = [
-            repeated[way] + (attention_s if way in ("attention", "full") else 0.0)
+        seconds = model.compute(kind, shape)
+        again = [  # parts repeat some of the rest, or none
+            seconds.again(way) + (attention_s if model.repeats_attention(kind, shape, way) else 0.0)
             + (rest_s if way in ("selective", "full") else 0.0)
             for way in names
         ]  # fmt: skip
         return np.array(again), np.array([model.kept_bytes(kind, shape, way) for way in names])
 
-    def _names(self, kind: Kind, recompute: Recompute | None, everything: bool) -> tuple[Recompute, ...]:
+    def _names(self, kind: Kind, recompute: Recompute | None, offered: Offered) -> tuple[Recompute, ...]:
         """The ways to recompute a layer; none where nothing is known of what they keep."""
-        if not self.model.keeps_as_traced or everything:
+        if not self.model.keeps_as_traced or "offload" in offered:
             return ()
-        if kind.can_recompute and recompute is None:
-            return EXECUTABLE_RECOMPUTES
-        return (recompute or "none",) if kind.can_recompute else ("none",)
+        return self.model.ways(kind, offered) if recompute is None else (self.model.pinned(kind, recompute),)
 
     def _held(self, family: Family, leaves: Leaves) -> _Held:
         key = leaves, family.sequence, family.cuts, family.virtual_stages > 1

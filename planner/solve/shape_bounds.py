@@ -275,12 +275,12 @@ class ShapeBounds:
     ) -> tuple[Fastest, Fastest | None]:
         model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
         data, count, whole_s = self.data(family, leaves), family.num_microbatches, self._whole_s(family, leaves)
-        ways: list[Recompute] = [(recompute or "none") if kind.can_recompute else "none" for kind in self.kinds]
+        ways = [model.pinned(kind, recompute or "none") for kind in self.kinds]
         computed = [model.compute(kind, shape) for kind in self.kinds]
         host_s = np.array([model.host_s(kind, shape) for kind in self.kinds])
         forward = np.array([seconds.forward for seconds in computed])[:, None]
         backward = np.array([seconds.backward for seconds in computed])[:, None]
-        again = np.array([s.repeated[way] for s, way in zip(computed, ways, strict=True)])
+        again = np.array([s.again(way) for s, way in zip(computed, ways, strict=True)])
         more = [self._exchanged(family, columns, axis, ways) for axis in AXES_OF_LAYERS]
         ahead = forward + host_s[:, None] + sum(part[0] for part in more)
         back = backward + (host_s + again)[:, None] + sum(part[1] for part in more)
@@ -364,13 +364,20 @@ class ShapeBounds:
             nothing = np.zeros((len(self.kinds), 1))
             return nothing, nothing
         places = {stride: i for i, stride in enumerate(dict.fromkeys(strides))}
-        repeats = ("attention", "full") if axis == "context" else ("selective", "full")
-        repeated = np.array([way in repeats for way in ways])
+        repeated = np.array(
+            [self._repeats(kind, family, axis, way) for kind, way in zip(self.kinds, ways, strict=True)]
+        )
         found = [self._exchange_at(family, axis, stride) for stride in places]
         here = [places[stride] for stride in strides]
         ahead = np.stack([forward for forward, _, _ in found], axis=1)
         back = np.stack([backward + repeated * again for _, backward, again in found], axis=1)
         return ahead[:, here], back[:, here]
+
+    def _repeats(self, kind: Kind, family: Family, axis: str, way: Recompute) -> bool:
+        """Whether recompute repeats all exchanges of an axis; of those with tensor ranks parts repeat some, or none."""
+        if axis == "context":
+            return self.model.repeats_attention(kind, family.frugal, way)
+        return self.model.repeats_experts(kind, way) if axis == "expert" else way in ("selective", "full")
 
     def _exchange_at(self, family: Family, axis: str, stride: int) -> tuple[Floats, Floats, Floats]:
         """[kind] -> exposed seconds at one stride of (forward, backward, what recompute repeats)."""

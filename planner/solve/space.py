@@ -73,6 +73,8 @@ class Family:
     context_kind: ContextKind = "ring"
     expert: int = 1
     cuts: Cuts | None = None
+    parts: bool = False
+    """Whether layers may recompute any of their parts."""
 
     @property
     def split(self) -> Split:
@@ -305,6 +307,7 @@ class Space:
                 split.context_kind,
                 split.expert,
                 split.cuts,
+                "parts" in self.pins.offered,
             )
 
     def micro_batches(self, split: Split) -> Iterator[tuple[int, int]]:

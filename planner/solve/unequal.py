@@ -17,7 +17,7 @@ from ...profiler.cluster import ClusterSpec
 from ..cost.layer_cost import CostModel
 from ..cost.stage_cost import allocatable_bytes
 from ..plan import Recompute, rank_and_chunk
-from ..strategy import Shape
+from ..strategy import Offered, Shape
 from .columns import Chain, StagePrices, Work
 from .relaxed import Stage, least_slowest_of_unequal_s
 
@@ -213,18 +213,18 @@ class Kinds:
         return [part.num_devices * pipeline // self.cluster.num_devices for part in self.parts]
 
     def priced(
-        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, everything: bool
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered
     ) -> UnequalPrices:
         """The prices of a shape whose stages are each on one kind."""
         any_order = replace(shape, kind_order=())
-        key = any_order, recompute, reshard, everything
+        key = any_order, recompute, reshard, offered
         if key not in self._prices:
             fastest = [chain.fastest(any_order, recompute, reshard) for chain in self.chains]
             shares = self.shares([each.microbatch_s for each in fastest], shape.pipeline)
             self._prices[key] = (
                 shares,
                 tuple(
-                    StagePrices(chain, any_order, recompute, reshard, everything, shares.work(kind))
+                    StagePrices(chain, any_order, recompute, reshard, offered, shares.work(kind))
                     for kind, chain in enumerate(self.chains)
                 ),
             )

@@ -209,7 +209,8 @@ class TensorRank:
 
     def _forward(self, kind: str, size: Size, entry: str = "") -> None:
         """Note a collective of the forward."""
-        self.collectives.append(Collective(kind, "forward", size, len(self._run.recorder.ops), entry))
+        run = self._run
+        self.collectives.append(Collective(kind, "forward", size, len(run.recorder.ops), entry, run.calls.innermost))
 
     def _gather_output(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         return self.gather(output, output.dim() - 1)

@@ -1,0 +1,92 @@
+"""What a layer keeps and runs again under each kind of recompute, be it of parts of the layer."""
+
+from collections.abc import Collection
+from itertools import combinations
+
+from ...profiler.model_profile import Costs, Experts, LayerClass, PartBytes
+from ..plan import Recompute, parts_of, recompute_of_parts
+from .kept import kept
+
+
+@kept
+def ways_of_parts(layer_class: LayerClass) -> tuple[Recompute, ...]:
+    """The recompute of every choice of a layer's parts, one at least."""
+    names = [part.name for part in layer_class.parts]
+    return tuple(recompute_of_parts(some) for n in range(1, len(names) + 1) for some in combinations(names, n))
+
+
+def within(layer_class: LayerClass, recompute: Recompute) -> Recompute:
+    """The same recompute of a layer of this class: of the parts that it has, in its order; none if it has none."""
+    named = parts_of(recompute)
+    if not named:
+        return recompute
+    return recompute_of_parts([part.name for part in layer_class.parts if part.name in named])
+
+
+def unknown_parts(layer_class: LayerClass, recompute: Recompute) -> tuple[str, ...]:
+    """Parts that a recompute names and that layers of this class have not."""
+    return tuple(name for name in parts_of(recompute) if name not in {part.name for part in layer_class.parts})
+
+
+def kept_at(
+    layer_class: LayerClass, costs: Costs, recompute: Recompute, batch: float, element_bytes: int, tensor: int
+) -> float:
+    """Bytes that a layer keeps from forward to backward, without tensors from other layers. costs: of the mode that it
+    runs in; the rest as of Bytes.at."""
+    named = _indices(layer_class, recompute)
+    if not named:
+        under = {"none": costs.saved, "attention": costs.attention, "selective": costs.selective, "full": costs.full}
+        return under[recompute].at(batch, element_bytes, tensor)
+    size = costs.saved.at(batch, element_bytes, tensor)
+    for item in costs.part_bytes:
+        if item.is_kept(named) != bool(item.saved_in):
+            size += item.size.at(batch, element_bytes, tensor) * (1 if item.is_kept(named) else -1)
+    return size
+
+
+def given_to_parts(layer_class: LayerClass, costs: Costs, recompute: Recompute) -> list[PartBytes]:
+    """Tensors made in a layer that are kept because recomputed parts are given them."""
+    named = _indices(layer_class, recompute)
+    return [item for item in costs.part_bytes if any(part in named for part in item.given_to)]
+
+
+def keeps_arriving(layer_class: LayerClass, recompute: Recompute) -> bool:
+    """Whether what arrives in a layer is kept for its recompute."""
+    named = _indices(layer_class, recompute)
+    return recompute in ("selective", "full") or any(layer_class.parts[i].reads_arriving for i in named)
+
+
+def repeats_attention(costs: Costs, recompute: Recompute) -> bool:
+    """Whether attention is run again."""
+    named = parts_of(recompute)
+    if not named:
+        return recompute in ("attention", "full")
+    return any(op.within in named for op in costs.operators if op.kind == "attention" or op.core)
+
+
+def repeats_bank(bank: Experts, recompute: Recompute) -> bool:
+    """Whether a bank of experts is given its tokens again."""
+    named = parts_of(recompute)
+    return recompute in ("selective", "full") or any(f"{bank.module}.".startswith(f"{name}.") for name in named)
+
+
+def repeats_collective(repeated: bool, part: str, recompute: Recompute) -> bool:
+    """Whether a collective of the forward is called again. repeated: by recompute of the whole layer; part: the part
+    that repeats it."""
+    named = parts_of(recompute)
+    return part in named if named else repeated and recompute in ("selective", "full")
+
+
+@kept
+def _places(layer_class: LayerClass) -> dict[str, int]:
+    return {part.name: place for place, part in enumerate(layer_class.parts)}
+
+
+def _indices(layer_class: LayerClass, recompute: Recompute) -> Collection[int]:
+    """Places of the recomputed parts in the class's list. Raises ValueError where it has no such part."""
+    places, named = _places(layer_class), parts_of(recompute)
+    missing = [name for name in named if name not in places]
+    if missing:
+        known = ", ".join(places) or "none"
+        raise ValueError(f"recompute={recompute!r}: {layer_class.name} has no part {missing[0]}; its parts: {known}")
+    return [places[name] for name in named]

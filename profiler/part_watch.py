@@ -1,0 +1,147 @@
+"""Which submodules of a layer can be run again by themselves in the backward, and what is kept when they are."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from .meters import Op, Size, Storages
+from .model_profile import MOST_PARTS
+
+Key = tuple[tuple[int, ...], tuple[int, ...]]
+"""Parts inside of which a tensor is saved, and parts that are given it."""
+
+_NARROW = 2
+"""Bytes of an element where sizes are compared."""
+
+
+@dataclass
+class _Call:
+    """One call of a module: after how many operators it began and last saved a tensor; outer: the call around it."""
+
+    name: str
+    outer: int
+    begin: int
+    given: set[int]
+    saved_after: int = 0
+
+
+@dataclass
+class ModuleCalls:
+    """Calls of the modules in a layer, and where in them tensors were saved.
+
+    Part of a layer: a module that runs once, saves what nobody else does, and finds what it was given when it runs
+    again. Its forward is repeated by torch.utils.checkpoint: kept are what it is given and what is saved elsewhere.
+    """
+
+    storages: Storages
+    left_out: AbstractSet[int] = frozenset()
+    """Storages that count elsewhere: of parameters, of what arrives in the layer and of what leaves it."""
+    returned: AbstractSet[int] = frozenset()
+    arrived: AbstractSet[int] = frozenset()
+    _calls: list[_Call] = field(default_factory=list)
+    _running: list[int] = field(default_factory=list)
+    _saved: list[tuple[int, int]] = field(default_factory=list)
+    _places: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+
+    @property
+    def innermost(self) -> int:
+        """The call that runs now; -1 between modules."""
+        return self._running[-1] if self._running else -1
+
+    def begin(self, name: str, given: set[int], num_ops: int) -> None:
+        """A module is called with tensors of these storages."""
+        self._calls.append(_Call(name, self.innermost, num_ops, given))
+        self._running.append(len(self._calls) - 1)
+
+    def end(self) -> None:
+        """It returns."""
+        self._running.pop()
+
+    def save(self, storage: int, num_ops: int) -> None:
+        """Autograd keeps a tensor for the backward."""
+        self._saved.append((storage, self.innermost))
+        for call in self._running:
+            self._calls[call].saved_after = num_ops
+
+    def parts(self, ops: Sequence[Op]) -> tuple[str, ...]:
+        """Names of the layer's parts in the order in which they run: at most so many, those that give up most bytes.
+        ops: all of the forward."""
+        outermost = [i for i, call in enumerate(self._calls) if call.outer == -1]
+        while len(outermost) == 1 and (inside := [i for i, c in enumerate(self._calls) if c.outer == outermost[0]]):
+            outermost = inside
+        count = defaultdict[str, int](int)
+        for call in self._calls:
+            count[call.name] += 1
+        able = tuple(
+            self._calls[i].name for i in outermost if count[self._calls[i].name] == 1 and self._is_able(i, ops)
+        )
+        sizes = self.sizes(able)
+        freed = {name: sizes.get(((i,), ()), Size()) for i, name in enumerate(able)}
+        width = {name: _NARROW * size.elements + size.other_bytes for name, size in freed.items()}
+        most = sorted((name for name in able if width[name] > 0), key=lambda name: -width[name])[:MOST_PARTS]
+        return tuple(name for name in able if name in most)
+
+    def _is_able(self, index: int, ops: Sequence[Op]) -> bool:
+        """Whether a module finds what it was given, when it runs again: nothing writes into it, then or later."""
+        call = self._calls[index]
+        if not call.name or "+" in call.name or any(letter.isspace() for letter in call.name):
+            return False
+        written = {view.storage for op in ops[call.begin :] if op.name.endswith("_") for view in op.outputs}
+        return not call.given & (written | self.returned)
+
+    def reads_arriving(self, part: str) -> bool:
+        """Whether a part is given a tensor from an earlier layer."""
+        return any(call.name == part and call.given & self.arrived for call in self._calls)
+
+    def sizes(self, parts: tuple[str, ...]) -> dict[Key, Size]:
+        """Bytes of the layer's tensors that parts save or are given, by which; without those that are kept whatever is
+        recomputed. With some parts recomputed, those are kept that are given to one, or saved in another."""
+        place = self._place_of_calls(parts)
+        given: dict[int, set[int]] = defaultdict(set)
+        saved: dict[int, set[int]] = defaultdict(set)
+        for call in self._calls:
+            if call.name in parts:
+                for storage in call.given:
+                    given[storage].add(parts.index(call.name))
+        for storage, call_index in self._saved:
+            saved[storage].add(place[call_index])
+        found: dict[Key, Size] = defaultdict(Size)
+        in_fp32: dict[int, tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
+        for storage in given.keys() | saved.keys():
+            root = self.storages.in_fp32(storage)
+            in_fp32[root][0].update(saved[storage])
+            in_fp32[root][1].update(given[storage])
+            if storage not in self.left_out and -1 not in saved[storage]:
+                size = self.storages.sizes.get(storage, Size())
+                found[_key(saved[storage], given[storage])] += Size(size.elements, size.other_bytes, -size.fp32_bytes)
+        for root in in_fp32.keys() - {self.storages.in_fp32(storage) for storage in self.left_out}:
+            saved_in, given_to = in_fp32[root]
+            if -1 not in saved_in:
+                size = self.storages.sizes.get(root, Size())
+                found[_key(saved_in, given_to)] += Size(in_fp32=size.fp32_bytes)
+        return {key: size for key, size in found.items() if size != Size()}
+
+    def within(self, call: int, after: int, parts: tuple[str, ...], last: bool = False) -> str:
+        """The part in which something ran after so many operators, if that part runs it again: nothing behind the last
+        tensor that it saves. call: the module that ran then. last: also that which comes with this tensor."""
+        place = self._place_of_calls(parts)[call]
+        if place < 0:
+            return ""
+        saved_after = max(c.saved_after for c in self._calls if c.name == parts[place])
+        return parts[place] if after < saved_after + last else ""
+
+    def _place_of_calls(self, parts: tuple[str, ...]) -> list[int]:
+        """[call, and last that of no module] -> the part in which it is, by index; -1 for none."""
+        if parts in self._places:
+            return self._places[parts]
+        places: list[int] = []
+        for call in self._calls:
+            around = places[call.outer] if call.outer >= 0 else -1
+            places.append(parts.index(call.name) if call.name in parts else around)
+        self._places[parts] = [*places, -1]
+        return self._places[parts]
+
+
+def _key(saved: set[int], given: set[int]) -> Key:
+    return tuple(sorted(saved)), tuple(sorted(given))
