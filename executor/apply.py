@@ -16,7 +16,7 @@ from ..planner.cost.sharding import shard_dim
 from ..planner.plan import LayerPlan, Plan
 from ..profiler.cuts.held_tokens import unseen
 from ..profiler.load import without_cache
-from .parallel.compiled import CompiledForward, compile_layers
+from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers
 from .parallel.context import ContextParallel
 from .parallel.expert import HeldExperts, shard_experts, spread_experts
 from .parallel.mesh import Mechanism, RankMesh, mechanism
@@ -145,12 +145,12 @@ def _part(
 ) -> AppliedModel:
     """One stage of this rank (the whole model, where there is no pipeline).
 
-    The order matters: on meta -> stage -> tensor parallel -> compile -> recompute -> per unit: numbers, then
-    fully_shard (so one unit at a time is whole).
+    The order matters: on meta -> stage -> tensor parallel -> compile -> recompute -> compile around recomputed parts
+    -> per unit: numbers, then fully_shard (so one unit at a time is whole).
     """
     layers = list(plan.stages[stage_index].layers)
     for layer in layers:
-        check_recompute(layer)
+        check_recompute(layer, model)
 
     module, prefix = model, ""
     if plan.degrees.pipeline > 1:
@@ -176,9 +176,12 @@ def _part(
     wrapped = dict.fromkeys(name for layer in layers for name in layer.modules) if context is not None else ()
     passages = [context.pass_through(model.get_submodule(name)) for name in wrapped if context is not None]
     for passage in passages:
+        passage.below()
         passage.inside()
     for name, mode in {layer.modules[0]: layer.recompute for layer in layers if layer.recompute != "none"}.items():
-        recompute(model.get_submodule(name), mode)
+        recompute(model.get_submodule(name), mode, context)
+    if backend is not None:
+        compiled += compile_around_parts(model, layers, backend)
     for passage in passages:
         passage.outside()
 

@@ -270,6 +270,32 @@ def _unseen(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return hook(*args, **kwargs)
 
 
+def forward_with_hooks(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward together with the hooks that it has by now, which are taken off it."""
+    forward = module.forward
+    before = [(hook, key in module._forward_pre_hooks_with_kwargs) for key, hook in module._forward_pre_hooks.items()]
+    behind = [(hook, key in module._forward_hooks_with_kwargs) for key, hook in module._forward_hooks.items()]
+    if not before and not behind:
+        return forward
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        hooks.clear()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for hook, takes_kwargs in before:
+            given = hook(module, args, kwargs) if takes_kwargs else hook(module, args)  # type: ignore[call-arg]
+            if given is not None and takes_kwargs:
+                args, kwargs = given
+            elif given is not None:
+                args = given if isinstance(given, tuple) else (given,)
+        output = forward(*args, **kwargs)
+        for hook, takes_kwargs in behind:
+            changed = hook(module, args, kwargs, output) if takes_kwargs else hook(module, args, output)
+            output = output if changed is None else changed
+        return output
+
+    return run
+
+
 def in_backward() -> bool:
     """Whether autograd is at work on this thread: a forward that runs now is a repetition."""
     return torch._C._current_graph_task_id() != -1

@@ -15,10 +15,10 @@ from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import Trainer, parallelize
-from meshwright.planner.plan import AXES, Plan, Recompute
+from meshwright.planner.plan import AXES, Plan, Recompute, parts_of
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import Precision, TrainingSpec
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.model_profile import LayerProfile, ModelProfile
 
 GLOBAL_BATCH = 8
 SEQ_LEN = 16
@@ -113,16 +113,28 @@ def plan_of(case: Case, profile: ModelProfile) -> Plan:
     )
     layers = iter(profile.layers)
     option = LayerOption(reshard=case.reshard)
-    kinds = cycle([case.recompute] if isinstance(case.recompute, str) else case.recompute)
+    kinds = (case.recompute,) if isinstance(case.recompute, str) else case.recompute
+    kind = cycle(kinds)
     stages = [
         [
-            replace(option, recompute=next(kinds)) if layer.modules == (layer.root,) else option
+            replace(option, recompute=next(kind))
+            if layer.modules == (layer.root,) and has_parts(layer, *kinds)
+            else option
             for _, layer in zip(range(size), layers, strict=False)
         ]
         for size in case.stages or (len(profile.layers),)
     ]
     training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, precision=case.precision, expert_imbalance=1.0)
     return make_plan(profile, cluster(1, case.num_ranks), training, shape, stages)
+
+
+def has_parts(layer: LayerProfile, *recomputes: Recompute) -> bool:
+    """Whether a layer has parameters in all the parts that these name, if they name any."""
+    return all(
+        any(name.startswith(f"{layer.root}.{part}.") for name in layer.parameters)
+        for recompute in recomputes
+        for part in parts_of(recompute)
+    )
 
 
 def trainer_of(build: Callable[[], nn.Module], plan: Plan) -> Trainer:

@@ -1,19 +1,24 @@
 """torch.compile of layers: under every kind of parallelism the numbers of eager layers, and what is refused."""
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from same_numbers import has_parts
 from small_models import small_profile, verified
 from synthetic import cluster
+from test_recompute import LENGTH, SAMPLES, WIDTH, Parted, one_layer
 from test_trainer import GLOBAL_BATCH, Net, assert_same, batch_of, loss, sgd
+from torch import nn
 from torch._dynamo.utils import counters
 
 from meshwright.executor import parallelize
-from meshwright.executor.parallel.compiled import backend_of
-from meshwright.planner.plan import Plan
+from meshwright.executor.parallel.compiled import backend_of, compile_around_parts, compile_layers
+from meshwright.executor.parallel.recompute import recompute
+from meshwright.planner.plan import Plan, Recompute
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.load import load_model
@@ -39,9 +44,16 @@ def plan_of(
         micro_batch=GLOBAL_BATCH // degrees["data_replicate"] // degrees["data_shard"] // 2,
         num_microbatches=2,
     )
-    machines = cluster(1, shape.degrees.num_devices)
+    option, layers = option or LayerOption(), iter(profile.layers)
+    options = [
+        [
+            option if has_parts(layer, option.recompute) else replace(option, recompute="none")
+            for _, layer in zip(range(size), layers, strict=False)
+        ]
+        for size in stages
+    ]
     training = TrainingSpec(global_batch=GLOBAL_BATCH, precision="fp32", software=SOFTWARE)
-    return make_plan(profile, machines, training, shape, [[option or LayerOption()] * size for size in stages])
+    return make_plan(profile, cluster(1, shape.degrees.num_devices), training, shape, options)
 
 
 def _two_steps(plan: Plan, backend: str) -> tuple[dict[str, torch.Tensor], int]:
@@ -74,8 +86,10 @@ def eager() -> dict[str, torch.Tensor]:
         (LayerOption("full", reshard=True), {"data_shard": 2}),
         (LayerOption("full"), {"tensor": 2}),
         (LayerOption(), {"stages": (2, 2)}),
+        (LayerOption("parts:0+2", reshard=True), {"data_shard": 2}),
+        (LayerOption("parts:0+2"), {"tensor": 2}),
     ],
-    ids=["ddp", "fsdp with recompute", "tp with recompute", "pp"],
+    ids=["ddp", "fsdp with recompute", "tp with recompute", "pp", "fsdp with parts", "tp with parts"],
 )
 def test_compiled_layers_give_the_numbers_of_eager_ones(
     profile: ModelProfile, option: LayerOption, degrees: dict[str, Any]
@@ -86,13 +100,14 @@ def test_compiled_layers_give_the_numbers_of_eager_ones(
     assert_same(found, eager())
 
 
-def test_spread_experts_inside_of_compiled_layers_give_the_numbers_of_one_process() -> None:
+@pytest.mark.parametrize("recompute", ["none", "parts:input_layernorm+self_attn+mlp"])
+def test_spread_experts_inside_of_compiled_layers_give_the_numbers_of_one_process(recompute: Recompute) -> None:
     mixture = small_profile("mixtral")
     shape = Shape(
         data_replicate=1, data_shard=2, tensor=1, pipeline=1, micro_batch=4, num_microbatches=2, expert=2,
         gradient_sync="every",
     )  # fmt: skip
-    options = [LayerOption()] * len(mixture.layers)
+    options = [LayerOption(recompute if has_parts(layer, recompute) else "none") for layer in mixture.layers]
     training = TrainingSpec(global_batch=16, precision="fp32", software=SOFTWARE)
     plan = make_plan(mixture, cluster(1, 2), training, shape, [options])
 
@@ -118,6 +133,35 @@ def test_selective_recompute_keeps_a_layer_eager(profile: ModelProfile) -> None:
 
     assert num_graphs == 0
     assert_same(found, eager())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # the compiler's own look at it
+def test_parts_and_what_lies_around_them_are_compiled_apart() -> None:
+    """Each part by itself, and the rest in as many pieces as they leave of it; numbers as of the layer uncompiled."""
+    runs = []
+    for how in ("none", "parts:norm+attention", "eager"):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"0": Parted()})
+        layer = one_layer("none" if how == "eager" else how)
+        made = [] if how == "eager" else compile_layers(model, [layer], "aot_eager")
+        recompute(model["0"], layer.recompute)
+        made += compile_around_parts(model, [layer], "aot_eager")
+        for forward in made:
+            forward.on = True
+        output = model["0"](torch.linspace(-1, 1, SAMPLES * LENGTH * WIDTH).view(SAMPLES, LENGTH, WIDTH))
+        output.square().sum().backward()
+        runs.append((len(made), dict(counters["stats"]), [output, *(p.grad for p in model.parameters())]))
+
+    (whole, once, plain), (apart, pieces, parts), (_, _, expected) = runs
+    assert (whole, apart) == (1, 3)
+    assert pieces["unique_graphs"] > once["unique_graphs"] == 1
+    assert pieces["calls_captured"] == once["calls_captured"]
+    torch.testing.assert_close(plain, expected)
+    torch.testing.assert_close(parts, expected)
 
 
 def test_a_plan_for_the_compiling_stack_is_compiled(profile: ModelProfile) -> None:

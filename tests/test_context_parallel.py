@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import PATIENCE_S, run_ranks
+from same_numbers import has_parts
 from small_models import GLOBAL_BATCH, small_model, small_profile
 from synthetic import cluster
 from torch.nn import functional
@@ -33,7 +34,10 @@ def planned(name: str, shape: Shape, recompute: Recompute = "none", precision: P
     profile = small_profile(name)
     count, num_stages = len(profile.layers), shape.pipeline * shape.virtual_stages
     layers = [
-        LayerOption(recompute if can_recompute(profile, layer) else "none", shape.reshard) for layer in profile.layers
+        LayerOption(
+            recompute if can_recompute(profile, layer) and has_parts(layer, recompute) else "none", shape.reshard
+        )
+        for layer in profile.layers
     ]
     ends = [round(i * count / num_stages) for i in range(num_stages + 1)]
     stages = [layers[first:last] for first, last in pairwise(ends)]
@@ -152,6 +156,22 @@ TRAINED: dict[str, tuple[str, Shape, Recompute]] = {
         "deepseek",
         shape(tensor=2, sequence=True, context_kind="all_gather"),
         "selective",
+    ),
+    "Llama, ring, parts of layers": ("llama", shape(), "parts:self_attn+mlp"),
+    "Llama, parts that gather slices of slices, pipeline": (
+        "llama",
+        shape(tensor=2, pipeline=2, sequence=True, schedule="1f1b", context_kind="all_gather"),
+        "parts:self_attn+mlp",
+    ),
+    "DeepSeek-V3, heads for tokens, shards, parts of layers": (
+        "deepseek",
+        shape(shard=2, context_kind="all_to_all", reshard=True),
+        "parts:input_layernorm+self_attn",
+    ),
+    "Mixtral, experts over context ranks, parts of layers": (
+        "mixtral",
+        shape(shard=2, reshard=True, expert=2),
+        "parts:self_attn+mlp",
     ),
 }
 

@@ -180,7 +180,44 @@ RECOMPUTES = {
     ),
 }
 
-CASES |= SCHEDULES | MORE_SCHEDULES | RECOMPUTES
+PARTS = {
+    "one device, parts of layers": Case("gpt", recompute="parts:attention+up", num_microbatches=4),
+    "ddp, parts of layers": Case("llama", replicate=2, recompute="parts:self_attn+mlp"),
+    "fsdp, parts of layers": Case("llama", shard=2, reshard=True, recompute="parts:self_attn+post_attention_layernorm"),
+    "zero-2, other parts of each layer": Case(
+        "llama", shard=2, recompute=("parts:mlp", "parts:input_layernorm+self_attn", "none"),
+        more={"gradient_sync": "every"},
+    ),
+    "fsdp, parts beside every kind of recompute": Case(
+        "unfused", shard=2, reshard=True, recompute=("parts:attention", "attention")
+    ),
+    "tensor 2, parts of layers": Case("llama", tensor=2, recompute="parts:self_attn+mlp"),
+    "tensor 2, parts between cuts": Case("normed", tensor=2, recompute="parts:norm+attention.q+attention.k_norm"),
+    "tensor 2 + sequence, parts that gather": Case(
+        "llama", tensor=2, more={"sequence": True}, recompute=("parts:mlp", "parts:self_attn", "parts:self_attn+mlp")
+    ),
+    "tensor 2 + sequence, fused qkv, parts of layers": Case(
+        "gpt", tensor=2, more={"sequence": True}, recompute="parts:norm1+attention+up+down"
+    ),
+    "fsdp x tensor + sequence, parts, permuted": Case(
+        "llama", shard=2, tensor=2, reshard=True, recompute="parts:self_attn+mlp",
+        more={"sequence": True, "mesh_axes": TENSOR_OUTSIDE},
+    ),
+    "pipeline 2, parts of layers": Case("gpt", stages=(2, 4), num_microbatches=4, recompute="parts:norm1+attention"),
+    "pipeline 2 x zero-3, parts of layers": Case(
+        "gpt", shard=2, stages=(2, 4), num_microbatches=4, reshard=True, recompute="parts:attention+up"
+    ),
+    "interleaved 2x2, parts of layers": Case(
+        "gpt", stages=(1, 2, 1, 2), virtual=2, num_microbatches=4, more=INTERLEAVED,
+        recompute=("parts:attention", "parts:up+down", "full", "none"),
+    ),
+    "interleaved 2x2 x tensor + sequence, parts": Case(
+        "gpt", tensor=2, stages=(1, 2, 1, 2), virtual=2, num_microbatches=4, more={**INTERLEAVED, "sequence": True},
+        recompute="parts:attention+up",
+    ),
+}  # fmt: skip
+
+CASES |= SCHEDULES | MORE_SCHEDULES | RECOMPUTES | PARTS
 
 SLOW = {
     *MORE_SCHEDULES,

@@ -64,6 +64,14 @@ CASES = {
     "mixtral, selective recompute, reduced every micro-batch": spread(
         "mixtral", 2, shard=2, recompute="selective", more={"gradient_sync": "every"}
     ),
+    "mixtral, parts of layers": spread("mixtral", 2, shard=2, recompute=("parts:self_attn+mlp", "parts:mlp")),
+    "deepseek, parts of layers, reduced every micro-batch": spread(
+        "deepseek", 2, shard=2, recompute="parts:mlp", more={"gradient_sync": "every"}
+    ),
+    "mixtral, the bank alone": spread("mixtral", 2, shard=2, recompute="parts:mlp.experts"),
+    "qwen3, tensor + sequence, over all, parts": spread(
+        "qwen3", 4, shard=2, tensor=2, recompute="parts:self_attn+mlp", more={"sequence": True}
+    ),
     "qwen3, experts over half of the shards": spread("qwen3", 2, shard=4),
     "deepseek, experts over all of four shards": spread("deepseek", 4, shard=4),
     "mixtral, hsdp": spread("mixtral", 2, replicate=2, shard=2),

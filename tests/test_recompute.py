@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
-from meshwright.executor.parallel.recompute import recompute
+from meshwright.executor.parallel.recompute import check_recompute, recompute
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.plan import Recompute
+from meshwright.planner.plan import LayerPlan, Recompute
 from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.load import load_model
@@ -183,6 +183,161 @@ def test_backward_repeats_what_the_mode_says(
     count = operators.names.count
     assert (count("native_layer_norm"), count("addmm"), count("_softmax")) == (norms, linears, softmaxes)
     assert count("bmm") == 4 + products, "four gradients of the two products"
+
+
+class Heads(nn.Module):
+    """Unfused attention that is called by keywords and returns two things; counts its calls in a buffer."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.add_(1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+        y = functional.dropout(weights, dropout) @ v
+        return self.out(y.transpose(1, 2).flatten(2)), weights
+
+
+class Parted(nn.Module):
+    """A layer of submodules."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Heads()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.items = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, weights = self.attention(self.norm(x), dropout=self.dropout)
+        x = x + y * weights.square().mean()
+        return x + functional.dropout(self.net(self.items[0](x)), self.dropout)
+
+
+_INPUT, _NORMED, _BUFFER = 4 * SAMPLES * LENGTH * WIDTH, 4 * 2 * SAMPLES * LENGTH, 4
+GIVEN_UP = {
+    "parts:norm": _NORMED,
+    "parts:net": 8 * _INPUT,
+    "parts:attention": 4 * _INPUT - _BUFFER,
+    "parts:attention+net": 12 * _INPUT - _BUFFER,
+    "parts:norm+attention+net": 12 * _INPUT + _NORMED - _BUFFER,
+}
+"""Bytes that a layer need not keep. A norm: mean and deviation of each token. The net: what its activation is given and
+returns. Attention: queries, keys and values, and what its last product is given; its weights, which it returns, are
+kept outside of it, and what its buffer held before is kept for the repetition. Inputs of all parts are kept."""
+
+
+@pytest.mark.parametrize("mode", GIVEN_UP)
+def test_parts_keep_their_inputs_and_no_more(mode: Recompute) -> None:
+    kept = {}
+    for how in ("none", mode):
+        layer = Parted()
+        recompute(layer, how)
+        x = torch.randn(SAMPLES, LENGTH, WIDTH, requires_grad=True)
+        own = {p.untyped_storage()._cdata for p in layer.parameters()}
+        with Living() as living:
+            output = layer(x)
+        assert output.requires_grad
+        kept[how] = sum(size for storage, size in living.sizes.items() if storage not in own)
+
+    assert kept["none"] - kept[mode] == GIVEN_UP[mode]
+
+
+def numbers(mode: Recompute, dropout: float) -> list[torch.Tensor]:
+    """Outputs, gradients and buffers of two forwards, the second before the first backward."""
+    torch.manual_seed(1)
+    layer = Parted(dropout)
+    recompute(layer, mode)
+    x = torch.randn(SAMPLES, LENGTH, WIDTH, requires_grad=True)
+    outputs = [layer(x), layer(2 * x)]
+    for output in outputs:
+        output.square().sum().backward()
+    assert x.grad is not None
+    grads = [p.grad for p in layer.parameters() if p.grad is not None]
+    return [*outputs, x.grad, *grads, layer.attention.calls]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("mode", [*GIVEN_UP, "parts:items.0+net.0"])
+def test_parts_that_are_repeated_give_the_same_bit_for_bit(mode: Recompute, dropout: float) -> None:
+    expected = numbers("none", dropout)
+
+    found = numbers(mode, dropout)
+
+    assert len(found) == len(expected) == 2 + 1 + 12 + 1
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "norms", "linears", "gelus", "softmaxes"),
+    [("parts:norm", 1, 0, 0, 0), ("parts:net", 0, 1, 1, 0), ("parts:norm+attention", 1, 1, 0, 1)],
+)
+def test_a_part_is_repeated_as_far_as_something_is_needed(
+    mode: Recompute, norms: int, linears: int, gelus: int, softmaxes: int
+) -> None:
+    layer = Parted()
+    recompute(layer, mode)
+    loss = layer(torch.randn(SAMPLES, LENGTH, WIDTH, requires_grad=True)).sum()
+
+    with Operators() as operators:
+        loss.backward()
+
+    counts = [operators.names.count(name) for name in ("native_layer_norm", "addmm", "gelu", "_softmax")]
+    assert counts == [norms, linears, gelus, softmaxes]
+
+
+def test_hooks_that_a_part_has_are_repeated_with_it() -> None:
+    layer, inside, outside = Parted(), [], []
+    layer.net.register_forward_pre_hook(lambda module, args: 2 * args[0])
+    layer.attention.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"dropout": 0.0}), with_kwargs=True
+    )
+    layer.net.register_forward_hook(lambda module, args, output: inside.append(args[0]) or output + 1)
+    x = torch.randn(SAMPLES, LENGTH, WIDTH)
+    expected = layer(x)
+    recompute(layer, "parts:attention+net")
+    layer.net.register_forward_hook(lambda module, args, output: outside.append(args[0]))
+
+    found = layer(x)
+    found.sum().backward()
+
+    assert torch.equal(found, expected)
+    assert len(inside) == 2, "the repetition ends with the last product, before this hook"
+    assert torch.equal(inside[1], 2 * outside[0]), "what the part was given is what is kept"
+
+
+def one_layer(recompute: Recompute) -> LayerPlan:
+    """The plan of a layer that is the module `0` of a model."""
+    return LayerPlan(
+        name="layer",
+        layer_class="Parted",
+        root="0",
+        modules=("0",),
+        parameters=(),
+        recompute=recompute,
+        reshard=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("parts:net+mlp", r"names mlp, but Parted has no such submodule; .*\(norm, attention, net\).*full"),
+        ("parts:items", "names items, but Parted calls its items, not it"),
+    ],
+)
+def test_parts_that_a_layer_does_not_have_are_refused(mode: Recompute, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_recompute(one_layer(mode), nn.Sequential(Parted()))
+
+
+def test_parts_that_a_layer_has_are_not_refused() -> None:
+    check_recompute(one_layer("parts:norm+items.0+net.2"), nn.Sequential(Parted()))
 
 
 class Writes(nn.Module):

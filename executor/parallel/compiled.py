@@ -8,7 +8,7 @@ from torch import nn
 
 from ...planner.cost.simulate import ZERO_BUBBLE
 from ...planner.cost.software import COMPILING
-from ...planner.plan import LayerPlan, Plan
+from ...planner.plan import LayerPlan, Plan, parts_of
 from .tensor_loss import keeps_logits_apart
 
 
@@ -51,31 +51,44 @@ def backend_of(compile: bool | str | None, plan: Plan) -> str | None:
 
 
 def compile_layers(model: nn.Module, layers: list[LayerPlan], backend: str) -> list[CompiledForward]:
-    """Replace the forwards of layer modules; call it behind tensor parallelism and before recompute, whose repetition
-    runs what was compiled.
+    """Replace the forwards of layer modules, and of the parts that are recomputed of a layer; call it behind tensor
+    parallelism and before recompute, whose repetition runs what was compiled.
 
     What tensor parallelism has put into a layer (its products and collectives) runs as it is, in between. Layers that
-    keep only a part for backward (selective recompute) stay eager: a compiler decides that by itself.
+    keep only a part of what operators return (selective recompute) stay eager: a compiler decides that by itself.
     """
     made = []
     for layer in layers:
-        if layer.recompute not in ("none", "full"):
-            continue
-        for name in layer.modules:
-            module = model.get_submodule(name)
-            if "forward" in module.__dict__:  # a layer that is one cut module: nothing is left to compile
-                continue
-            if keeps_logits_apart(module):
-                continue
-            for inner in module.modules():
-                if "forward" in inner.__dict__:
-                    inner.forward = torch.compiler.disable(inner.forward)
-                if inner is not module:
-                    _leave_hooks(inner)
-            forward = CompiledForward(module.forward, backend)
-            module.forward = forward
-            made.append(forward)
-    return made
+        if layer.recompute in ("none", "full"):
+            made += [_compiled(model.get_submodule(name), backend) for name in layer.modules]
+        made += [_compiled(part, backend) for part in _parts(model, layer)]
+    return [forward for forward in made if forward is not None]
+
+
+def compile_around_parts(model: nn.Module, layers: list[LayerPlan], backend: str) -> list[CompiledForward]:
+    """The same of what is left of layers of which parts are recomputed; call it behind recompute."""
+    with_parts = dict.fromkeys(layer.modules[0] for layer in layers if parts_of(layer.recompute))
+    made = [_compiled(model.get_submodule(name), backend) for name in with_parts]
+    return [forward for forward in made if forward is not None]
+
+
+def _parts(model: nn.Module, layer: LayerPlan) -> list[nn.Module]:
+    return [model.get_submodule(f"{layer.modules[0]}.{part}") for part in parts_of(layer.recompute)]
+
+
+def _compiled(module: nn.Module, backend: str) -> CompiledForward | None:
+    if "forward" in module.__dict__:  # one cut module: nothing is left to compile
+        return None
+    if keeps_logits_apart(module):
+        return None
+    for inner in module.modules():
+        if "forward" in inner.__dict__:
+            inner.forward = torch.compiler.disable(inner.forward)
+        if inner is not module:
+            _leave_hooks(inner)
+    forward = CompiledForward(module.forward, backend)
+    module.forward = forward
+    return forward
 
 
 def _leave_hooks(module: nn.Module) -> None:

@@ -96,7 +96,8 @@ class ContextParallel:
 class Passage:
     """Marks are on tensor objects, and both fully_shard and checkpointing give a module new ones for what it was given.
 
-    Call `inside` before the module is wrapped for recompute, `outside` behind that, and `around` behind fully_shard.
+    Call `inside` before the module is wrapped for recompute, `outside` behind that. Where fully_shard wraps it, call
+    `below` before and `around` behind.
     """
 
     def __init__(self, context: ContextParallel, module: nn.Module) -> None:
@@ -107,12 +108,15 @@ class Passage:
 
     def inside(self) -> None:
         """Have the module's forward find marks on what it is given again, in backward, too."""
-        self._module.register_forward_pre_hook(self._restore, prepend=True, with_kwargs=True)
         self._module.forward = partial(self._run, self._module.forward)
 
     def outside(self) -> None:
         """Note marks on what is handed to the forward."""
         self._module.forward = partial(self._note, self._module.forward)
+
+    def below(self) -> None:
+        """Have the module's other hooks find marks again."""
+        self._module.register_forward_pre_hook(self._restore, prepend=True, with_kwargs=True)
 
     def around(self) -> None:
         """Note marks before any hook."""

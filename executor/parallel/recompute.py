@@ -1,4 +1,4 @@
-"""Compute activations again in backward instead of keeping them: all of a layer, the cheap ones, attention's scores."""
+"""Compute activations again in backward instead of keeping them: of a layer, of parts of it, or the cheap ones."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,33 +13,58 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ...planner.cost.compute_cost import SELECTIVELY_KEPT
-from ...planner.plan import LayerPlan, Recompute
+from ...planner.plan import LayerPlan, Recompute, parts_of
 from ...profiler.meters import op_kind
-from ..torch_compat import detached
+from ..torch_compat import detached, forward_with_hooks
+from .context import ContextParallel
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-def recompute(module: nn.Module, mode: Recompute = "full") -> None:
+def recompute(module: nn.Module, mode: Recompute = "full", context: ContextParallel | None = None) -> None:
     """From now on `module` keeps less for backward. full: its inputs and nothing else. selective: also what matmuls
     and attention return, so that these are not repeated. attention: all but what unfused attention makes between the
-    scores and its output.
+    scores and its output. parts: of each of these submodules its inputs and nothing else, of the rest everything.
 
-    Its forward is replaced, not the module, so parameter names stay; hooks on the module itself (FSDP's gathering,
-    the slicing of sequence parallelism) run once, outside of what is repeated. Buffers that the forward writes into
-    (running statistics) are written once: the repetition finds them as the forward did, and leaves no trace.
+    Forwards are replaced, not modules, so parameter names stay; hooks on the module itself (FSDP's gathering, the
+    slicing of sequence parallelism) run once, outside of what is repeated. Those that a part has by now are repeated
+    with it, so that where slices of the sequence are gathered for a part only its own slice is kept. Buffers that the
+    forward writes into (running statistics) are written once: the repetition finds them as the forward did, and leaves
+    no trace. context: where ranks hold parts of sequences, for what is known of a part's inputs.
     """
     if mode == "attention":
         module.forward = _with_attention_repeated(module, module.forward)
-    elif mode != "none":
+    elif mode in ("full", "selective"):
         module.forward = _repeated(module, module.forward, selective=mode == "selective")
+    for part in dict.fromkeys(module.get_submodule(name) for name in parts_of(mode)):
+        part.forward = forward_with_hooks(part)
+        passage = None if context is None else context.pass_through(part)
+        if passage is not None:
+            passage.inside()
+        part.forward = _repeated(part, part.forward, selective=False)
+        if passage is not None:
+            passage.outside()
 
 
-def check_recompute(layer: LayerPlan) -> None:
-    """Raise ValueError if a plan asks to recompute a layer that is not one module, so has no forward to repeat."""
+def check_recompute(layer: LayerPlan, model: nn.Module) -> None:
+    """Raise ValueError if a plan asks to recompute what has no forward to repeat: a layer that is not one module, or
+    parts that it does not have. model: has the layer under its original names."""
     if layer.recompute != "none" and len(layer.modules) != 1:
         raise ValueError(
             f"layer {layer.name} consists of {len(layer.modules)} modules ({', '.join(layer.modules) or 'none'}); "
             'only a layer that is one module can be recomputed. Give it recompute="none"'
         )
+    for part in parts_of(layer.recompute):
+        root = model.get_submodule(layer.modules[0])
+        found = dict(root.named_modules(remove_duplicate=False))
+        if part not in found or isinstance(found[part], _CONTAINERS):
+            able = [name for name, child in root.named_children() if not isinstance(child, _CONTAINERS)]
+            what = "calls its items, not it" if part in found else "has no such submodule"
+            raise ValueError(
+                f"recompute={layer.recompute!r} of layer {layer.name} names {part}, but {type(root).__name__} {what}; "
+                f"name submodules that run as a whole ({', '.join(able) or 'there are none'}), or give it "
+                'recompute="full"'
+            )
 
 
 def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
