@@ -13,7 +13,6 @@ import math
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -521,10 +520,8 @@ def _counts_within(group: Group, price: float, gap: float, least: float, most: f
         )
         rows, taken = _extended(fewest, at_most)
         left, spent, held = left[rows] - taken, spent[rows] + taken * cost, held[rows] + taken * size
-        kept = _pareto(spent - price * held, held, left)
-        table = table[rows[kept]]
-        table[:, option] = taken[kept]
-        left, spent, held = left[kept], spent[kept], held[kept]
+        table = table[rows]
+        table[:, option] = taken
     table[:, base] = left
     return table[_pareto(table @ group.weights, table @ group.memory)]
 
@@ -537,7 +534,7 @@ def _meeting(left: Ints, *limits: tuple[float, Floats]) -> tuple[Ints, Ints]:
         if each > 0:
             most = np.minimum(most, np.floor(room / each + SLACK * left))
         elif each < 0:
-            fewest = np.maximum(fewest, np.ceil(room / each - SLACK * left))
+            fewest = np.maximum(fewest, np.minimum(np.ceil(room / each - SLACK * left), left + 1))
     return fewest.astype(np.int64), np.maximum(most, fewest - 1).astype(np.int64)
 
 
@@ -548,14 +545,10 @@ def _extended(fewest: Ints, most: Ints) -> tuple[Ints, Ints]:
     return rows, fewest[rows] + np.arange(len(rows)) - np.repeat(np.cumsum(widths) - widths, widths)
 
 
-def _pareto(weight: Floats, memory: Floats, left: Ints | int = 0) -> Ints:
-    """Labels that no other with as many items left beats in both weight and memory, by ascending memory."""
+def _pareto(weight: Floats, memory: Floats) -> Ints:
+    """Labels that no other beats in both, by ascending memory."""
     if not len(weight):
         return np.zeros(0, dtype=np.int64)
-    left = np.broadcast_to(left, len(weight))
-    order = np.lexsort((weight, memory, left))
-    ranked, starts = weight[order], np.flatnonzero(np.diff(left[order], prepend=-1))
-    lightest_before = np.full(len(order), np.inf)
-    for start, end in pairwise((*starts, len(order))):
-        lightest_before[start + 1 : end] = np.minimum.accumulate(ranked[start : end - 1])
-    return order[ranked < lightest_before]
+    order = np.lexsort((weight, memory))
+    lightest_before = np.concatenate(([np.inf], np.minimum.accumulate(weight[order])[:-1]))
+    return order[weight[order] < lightest_before]
