@@ -47,6 +47,7 @@ SMALLEST_VOCABULARY = 1024
 """Embeddings with fewer rows (positions of short sequences, token types) are not worth a collective."""
 
 _DEGREES = (2, 3, 5, 7)
+"""Tried on fake tensors; what none of them divides, none of 2 to 10 does."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ class _Probe:
         """The cut with the fewest attributes that must be divided for the layer to run; or why it does not run."""
         degree = common_degree([cut])
         if degree is None:
-            return f"its {' and '.join(map(str, cut.units))} units have no common divisor up to {_DEGREES[-1]}"
+            return f"its {' and '.join(map(str, cut.units))} units cannot be shared evenly by 2 to 10 ranks"
         candidates = tuple(self._attributes(cut))
 
         def problem(chosen: tuple[tuple[str, str], ...]) -> str:
@@ -402,7 +403,7 @@ def _table_cuts(probe: _Probe, flow: Flow) -> list[tuple[str, TensorCut | str]]:
 def _tried(probe: _Probe, cut: TensorCut, what: str) -> TensorCut | str:
     degree = common_degree([cut])
     if degree is None:
-        return f"because no degree up to {_DEGREES[-1]} divides its {what}; padding to a multiple of 64 would help"
+        return f"because 2 to 10 ranks cannot share its {what} evenly; padding to a multiple of 64 would help"
     return probe.problem(cut, degree) or cut
 
 
