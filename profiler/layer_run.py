@@ -387,7 +387,7 @@ class LayerRun:
                 relative = name.removeprefix(prefix) if name != self.layer.root else ""
                 handles.append(module.register_forward_pre_hook(self._push(relative), prepend=True))
                 handles.append(module.register_forward_hook(self._pop))
-                handles.append(module.register_forward_pre_hook(self._begin(relative), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(self._begin(relative), with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(self._end))
                 if any(p.dim() == 3 for p in module.parameters(recurse=False)):
                     handles.append(module.register_forward_hook(self._called(relative), with_kwargs=True))

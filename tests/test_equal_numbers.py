@@ -220,6 +220,11 @@ PARTS = {
 CASES |= SCHEDULES | MORE_SCHEDULES | RECOMPUTES | PARTS
 
 SLOW = {
+    "ddp, parts of layers",
+    "fsdp x tensor + sequence, parts, permuted",
+    "pipeline 2 x zero-3, parts of layers",
+    "tensor 2 + sequence, fused qkv, parts of layers",
+    "zero-2, other parts of each layer",
     *MORE_SCHEDULES,
     "ddp x tensor",
     "fsdp x tensor",

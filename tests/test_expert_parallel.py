@@ -95,12 +95,15 @@ CASES = {
     "own, looked up, every token to one rank": spread("one-sided", 2, shard=2),
     "own, stacked, hybrid": spread("stacked", 2, replicate=2, shard=2),
     "own, stacked, over half of the shards, recompute": spread("stacked", 2, shard=4, recompute="full"),
+    "own, stacked, over half of the shards, parts": spread("stacked", 2, shard=4, recompute="parts:norm+experts"),
     "deepseek, interleaved, recompute": spread(
         "deepseek", 2, shard=2, stages=(1, 1, 1, 2), virtual=2, more={"schedule": "interleaved"}, recompute="full"
     ),
 }
 
 SLOW = {
+    "deepseek, parts of layers, reduced every micro-batch",
+    "mixtral, parts of layers",
     "deepseek, experts over all of four shards",
     "deepseek, interleaved, recompute",
     "deepseek, tensor, selective recompute",
@@ -302,6 +305,8 @@ COUNTED = {
     "bf16, selective recompute, kept": spread(
         "even", 2, shard=4, recompute="selective", reshard=False, precision="bf16", more={"gradient_sync": "every"}
     ),
+    "over half of the shards, the bank alone": spread("even", 2, shard=4, recompute="parts:norm+experts"),
+    "bf16, parts, kept": spread("even", 2, shard=4, recompute="parts:experts", reshard=False, precision="bf16"),
     "stacked": spread("stacked", 4, shard=4),
     "hybrid, pipeline": spread("even", 2, replicate=2, shard=2, stages=(2, 3)),
 }

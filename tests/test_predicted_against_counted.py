@@ -19,7 +19,7 @@ from benchmarks.accuracy.counters import Passed, PeakMeter, Traffic
 from meshwright.executor import Trainer, parallelize
 from meshwright.planner.cost.comm_cost import Collective
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.plan import AXES, Axis, Plan
+from meshwright.planner.plan import AXES, Axis, Plan, Recompute
 from meshwright.planner.strategy import Cuts, LayerOption, Shape, make_plan
 from meshwright.planner.training import Precision, TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model
@@ -50,7 +50,7 @@ class Case:
     stages: tuple[int, ...] = ()
     num_microbatches: int = 2
     reshard: bool = False
-    recompute: bool = False
+    recompute: Recompute = "none"
     precision: Precision = "fp32"
     global_batch: int = GLOBAL_BATCH
     more: dict[str, Any] = field(default_factory=dict)
@@ -63,34 +63,47 @@ class Case:
 
 ATTENTION, MLP = (Cuts((("Block", (name,)),)) for name in ("attention:attention.out", "mlp:down"))
 
+PARTS = "parts:norm1+attention+norm2"
+
 CASES = {
     "one device": Case(),
     "one device, one micro-batch": Case(num_microbatches=1),
-    "one device, recompute": Case(recompute=True),
+    "one device, recompute": Case(recompute="full"),
     "one device, bf16": Case(precision="bf16"),
-    "one device, bf16, recompute": Case(precision="bf16", recompute=True),
+    "one device, bf16, recompute": Case(precision="bf16", recompute="full"),
+    "one device, parts": Case(recompute=PARTS),
+    "one device, bf16, parts": Case(precision="bf16", recompute="parts:attention"),
     "ddp": Case(replicate=2),
     "ddp, bf16": Case(replicate=2, precision="bf16"),
     "fsdp": Case(shard=2, reshard=True, num_microbatches=1),
     "fsdp, bf16": Case(shard=2, reshard=True, precision="bf16"),
-    "fsdp, recompute": Case(shard=4, reshard=True, recompute=True),
+    "fsdp, recompute": Case(shard=4, reshard=True, recompute="full"),
+    "fsdp, parts": Case(shard=2, reshard=True, recompute="parts:attention"),
+    "fsdp, bf16, parts": Case(shard=2, reshard=True, precision="bf16", recompute=PARTS),
     "zero-2, every": Case(shard=2, more={"gradient_sync": "every"}),
     "zero-1, last": Case(shard=2),
     "hsdp": Case(2, 2, reshard=True, num_microbatches=1),
     "tensor 2": Case(tensor=2),
     "tensor 2 + sequence": Case(tensor=2, more={"sequence": True}),
-    "tensor 2 + sequence, recompute": Case(tensor=2, recompute=True, more={"sequence": True}),
+    "tensor 2 + sequence, recompute": Case(tensor=2, recompute="full", more={"sequence": True}),
+    "tensor 2, parts": Case(tensor=2, recompute="parts:attention"),
+    "tensor 2 + sequence, parts": Case(tensor=2, recompute=PARTS, more={"sequence": True}),
+    "tensor 2 + sequence, parts that gather": Case(tensor=2, recompute="parts:attention", more={"sequence": True}),
     "fsdp x tensor + sequence": Case(shard=2, tensor=2, reshard=True, more={"sequence": True}),
     "fsdp x tensor + sequence, bf16": Case(shard=2, tensor=2, reshard=True, precision="bf16", more={"sequence": True}),
     "tensor 2, attention cut, mlp whole": Case(tensor=2, more={"cuts": ATTENTION}),
     "tensor 2, mlp cut, attention whole": Case(tensor=2, more={"cuts": MLP}, precision="bf16"),
     "tensor 2 + sequence, mlp whole on slices": Case(tensor=2, more={"sequence": True, "cuts": ATTENTION}),
     "fsdp x tensor + sequence, mlp whole on slices, recompute": Case(
-        shard=2, tensor=2, reshard=True, recompute=True, more={"sequence": True, "cuts": ATTENTION}
+        shard=2, tensor=2, reshard=True, recompute="full", more={"sequence": True, "cuts": ATTENTION}
     ),
     "pipeline 2": Case(stages=(4, 4), num_microbatches=4),
     "pipeline 2, bf16": Case(stages=(4, 4), num_microbatches=4, precision="bf16"),
-    "pipeline 4, recompute": Case(stages=(2, 2, 2, 2), num_microbatches=8, recompute=True),
+    "pipeline 4, recompute": Case(stages=(2, 2, 2, 2), num_microbatches=8, recompute="full"),
+    "pipeline 2, parts": Case(stages=(4, 4), num_microbatches=4, recompute=PARTS),
+    "pipeline x tensor + sequence, parts": Case(
+        tensor=2, stages=(4, 4), recompute="parts:attention", more={"sequence": True}
+    ),
     "pipeline x ddp": Case(2, stages=(4, 4)),
     "pipeline x fsdp": Case(shard=2, stages=(4, 4)),
     "pipeline x fsdp, parameters given back": Case(shard=2, stages=(4, 4), reshard=True),
@@ -100,6 +113,11 @@ CASES = {
 }
 
 SLOW = {
+    "fsdp, parts",
+    "one device, bf16, parts",
+    "pipeline x tensor + sequence, parts",
+    "tensor 2 + sequence, parts",
+    "tensor 2, parts",
     "ddp, bf16",
     "fsdp",
     "fsdp x tensor + sequence",
@@ -171,7 +189,7 @@ def _plan(case: Case) -> Plan:
     option = LayerOption(reshard=case.reshard)
     stages = [
         [
-            replace(option, recompute="full") if case.recompute and layer.name.startswith("blocks") else option
+            replace(option, recompute=case.recompute) if layer.name.startswith("blocks") else option
             for _, layer in zip(range(size), layers, strict=False)
         ]
         for size in case.stages or (len(profile.layers),)
