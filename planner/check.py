@@ -1,6 +1,7 @@
 """Re-derives every limit of a Plan without the search or the solver: structure, divisibility, executability, memory."""
 
 from ..profiler.model_profile import ModelProfile
+from .cost.layer_parts import unknown_parts
 from .cost.memory_cost import uses_fully_shard
 from .cost.simulate import ZERO_BUBBLE
 from .estimate import estimate
@@ -138,4 +139,12 @@ def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
     for layer, seen in zip(planned, profile.layers, strict=False):
         if layer.recompute != "none" and not can_recompute(profile, seen):
             rules.append(f"layer {layer.name} is not one module, or what goes into it is written over: no recompute")
+            continue
+        layer_class = profile.classes[seen.layer_class]
+        unknown = unknown_parts(layer_class, layer.recompute)
+        if unknown:
+            known = ", ".join(part.name for part in layer_class.parts) or "none"
+            rules.append(
+                f"layer {layer.name} has no part {unknown[0]} that can be run again by itself; its parts: {known}"
+            )
     return [rule for rule in rules if rule is not None]

@@ -70,8 +70,8 @@ def read_pins(
     """
     said = [_Choice(f"--pin {text}", name, value) for text in pin for name, value in parse_pins([text]).items()]
     if recompute is not None:
-        (value,) = parse_pins([f"recompute={recompute}"], "--recompute").values()
-        said.append(_Choice(f"--recompute {recompute}", "recompute", value))
+        ((name, value),) = parse_pins([f"recompute={recompute}"], "--recompute").items()
+        said.append(_Choice(f"--recompute {recompute}", name, value))
     if micro_batch is not None:
         said.append(_Choice(f"--micro-batch {micro_batch}", "micro_batch", micro_batch))
     without: list[_Choice] = []
@@ -126,6 +126,8 @@ def _contradictions(
         fewest, most = _OF_SCHEDULE[cast(str, schedule)]
         outside = cast(int, chunks) < fewest or (most is not None and cast(int, chunks) > most)
         yield from both("schedule", "virtual_stages", outside)
+    if "recompute" in value and "parts" in value:
+        yield from both("recompute", "parts", True)
     if "recompute" in value and schedule is not None:
         yield from both("recompute", "schedule", value["recompute"] != "none" and schedule in ZERO_BUBBLE)
     if "sequence" in value and "tensor" in value:
@@ -153,7 +155,7 @@ def in_words(pins: Pins) -> dict[str, Pins]:
     found: dict[str, Pins] = {}
     for field in fields(pins):
         value = getattr(pins, field.name)
-        if field.name in ("most", "without", "everything") or value is None:
+        if field.name in ("most", "without", "everything", "parts") or value is None:
             continue
         name = "sequence" if field.name == "sequence_ways" else field.name
         shown = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
@@ -180,7 +182,8 @@ class Blame:
 
 def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> Blame | None:
     """Which pins leave no legal shape, and why; None where pins are not to blame."""
-    if not in_words(pins) or not is_legal(profile, cluster, training, Pins(everything=pins.everything)):
+    anything = Pins(everything=pins.everything, parts=pins.parts)
+    if not in_words(pins) or not is_legal(profile, cluster, training, anything):
         return None
     left = pins
     for words in in_words(pins):

@@ -28,36 +28,43 @@ PLAN_SCHEMA_VERSION = 1
 Axis = Literal["pipeline", "data_replicate", "data_shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 
-_PARTS = "parts:"
-_PART_NAMES = re.compile(rf"{_PARTS}[^\s+]+(\+[^\s+]+)*")
+PARTS = "parts:"
+"""What the recompute of parts begins with."""
+
+_PART_NAMES = re.compile(rf"{PARTS}[^\s+]+(\+[^\s+]+)*")
 
 
-def _known_recompute(value: str) -> str:
-    """The value, if it is a kind of recompute or names parts none of which lies inside of another."""
+def known_recompute(value: str) -> str:
+    """The value, if it is a kind of recompute or names parts none of which lies inside of another; else ValueError."""
     if value in EXECUTABLE_RECOMPUTES:
         return value
     if not _PART_NAMES.fullmatch(value):
         kinds = ", ".join(EXECUTABLE_RECOMPUTES)
-        raise ValueError(f"recompute={value!r} is not one of {kinds}, or {_PARTS}NAME+NAME of submodules of the layer")
+        raise ValueError(f"recompute={value!r} is not one of {kinds}, or {PARTS}NAME+NAME of submodules of the layer")
     for inner, outer in permutations(parts_of(value), 2):
         if f"{inner}.".startswith(f"{outer}."):
             raise ValueError(f"recompute={value!r}: {inner} runs again with {outer} already; leave it out")
     return value
 
 
-Recompute = Annotated[str, AfterValidator(_known_recompute)]
+Recompute = Annotated[str, AfterValidator(known_recompute)]
 """What backward runs again: none; attention, from scores to output; selective, all but matmuls and attention; full; or
 "parts:NAME+NAME", whole submodules of the layer by their names in it, in the order in which the profile lists them."""
 
 
 def parts_of(recompute: Recompute) -> tuple[str, ...]:
     """The submodules of a layer that run again as a whole each; () where it is a kind of its own."""
-    return tuple(recompute.removeprefix(_PARTS).split("+")) if recompute.startswith(_PARTS) else ()
+    return tuple(recompute.removeprefix(PARTS).split("+")) if recompute.startswith(PARTS) else ()
+
+
+def parts_in_words(recompute: Recompute) -> str:
+    """The parts by their names, for people; empty where it is a kind of its own."""
+    return " + ".join(parts_of(recompute))
 
 
 def recompute_of_parts(parts: Sequence[str]) -> Recompute:
     """The recompute that runs these submodules of a layer again; none for no part."""
-    return _PARTS + "+".join(parts) if parts else "none"
+    return PARTS + "+".join(parts) if parts else "none"
 
 
 ContextKind = Literal["ring", "all_to_all", "all_gather"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from ..profiler.cluster import ClusterSpec
 from ..profiler.garbage import without_garbage_collection
 from ..profiler.model_profile import ModelProfile
+from .cost.layer_cost import CostModel
 from .cost.simulate import is_chunked
 from .estimate import Estimate, estimate
 from .not_run import priced_only
@@ -101,7 +102,8 @@ def search(
     bound, status, solver = explorer.prove(outcome, max(1.0, deadline - time.monotonic()))
     until = max(deadline, time.monotonic() + max(1.0, MORE_TIME * time_limit_s))
     rules = [(rule, _follow(explorer, rule, until)) for rule in rules_of_thumb(cluster, training)]
-    followed = [priced for _, priced in rules if priced is not None] if pins in (Pins(), Pins(everything=True)) else []
+    is_open = replace(pins, everything=False, parts=False) == Pins()
+    followed = [priced for _, priced in rules if priced is not None and is_open]
     near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
     chosen = simplest(finalists(explorer, near, followed) + followed)
     objective = chosen.estimate.closed_form_s
@@ -214,7 +216,7 @@ def _by_rules(explorer: Explorer, pins: Pins) -> Iterator[Solved]:
     for rule in rules_of_thumb(explorer.cluster, explorer.training):
         for attempt in rule.attempts:
             found = explorer.explore(attempt, time.monotonic() + RULE_S, near=0).best
-            if found is not None and _allowed(pins, explorer.plan_of(found)):
+            if found is not None and _allowed(explorer.model, pins, explorer.plan_of(found)):
                 yield found
                 break
 
@@ -228,11 +230,12 @@ def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced |
     return None
 
 
-def _allowed(pins: Pins, plan: Plan) -> bool:
+def _allowed(model: CostModel, pins: Pins, plan: Plan) -> bool:
     """Whether a plan agrees with what is pinned."""
     layers = [layer for stage in plan.stages for layer in stage.layers]
-    recomputes = {layer.recompute for layer in layers if len(layer.modules) == 1 and layer.modules[0] == layer.root}
-    return pins.allows_shape(shape_of(plan)) and all(pins.allows("recompute", recompute) for recompute in recomputes)
+    wanted = [layer.recompute if pins.recompute is None else model.pinned(kind, pins.recompute)
+              for layer, kind in zip(layers, model.kinds, strict=True)]  # fmt: skip
+    return pins.allows_shape(shape_of(plan)) and [layer.recompute for layer in layers] == wanted
 
 
 def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, chosen: _Priced, pins: Pins) -> Candidate:
@@ -240,7 +243,7 @@ def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, cho
         verdicts = [closest_verdict(explorer, pins, {}) for pins in rule.attempts]
         fitting = [verdict for verdict in verdicts if verdict.startswith("does not fit")]
         return Candidate(rule.name, None, None, (fitting or verdicts)[0])
-    excluded = "excluded by --pin" if pins != Pins() and _allowed(pins, priced.plan) is False else None
+    excluded = "excluded by --pin" if pins != Pins() and not _allowed(explorer.model, pins, priced.plan) else None
     verdict = compared(priced.estimate, chosen.estimate, *([excluded] if excluded else []))
     if shape_of(priced.plan).layout == shape_of(chosen.plan).layout and verdict == "as fast as the plan":
         verdict = "the plan"

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .plan import EXECUTABLE_RECOMPUTES, ContextKind, Plan, Recompute, Schedule
+from .plan import EXECUTABLE_RECOMPUTES, PARTS, ContextKind, Plan, Recompute, Schedule, known_recompute
 from .strategy import divisors
 
 _KEYS = {
@@ -40,13 +40,15 @@ _KEYS = {
 }
 _SPELLING = (
     "ddp, fsdp, hsdp, hsdp:4, tp=4 (tensor), pp=2 (pipeline), dp=2 (data), zero=0|1|2|3, mb=2 (micro-batch), "
-    "recompute=none|attention|selective|full, schedule=gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-v, v=2 (stages of each "
-    "rank), sp=on|off (sequence parallel), cp=2 (context), cp_kind=ring|all_to_all|all_gather, ep=8 (expert); or "
-    "megatron, torchtitan, deepspeed-zero1|2|3, or a plan.json"
+    "recompute=none|attention|selective|full|parts:mlp+self_attn (submodules of each layer), "
+    "schedule=gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-v, v=2 (stages of each rank), sp=on|off (sequence parallel), "
+    "cp=2 (context), cp_kind=ring|all_to_all|all_gather, ep=8 (expert); or megatron, torchtitan, "
+    "deepspeed-zero1|2|3, or a plan.json"
 )
 _PINS = (
     "data_replicate=2, data_shard=4, tensor=4, context=2, context_kind=ring|all_to_all|all_gather, expert=8, "
-    "pipeline=2, virtual_stages=2, micro_batch=2, sequence=on|off|8, recompute=none|attention|selective|full, "
+    "pipeline=2, virtual_stages=2, micro_batch=2, sequence=on|off|8, recompute=none|attention|selective|full|"
+    "parts:mlp+self_attn (these submodules of each layer)|parts (any of them, as layer by layer is best), "
     "schedule=none|gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-v"
 )
 _SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule) if name != "none"}
@@ -56,7 +58,8 @@ _CONTEXT_KINDS: dict[str, ContextKind] = {
     "alltoall": "all_to_all",
     "ulysses": "all_to_all",
 }
-_SEPARATORS = re.compile(r"[\s,+]+")
+_WORD = re.compile(r"recompute[=:]parts:[^\s,+=]+(?:\+[^\s,+=]+(?![^\s,+]*=))*|[^\s,+]+", re.IGNORECASE)
+"""Words between spaces, commas and plus signs; names of parts have plus signs between them."""
 
 
 class IllegalSetupError(ValueError):
@@ -122,7 +125,7 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
         raise IllegalSetupError(where, f"{product} does not divide {num_devices} GPUs, as {near} would")
     zero = _zero_mode(words, where)
     replicate, shard = _split_data(words, where, data, zero, devices_per_host)
-    recompute = _choice(words, "recompute", EXECUTABLE_RECOMPUTES, where)
+    recompute = _recompute(words, where)
     schedule = _choice(words, "schedule", tuple(_SCHEDULES), where)
     virtual = _whole_number(words["virtual_stages"], "v", where) if "virtual_stages" in words else None
     sequence = _choice(words, "sequence", ("on", "off"), where)
@@ -194,7 +197,10 @@ def parse_pins(texts: tuple[str, ...] | list[str], flag: str = "--pin") -> dict[
             if name in _DEGREES:
                 pins[name] = _whole_number(value, name, where)
             elif name == "recompute":
-                pins[name] = _choice({name: value}, name, EXECUTABLE_RECOMPUTES, where) or "none"
+                if value == "parts":
+                    pins["parts"] = True
+                else:
+                    pins[name] = _recompute({name: value}, where) or "none"
             elif name == "schedule":
                 pins[name] = _choice({name: value}, name, ("none", *_SCHEDULES), where) or "none"
             elif name == "context_kind":
@@ -229,8 +235,9 @@ def _read_words(text: str, where: str, spelling: str = _SPELLING) -> dict[str, s
     """Canonical name -> value; "ddp", "fsdp" and "hsdp" without a value become "kind". spelling: what may be
     written."""
     words: dict[str, str] = {}
-    for word in _SEPARATORS.split(text.strip()):
-        name, mark, value = word.lower().partition("=" if "=" in word else ":")
+    for word in _WORD.findall(text) or [""]:
+        name, mark, value = word.partition("=" if "=" in word else ":")
+        name, value = name.lower(), value if value.lower().startswith(PARTS) else value.lower()
         name = name.replace("-", "_")
         if name in ("ddp", "fsdp", "hsdp") and (not mark or name == "hsdp"):
             key, value = "kind", name + (f":{value}" if mark else "")
@@ -263,6 +270,17 @@ def _choice(words: dict[str, str], name: str, choices: tuple[str, ...], where: s
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(f"{where}: there is no {name} {value!r}; {hint}choose {' or '.join(choices)}")
     return value
+
+
+def _recompute(words: dict[str, str], where: str) -> Recompute | None:
+    """A kind of recompute, or parts that are recomputed; None if nothing is said of it."""
+    value = words.get("recompute", "")
+    if not value.lower().startswith(PARTS):
+        return _choice(words, "recompute", (*EXECUTABLE_RECOMPUTES, f"{PARTS}NAME+NAME"), where)
+    try:
+        return known_recompute(PARTS + value[len(PARTS) :])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _zero_mode(words: dict[str, str], where: str) -> int:

@@ -24,6 +24,7 @@ from .plan import (
     Recompute,
     Schedule,
     Stage,
+    parts_of,
     rank_and_chunk,
 )
 from .training import Precision, TrainingSpec
@@ -510,6 +511,17 @@ def can_recompute(profile: ModelProfile, layer: LayerProfile) -> bool:
     """Whether a layer's forward can be repeated: it is one module, and still finds what it was given."""
     is_one_module = layer.root != "" and layer.modules == (layer.root,)
     return is_one_module and not profile.classes[layer.layer_class].input_overwritten
+
+
+def check_parts(profile: ModelProfile, recompute: Recompute | None) -> None:
+    """Raise ValueError for parts to recompute that no layer has."""
+    known = dict.fromkeys(part.name for layer_class in profile.classes for part in layer_class.parts)
+    missing = [name for name in parts_of(recompute or "none") if name not in known]
+    if missing:
+        raise ValueError(
+            f"recompute={recompute}: no layer of {profile.name} has a part {missing[0]} that can be run again by "
+            f"itself; there are {', '.join(known) or 'none'}"
+        )
 
 
 def legal_cuts(profile: ModelProfile) -> list[int]:

@@ -78,6 +78,7 @@ def num_shapes(pins: Pins, on: ClusterSpec | None = None) -> tuple[int, int]:
         ({"pin": ["tensor=8"], "most": ["tensor=4"]}, "--pin tensor=8", "--max tensor=4"),
         ({"pin": ["tp=2"], "forbid": ["tensor"]}, "--pin tp=2", "--forbid tensor"),
         ({"pin": ["schedule=zb-v"], "recompute": "full"}, "--recompute full", "--pin schedule=zb-v"),
+        ({"pin": ["recompute=full"], "recompute": "parts"}, "--pin recompute=full", "--recompute parts"),
         ({"pin": ["mb=4"], "micro_batch": 2}, "--pin mb=4", "--micro-batch 2"),
         ({"pin": ["schedule=1f1b"], "forbid": ["1f1b"]}, "--pin schedule=1f1b", "--forbid 1f1b"),
         ({"pin": ["schedule=zb-h1"], "forbid": ["zero-bubble"]}, "--pin schedule=zb-h1", "--forbid zero-bubble"),
@@ -245,7 +246,7 @@ def test_a_cause_that_only_one_of_two_has_is_named(planned: tuple[Plan, Estimate
     assert CAUSES[cause] in compared(other, best)
 
 
-@pytest.mark.parametrize("kind", ["selective", "attention", "full"])
+@pytest.mark.parametrize("kind", ["selective", "attention", "full", "parts:attention+norm2"])
 def test_every_kind_of_recompute_is_a_reason(kind: str) -> None:
     plan = some_plan(shard=2)
     layers = tuple(layer.model_copy(update={"recompute": kind}) for layer in plan.stages[0].layers[:3])
@@ -255,6 +256,7 @@ def test_every_kind_of_recompute_is_a_reason(kind: str) -> None:
     words = reason(partly, estimate(plan, small_profile()))
 
     assert f"3 of {len(stage.layers)} layers" in words
+    assert ("recompute their attention + norm2" in words) == kind.startswith("parts:")
 
 
 def answer(text: str, model: ModelProfile, on: ClusterSpec, plan: Plan, found: Estimate):  # type: ignore[no-untyped-def]

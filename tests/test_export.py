@@ -34,7 +34,7 @@ from meshwright.planner.plan import Plan
 from meshwright.planner.strategy import LayerOption, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.model_profile import LayerPart, ModelProfile
 
 NUM_BLOCKS = 8
 
@@ -60,7 +60,9 @@ def decoder(scale: float = 1.0) -> ModelProfile:
         )
         for layer, name in zip(plain.layers, names, strict=True)
     ]
-    return plain.model_copy(update={"name": "decoder", "layers": tuple(layers)})
+    parts = (LayerPart(name="self_attn"), LayerPart(name="mlp"))
+    blocks = [c.model_copy(update={"parts": parts if c.name == "Block" else ()}) for c in classes]
+    return plain.model_copy(update={"name": "decoder", "layers": tuple(layers), "classes": tuple(blocks)})
 
 
 PROFILE = decoder()
@@ -145,6 +147,7 @@ MEGATRON_PLANS = {
     "recompute of all": planned(EVEN, again=(4, 4)),
     "recompute of some": planned(EVEN, again=(2, 2)),
     "recompute of attention": planned(EVEN, again=(4, 4), kind="attention"),
+    "recompute of the feed-forward": planned(EVEN, again=(4, 4), kind="parts:mlp"),
     "context, all-gather": planned(Shape(1, 2, 2, 1, 2, 4, context=2, context_kind="all_gather")),
     "context, ring": planned(Shape(1, 4, 1, 1, 2, 4, context=2)),
 }
@@ -240,6 +243,11 @@ REFUSED = [
     ("megatron", planned(EVEN, reshard="all"), "ZeRO-3 in a pipeline of 2: .*--pin pipeline=1"),
     ("megatron", planned(EVEN, again=(1, 4), kind="selective"), "--pin recompute=attention"),
     ("megatron", planned(replace(EVEN, num_microbatches=3, schedule="interleaved", virtual_stages=2)), "groups of 2"),
+    ("megatron", planned(EVEN, again=(4, 4), kind="parts:self_attn"), "self_attn: not the feed-forward alone"),
+    ("megatron", planned(EVEN, again=(4, 4), kind="parts:self_attn+mlp"), "self_attn \\+ mlp: not the feed-forward"),
+    ("torchtitan", planned(EVEN, again=(1, 4), kind="parts:mlp"), "5 layers recompute parts of themselves"),
+    ("accelerate", planned(Shape(1, 8, 1, 1, 2, 1), again=(8,), kind="parts:mlp"), "--pin recompute=full"),
+    ("deepspeed", planned(Shape(1, 8, 1, 1, 2, 4), again=(8,), kind="parts:mlp"), "no option of DeepSpeed"),
     ("torchtitan", planned(Shape(1, 1, 8, 1, 2, 4)), "would run in fp32"),
     ("torchtitan", planned(replace(EVEN, gradient_sync="every")), "once, after the last micro-batch"),
     ("torchtitan", planned(replace(EVEN, schedule="zb-h2")), "schedule zb-h2"),
@@ -508,7 +516,8 @@ def test_what_is_no_part_of_the_layout_is_ignored_by_name() -> None:
         ("--tensor-model-parallel-size two", "whole number of at least 1"),
         ("--num-layers 12", "has 8 blocks"),
         ("--pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 2", "do not spread evenly"),
-        ("--recompute-modules mlp", "core_attn can be priced"),
+        ("--recompute-modules layernorm", "core_attn and mlp and moe can be priced"),
+        ("--recompute-granularity selective --recompute-modules moe", "decoder has no row of blocks with such a part"),
         ("--recompute-granularity full", "needs --recompute-method"),
         ("--sequence-parallel 1", "takes no value"),
         ("tensor 8", "cannot read 'tensor'"),

@@ -120,6 +120,28 @@ def test_every_schedule_and_kind_of_recompute_can_be_said() -> None:
             assert pinned == {"pipeline": 4, "virtual_stages": 2, "schedule": schedule, "recompute": recompute}
 
 
+@pytest.mark.parametrize("text", ["tp=2 recompute=parts:mlp+self_attn mb=2", "tp=2+recompute:Parts:mlp+self_attn+mb=2"])
+def test_parts_of_layers_keep_their_plus_signs(text: str) -> None:
+    said = parse_setup(text, 8, 8)
+
+    assert (said.tensor, said.micro_batch, said.recompute) == (2, 2, "parts:mlp+self_attn")
+    assert parse_pins(["recompute=parts:Attn.Core"]) == {"recompute": "parts:Attn.Core"}
+    assert parse_pins(["recompute=parts"]) == {"parts": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("recompute=parts:", "is not one of none, attention, selective, full, or parts:NAME"),
+        ("recompute=parts:mlp+mlp.up", "mlp.up runs again with mlp already"),
+        ("recompute=part:mlp", "did you mean|choose none"),
+    ],
+)
+def test_parts_that_cannot_be_read_are_named(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"--setup .*({sentence})"):
+        parse_setup(text, 8, 8)
+
+
 def test_a_sequence_takes_on_and_off_or_ranks_that_share_its_tokens() -> None:
     assert parse_pins(["sequence=on"]) == {"sequence": True}
     assert parse_pins(["sequence=8"]) == {"sequence_ways": 8}

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise, permutations, product
+from itertools import chain, combinations, pairwise, permutations, product
 from pathlib import Path
 from typing import get_args
 
@@ -33,7 +33,9 @@ from meshwright.planner.plan import (
     Plan,
     Recompute,
     Schedule,
+    parts_of,
     rank_and_chunk,
+    recompute_of_parts,
 )
 from meshwright.planner.solve.columns import Chain, StagePrices
 from meshwright.planner.solve.explore import Explorer
@@ -113,11 +115,11 @@ def agreement(asked: Instance) -> Agreement:
     explorer = Explorer(asked.profile, asked.cluster, asked.training)
     searched = explorer.explore(asked.pins, time.monotonic() + 600).best
     shapes = [shape for shape in _shapes_of_space(asked) if not is_chunked(shape.schedule)]
-    chain = Chain(CostModel(asked.profile, asked.cluster, asked.training))
+    layers = Chain(CostModel(asked.profile, asked.cluster, asked.training))
 
     def prices() -> list[StagePrices]:
         pins = asked.pins
-        return [StagePrices(chain, shape, pins.recompute, pins.reshard, pins.offered) for shape in shapes]
+        return [StagePrices(layers, shape, pins.recompute, pins.reshard, pins.offered) for shape in shapes]
 
     scanned = [found.seconds for found in map(scan, prices()) if found is not None]
     solved = [solve_master(prices(), solver=name) if shapes else None for name in ("HiGHS", "CBC")]
@@ -282,7 +284,7 @@ def every_assignment(asked: Instance, shape: Shape) -> Iterator[list[list[LayerO
         if is_chunked(shape.schedule):
             for way, counts in _first_recomputed(asked, shape, bounds):
                 yield [
-                    [LayerOption(_of_chunked(asked, i, way, i - a < k), shape.reshard) for i in range(a, b)]
+                    [LayerOption(r, shape.reshard) for r in _of_chunked(_recomputes(asked)[a:b], way, k)]
                     for (a, b), k in zip(pairwise(bounds), counts, strict=True)
                 ]
             continue
@@ -311,11 +313,17 @@ def _recomputes(asked: Instance) -> list[tuple[Recompute, ...]]:
     """[layer] -> what it may run again, as far as that makes a difference."""
     found: list[tuple[Recompute, ...]] = []
     for layer in asked.profile.layers:
-        costs = asked.profile.classes[layer.layer_class].whole
+        layer_class = asked.profile.classes[layer.layer_class]
+        costs, pinned = layer_class.whole, asked.pins.recompute
         wanted = [r for r in EXECUTABLE_RECOMPUTES if r != "attention" or costs.attention != costs.saved]
-        pinned = asked.pins.recompute
-        able = can_recompute(asked.profile, layer)
-        found.append(("none",) if not able else tuple(wanted) if pinned is None else (pinned,))
+        names = [part.name for part in layer_class.parts]
+        if asked.pins.parts or asked.pins.everything:
+            chosen = chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1))
+            wanted += [recompute_of_parts(some) for some in chosen]
+        if pinned is not None:
+            there = [name for name in names if name in parts_of(pinned)]
+            wanted = [recompute_of_parts(there) if parts_of(pinned) else pinned]
+        found.append(tuple(wanted) if can_recompute(asked.profile, layer) else ("none",))
     return found
 
 
@@ -341,8 +349,14 @@ def _first_recomputed(
         yield from ((way, tuple(found[rank] for rank in rank_of)) for found in product(*counts))
 
 
-def _of_chunked(asked: Instance, layer: int, way: Recompute, again: bool) -> Recompute:
-    return way if again and way in _recomputes(asked)[layer] else "none"
+def _of_chunked(layers: list[tuple[Recompute, ...]], way: Recompute, count: int) -> list[Recompute]:
+    """[layer of a stage] -> what it recomputes if the first `count` do that can do it this way."""
+    found: list[Recompute] = []
+    for ways in layers:
+        again = way in ways and (count > 0 or "none" not in ways)
+        found.append(way if again else "none" if "none" in ways else ways[0])
+        count -= again
+    return found
 
 
 def instances(count: int, most_plans: int, first: int = 0) -> Iterator[Instance]:
@@ -378,7 +392,8 @@ def summary(found: list[Agreement], most_plans: int, seconds: float) -> str:
     """The result in Markdown."""
     wrong = [each for each in found if not each.agrees]
     uses = Counter(name for each in found for name, words in _USES.items() if words in each.label)
-    uses.update(f"recompute {name}" for each in found for name in each.recomputes if name != "none")
+    kinds = [{"parts" if parts_of(kind) else kind for kind in each.recomputes} - {"none"} for each in found]
+    uses.update(f"recompute {kind}" for each in kinds for kind in each)
     rows = "\n".join(f"| {name} | {count} |" for name, count in uses.most_common())
     told = "all ways agree in every one" if not wrong else f"they DIFFER in seeds {[each.seed for each in wrong]}"
     return (

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.plan import Schedule
+from meshwright.planner.plan import Schedule, recompute_of_parts
 from meshwright.planner.solve.tensor_choice import CutChoice
 from meshwright.planner.strategy import Pins
 from meshwright.planner.training import TrainingSpec
@@ -23,7 +23,7 @@ from meshwright.profiler.model_profile import (
     TensorCut,
 )
 
-from .plain_profile import SEQ_LEN, chain, elements, expert_bank, fixed, per_sample
+from .plain_profile import SEQ_LEN, Part, chain, elements, expert_bank, fixed, per_sample, with_parts
 
 CLUSTERS = ((1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (1, 6), (2, 3), (3, 2), (2, 4))
 """(hosts, devices of each)."""
@@ -89,6 +89,15 @@ def instance(seed: int) -> Instance:
     if pins.everything:  # offload doubles the options of every layer; fewer of the others, so that plans stay few
         recompute = draw.choice((None, "none", "selective", "full"))
         pins = replace(pins, recompute=recompute, reshard=draw.choice((None, False, True)))
+    own = random.Random(f"parts {seed}")
+    if len(order) < 4 and own.random() < 0.6:  # a part or two double the ways to recompute
+        parts = [_parts(own) for _ in classes]
+        chain = chain.model_copy(
+            update={"classes": tuple(with_parts(*pair) for pair in zip(chain.classes, parts, strict=True))}
+        )
+        longest = recompute_of_parts([part.name for part in max(parts, key=len)])
+        if pins.recompute is None:
+            pins = replace(pins, parts=True, recompute=own.choice((None, None, None, "parts:a", longest)))
     return Instance(
         seed,
         chain,
@@ -96,6 +105,16 @@ def instance(seed: int) -> Instance:
         training,
         pins,
     )
+
+
+def _parts(draw: random.Random) -> list[Part]:
+    """One part of a layer, or two."""
+    names = ("a", "b")[: draw.randint(1, 2)]
+    shares = [draw.uniform(0.05, 0.4) for _ in names]
+    return [
+        Part(name, share, draw.choice((0.0, 0.1)) * share, draw.uniform(0.05, 0.45), draw.random() < 0.5)
+        for name, share in zip(names, shares, strict=True)
+    ]
 
 
 def chunked_instance(seed: int, schedule: Schedule, memory: float) -> Instance:

@@ -1,17 +1,21 @@
 """Pieces of a ModelProfile made of plain numbers: amounts, a bank of experts, a chain of layers."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from meshwright.profiler.model_profile import (
     Amount,
     Bytes,
+    Costs,
     CrossingTensor,
     Experts,
     LayerClass,
+    LayerPart,
     LayerProfile,
     ModelProfile,
     OpProfile,
     ParameterProfile,
+    PartBytes,
     Producer,
 )
 
@@ -58,6 +62,64 @@ def expert_bank(
     )
     bank = Experts(module="experts", count=count, parameters=("up",), routed=rows, called="routed")
     return bank, ParameterProfile(name="up", shape=(count, width, inner)), products
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a layer, by shares: of what the layer saves, that it gives up and that only it is given and keeps, and
+    of the layer's forward. reads_arriving: it is given what arrives in the layer."""
+
+    name: str
+    freed: float
+    given: float
+    forward: float
+    reads_arriving: bool = False
+
+
+def with_parts(plain: LayerClass, parts: Sequence[Part]) -> LayerClass:
+    """The class with these parts. The last one runs its attention and its experts; each calls one of its collectives
+    of the forward again, as far as there are so many; what each saves the next one is given."""
+    modes = {name: getattr(plain, name) for name in ("whole", "tensor", "sequence")}
+    found = {name: _in_parts(costs, parts) for name, costs in modes.items() if costs is not None}
+    named = tuple(LayerPart(name=part.name, reads_arriving=part.reads_arriving) for part in parts)
+    banks = tuple(bank.model_copy(update={"module": f"{parts[-1].name}.experts"}) for bank in plain.experts)
+    return plain.model_copy(update={**found, "parts": named, "experts": banks})
+
+
+def _in_parts(costs: Costs, parts: Sequence[Part]) -> Costs:
+    operators: list[OpProfile] = []
+    for op in costs.operators:
+        if op.part != "forward":
+            operators.append(op)
+        elif op.kind == "attention" or op.core or op.module == "experts":
+            operators.append(op.model_copy(update={"within": parts[-1].name}))
+        else:
+            rest = 1.0 - sum(part.forward for part in parts)
+            pieces = [("", rest), *((part.name, part.forward) for part in parts)]
+            operators += [_share(op, share, name) for name, share in pieces]
+    experts = "experts", f"{parts[-1].name}.experts"
+    moved = [op.model_copy(update={"module": experts[1]}) if op.module == experts[0] else op for op in operators]
+    last = len(parts) - 1
+    sizes = [PartBytes(saved_in=(i,), given_to=(), size=_scaled(costs.saved, p.freed)) for i, p in enumerate(parts)]
+    sizes += [PartBytes(saved_in=(), given_to=(i,), size=_scaled(costs.saved, p.given)) for i, p in enumerate(parts)]
+    sizes += [
+        PartBytes(saved_in=(i,), given_to=(i + 1,), size=_scaled(costs.saved, parts[i].freed / 8)) for i in range(last)
+    ]
+    names = iter([part.name for part in parts])
+    collectives = tuple(
+        c.model_copy(update={"within": next(names, "")}) if c.part == "forward" else c for c in costs.collectives
+    )
+    return costs.model_copy(update={"operators": tuple(moved), "part_bytes": tuple(sizes), "collectives": collectives})
+
+
+def _share(op: OpProfile, share: float, within: str) -> OpProfile:
+    a, b, c, d = (share * number for number in op.flops)
+    return op.model_copy(update={"flops": (a, b, c, d), "within": within})
+
+
+def _scaled(size: Bytes, share: float) -> Bytes:
+    (a, b, c, d), (e, f, g, h) = ([share * n for n in amount] for amount in (size.elements, size.other_bytes))
+    return Bytes(elements=(a, b, c, d), other_bytes=(e, f, g, h))
 
 
 def chain(

@@ -116,7 +116,10 @@ SpaceFlag = Annotated[
 RecomputeFlag = Annotated[
     str | None,
     typer.Option(
-        "--recompute", metavar="KIND", help="of every layer: none, attention, selective or full", show_default=False
+        "--recompute",
+        metavar="KIND",
+        help="of every layer: none, attention, selective, full, or parts:mlp+self_attn; parts: any of any layer, too",
+        show_default=False,
     ),
 ]
 ObjectiveFlag = Annotated[

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from ...planner.cost.expert_place import expert_place
-from ...planner.plan import Axis, Plan
+from ...planner.plan import Axis, Plan, parts_in_words
 from .drawing import (
     WIDTH,
     colour_of,
@@ -36,7 +36,8 @@ def layer_strip(plan: Plan) -> tuple[str, str]:
     marks = [_HATCH]
     for i, (stage, layer) in enumerate(layers):
         told = [layer.name, *([f"stage {stage}"] if staged else []), layer.layer_class]
-        told += [f"recompute: {layer.recompute}"] if layer.recompute != "none" else []
+        again = parts_in_words(layer.recompute) or layer.recompute
+        told += [f"recompute: {again}"] if again != "none" else []
         told += ["gives parameters back after forward"] if layer.reshard else []
         place = (i * width, 0, width - min(1.0, width / 6), tall)
         colour = stage_colour(stage, len(plan.stages)) if staged else colours[layer.layer_class]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...planner.estimate import Estimate
-from ...planner.plan import Plan
+from ...planner.plan import Plan, parts_in_words
 from .report import collapse, label_of
 
 
@@ -75,6 +75,10 @@ def _view(plan: Plan) -> dict[str, str]:
     }
     for recompute in ("full", "selective", "attention"):
         view[f"recompute {recompute}"] = _named([layer.name for layer in layers if layer.recompute == recompute])
+    ways: dict[str, list[str]] = {}
+    for layer in layers:
+        ways.setdefault(parts_in_words(layer.recompute), []).append(layer.name)
+    view["recompute parts"] = "; ".join(f"{p}: {_named(names)}" for p, names in ways.items() if p) or "none"
     view["parameters given back"] = _named([layer.name for layer in layers if layer.reshard])
     known = {"model", "cluster", "training", "degrees", "mesh_axes", "schedule", "micro_batch", "num_microbatches"}
     known |= {"gradient_sync", "classes", "stages", "prediction", "certificate", "versions", "schema_version", "kind"}

@@ -1,13 +1,14 @@
 """A plan in words and rows: the sentence that gives the reason, runs of layers, who sits where, the JSON document."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...planner.cost.expert_place import expert_group
 from ...planner.not_run import not_run
-from ...planner.plan import GroupAxis, LayerPlan, Plan
+from ...planner.plan import GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
 from ...planner.strategy import CONTEXT_NAMES, shape_of
 from ...profiler.units import GIB, format_count, format_seconds
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 _BRACKETS = re.compile(r" \(.*\)")
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 _MANY_RUNS = 4
+_MOST_PARTS = 2
+"""Ways to recompute parts of layers that are told one by one."""
 _RECOMPUTES = {"full": "recompute", "selective": "selective recompute", "attention": "recompute of attention"}
 
 
@@ -34,6 +37,12 @@ def choice_in_words(plan: Plan) -> str:
         if recomputed:
             share = "every layer" if recomputed == len(layers) else f"{recomputed} of {len(layers)} layers"
             parts.append(f"{name} in {share}")
+    of_parts = Counter(parts_in_words(layer.recompute) for layer in layers if parts_of(layer.recompute))
+    if len(of_parts) > _MOST_PARTS:
+        of_parts = Counter({f"parts in {len(of_parts)} ways": of_parts.total()})
+    for names, count in of_parts.items():
+        share = "every layer" if count == len(layers) else f"{count} of {len(layers)} layers"
+        parts.append(f"recompute of {names} in {share}")
     if plan.degrees.sharded_over > 1:
         kept = sum(not layer.reshard for layer in layers)
         if kept:
@@ -172,7 +181,8 @@ def _treatment(plan: Plan, layer: LayerPlan) -> str:
     if plan.degrees.sharded_over > 1:
         words.append("reshard" if layer.reshard else "keep gathered")
     if layer.recompute != "none":
-        words.append("recompute" if layer.recompute == "full" else f"recompute {layer.recompute}")
+        kind = parts_in_words(layer.recompute) or layer.recompute
+        words.append("recompute" if kind == "full" else f"recompute {kind}")
     return "; ".join(words) or "whole"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...profiler.units import format_seconds
-from ..plan import Plan
+from ..plan import Plan, parts_in_words, parts_of
 from ..strategy import shape_of
 from .accelerate import accelerate_settings
 from .deepspeed import deepspeed_settings
@@ -66,6 +66,12 @@ def _refuse_everywhere(plan: Plan, target: Target) -> None:
         raise ValueError(
             f"the plan runs {', '.join(plan.recompute_parts)} again in every layer, which {name} cannot: plan without "
             "parts, for example --pin recompute=full"
+        )
+    of_parts = [layer.recompute for layer in layers_of(plan) if parts_of(layer.recompute)]
+    if of_parts and target != "megatron":
+        raise ValueError(
+            f"{len(of_parts)} layers recompute parts of themselves ({parts_in_words(of_parts[0])}), which no option of "
+            f"{name} says: plan with --pin recompute=full"
         )
     offloaded = sum(layer.offload for layer in layers_of(plan))
     if offloaded:

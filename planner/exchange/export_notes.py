@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any, Literal
 
-from ..plan import AXES, Axis, LayerPlan, Plan, Recompute
+from ..plan import AXES, Axis, LayerPlan, Plan, Recompute, parts_in_words
 from .block_row import BlockRow, block_row
 from .targets import NAMES, Target
 
@@ -86,7 +86,8 @@ def recomputed_blocks(
         sizes.append(len(blocks))
         place += len(stage.layers)
     if len(ways) > 1:
-        partly = ", ".join(f"{kind} recompute of {ways[kind]} blocks" for kind in sorted(ways) if kind != "full")
+        names = {kind: parts_in_words(kind) or kind for kind in ways}
+        partly = ", ".join(f"{names[kind]} recompute of {ways[kind]} blocks" for kind in sorted(ways) if kind != "full")
         notes.append(f"{partly} becomes full: {NAMES[target]} takes one way for all; less memory, more time")
     if others:
         notes.append(f"recompute of {', '.join(others)} is left out: {NAMES[target]} recomputes blocks only")

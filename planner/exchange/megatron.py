@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 
 from ...profiler.model_profile import ModelProfile
-from ..plan import AXES, Axis, ContextKind, Plan, Recompute
+from ..plan import AXES, Axis, ContextKind, Plan, Recompute, parts_in_words, parts_of, recompute_of_parts
 from ..strategy import has_experts
 from ..training import Precision
 from .block_row import BlockRow, block_row
 from .export_notes import (
     blocks_by_stage,
     kept_note,
+    layers_of,
     order_note,
     ordered,
     recomputed_blocks,
@@ -43,6 +44,9 @@ _SIZES = frozenset(
     }
 )
 
+FEED_FORWARD = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
+"""Names under which models have the part of a block that --recompute-modules calls mlp, or moe."""
+
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """--data-parallel-sharding-strategy of Megatron FSDP, by ZeRO stage."""
 
@@ -52,7 +56,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "--data-parallel-sharding-strategy": _STRATEGIES,
     "--recompute-granularity": ("full", "selective"),
     "--recompute-method": ("uniform", "block"),
-    "--recompute-modules": ("core_attn",),
+    "--recompute-modules": ("core_attn", "mlp", "moe"),
     "--fp8-format": ("e4m3", "hybrid"),
     "--fp4-format": ("e2m1",),
     "--optimizer": ("adam", "sgd"),
@@ -220,13 +224,17 @@ def _recompute(plan: Plan, row: BlockRow, notes: list[str]) -> list[str]:
             "recompute=selective (all but matmuls and attention) is no --recompute-modules of Megatron-LM; plan with "
             "--pin recompute=attention, its core_attn, or --pin recompute=full"
         )
-    if kind == "attention":
+    if kind == "attention" or parts_of(kind):
+        module = _module_of(plan, row, kind) if parts_of(kind) else ""
         if counts != sizes:
             notes.append(
-                f"recompute of attention in {sum(counts)} of {sum(sizes)} blocks becomes all of them: 'selective' of "
-                "Megatron-LM is for every block; less memory, more time"
+                f"recompute of {module or kind} in {sum(counts)} of {sum(sizes)} blocks becomes all of them: "
+                "'selective' of Megatron-LM is for every block; less memory, more time"
             )
-        return ["--recompute-granularity", "selective"]
+        notes += [f"{module} of Megatron-LM also runs the norm before it again, where that is fused into it"] * bool(
+            module
+        )
+        return ["--recompute-granularity", "selective", *(["--recompute-modules", module] if module else [])]
     if counts == sizes:
         return ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     most = max(counts)
@@ -241,6 +249,30 @@ def _recompute(plan: Plan, row: BlockRow, notes: list[str]) -> list[str]:
             "--recompute-num-layers is one number for all stages; less memory, more time"
         )
     return ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", str(most)]
+
+
+def _module_of(plan: Plan, row: BlockRow, recompute: Recompute) -> str:
+    """What --recompute-modules calls the part that is recomputed. Raises ValueError where it has no name."""
+    named = parts_of(recompute)
+    blocks = [layer for place, layer in enumerate(layers_of(plan)) if row.holds(place)]
+    routed = [any(f"{bank}.".startswith(f"{x.root}.{named[0]}.") for bank in plan.model.expert_modules) for x in blocks]
+    if len(named) > 1 or named[0] not in FEED_FORWARD or len(set(routed)) > 1:
+        why = "dense in some blocks and of experts in others" if len(set(routed)) > 1 else "not the feed-forward alone"
+        raise ValueError(
+            f"recompute of {parts_in_words(recompute)}: {why}, so no --recompute-modules of Megatron-LM that does the "
+            "same; plan with --pin recompute=attention, its core_attn, or --pin recompute=full"
+        )
+    return "moe" if routed[0] else "mlp"
+
+
+def _part_of(module: str, profile: ModelProfile) -> Recompute:
+    """The recompute that a word of --recompute-modules means for a model. Raises ValueError where it means none."""
+    blocks = [c for c in profile.classes if any(part.name in FEED_FORWARD for part in c.parts)]
+    names = {part.name for c in blocks for part in c.parts if part.name in FEED_FORWARD}
+    routed = {any(f"{bank.module}.".startswith(f"{name}.") for bank in c.experts for name in names) for c in blocks}
+    if len(names) != 1 or routed != {module == "moe"}:
+        raise ValueError(f"--recompute-modules {module}: {profile.name} has no row of blocks with such a part alone")
+    return recompute_of_parts(sorted(names))
 
 
 def _recomputes_first(plan: Plan, row: BlockRow) -> bool:
@@ -274,7 +306,7 @@ def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile)
     _check_experts(said, size, zero, profile)
     counts = _read_blocks(said, size, pipeline, row, profile)
     virtual = len(counts) // pipeline if counts else 1
-    recompute, recomputed = _read_recompute(said, size)
+    recompute, recomputed = _read_recompute(said, size, profile)
     notes = [] if "--micro-batch-size" in said else ["--micro-batch-size is not given: chosen at its best"]
     micro = size("--micro-batch-size") if "--micro-batch-size" in said else None
     batch = size("--global-batch-size") if "--global-batch-size" in said else None
@@ -374,13 +406,14 @@ def _read_precision(said: Mapping[str, str]) -> Precision:
     return next(name for name, words in own.items() if said.keys() >= set(words))
 
 
-def _read_recompute(said: Mapping[str, str], size: Sizes) -> tuple[Recompute, int | None]:
+def _read_recompute(said: Mapping[str, str], size: Sizes, profile: ModelProfile) -> tuple[Recompute, int | None]:
     """(kind, blocks of each stage that recompute or None for all)."""
     kind = "selective" if "--recompute-activations" in said else said.get("--recompute-granularity")
     if kind is None:
         return "none", None
     if kind == "selective":
-        return "attention", None
+        module = said.get("--recompute-modules", "core_attn")
+        return "attention" if module == "core_attn" else _part_of(module, profile), None
     method = said.get("--recompute-method")
     if method is None or "--recompute-num-layers" not in said:
         raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")

@@ -1,11 +1,12 @@
 """Why one plan and not another, in words with numbers."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from ...profiler.units import format_bytes, format_seconds
 from ..estimate import Estimate
-from ..plan import Plan, Recompute
+from ..plan import Plan, Recompute, parts_in_words, parts_of
 from ..solve.unequal import stage_kinds
 from ..strategy import shape_of
 
@@ -85,6 +86,8 @@ def reason(plan: Plan, found: Estimate, replicas: str | None = None) -> str:
         recomputed = sum(layer.recompute == kind for layer in layers)
         if recomputed:
             reasons.append(f"{recomputed} of {len(layers)} layers {words} to fit")
+    of_parts = Counter(parts_in_words(layer.recompute) for layer in layers if parts_of(layer.recompute))
+    reasons += [f"{count} of {len(layers)} layers recompute their {names} to fit" for names, count in of_parts.items()]
     return "; ".join(reasons) or "everything fits without sharding, and replicas communicate least"
 
 

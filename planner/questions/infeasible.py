@@ -12,7 +12,7 @@ from ..cost.simulate import ZERO_BUBBLE, is_chunked
 from ..cost.stage_cost import budget_bytes
 from ..estimate import Estimate, estimate
 from ..pins import blamed, in_words
-from ..plan import Plan, rank_and_chunk
+from ..plan import Plan, parts_of, rank_and_chunk
 from ..solve.explore import Explorer, Solved
 from ..solve.scan import scan
 from ..solve.space import Space
@@ -152,7 +152,7 @@ def _even_stages(explorer: Explorer, shape: Shape, pins: Pins) -> list[list[Laye
     frugal = {}
     recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
     for kind in dict.fromkeys(kinds):
-        options = model.options(kind, shape, recompute, pins.reshard)
+        options = model.options(kind, shape, recompute, pins.reshard, pins.offered - {"offload"})
         frugal[kind] = min(options, key=lambda o: _held(explorer, kind, shape, o))
     num_layers, stages, first = len(kinds), [], 0
     num_stages = shape.pipeline * shape.virtual_stages
@@ -310,6 +310,8 @@ def _changes(explorer: Explorer, pins: Pins, smallest: int | None, all_tried: bo
     deadline = time.monotonic() + SEARCHED_S
     if pins.recompute == "none" and fits(explorer, replace(pins, recompute=None), deadline):
         yield "allow recompute (leave out --pin recompute=none)"
+    if parts_of(pins.recompute or "none") and fits(explorer, replace(pins, recompute="full"), deadline):
+        yield f"recompute whole layers (--pin recompute=full in place of {pins.recompute})"
     if pins.micro_batch not in (None, 1) and fits(explorer, replace(pins, micro_batch=None), deadline):
         yield "a smaller micro-batch (leave out --pin micro_batch)"
     degrees = replace(pins, data_replicate=None, data_shard=None, tensor=None, pipeline=None)
@@ -404,6 +406,6 @@ def _solved(explorer: Explorer, shape: Shape, pins: Pins) -> Solved | None:
     """The best assignment of a shape, if it fits."""
     if is_chunked(shape.schedule):
         return None
-    prices = explorer.priced(shape, pins.recompute, pins.reshard)
+    prices = explorer.priced(shape, pins.recompute, pins.reshard, pins.offered)
     found = scan(prices)
     return None if found is None else Solved(shape, prices, found)

@@ -23,6 +23,7 @@ from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import StateBytes, state_bytes
 from ..cost.peak import Arrivals, Moment, moments_of, running
 from ..cost.priced_layer import LayerCost
+from ..cost.simulate import is_chunked
 from ..cost.stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
 from ..plan import Recompute
 from ..strategy import NOTHING_MORE, LayerOption, Offered, Shape, stage_starts
@@ -106,15 +107,17 @@ class Chain:
         self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered
     ) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
         """([run] -> options of its layers that no other beats, what a layer costs with each): the same for all
-        schedules of a pipeline."""
+        schedules of a pipeline, but that where ranks hold several stages (chunked.py), which recompute in one way, no
+        part that some layer could recompute is left out."""
         alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
-        key = alike, recompute, reshard, offered
+        every = "parts" in offered and is_chunked(shape.schedule)
+        key = alike, recompute, reshard, offered, every
         if key not in self._costs:
             by_kind: dict[Kind, tuple[list[LayerOption], list[LayerCost]]] = {}
             for kind in {self.model.kinds[run.start] for run in self.runs}:
                 options = self.model.options(kind, shape, recompute, reshard, offered)
                 costs = [self.model.cost(kind, shape, option) for option in options]
-                best = unbeaten(costs)
+                best = list(range(len(costs))) if every else unbeaten(costs)
                 by_kind[kind] = [options[i] for i in best], [costs[i] for i in best]
             found = [by_kind[self.model.kinds[run.start]] for run in self.runs]
             waiting = self.waiting_bytes(shape)

@@ -18,7 +18,7 @@ from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes
 from ..cost.simulate import is_chunked
 from ..cost.stage_cost import allocatable_bytes
-from ..plan import Recompute
+from ..plan import Recompute, parts_of
 from ..strategy import Shape
 from .chunked import Chunking, Cuts
 from .columns import Chain
@@ -367,33 +367,38 @@ class ShapeBounds:
         repeated = np.array(
             [self._repeats(kind, family, axis, way) for kind, way in zip(self.kinds, ways, strict=True)]
         )
-        found = [self._exchange_at(family, axis, stride) for stride in places]
+        found = [self._exchange_at(family, axis, stride, ways) for stride in places]
         here = [places[stride] for stride in strides]
         ahead = np.stack([forward for forward, _, _ in found], axis=1)
         back = np.stack([backward + repeated * again for _, backward, again in found], axis=1)
         return ahead[:, here], back[:, here]
 
     def _repeats(self, kind: Kind, family: Family, axis: str, way: Recompute) -> bool:
-        """Whether recompute repeats all exchanges of an axis; of those with tensor ranks parts repeat some, or none."""
+        """Whether recompute repeats exchanges of an axis."""
         if axis == "context":
             return self.model.repeats_attention(kind, family.frugal, way)
-        return self.model.repeats_experts(kind, way) if axis == "expert" else way in ("selective", "full")
+        return self.model.repeats_experts(kind, way) if axis == "expert" else way not in ("none", "attention")
 
-    def _exchange_at(self, family: Family, axis: str, stride: int) -> tuple[Floats, Floats, Floats]:
-        """[kind] -> exposed seconds at one stride of (forward, backward, what recompute repeats)."""
+    def _exchange_at(
+        self, family: Family, axis: str, stride: int, ways: Sequence[Recompute] = ()
+    ) -> tuple[Floats, Floats, Floats]:
+        """[kind] -> exposed seconds at one stride of (forward, backward, what recompute repeats). ways: [kind] -> that
+        recompute; parts repeat some of what whole layers do with tensor ranks."""
+        parts = tuple(way if parts_of(way) else "full" for way in ways or ["full"] * len(self.kinds))
         split = family.tensor, family.sequence, family.cuts, family.context, family.expert, family.micro_batch
-        key = axis, stride, *split, family.context_kind if axis == "context" else None
+        key = axis, stride, *split, family.context_kind if axis == "context" else None, parts
         if key not in self._exchanges:
-            price: Callable[[Kind, Shape, int], tuple[float, float, float]] = getattr(self, f"_{axis}_s")
-            found = np.array([price(kind, family.frugal, stride) for kind in self.kinds])
+            price: Callable[[Kind, Shape, int, Recompute], tuple[float, float, float]] = getattr(self, f"_{axis}_s")
+            pairs = zip(self.kinds, parts, strict=True)
+            found = np.array([price(kind, family.frugal, stride, way) for kind, way in pairs])
             self._exchanges[key] = found[:, 0], found[:, 1], found[:, 2]
         return self._exchanges[key]
 
-    def _tensor_s(self, kind: Kind, shape: Shape, stride: int) -> tuple[float, float, float]:
+    def _tensor_s(self, kind: Kind, shape: Shape, stride: int, way: Recompute) -> tuple[float, float, float]:
         """Exposed seconds of (forward, backward, what recompute repeats)."""
         model, links = self.model, self.model.links(shape.tensor, stride)
         seconds, exposed = {"forward": 0.0, "backward": 0.0, "again": 0.0}, model.exposed_tensor_s
-        for part, repeated, item in model.tensor_traffic(kind, shape):
+        for part, repeated, item in model.tensor_traffic(kind, shape, way):
             item_s = collective_s(item.kind, item.bytes, links)
             seconds[part] += item_s
             seconds["again"] += item_s if repeated else 0.0
@@ -404,11 +409,11 @@ class ShapeBounds:
             exposed(seconds["again"], computed.forward, links),
         )
 
-    def _context_s(self, kind: Kind, shape: Shape, stride: int) -> tuple[float, float, float]:
+    def _context_s(self, kind: Kind, shape: Shape, stride: int, way: Recompute) -> tuple[float, float, float]:
         cost = self.model.context_of(kind, shape, stride)
         return cost.forward_s, cost.backward_s, cost.forward_s
 
-    def _expert_s(self, kind: Kind, shape: Shape, stride: int) -> tuple[float, float, float]:
+    def _expert_s(self, kind: Kind, shape: Shape, stride: int, way: Recompute) -> tuple[float, float, float]:
         once_s = self.model.exposed_dispatch_s(self.model.dispatch_of(kind, shape, stride)[0], kind, shape)
         return 2 * once_s, 2 * once_s, 2 * once_s
 

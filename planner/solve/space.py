@@ -21,6 +21,7 @@ from ..strategy import (
     Cuts,
     Pins,
     Shape,
+    check_parts,
     context_rule,
     divisors,
     expert_rule,
@@ -191,6 +192,7 @@ class Space:
         pins: Pins,
         faster: Callable[[Shape], Cuts | None] = lambda shape: None,
     ) -> None:
+        check_parts(profile, pins.recompute)
         self._faster = faster
         self.profile = profile
         self.cluster = cluster
