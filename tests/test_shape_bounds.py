@@ -1,5 +1,6 @@
 """Bounds of all shapes of a family at once are those of one shape at a time, and never above what a shape takes."""
 
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,16 +12,20 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from synthetic import cluster, device, profile, random_class
+
 from benchmarks.planning_time.instances import Instance, instance
 from meshwright.planner.cost.comm_cost import Collective, GroupLinks, collective_s, seconds_at_places
 from meshwright.planner.cost.simulate import ZERO_BUBBLE
 from meshwright.planner.plan import Recompute
+from meshwright.planner.solve.chunked import Recomputable
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.least_work import LeastWork
 from meshwright.planner.solve.memory_bounds import MemoryBounds
 from meshwright.planner.solve.shape_bounds import ShapeBounds
 from meshwright.planner.solve.space import Family, Space
-from meshwright.planner.strategy import Shape
+from meshwright.planner.strategy import Pins, Shape
+from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import Group, Link
 
 NETWORK = Link(bandwidth=5e10, latency=1e-5)
@@ -105,6 +110,39 @@ def test_a_planted_bound_that_is_too_high_is_found(name: str, monkeypatch: pytes
     found = [too_high(Explorer(a.profile, a.cluster, a.training), a) for a in map(asked_of, range(0, 30, 3))]
 
     assert any(found)
+
+
+def scarce(seed: int, memory: float) -> Instance:
+    """Interleaved pipelines of equal blocks between a first and a last layer."""
+    draw = random.Random(seed)
+    parts = [(draw.uniform(0, 0.4), draw.uniform(0, 0.4))]
+    first, block, last = (random_class(draw, name, [None], parts) for name in ("first", "block", "last"))
+    chain = profile([first, block, last], [0, *[1] * draw.randint(6, 12), 2])
+    training = TrainingSpec(global_batch=draw.choice((8, 16)), seq_len=128, memory_margin=0.0)
+    return Instance(seed, chain, cluster(1, 4, device(memory)), training, Pins(schedule="interleaved"))
+
+
+SCARCE = [(seed, memory) for seed in range(5) for memory in (1e9, 2e9, 4e9)]
+
+
+@pytest.mark.parametrize(("seed", "memory"), SCARCE)
+def test_no_interleaved_shape_takes_less_than_its_bound_where_memory_is_scarce(seed: int, memory: float) -> None:
+    asked = scarce(seed, memory)
+
+    assert too_high(Explorer(asked.profile, asked.cluster, asked.training), asked, limit=20) == []
+
+
+@pytest.mark.parametrize("name", ["kept", "saved", "again_s"])
+def test_ways_to_recompute_that_are_planted_too_dear_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = Recomputable.ways.fget
+    assert ways is not None
+    much = {"kept": 1.3, "saved": 0.7, "again_s": 3.0}[name]
+    monkeypatch.setattr(
+        Recomputable, "ways", property(lambda own: [replace(w, **{name: much * getattr(w, name)}) for w in ways(own)])
+    )
+    asked = [scarce(seed, memory) for seed, memory in SCARCE]
+
+    assert any(too_high(Explorer(a.profile, a.cluster, a.training), a, limit=20) for a in asked)
 
 
 @pytest.mark.parametrize("seed", range(0, 30, 3))

@@ -9,7 +9,7 @@ all in one way, and each is priced exactly: memory by the schedule's table, time
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, pairwise
 
@@ -26,6 +26,7 @@ from .scan import Assignment
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 RESOLUTION = 1 / 64
 """Of the mean layer: seconds that differ by less give the same cuts."""
@@ -120,55 +121,134 @@ def _flights(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual:
 
 
 @dataclass(frozen=True)
-class LeastRecompute:
-    """What bringing the memory of a chunked shape's ranks into the budget adds at least: bytes at a price, the best of
-    several prices, with layers' transients at their least.
+class Recomputable:
+    """Layers by what each way to recompute them (the first: none, or what is pinned) takes and saves: [run][way] ->
+    its name, seconds that a micro-batch takes beyond the fastest, and bytes that a layer keeps of it. turn, paired:
+    [run] -> [way][shape] bytes that are there only in its turn, and if one of its kind is behind it in its stage. kind:
+    [run] -> number of its kind of layer. Where nothing is known, no ways have names."""
 
-    least: [stage][price][run] -> least seconds and priced bytes of a layer beyond its fastest option. fewest:
-    [stage][run] -> bytes of activations. passing: [run] -> bytes that are there only in a layer's turn. flights:
-    [stage] -> micro-batches.
+    names: Sequence[tuple[Recompute, ...]]
+    again_s: Sequence[Floats]
+    kept: Sequence[Floats]
+    turn: Sequence[Floats]
+    paired: Sequence[Floats]
+    kind: Ints
+
+    @property
+    def ways(self) -> list["_Way"]:
+        """What layers may do where all recompute in one way, for each of the ways that save something; only not to
+        recompute, if none does."""
+        fastest = np.array([again.min() for again in self.again_s])
+        each = zip(self.again_s, self.kept, fastest, strict=True)
+        kept = np.array([held[again <= least].min() for again, held, least in each])
+        turn, paired = (np.stack([bytes_.min(axis=0) for bytes_ in table]) for table in (self.turn, self.paired))
+        found = []
+        for name in dict.fromkeys(name for names in self.names for name in names[1:]):
+            at = [names.index(name) if name in names else 0 for names in self.names]
+            taken = np.array([held[i] for i, held in zip(at, self.kept, strict=True)])
+            may = taken < [held[0] for held in self.kept]
+            if may.any():
+                again_s = np.array([again[i] for i, again in zip(at, self.again_s, strict=True)]) - fastest
+                turn_again = np.stack([bytes_[i] for i, bytes_ in zip(at, self.turn, strict=True)])
+                saved = np.where(may, np.maximum(0.0, kept - taken), 0.0)
+                found.append(_Way(may, np.where(may, again_s, 0.0), kept, saved, turn, turn_again, paired))
+        nothing = np.zeros_like(kept)
+        return found or [_Way(nothing > 0, nothing, kept, nothing, turn, turn, paired)]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to recompute: [run] -> whether its layers may; seconds that it takes longer at least; bytes of a
+    micro-batch that a layer keeps otherwise, and those that are saved. [run][shape] -> bytes in a layer's turn, at
+    least, if it is recomputed, and at least with one of its kind behind it."""
+
+    may: Flags
+    again_s: Floats
+    kept: Floats
+    saved: Floats
+    turn: Floats
+    turn_again: Floats
+    paired: Floats
+
+
+@dataclass(frozen=True)
+class LeastRecompute:
+    """What bringing the memory of a chunked shape's ranks into the budget adds at least.
+
+    A rank of which layers of one kind may be recomputed has equally many recomputed in each of its stages, as far as
+    there are, and all in one way. Of others memory is taken at a price, the best of several, and layers as fluid.
+    ways: that there are. flights: [stage] -> micro-batches.
     """
 
     frame: Chunking
-    rates: Floats
-    least: Floats
-    fewest: Floats
-    passing: Floats
+    layers: Recomputable
+    ways: list[_Way]
     flights: Floats
 
     @classmethod
-    def of(cls, shape: Shape, again_s: Sequence[Floats], kept: Sequence[Floats], passing: Floats) -> "LeastRecompute":
-        """That of a shape's frame. again_s, kept: [run] -> [option] -> seconds that a micro-batch takes beyond the
-        fastest option, and bytes that a layer keeps of it."""
+    def of(cls, shape: Shape, layers: Recomputable) -> "LeastRecompute":
+        """That of a shape's frame."""
         flights = np.array(_flights(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages))
         if shape.virtual_stages == 1:  # a running maximum: at the last layer's turn another micro-batch may be gone
             flights = np.minimum(flights, max(1, shape.num_microbatches - 1))
-            passing = np.zeros_like(passing)
-        ties = tie_prices(list(again_s), list(kept))
-        rates = np.unique(np.concatenate([ties / n for n in (1.0, max(1.0, flights.max()), max(1.0, flights.mean()))]))
-        distinct, place = np.unique(flights, return_inverse=True)
-        priced = (distinct[:, None] * rates)[:, :, None]
-        least = [(w - w.min() + priced * held).min(axis=2) for w, held in zip(again_s, kept, strict=True)]
-        return cls(
-            Chunking(shape.schedule, shape.pipeline, shape.virtual_stages),
-            rates,
-            np.stack(least, axis=2)[place],
-            flights[:, None] * np.array([held.min() for held in kept]),
-            passing,
-            flights,
-        )
+            nothing = [np.zeros_like(turn) for turn in layers.turn]
+            layers = replace(layers, turn=nothing, paired=nothing)
+        frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+        return cls(frame, layers, layers.ways, flights)
 
-    def added_s(self, cuts: Cuts, static: Floats, free: Floats, crossing: Floats) -> Floats:
-        """[rank][shape] -> seconds per micro-batch; infinite where all recompute there is does not do. static:
-        [run][shape] -> bytes that a layer holds anyway; free: [shape] -> bytes of a rank; crossing: [place of the
-        chain] -> bytes of a micro-batch that cross there."""
-        holds = self.frame.holds
-        sent = holds @ ((self.flights + 1) * crossing[list(cuts.places[1:])])
-        passing = np.where(cuts.work > 0, self.passing, 0.0).max(axis=1)
-        room = free - cuts.work @ static - (passing + sent)[:, None]
-        dear = holds @ (cuts.stages[:, None, :] * self.least).sum(axis=2)
-        fits = (holds @ (cuts.stages * self.fewest).sum(axis=1))[:, None] <= room
-        return np.where(fits, (dear[:, :, None] - room[:, None, :] * self.rates[:, None]).max(axis=1), np.inf)
+    def added_s(self, cuts: Cuts, static: Floats, free: Floats, crossing: Floats) -> list[Floats]:
+        """[way to recompute][rank][shape] -> seconds per micro-batch; infinite where all recompute there is does not
+        do. static: [run][shape] -> bytes that a layer holds anyway; free: [shape] -> bytes of a rank; crossing: [place
+        of the chain] -> bytes of a micro-batch that cross there."""
+        sent = self.frame.holds @ ((self.flights + 1) * crossing[list(cuts.places[1:])])
+        room = free * (1 + ROUNDING) - cuts.work @ static - sent[:, None]
+        found = []
+        for way in self.ways:
+            added = self._added_in_one_way_s(way, cuts, room)
+            if (self.layers.kind[way.may] != self.layers.kind[way.may][:1]).any():
+                there = [self.layers.kind[(layers > 0) & way.may] for layers in cuts.work]
+                several = np.array([len(np.unique(kinds)) > 1 for kinds in there])
+                added = np.where(several[:, None], self._added_by_price_s(cuts, room), added)
+            found.append(added)
+        return found
+
+    def _added_in_one_way_s(self, way: _Way, cuts: Cuts, room: Floats) -> Floats:
+        """[rank][shape] -> the same where all layers that may be recomputed are of one kind. room: [rank][shape]."""
+        holds, there = self.frame.holds, cuts.work > 0
+        turn = np.maximum(_most(there, way.turn), _most(holds @ (cuts.stages > 1) > 0, way.paired))
+        need = holds @ (self.flights * (cuts.stages @ way.kept))
+        enough = need[:, None] <= room - turn
+        layers = cuts.stages @ way.may
+        if not way.may.any():
+            return np.where(enough, 0.0, np.inf)
+        each = np.maximum(1.0, layers)
+        number = np.minimum(np.arange(1, layers.max() + 1)[:, None], layers)  # [number][stage]
+        less = (number * (self.flights * (cuts.stages @ way.saved) / each)) @ holds.T
+        again = room - np.maximum(turn, _most(there & way.may, way.turn_again))
+        fewest = (need - less > again.T[:, None]).sum(axis=1)  # [shape][rank]
+        seconds = np.full((len(number) + 1, len(need)), np.inf)
+        seconds[:-1] = (number * (cuts.stages @ way.again_s / each)) @ holds.T
+        return np.where(enough, 0.0, seconds[fewest.T, np.arange(len(need))[:, None]])
+
+    def _added_by_price_s(self, cuts: Cuts, room: Floats) -> Floats:
+        """[rank][shape] -> the same, whatever the layers and the ways."""
+        layers, holds, flights = self.layers, self.frame.holds, self.flights
+        room = room - _most(cuts.work > 0, np.stack([turn.min(axis=0) for turn in layers.turn]))
+        ties = tie_prices(list(layers.again_s), list(layers.kept))
+        rates = np.unique(np.concatenate([ties / n for n in (1.0, max(1.0, flights.max()), max(1.0, flights.mean()))]))
+        priced, both = (flights[:, None] * rates)[:, :, None], zip(layers.again_s, layers.kept, strict=True)
+        # [stage][price][run]: least seconds and priced bytes of a layer beyond its fastest option
+        least = np.stack([(again - again.min() + priced * held).min(axis=2) for again, held in both], axis=2)
+        dear = holds @ (cuts.stages[:, None, :] * least).sum(axis=2)
+        fewest = flights[:, None] * np.array([held.min() for held in layers.kept])
+        fits = (holds @ (cuts.stages * fewest).sum(axis=1))[:, None] <= room
+        return np.where(fits, (dear[:, :, None] - room[:, None, :] * rates[:, None]).max(axis=1), np.inf)
+
+
+def _most(there: Flags, of_runs: Floats) -> Floats:
+    """[rank][shape] -> the most of the runs that are there, 0 without any. there: [rank][run]."""
+    most: Floats = (there[:, :, None] * of_runs).max(axis=1)
+    return most
 
 
 @dataclass(frozen=True)
@@ -229,10 +309,11 @@ class Chunkings:
             if not len(moved):
                 break
             after = over(moved)
-            order = np.lexsort((*evenness(moved, before[2], frame).T[::-1], np.maximum(after, 0.0).sum(axis=1)))
-            best = order[0]
-            if np.maximum(after[best], 0.0).sum() >= np.maximum(now, 0.0).sum():
+            too_much = np.maximum(after, 0.0).sum(axis=1)
+            if too_much.min() >= np.maximum(now, 0.0).sum():
                 break
+            least = np.flatnonzero(too_much == too_much.min())
+            best = least[np.lexsort(evenness(moved[least], before[2], frame).T[::-1])[0]]
             here, now = moved[best], after[best]
         found = self._counted(frame, tuple(places[i] for i in here))
         return [*tried, found] if found.places not in {cuts.places for cuts in tried} else tried

@@ -16,7 +16,7 @@ from ..cost.memory_cost import state_bytes, uses_fully_shard
 from ..cost.simulate import is_chunked
 from ..plan import Recompute
 from ..strategy import Offered, Pins, Shape
-from .chunked import Cuts, LeastRecompute
+from .chunked import Cuts, LeastRecompute, Recomputable
 from .relaxed import least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
 from .shape_bounds import Fastest, ShapeBounds
 from .space import Family, Leaves
@@ -30,12 +30,11 @@ Flags = NDArray[np.bool_]
 @dataclass(frozen=True)
 class _Ways:
     """[kind] -> [way to recompute] -> seconds that a micro-batch takes longer at least, and bytes that a layer keeps of
-    it. names: of those ways, where they are known. passing: [kind] -> bytes that are there in a layer's turn only."""
+    it. names: of those ways, where they are known."""
 
     again_s: list[Floats]
     kept: list[Floats]
     names: list[tuple[Recompute, ...]]
-    passing: Floats
 
 
 @dataclass(frozen=True)
@@ -78,20 +77,8 @@ class MemoryBounds:
         room = room - self.model.batch_bytes(shape)
         slowest = self.slowest_s(family, leaves, recompute, pins)[some]
         if is_chunked(family.schedule):
-            here = self.bounds.kind_of_run
-            fixed = (held.fixed + held.copies)[here][:, some]
-            again, saved = [ways.again_s[kind] for kind in here], [ways.kept[kind] for kind in here]
-            least = LeastRecompute.of(shape, again, saved, ways.passing[here])
-            runs = each[here], kept.forward_s[:, some][here]
-            crossing = np.array([cut.bytes for cut in self.model.crossings(shape)])
-            found = [np.full(len(some), np.inf)]
-            for cut in cuts:
-                waits_s = self.bounds.waits_s(family, leaves, cut)[:, some]
-                added_s = waits_s + least.added_s(cut, fixed, room, crossing)
-                once_s = self.bounds.once_s(family, leaves, kept, cut.work)[:, some]
-                found.append(cut.least_of_each_s(family.schedule, count, *runs, added_s, once_s))
-            least_s: Floats = np.maximum(np.min(found, axis=0), count * slowest)
-            return least_s
+            least = self._least_of_cuts(family, leaves, some, kept, room, ways, cuts)
+            return np.maximum(least, count * slowest)
         # At the last layer's turn all but one micro-batch are there; the last one's too, if there is no other.
         flights = np.array([float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)])
         first, where, least_s = self._grouped(family, leaves, each, some)
@@ -104,6 +91,34 @@ class MemoryBounds:
         once_s = self.bounds.once_s(family, leaves, kept, self.bounds.chain.lengths)[some] / family.pipeline
         return np.where(fits, more + once_s, np.inf)
 
+    def _least_of_cuts(
+        self,
+        family: Family,
+        leaves: Leaves,
+        some: Ints,
+        fastest: Fastest,
+        room: Floats,
+        ways: _Ways,
+        cuts: Sequence[Cuts],
+    ) -> Floats:
+        """The same of a chunked family with the best of these cuts. room: [of these shapes] -> bytes of a rank."""
+        bounds, here, shape = self.bounds, self.bounds.kind_of_run, family.frugal
+        held, each = self._held(family, leaves), zip(ways.names, ways.kept, strict=True)
+        turns = [self._passing(family, leaves, kind, *own, some) for kind, own in enumerate(each)]
+        tables = (ways.names, ways.again_s, ways.kept, *zip(*turns, strict=True))
+        least = LeastRecompute.of(shape, Recomputable(*([table[kind] for kind in here] for table in tables), here))
+        runs = fastest.microbatch_s[:, some][here], fastest.forward_s[:, some][here]
+        fixed = (held.fixed + held.copies)[here][:, some]
+        crossing = np.array([cut.bytes for cut in self.model.crossings(shape)])
+        found = [np.full(len(some), np.inf)]
+        for cut in cuts:
+            waits_s = bounds.waits_s(family, leaves, cut)[:, some]
+            once_s = bounds.once_s(family, leaves, fastest, cut.work)[:, some]
+            for added_s in least.added_s(cut, fixed, room, crossing):
+                beside = waits_s + added_s, once_s
+                found.append(cut.least_of_each_s(family.schedule, family.num_microbatches, *runs, *beside))
+        return np.min(found, axis=0)
+
     def slowest_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> Floats:
         """[shape] -> seconds per micro-batch that the slowest rank of a pipeline takes at least to hold all layers of
         the most frequent kind, whatever the schedule: none has fewer micro-batches in flight than 1F1B. Infinite where
@@ -115,7 +130,7 @@ class MemoryBounds:
             kept, _ = self.bounds.options(alike, leaves, recompute, pins.reshard)
             kind, everywhere = self._common, np.arange(len(leaves.each))
             first, where, least_s = self._grouped(alike, leaves, kept.microbatch_s, everywhere)
-            passing = self._passing(alike, leaves, kind, ways.names[kind], ways.kept[kind], first)
+            passing, _ = self._passing(alike, leaves, kind, ways.names[kind], ways.kept[kind], first)
             own = ways.again_s[kind], ways.kept[kind], passing
             self._known_slowest[key] = self._whole_s(alike, leaves, least_s[kind], own, first)[where]
         return self._known_slowest[key]
@@ -129,7 +144,8 @@ class MemoryBounds:
         sent_s = forward_s - model.compute(own, shape).forward  # running a layer again sends its tokens again
         again_s, kept = self._ways_of(own, shape, recompute, pins.offered, 0.0, sent_s)
         first, data_s = self.bounds.least_data_s(alike, leaves, kind)
-        passing = self._passing(alike, leaves, kind, self._names(own, recompute, pins.offered), kept, first)
+        names = self._names(own, recompute, pins.offered)
+        passing, _ = self._passing(alike, leaves, kind, names, kept, first)
         return float(self._whole_s(alike, leaves, pass_s + data_s, (again_s, kept, passing), first).min())
 
     def _whole_s(
@@ -167,10 +183,12 @@ class MemoryBounds:
 
     def _passing(
         self, family: Family, leaves: Leaves, kind: int, names: tuple[Recompute, ...], kept: Floats, some: Ints
-    ) -> Floats:
-        """[way][of these shapes] -> bytes that are there only in the turn of a layer of a kind. names, kept: [way]."""
+    ) -> tuple[Floats, Floats]:
+        """[way][of these shapes] -> bytes that are there only in the turn of a layer of a kind, as of passing_bytes.
+        names, kept: [way]."""
         if not names:
-            return np.zeros((len(kept), len(some)))
+            nothing = np.zeros((len(kept), len(some)))
+            return nothing, nothing
         held = self._held(family, leaves)
         data, own = self.bounds.data(family, leaves), self.bounds.kinds[kind]
         ahead = self.model.fetched_ahead(own, family.frugal)
@@ -196,13 +214,10 @@ class MemoryBounds:
                 self._ways_of(kind, family.frugal, recompute, offered, float(a), float(r))
                 for kind, a, r in zip(self.bounds.kinds, attention_s, rest_s, strict=True)
             ]
-            passing = [self.model.least_transient_bytes(kind, family.frugal) for kind in self.bounds.kinds]
-            traced = self.model.keeps_as_traced
             self._known_ways[key] = _Ways(
                 [seconds for seconds, _ in found],
                 [kept for _, kept in found],
                 [self._names(kind, recompute, offered) for kind in self.bounds.kinds],
-                np.array(passing) if traced else np.zeros(len(passing)),
             )
         return self._known_ways[key]
 

@@ -2,7 +2,8 @@
 gathered parameters, those fetched ahead, and its gradients until they are sharded.
 
 A layer of experts gathers gigabytes for its turn, and what a stage keeps must leave room for them. The numbers are no
-more than LayerCost.transient_bytes, and than ending_bytes where every pass reduces gradients.
+more than LayerCost.transient_bytes, and than ending_bytes where every pass reduces gradients; with a layer behind them
+in their stage, no more than LayerCost.reducing_bytes.
 """
 
 from collections.abc import Sequence
@@ -44,22 +45,27 @@ def passing_bytes(
     kept: Floats,
     columns: Gathered,
     resharded: Flags,
-) -> Floats:
-    """[way to recompute][shape] -> bytes. shape: one of the family; kept: [way] -> bytes that the layer keeps of a
-    micro-batch, at least; resharded: the column of whether it gives its gathered parameters back."""
+) -> tuple[Floats, Floats]:
+    """([way to recompute][shape] -> bytes, the same of a layer with one of its kind behind it in its stage, whose
+    gradients are being reduced). shape: one of the family; kept: [way] -> bytes that the layer keeps of a micro-batch,
+    at least; resharded: the column of whether it gives its gathered parameters back."""
     element_bytes, in_root = model.training.compute_bytes, kind.is_in_root(shape)
+    least = model.least_transient_bytes(kind, shape)
     forward, backward, passed = np.array([model.working_bytes(kind, shape, way) for way in ways]).T[:, :, None]
     if model.ends_in_loss(kind, shape):
-        return np.where(columns.sharded, np.maximum(forward, backward), 0.0)
+        alone = np.where(columns.sharded, np.maximum(forward, backward), least)
+        return alone, alone
     several = columns.sharded_over > 1
     copy, whole = columns.gathered * element_bytes, columns.reduced * MASTER_BYTES
     own = np.where(resharded, copy, 0.0)
     fetched = np.where(resharded & several, columns.ahead * element_bytes, 0.0)
     new = columns.trainable * element_bytes
     arrived = np.where(several & (resharded | ~columns.copies_stay) & (not in_root), copy, 0.0)
-    most = np.maximum(forward + own + arrived, backward + np.maximum(0.0, new - passed) + own + fetched)
+    last = backward + np.maximum(0.0, new - passed) + own + fetched
+    most = np.maximum(forward + own + arrived, last)
+    paired = np.maximum(most, last + (0.0 if in_root else whole))
     if not in_root:
         scattered = np.where(several, whole / columns.sharded_over, 0.0)
         after = new + whole + scattered + fetched - kept[:, None] - np.where(resharded, 0.0, copy)
         most = np.maximum(most, np.where(columns.copies_stay, -np.inf, after))
-    return np.where(columns.sharded, most, 0.0)
+    return np.where(columns.sharded, most, least), np.where(columns.sharded, np.maximum(most, paired), least)
