@@ -150,7 +150,6 @@ class Explorer:
         self.chain = Chain(self.model)
         self.kinds = Kinds(self.model) if len(cluster.kinds) > 1 else None
         self.choice = CutChoice(self.model)
-        self._least = LeastWork(self.chain, self.model)
         self._least_on_kinds = [LeastWork(self.chain, model) for model in self.kinds.models] if self.kinds else []
         self._leasts: dict[Family, Least | None] = {}
         self._leasts_by_kind: dict[tuple[Shape, bool], list[Least] | None] = {}
@@ -159,6 +158,7 @@ class Explorer:
         self._fitting: set[_Frame] = set()
         self._chunkings = Chunkings(self.chain)
         self._bounds = ShapeBounds(self.chain)
+        self._least = self._bounds.least
         self._memory = MemoryBounds(self._bounds)
 
     def explore(
@@ -312,7 +312,7 @@ class Explorer:
         if isinstance(item, Split | _Held | _Balanced):
             return 0.0
         if isinstance(item, tuple):
-            return self._least_held_anywhere_s(item[0], space)
+            return self._least_anywhere_s(item[0], space)
         if isinstance(item, Family):
             alike = is_chunked(item.schedule) and not self._may_have_own(item)
             return self._least_even_s(item, space) if alike else 0.0
@@ -329,15 +329,21 @@ class Explorer:
         """Whether some shapes of a family may have stages on one kind of device each, of several."""
         return self.kinds is not None and self.kinds.may_have_own(family.pipeline)
 
-    def _least_held_anywhere_s(self, family: Family, space: Space) -> float:
-        """The bound of `_least_held_s` without what context ranks exchange: lower, and the same for all kinds of it."""
-        if family.pipeline == 1 or self.kinds is not None:
+    def _least_anywhere_s(self, family: Family, space: Space) -> float:
+        """Seconds that no shape of a family, or of those with another kind of context parallelism, beats, with all
+        groups where their traffic takes least: by memory, and by the data ranks' traffic. In a pipeline that is for all
+        schedules."""
+        if self.kinds is not None:
             return 0.0
         key = replace(family.split, context_kind="ring"), family.micro_batch, space.pins
         if key not in self._least_anywhere:
-            passes_s = self._least.passes_s(family.frugal)
-            slowest_s = self._memory.least_slowest_s(family, space.leaves(family), passes_s, space.pins)
-            self._least_anywhere[key] = family.num_microbatches * slowest_s
+            leaves, pins, memory = space.unplaced(family), space.pins, self._memory
+            if family.pipeline == 1:
+                some = np.arange(len(leaves.each))
+                least = memory.seconds(family, leaves, some, pins.recompute, pins, ()).min() * (1 - ROUNDING)
+            else:
+                least = family.num_microbatches * memory.slowest_s(family, leaves, pins.recompute, pins).min()
+            self._least_anywhere[key] = float(least)
         return self._least_anywhere[key]
 
     def _least_held_s(self, family: Family, space: Space) -> float:

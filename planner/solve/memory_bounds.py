@@ -126,40 +126,21 @@ class MemoryBounds:
         alike, recompute = family.any_schedule, recompute if pins.recompute else None
         key = leaves, alike, recompute, pins.offered
         if key not in self._known_slowest:
-            ways = self._ways(alike, leaves, recompute, pins.offered)
-            kept, _ = self.bounds.options(alike, leaves, recompute, pins.reshard)
             kind, everywhere = self._common, np.arange(len(leaves.each))
-            first, where, least_s = self._grouped(alike, leaves, kept.microbatch_s, everywhere)
-            passing, _ = self._passing(alike, leaves, kind, ways.names[kind], ways.kept[kind], first)
-            own = ways.again_s[kind], ways.kept[kind], passing
-            self._known_slowest[key] = self._whole_s(alike, leaves, least_s[kind], own, first)[where]
+            ((again_s, kept),) = self._ways_of_kinds(alike, leaves, recompute, pins.offered, [kind])
+            each_s = self.bounds.microbatch_s(alike, leaves, kind, recompute, pins.reshard)
+            first, where, least_s = self._grouped(alike, leaves, each_s[None], everywhere)
+            held = self._held(alike, leaves)
+            room = self.bounds.held(alike, leaves).room / alike.pipeline + held.twice
+            room = room[first] - self.model.batch_bytes(alike.frugal)
+            fixed = (held.fixed[kind] + held.copies[kind])[first]
+            names = self._names(self.bounds.kinds[kind], recompute, pins.offered)
+            passing, _ = self._passing(alike, leaves, kind, names, kept, first)
+            most = max(1, alike.num_microbatches - 1)
+            flights = np.minimum(np.arange(alike.pipeline, 0, -1), most).astype(float)
+            alone = again_s, kept, passing, flights, int(self.bounds.counts[kind])
+            self._known_slowest[key] = least_slowest_of_whole_s(least_s[0], fixed, room, *alone)[where]
         return self._known_slowest[key]
-
-    def least_slowest_s(self, family: Family, leaves: Leaves, passes_s: Floats, pins: Pins) -> float:
-        """The same over all shapes of a family, whatever context ranks exchange, with all groups where their traffic
-        takes least. passes_s: as of LeastWork.passes_s."""
-        alike, kind, model = family.any_schedule, self._common, self.model
-        shape, own, recompute = alike.frugal, self.bounds.kinds[self._common], pins.recompute
-        pass_s, forward_s = passes_s[self.bounds.first_run[kind]].tolist()
-        sent_s = forward_s - model.compute(own, shape).forward  # running a layer again sends its tokens again
-        again_s, kept = self._ways_of(own, shape, recompute, pins.offered, 0.0, sent_s)
-        first, data_s = self.bounds.least_data_s(alike, leaves, kind)
-        names = self._names(own, recompute, pins.offered)
-        passing, _ = self._passing(alike, leaves, kind, names, kept, first)
-        return float(self._whole_s(alike, leaves, pass_s + data_s, (again_s, kept, passing), first).min())
-
-    def _whole_s(
-        self, family: Family, leaves: Leaves, each_s: Floats, ways: tuple[Floats, Floats, Floats], some: Ints
-    ) -> Floats:
-        """[of these shapes] -> `least_slowest_of_whole_s` of the layers of the most frequent kind. each_s: [of these]
-        -> seconds of one; ways: [way to recompute] -> seconds more, bytes kept, [of these] bytes in a turn."""
-        kind, held = self._common, self._held(family, leaves)
-        room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
-        room = room[some] - self.model.batch_bytes(family.frugal)
-        fixed = (held.fixed[kind] + held.copies[kind])[some]
-        most = max(1, family.num_microbatches - 1)
-        flights = np.minimum(np.arange(family.pipeline, 0, -1), most).astype(float)
-        return least_slowest_of_whole_s(each_s, fixed, room, *ways, flights, int(self.bounds.counts[kind]))
 
     def _grouped(self, family: Family, leaves: Leaves, each_s: Floats, some: Ints) -> tuple[Ints, Ints, Floats]:
         """(one of these shapes for each that differs in more than its place, which of them each is like, least of their
@@ -189,8 +170,7 @@ class MemoryBounds:
         if not names:
             nothing = np.zeros((len(kept), len(some)))
             return nothing, nothing
-        held = self._held(family, leaves)
-        data, own = self.bounds.data(family, leaves), self.bounds.kinds[kind]
+        data, held, own = self.bounds.data(family, leaves), self._held(family, leaves), self.bounds.kinds[kind]
         ahead = self.model.fetched_ahead(own, family.frugal)
         gathered = data.elements.gathered
         columns = Gathered(
@@ -209,17 +189,23 @@ class MemoryBounds:
         split = family.tensor, family.sequence, family.cuts, family.context, family.context_kind, family.expert
         key = leaves, *split, family.micro_batch, recompute, offered
         if key not in self._known_ways:
-            attention_s, rest_s = self.bounds.exchanges_again_s(family, leaves)
-            found = [
-                self._ways_of(kind, family.frugal, recompute, offered, float(a), float(r))
-                for kind, a, r in zip(self.bounds.kinds, attention_s, rest_s, strict=True)
-            ]
+            found = self._ways_of_kinds(family, leaves, recompute, offered, range(len(self.bounds.kinds)))
             self._known_ways[key] = _Ways(
                 [seconds for seconds, _ in found],
                 [kept for _, kept in found],
                 [self._names(kind, recompute, offered) for kind in self.bounds.kinds],
             )
         return self._known_ways[key]
+
+    def _ways_of_kinds(
+        self, family: Family, leaves: Leaves, recompute: Recompute | None, offered: Offered, some: Sequence[int]
+    ) -> list[tuple[Floats, Floats]]:
+        """[of these kinds] -> `_ways_of` it."""
+        attention_s, rest_s = self.bounds.exchanges_again_s(family, leaves, some)
+        return [
+            self._ways_of(self.bounds.kinds[i], family.frugal, recompute, offered, float(a), float(r))
+            for i, a, r in zip(some, attention_s, rest_s, strict=True)
+        ]
 
     def _ways_of(
         self,

@@ -22,6 +22,7 @@ from ..plan import Recompute, parts_of
 from ..strategy import Shape
 from .chunked import Chunking, Cuts
 from .columns import Chain
+from .least_work import LeastWork
 from .space import Family, Leaf, Leaves
 
 Floats = NDArray[np.float64]
@@ -129,6 +130,7 @@ class ShapeBounds:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.model = chain.model
+        self.least = LeastWork(chain, chain.model)
         self.kinds: list[Kind] = list(dict.fromkeys(self.model.kinds[run.start] for run in chain.runs))
         self.kind_of_run = np.array([self.kinds.index(self.model.kinds[run.start]) for run in chain.runs])
         self.first_run = np.unique(self.kind_of_run, return_index=True)[1]
@@ -138,10 +140,9 @@ class ShapeBounds:
         self._tables: dict[tuple[object, ...], Data] = {}
         self._options: dict[tuple[object, ...], tuple[Fastest, Fastest | None]] = {}
         self._even: dict[tuple[object, ...], Floats] = {}
-        self._least_data: dict[tuple[object, ...], tuple[Ints, tuple[Floats, Floats, Floats, Flags, Flags]]] = {}
         self._whole: dict[tuple[object, ...], Floats] = {}
         self._aheads: dict[int, Floats] = {}
-        self._known_rates: dict[Collective, dict[tuple[int, int], tuple[float, float]]] = {}
+        self._known_rates: dict[tuple[Collective, bool], dict[tuple[int, int], tuple[float, float]]] = {}
         self._kept = self._kept_options = 0
         self._elements: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._exchanges: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
@@ -267,67 +268,78 @@ class ShapeBounds:
             if self._kept_options > MOST_KEPT:
                 self._options.clear()
                 self._kept_options = 0
-            self._options[key] = self._found_options(family, leaves, recompute, reshard)
+            everything = range(len(self.kinds))
+            self._options[key] = self._found_options(family, leaves, recompute, reshard, everything)
         return self._options[key]
 
+    def microbatch_s(
+        self, family: Family, leaves: Leaves, kind: int, recompute: Recompute | None, reshard: bool | None
+    ) -> Floats:
+        """[shape] -> `options` of one kind: seconds per micro-batch of a layer that does what the shape says."""
+        return self._found_options(family, leaves, recompute, reshard, [kind])[0].microbatch_s[0]
+
     def _found_options(
-        self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None
+        self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None, some: Sequence[int]
     ) -> tuple[Fastest, Fastest | None]:
+        """The same for some kinds."""
         model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
-        data, count, whole_s = self.data(family, leaves), family.num_microbatches, self._whole_s(family, leaves)
-        ways = [model.pinned(kind, recompute or "none") for kind in self.kinds]
-        computed = [model.compute(kind, shape) for kind in self.kinds]
-        host_s = np.array([model.host_s(kind, shape) for kind in self.kinds])
+        data, count, kinds = self.data(family, leaves), family.num_microbatches, [self.kinds[i] for i in some]
+        ways = [model.pinned(kind, recompute or "none") for kind in kinds]
+        computed = [model.compute(kind, shape) for kind in kinds]
+        host_s = np.array([model.host_s(kind, shape) for kind in kinds])
         forward = np.array([seconds.forward for seconds in computed])[:, None]
         backward = np.array([seconds.backward for seconds in computed])[:, None]
         again = np.array([s.again(way) for s, way in zip(computed, ways, strict=True)])
-        more = [self._exchanged(family, columns, axis, ways) for axis in AXES_OF_LAYERS]
-        ahead = forward + host_s[:, None] + sum(part[0] for part in more)
-        back = backward + (host_s + again)[:, None] + sum(part[1] for part in more)
-        back = back + data.accumulate_s * (1 - 1 / count)
+        if leaves.anywhere:
+            pass_s, ahead_s = self.least.passes_s(shape)[self.first_run[some]].T[:, :, None]
+            ahead, back = ahead_s + host_s[:, None], pass_s - ahead_s + (host_s + again)[:, None]
+        else:
+            more = [self._exchanged(family, columns, axis, recompute, some) for axis in AXES_OF_LAYERS]
+            ahead = forward + host_s[:, None] + sum(part[0] for part in more)
+            back = backward + (host_s + again)[:, None] + sum(part[1] for part in more)
+        back = back + data.accumulate_s[some] * (1 - 1 / count)
+        traffic, whole_s = (data.gather_s[some], data.reduce_s[some]), self._whole_s(family, leaves)[some]
+        chooses, optimizer_s = data.chooses[some], data.optimizer_s[some]
 
         def priced(resharded: Flags, allowed: Flags) -> Fastest:
-            ahead_s, back_s, once_s = self._with_data(columns, data, forward, backward, resharded)
+            ahead_s, back_s, once_s = self._with_data(columns, *traffic, forward, backward, resharded)
             pass_s, once_s = ahead + ahead_s + back + back_s, once_s + whole_s
-            tables = pass_s, ahead + ahead_s, once_s, count * pass_s + once_s + data.optimizer_s
+            tables = pass_s, ahead + ahead_s, once_s, count * pass_s + once_s + optimizer_s
             return Fastest(*(np.where(allowed, table, np.inf) for table in tables))
 
-        kept = priced(data.resharded, ~data.chooses if reshard else np.ones_like(data.chooses))
-        if reshard is False or not data.chooses.any():
+        kept = priced(data.resharded[some], ~chooses if reshard else np.ones_like(chooses))
+        if reshard is False or not chooses.any():
             return kept, None
-        return kept, priced(np.ones_like(data.chooses), data.chooses)
+        return kept, priced(np.ones_like(chooses), chooses)
 
-    def exchanges_again_s(self, family: Family, leaves: Leaves) -> tuple[Floats, Floats]:
-        """[kind] -> (seconds of exchanges that running attention again repeats, and those of the rest), at least over
-        all places."""
+    def exchanges_again_s(self, family: Family, leaves: Leaves, some: Sequence[int]) -> tuple[Floats, Floats]:
+        """[of these kinds] -> (seconds of exchanges that running attention again repeats, and those of the rest), at
+        least over all places."""
+        if leaves.anywhere:
+            ahead_s = self.least.passes_s(family.frugal)[self.first_run[some], 1]
+            sent_s = ahead_s - [self.model.compute(self.kinds[i], family.frugal).forward for i in some]
+            return np.zeros_like(sent_s), sent_s
         columns = self._columns_of(family, leaves)
         found = {
             axis: np.min([self._exchange_at(family, axis, s)[2] for s in set(getattr(columns, axis))], axis=0)
             for axis in AXES_OF_LAYERS
         }
-        return found["context"], found["tensor"] + found["expert"]
+        return found["context"][some], (found["tensor"] + found["expert"])[some]
 
     def _with_data(
-        self, columns: _Columns, data: Data, forward: Floats, backward: Floats, resharded: Flags
-    ) -> tuple[Floats, Floats, Floats]:
-        """Tables of exposed seconds of data ranks: of the forward, of the backward, once per step."""
-        exchanged = data.gather_s, data.reduce_s, columns.overlap, columns.every, resharded
-        return self._exposed_s(*exchanged, forward, backward)
-
-    def _exposed_s(
         self,
+        columns: _Columns,
         gather_s: Floats,
         reduce_s: Floats,
-        overlap: Floats,
-        every: Flags,
-        resharded: Flags,
         forward: Floats,
         backward: Floats,
+        resharded: Flags,
     ) -> tuple[Floats, Floats, Floats]:
-        contention = self.model.device.contention
+        """Tables of exposed seconds of data ranks: of the forward, of the backward, once per step."""
+        contention, every = self.model.device.contention, columns.every
 
         def exposed(comm: Floats, compute: Floats) -> Floats:
-            hidden: Floats = np.minimum(comm, overlap * compute)
+            hidden: Floats = np.minimum(comm, columns.overlap * compute)
             return comm - (1.0 - contention) * hidden
 
         ahead = exposed(gather_s, forward)
@@ -337,40 +349,24 @@ class ShapeBounds:
         first = ~resharded & ~every
         return np.where(first, 0.0, ahead), back, late + np.where(first, ahead, 0.0)
 
-    def least_data_s(self, family: Family, leaves: Leaves, kind: int) -> tuple[Ints, Floats]:
-        """(a shape for each of `alike`, [of these] -> seconds per micro-batch of a layer's traffic with data ranks
-        that sit best) in a pipeline."""
-        columns, data = self._columns_of(family, leaves), self.data(family, leaves)
-        key = leaves, family.sequence, family.cuts, kind
-        if key not in self._least_data:
-            first = np.unique(columns.alike, return_index=True)[1]
-            gather_s, reduce_s = np.full((2, len(first)), np.inf)
-            np.minimum.at(gather_s, columns.alike, data.gather_s[kind])
-            np.minimum.at(reduce_s, columns.alike, data.reduce_s[kind])
-            exchanged = gather_s, reduce_s, columns.overlap[first], columns.every[first], data.resharded[kind][first]
-            self._least_data[key] = first, exchanged
-        first, exchanged = self._least_data[key]
-        computed = self.model.compute(self.kinds[kind], family.frugal)
-        ahead_s, back_s, _ = self._exposed_s(*exchanged, np.array(computed.forward), np.array(computed.backward))
-        added_s = data.accumulate_s[kind][first] * (1 - 1 / family.num_microbatches)
-        return first, ahead_s + back_s + added_s
-
     def _exchanged(
-        self, family: Family, columns: _Columns, axis: str, ways: Sequence[Recompute]
+        self, family: Family, columns: _Columns, axis: str, recompute: Recompute | None, some: Sequence[int]
     ) -> tuple[Floats, Floats]:
-        """Tables of exposed seconds of tensor, context or expert ranks: forward, and backward with what is repeated."""
+        """Tables of exposed seconds of tensor, context or expert ranks for some kinds: forward, and backward with what
+        is repeated."""
         strides: tuple[int, ...] = getattr(columns, axis)
         if getattr(family, axis) == 1:
-            nothing = np.zeros((len(self.kinds), 1))
+            nothing = np.zeros((len(some), 1))
             return nothing, nothing
+        ways = [self.model.pinned(kind, recompute or "none") for kind in self.kinds]
         places = {stride: i for i, stride in enumerate(dict.fromkeys(strides))}
         repeated = np.array(
             [self._repeats(kind, family, axis, way) for kind, way in zip(self.kinds, ways, strict=True)]
         )
         found = [self._exchange_at(family, axis, stride, ways) for stride in places]
         here = [places[stride] for stride in strides]
-        ahead = np.stack([forward for forward, _, _ in found], axis=1)
-        back = np.stack([backward + repeated * again for _, backward, again in found], axis=1)
+        ahead = np.stack([forward[some] for forward, _, _ in found], axis=1)
+        back = np.stack([(backward + repeated * again)[some] for _, backward, again in found], axis=1)
         return ahead[:, here], back[:, here]
 
     def _repeats(self, kind: Kind, family: Family, axis: str, way: Recompute) -> bool:
@@ -451,9 +447,9 @@ class ShapeBounds:
             pipeline=tuple(at.pipeline for at in placed),
             context=tuple(at.context for at in placed),
             expert=tuple(at.expert for at in placed),
-            gather=self._rates("all_gather", sharding),
-            scatter=self._rates("reduce_scatter", sharding),
-            reduce=self._rates("all_reduce", replicas),
+            gather=self._rates("all_gather", sharding, leaves.anywhere),
+            scatter=self._rates("reduce_scatter", sharding, leaves.anywhere),
+            reduce=self._rates("all_reduce", replicas, leaves.anywhere),
             held=Held(*held[which].T),
         )
 
@@ -476,10 +472,14 @@ class ShapeBounds:
             expert=min(most, shape.expert_stride),
         )
 
-    def _rates(self, kind: Collective, groups: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
-        """Columns of (seconds per byte, seconds of latency) of a collective of groups of (size, stride)."""
-        known = self._known_rates.setdefault(kind, {})
-        known.update({group: ring_rates(kind, self.model.links(*group)) for group in {*groups} - known.keys()})
+    def _rates(self, kind: Collective, groups: Sequence[tuple[int, int]], anywhere: bool) -> tuple[Floats, Floats]:
+        """Columns of (seconds per byte, seconds of latency) of a collective of groups of (size, stride); anywhere: of
+        their size where each takes least."""
+        known, model = self._known_rates.setdefault((kind, anywhere), {}), self.model
+        for size, stride in {*groups} - known.keys():
+            strides = model.places(size) if anywhere else (stride,)
+            rates = [ring_rates(kind, model.links(size, apart)) for apart in strides]
+            known[size, stride] = min(rate for rate, _ in rates), min(latency for _, latency in rates)
         found = np.array([known[group] for group in groups])
         return found[:, 0], found[:, 1]
 
@@ -551,7 +551,7 @@ class ShapeBounds:
             groups = list(zip(columns.degree.tolist(), columns.tensor, strict=True))
             examples = dict(zip(groups, leaves.each, strict=True))
             seconds = np.zeros((len(self.kinds), len(groups)))
-            for i, kind in enumerate(self.kinds):
+            for i, kind in enumerate(() if leaves.anywhere else self.kinds):
                 if self.model.whole_gradients_s(kind, shape):
                     found = {g: self.model.whole_gradients_s(kind, family.shape(leaf)) for g, leaf in examples.items()}
                     seconds[i] = [found[group] for group in groups]

@@ -133,6 +133,8 @@ class Leaves:
     """The leaves of a family; told apart by identity, as keys of what is known of them."""
 
     each: tuple[Leaf, ...]
+    anywhere: bool = False
+    """Whether each stands for all orders of the mesh axes, at what traffic takes least over them."""
 
 
 Placing = tuple[tuple[Axis, ...], tuple[int, ...]]
@@ -217,6 +219,7 @@ class Space:
         self._known_orders: dict[tuple[object, ...], tuple[Placing, ...]] = {}
         self._known_leaves: dict[tuple[int, ...], Number] = {}
         self._known_shapes: dict[tuple[int, ...], Leaves] = {}
+        self._known_unplaced: dict[tuple[int, ...], Leaves] = {}
 
     def families(self) -> Iterator[Family]:
         """Legal families; fills `rejected` on the way."""
@@ -419,18 +422,31 @@ class Space:
 
     def leaves(self, family: Family) -> "Leaves":
         """What the shapes of a family differ in: one object for all families that have the same."""
-        split, several = family.split, family.num_microbatches > 1
-        key = *self._leaves_key(split), several
+        key = self._leaves_of_key(family)
         if key not in self._known_shapes:
-            count = 2 if several else 1
             found = [
-                Leaf(replicate, shard, sync, reshard, order, kinds)
-                for replicate, shard in self._data_splits(split)
-                for sync, reshard in _modes(self.pins, split.pipeline, shard * split.context > 1, count)
-                for order, kinds in self._orders(split, replicate, shard)
+                replace(leaf, mesh_axes=order, kind_order=kinds)
+                for leaf in self.unplaced(family).each
+                for order, kinds in self._orders(family.split, leaf.data_replicate, leaf.data_shard)
             ]
             self._known_shapes[key] = Leaves(tuple(found))
         return self._known_shapes[key]
+
+    def unplaced(self, family: Family) -> "Leaves":
+        """The same, each but once for all orders of the mesh axes and of the kinds of devices."""
+        key = self._leaves_of_key(family)
+        if key not in self._known_unplaced:
+            split, count = family.split, min(2, family.num_microbatches)
+            found = [
+                Leaf(replicate, shard, sync, reshard)
+                for replicate, shard in self._data_splits(split)
+                for sync, reshard in _modes(self.pins, split.pipeline, shard * split.context > 1, count)
+            ]
+            self._known_unplaced[key] = Leaves(tuple(found), anywhere=True)
+        return self._known_unplaced[key]
+
+    def _leaves_of_key(self, family: Family) -> tuple[int, ...]:
+        return *self._leaves_key(family.split), family.num_microbatches > 1
 
     def _data_splits(self, split: Split) -> list[tuple[int, int]]:
         """(data_replicate, data_shard) pairs over whose ranks the experts can be spread."""
