@@ -24,6 +24,7 @@ def fitted_costs(
         attention=fit_bytes([run.attention for run in runs], degree, size),
         selective=fit_bytes([run.selective for run in runs], degree, size),
         part_bytes=_part_bytes(runs, parts, degree, size),
+        part_peaks=_part_peaks(runs, parts, degree, size),
         inputs=fit_bytes([run.inputs for run in runs], degree, size),
         forward_transient=fit_bytes([run.forward_transient for run in runs], degree, size),
         backward_transient=fit_bytes([run.backward_transient for run in runs], degree, size),
@@ -144,6 +145,16 @@ def _part_bytes(runs: Sequence[Observation], parts: tuple[str, ...], degree: int
         )
         for saved_in, given_to in keys
     )
+
+
+def _part_peaks(runs: Sequence[Observation], parts: tuple[str, ...], degree: int, size: int) -> tuple[Bytes, ...]:
+    """What lives while the parts run backward."""
+    each = [
+        run.calls.peaks(parts, [op for op in run.ops if op.backward], run.peak_of, run.saved)
+        for run in runs
+        if run.calls is not None and run.peak_of is not None
+    ]
+    return tuple(fit_bytes(peaks, degree, size) for peaks in zip(*each, strict=True))
 
 
 def _collectives(runs: Sequence[Observation], parts: tuple[str, ...]) -> tuple[CollectiveProfile, ...]:

@@ -20,7 +20,7 @@ from .layers.chain_watch import Cursor, stubbed
 from .layers.producers import Producers
 from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import Producer
-from .part_watch import ModuleCalls
+from .part_watch import ModuleCalls, PeakOf
 from .run_shapes import Shapes, TensorSpec
 
 
@@ -85,6 +85,8 @@ class Observation:
     """Whether something is written into that unfused attention has read, and not made."""
     calls: ModuleCalls | None = None
     """Calls of the layer's modules, and what is saved in them."""
+    peak_of: PeakOf | None = None
+    """The most that lived between two moments."""
 
 
 SELECTIVELY_KEPT = ("matmul", "attention")
@@ -233,7 +235,7 @@ class LayerRun:
         seen.saves_in_fp32 = [*(p in left for p in leaving), *(p in arrived for p in self._arriving)]
         self._find_experts(forward)
         self.calls.left_out, self.calls.returned, self.calls.arrived = elsewhere, returned, set(self._arrived_as)
-        seen.calls = self.calls
+        seen.calls, seen.peak_of = self.calls, self._peak_of
         for tensor in self._leaves.values():
             seen.inputs += self.storages.size(tensor)
             seen.arrived[self.storages.number(tensor)] = tensor.requires_grad
@@ -249,6 +251,12 @@ class LayerRun:
             )
             for start, stop, without in spans
         )
+
+    def _peak_of(self, start: int, end: int) -> Size:
+        """The most that lived at once between two moments, without gradients of weights."""
+        peak = self.storages.peak(start, end, self.fake.dtype.itemsize, self._gradients)
+        in_fp32 = self.storages.peak_in_fp32(start, end, self._gradients)
+        return Size(peak.elements, peak.other_bytes, in_fp32 - peak.fp32_bytes)
 
     def _attention_core(self, forward: list[Op]) -> set[int]:
         """Storages made from the scores of unfused attention up to its output; marks the operators that make them.

@@ -76,6 +76,8 @@ class Op:
     call: int = -1
     """Forward only: the module call in which it ran, as ModuleCalls numbers them."""
     within: str = ""
+    moment: int = 0
+    """Births and deaths of storages until it had run."""
     arguments: tuple[Any, ...] = field(default=(), repr=False)
 
 
@@ -201,6 +203,7 @@ class Recorder(Mode):
             op.flops = op_flops(func, args, kwargs, out)
             op.moved = self._moved(name, inputs, outputs)
             op.shape = product_shape(name, args)
+        op.moment = len(self.storages.log)
         op.arguments = tuple(a for a in args if not isinstance(a, torch.Tensor))
         self.ops.append(op)
         return out

@@ -128,6 +128,11 @@ class Costs(_Document):
     part_bytes: tuple[PartBytes, ...] = Field(
         default=(), description="what the layer's parts save and are given; what is kept in any case is left out"
     )
+    part_peaks: tuple[Bytes, ...] = Field(
+        default=(),
+        description="[parts that have not begun their backward] -> the peak until the next one has, beyond `saved` "
+        "(or below it, as some is gone), with the forward of the last one begun, if it runs again; empty without parts",
+    )
     inputs: Bytes = Field(description="activations from layers before; CrossingTensor says who keeps them")
     forward_transient: Bytes = Field(description="peak of the forward above saved and inputs")
     backward_transient: Bytes = Field(description="the same of the backward, without weight gradients")

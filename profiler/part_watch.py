@@ -1,12 +1,15 @@
 """Which submodules of a layer can be run again by themselves in the backward, and what is kept when they are."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from .meters import Op, Size, Storages
 from .model_profile import MOST_PARTS
+
+PeakOf = Callable[[int, int], Size]
 
 Key = tuple[tuple[int, ...], tuple[int, ...]]
 """Parts inside of which a tensor is saved, and parts that are given it."""
@@ -17,12 +20,14 @@ _NARROW = 2
 
 @dataclass
 class _Call:
-    """One call of a module: after how many operators it began and last saved a tensor; outer: the call around it."""
+    """One call of a module: after how many operators it began and last saved a tensor; outer: the call around it;
+    moments: births and deaths of storages until then, both times."""
 
     name: str
     outer: int
     begin: int
     given: set[int]
+    moments: tuple[int, int]
     saved_after: int = 0
 
 
@@ -30,8 +35,9 @@ class _Call:
 class ModuleCalls:
     """Calls of the modules in a layer, and where in them tensors were saved.
 
-    Part of a layer: a module that runs once, saves what nobody else does, and finds what it was given when it runs
-    again. Its forward is repeated by torch.utils.checkpoint: kept are what it is given and what is saved elsewhere.
+    Part of a layer: a module that runs once, saves more that nobody else does than it is given, and finds what it was
+    given when it runs again. Its forward is repeated by torch.utils.checkpoint: kept are what it is given and what is
+    saved elsewhere.
     """
 
     storages: Storages
@@ -51,7 +57,8 @@ class ModuleCalls:
 
     def begin(self, name: str, given: set[int], num_ops: int) -> None:
         """A module is called with tensors of these storages."""
-        self._calls.append(_Call(name, self.innermost, num_ops, given))
+        moment = len(self.storages.log)
+        self._calls.append(_Call(name, self.innermost, num_ops, given, (moment, moment)))
         self._running.append(len(self._calls) - 1)
 
     def end(self) -> None:
@@ -62,7 +69,8 @@ class ModuleCalls:
         """Autograd keeps a tensor for the backward."""
         self._saved.append((storage, self.innermost))
         for call in self._running:
-            self._calls[call].saved_after = num_ops
+            item = self._calls[call]
+            item.saved_after, item.moments = num_ops, (item.moments[0], len(self.storages.log))
 
     def parts(self, ops: Sequence[Op]) -> tuple[str, ...]:
         """Names of the layer's parts in the order in which they run: at most so many, those that give up most bytes.
@@ -77,7 +85,7 @@ class ModuleCalls:
             self._calls[i].name for i in outermost if count[self._calls[i].name] == 1 and self._is_able(i, ops)
         )
         sizes = self.sizes(able)
-        freed = {name: sizes.get(((i,), ()), Size()) for i, name in enumerate(able)}
+        freed = {name: sizes.get(((i,), ()), Size()) - sizes.get(((), (i,)), Size()) for i, name in enumerate(able)}
         width = {name: _NARROW * size.elements + size.other_bytes for name, size in freed.items()}
         most = sorted((name for name in able if width[name] > 0), key=lambda name: -width[name])[:MOST_PARTS]
         return tuple(name for name in able if name in most)
@@ -121,6 +129,37 @@ class ModuleCalls:
                 size = self.storages.sizes.get(root, Size())
                 found[_key(saved_in, given_to)] += Size(in_fp32=size.fp32_bytes)
         return {key: size for key, size in found.items() if size != Size()}
+
+    def peaks(self, parts: tuple[str, ...], backward: Sequence[Op], peak_of: PeakOf, saved: Size) -> list[Size]:
+        """[parts that have not begun their backward] -> the peak beyond `saved` until the next one begins, with what
+        the forward of the one that has begun holds for a while, if it runs again first. backward: operators of the
+        backward; peak_of: the most that lived between two moments."""
+        if not parts or not backward:
+            return [Size()] * (len(parts) + 1 if parts else 0)
+        ahead = len(parts)
+        starts = {ahead: backward[0].moment}
+        for before, op in pairwise(backward):
+            here = next((i for i, name in enumerate(parts) if f"{op.module}.".startswith(f"{name}.")), ahead)
+            if here < ahead:
+                ahead = here
+                starts[ahead] = before.moment
+        found: list[Size] = []
+        ends, end = {}, backward[-1].moment
+        for number in sorted(starts):
+            ends[number], end = end, starts[number]
+        sizes = self.sizes(parts)
+        for number in range(len(parts), -1, -1):
+            if number not in starts:  # none begins then
+                found.append(found[-1] if found else Size())
+                continue
+            most = peak_of(starts[number], ends[number])
+            if number < len(parts):
+                call = next(c for c in self._calls if c.name == parts[number])
+                level, first = peak_of(starts[number], starts[number]), peak_of(call.moments[0], call.moments[0])
+                again = level + peak_of(*call.moments) - first - sizes.get(((number,), ()), Size())
+                most = max(most, again, key=lambda size: _NARROW * size.elements + size.other_bytes)
+            found.append(most - saved)
+        return found[::-1]
 
     def within(self, call: int, after: int, parts: tuple[str, ...], last: bool = False) -> str:
         """The part in which something ran after so many operators, if that part runs it again: nothing behind the last

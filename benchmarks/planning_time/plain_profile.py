@@ -105,11 +105,20 @@ def _in_parts(costs: Costs, parts: Sequence[Part]) -> Costs:
     sizes += [
         PartBytes(saved_in=(i,), given_to=(i + 1,), size=_scaled(costs.saved, parts[i].freed / 8)) for i in range(last)
     ]
+    gone = [_scaled(costs.saved, -part.freed) for part in parts]
+    peaks = [_sum([costs.backward_transient, *gone[number + 1 :]]) for number in range(len(parts) + 1)]
     names = iter([part.name for part in parts])
     collectives = tuple(
         c.model_copy(update={"within": next(names, "")}) if c.part == "forward" else c for c in costs.collectives
     )
-    return costs.model_copy(update={"operators": tuple(moved), "part_bytes": tuple(sizes), "collectives": collectives})
+    return costs.model_copy(
+        update={
+            "operators": tuple(moved),
+            "part_bytes": tuple(sizes),
+            "part_peaks": tuple(peaks),
+            "collectives": collectives,
+        }
+    )
 
 
 def _share(op: OpProfile, share: float, within: str) -> OpProfile:
@@ -119,6 +128,14 @@ def _share(op: OpProfile, share: float, within: str) -> OpProfile:
 
 def _scaled(size: Bytes, share: float) -> Bytes:
     (a, b, c, d), (e, f, g, h) = ([share * n for n in amount] for amount in (size.elements, size.other_bytes))
+    return Bytes(elements=(a, b, c, d), other_bytes=(e, f, g, h))
+
+
+def _sum(sizes: Sequence[Bytes]) -> Bytes:
+    (a, b, c, d), (e, f, g, h) = (
+        [sum(numbers) for numbers in zip(*amounts, strict=True)]
+        for amounts in ([size.elements for size in sizes], [size.other_bytes for size in sizes])
+    )
     return Bytes(elements=(a, b, c, d), other_bytes=(e, f, g, h))
 
 

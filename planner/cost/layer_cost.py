@@ -30,6 +30,7 @@ from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_produc
 from .kept import kept
 from .kinds import Kind, kinds_of
 from .layer_parts import (
+    backward_at,
     given_to_parts,
     keeps_arriving,
     kept_at,
@@ -644,7 +645,11 @@ class CostModel:
         kept -= 0.0 if recompute == "full" else min(again, kept)
         saved *= memory.kept("none", precision)
         kept, arriving = (part * memory.kept(recompute, precision) for part in (kept, arriving))
-        backward += max(0.0, saved + beside - kept)
+        if parts_of(recompute):
+            most = backward_at(self.layer_class(kind), costs, recompute, batch, element_bytes, tensor)
+            backward = max(backward, most + saved + beside - kept)
+        else:
+            backward += max(0.0, saved - kept)
         return kept + arriving, _Working(forward, backward, max(saved, kept), logits)
 
     def least_transient_bytes(self, kind: Kind, shape: Shape) -> float:

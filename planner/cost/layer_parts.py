@@ -44,6 +44,23 @@ def kept_at(
     return size
 
 
+def backward_at(
+    layer_class: LayerClass, costs: Costs, recompute: Recompute, batch: float, element_bytes: int, tensor: int
+) -> float:
+    """Bytes beyond `saved` at the peak of a backward that recomputes parts: what they save comes back for one part
+    after the other."""
+    named = _indices(layer_class, recompute)
+    gone = [(max(item.saved_in), item.size) for item in costs.part_bytes if item.saved_in and not item.is_kept(named)]
+    return max(
+        (
+            peak.at(batch, element_bytes, tensor)
+            - sum(size.at(batch, element_bytes, tensor) for last, size in gone if last < number)
+            for number, peak in enumerate(costs.part_peaks)
+        ),
+        default=costs.backward_transient.at(batch, element_bytes, tensor),
+    )
+
+
 def given_to_parts(layer_class: LayerClass, costs: Costs, recompute: Recompute) -> list[PartBytes]:
     """Tensors made in a layer that are kept because recomputed parts are given them."""
     named = _indices(layer_class, recompute)

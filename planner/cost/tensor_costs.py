@@ -65,6 +65,7 @@ def _changed(base: Costs, alone: list[Costs], peaks_fall: bool) -> Costs:
         attention=total("attention"),
         selective=total("selective"),
         part_bytes=_part_bytes(base, alone),
+        part_peaks=_part_peaks(base, alone),
         inputs=total("inputs"),
         forward_transient=peak("forward_transient"),
         backward_transient=peak("backward_transient"),
@@ -86,6 +87,14 @@ def _part_bytes(base: Costs, alone: list[Costs]) -> tuple[PartBytes, ...]:
         )
         for saved_in, given_to in sorted({key for table in (first, *tables) for key in table})
     )
+
+
+def _part_peaks(base: Costs, alone: list[Costs]) -> tuple[Bytes, ...]:
+    """The same of peaks while parts run backward: the highest of what one cut shows, and of all changes."""
+    found = []
+    for here, *others in zip(base.part_peaks, *(costs.part_peaks for costs in alone), strict=True):
+        found.append(max([_sum_of_bytes(here, others), *others], key=lambda size: size.at(1, 2, 2)))
+    return tuple(found)
 
 
 def _collectives(base: Costs, alone: list[Costs]) -> tuple[CollectiveProfile, ...]:
