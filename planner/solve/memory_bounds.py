@@ -145,6 +145,8 @@ class MemoryBounds:
     def _grouped(self, family: Family, leaves: Leaves, each_s: Floats, some: Ints) -> tuple[Ints, Ints, Floats]:
         """(one of these shapes for each that differs in more than its place, which of them each is like, least of their
         columns of `each_s`): shapes that are placed differently have the same memory."""
+        if leaves.anywhere:
+            return np.arange(len(some)), np.arange(len(some)), each_s
         alike = self.bounds.alike(family, leaves)[1]
         _, first, where = np.unique(alike[some], return_index=True, return_inverse=True)
         order = np.argsort(where, kind="stable")
