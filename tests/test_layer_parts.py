@@ -4,9 +4,12 @@ import math
 from dataclasses import replace
 
 import pytest
+from small_models import small_model
 from synthetic import SEQ_LEN, cluster, device, layer_class, profile, with_experts
 from test_wide_space import with_attention
 
+from benchmarks.accuracy import cases
+from benchmarks.planning_time.cases import options_of_a_block
 from benchmarks.planning_time.plain_profile import Part, with_parts
 from meshwright.executor.reporting.report import choice_in_words
 from meshwright.planner.check import check
@@ -117,6 +120,16 @@ def test_every_choice_of_parts_is_offered_only_when_asked() -> None:
 
     assert not any(parts_of(option.recompute) for option in usual)
     assert {option.recompute for option in more} - {option.recompute for option in usual} == set(ways_of_parts(block()))
+
+
+def test_a_block_of_llama_has_36_options() -> None:
+    """None, selective, full and 15 choices of its two norms, attention and feed-forward; each with parameters given
+    back or kept, and with activations on the device or on the host."""
+    llama = cases.profile_of(small_model("llama"))
+
+    counts = [options_of_a_block(llama, pins) for pins in (Pins(), Pins(parts=True), Pins(everything=True))]
+
+    assert counts == [3 * 2, 18 * 2, 18 * 2 * 2]
 
 
 def test_the_search_recomputes_other_parts_in_every_layer_as_memory_asks() -> None:

@@ -18,7 +18,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .cases import CASES, LAYER_WISE, MOST_GROWTH, SCALES, Case
+from meshwright.planner.strategy import Pins
+from meshwright.profiler.model_profile import load_profile
+
+from .cases import CASES, LAYER_WISE, MOST_GROWTH, SCALES, Case, options_of_a_block
 
 RUNS = 3
 """Of each search."""
@@ -175,6 +178,19 @@ def more_memory(timings: Sequence[Timing]) -> str:
     )
 
 
+WIDER = (Pins(), Pins(parts=True), Pins(everything=True))
+"""Pins under which the options of a layer are counted."""
+
+
+def told_options(counts: Sequence[int]) -> str:
+    """How many options a block has, in words."""
+    usual, with_parts, everything = counts
+    return (
+        f"Options of each of the 32 blocks there: {everything}, of which {usual} are in the usual search and {with_parts} "
+        "in that with recompute of parts"
+    )
+
+
 def plot(scales: Sequence[Timing], path: Path) -> bool:
     """Search seconds over GPUs; False without matplotlib."""
     try:
@@ -212,6 +228,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         print(HEAD, flush=True)
         timings = [_told(case, Path(name), from_shell=True) for case in cases]
+        block = Path(name) / "llama3_8b_None.json"
+        counts = [options_of_a_block(load_profile(block), pins) for pins in WIDER] if block.exists() else []
         scales = [] if asked.only else [_told(case, Path(name), from_shell=False) for case in SCALES]
     took_min = (time.monotonic() - begun) / 60
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -220,7 +238,8 @@ def main() -> None:
         f"`python -m benchmarks.planning_time`, {os.cpu_count()} cores, {took_min:.0f} minutes\n\n{table(timings)}\n"
     )
     if scales:
-        text += f"\n{more_memory(timings)}\n{ELSEWHERE}\n## More GPUs\n\n{growth(scales)}\n\n{table(scales)}\n"
+        text += f"\n{more_memory(timings)}\n\n{told_options(counts)}\n{ELSEWHERE}\n"
+        text += f"## More GPUs\n\n{growth(scales)}\n\n{table(scales)}\n"
         if plot(scales, asked.out / "scaling.png"):
             text += "\n![Search time over GPUs](scaling.png)\n"
     (asked.out / "planning_time.md").write_text(text)
