@@ -201,7 +201,7 @@ class Explorer:
         later: list[tuple[float, int, Family, bool]] = []
         layouts: set[tuple[object, ...]] = set()
         while heap or later:
-            if later and (not heap or heap[0][0] >= best):
+            if later and (not heap or best < cutoff_s):
                 heap += later  # now that there is a plan to be compared with
                 heapq.heapify(heap)
                 later = []
