@@ -57,6 +57,10 @@ class Chunking:
         """What decides which rank holds which stage."""
         return self.schedule == "zb-v", self.num_ranks, self.virtual
 
+    def flights(self, num_microbatches: int) -> tuple[float, ...]:
+        """[stage] -> micro-batches whose activations it holds when its rank holds most."""
+        return _flights(self.schedule, self.num_ranks, num_microbatches, self.virtual)
+
     @property
     def holds(self) -> Floats:
         """[rank][stage] -> 1 where the rank holds the stage."""
@@ -115,7 +119,6 @@ def _holds(frame: Chunking) -> Floats:
 
 @lru_cache(maxsize=256)
 def _flights(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[float, ...]:
-    """[stage] -> micro-batches whose activations it holds when its rank holds most."""
     shape = Shape(1, 1, 1, num_ranks, 1, num_microbatches, schedule=schedule, virtual_stages=virtual)
     return tuple(float(shape.in_flight(stage)) for stage in range(num_ranks * virtual))
 
@@ -188,12 +191,12 @@ class LeastRecompute:
     @classmethod
     def of(cls, shape: Shape, layers: Recomputable) -> "LeastRecompute":
         """That of a shape's frame."""
-        flights = np.array(_flights(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages))
+        frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+        flights = np.array(frame.flights(shape.num_microbatches))
         if shape.virtual_stages == 1:  # a running maximum: at the last layer's turn another micro-batch may be gone
             flights = np.minimum(flights, max(1, shape.num_microbatches - 1))
             nothing = [np.zeros_like(turn) for turn in layers.turn]
             layers = replace(layers, turn=nothing, paired=nothing)
-        frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
         return cls(frame, layers, layers.ways, flights)
 
     def added_s(self, cuts: Cuts, static: Floats, free: Floats, crossing: Floats) -> list[Floats]:
@@ -303,18 +306,21 @@ class Chunkings:
             return tried
         here = np.searchsorted(places, tried[0].places)
         now = over(here)
+        gained, boundaries = _gained(frame, tuple(held.flights.tolist())), np.arange(frame.num_stages + 1)
         while now.max() > 0:
-            moved = here + handed_on(frame, int(now.argmax()))
-            moved = moved[(np.diff(moved) > 0).all(axis=1)]
-            if not len(moved):
+            first, last, up = _legal_ranges(frame, int(now.argmax()), here)
+            if not len(first):
                 break
-            after = over(moved)
+            kept, fixed = (_steps(table, here) for table in before[:2])
+            more = np.cumsum(kept[:, :, None] * gained + fixed[:, :, None] * _gained(frame), axis=1)
+            after = now + more[up, last] - more[up, first]
             too_much = np.maximum(after, 0.0).sum(axis=1)
-            if too_much.min() >= np.maximum(now, 0.0).sum():
+            if too_much.min() >= np.maximum(now, 0.0).sum() * (1 - ROUNDING):
                 break
-            least = np.flatnonzero(too_much == too_much.min())
-            best = least[np.lexsort(evenness(moved[least], before[2], frame).T[::-1])[0]]
-            here, now = moved[best], after[best]
+            least = np.flatnonzero(too_much <= too_much.min() * (1 + ROUNDING))
+            moved = here + _moves(first[least], last[least], up[least], boundaries)
+            best = np.lexsort(evenness(moved, before[2], frame).T[::-1])[0]
+            here, now = moved[best], over(moved[best])
         found = self._counted(frame, tuple(places[i] for i in here))
         return [*tried, found] if found.places not in {cuts.places for cuts in tried} else tried
 
@@ -364,26 +370,23 @@ def _improved(cuts: tuple[int, ...], places: Sequence[int], frame: Chunking, per
     here = np.searchsorted(places, cuts)
     best = tuple(evenness(here[None], passed, frame)[0].tolist())
     gained, boundaries = _gained(frame), np.arange(frame.num_stages + 1)
-    step_s = np.zeros((2, frame.num_stages + 1))  # what a boundary's move by one place down or up hands on
     for _ in range(4 * frame.num_stages):
         loads = frame.holds @ np.diff(passed[here])
-        first, last, up = _ranges(frame, int(loads.argmax()))
-        giver = np.where(up, last, first)
-        legal = here[giver + 1] - here[giver] > 1
-        first, last, up = first[legal], last[legal], up[legal]
+        first, last, up = _legal_ranges(frame, int(loads.argmax()), here)
         if not len(first):
             break
-        inner = here[1:-1]
-        step_s[:, 1:-1] = passed[inner - 1] - passed[inner], passed[inner + 1] - passed[inner]
-        more = np.cumsum(step_s[:, :, None] * gained, axis=1)
+        more = np.cumsum(_steps(passed, here)[:, :, None] * gained, axis=1)
         ranks = loads + more[up, last] - more[up, first]
         worst = ranks.max(axis=1)
-        fastest = np.flatnonzero(worst == worst.min())
-        as_slow = (ranks[fastest] == worst[fastest, None]).sum(axis=1)
+        least = worst.min()
+        if least > best[0]:
+            break
+        fastest = np.flatnonzero(worst == least)
+        as_slow = (ranks[fastest] == least).sum(axis=1)
         near = fastest[as_slow == as_slow.min()]
         moved = here + _moves(first[near], last[near], up[near], boundaries)
         squares = (np.diff(passed[moved]) ** 2).sum(axis=1)
-        found = float(worst[near[0]]), float(as_slow.min()), float(squares.min())
+        found = float(least), float(as_slow.min()), float(squares.min())
         if found >= best:
             break
         here, best = moved[int(squares.argmin())], found
@@ -409,13 +412,23 @@ def evenness(cuts: Ints, passed: Floats, frame: Chunking) -> Floats:
 
 
 @lru_cache(maxsize=256)
-def _gained(frame: Chunking) -> Floats:
-    """[boundary][rank] -> 1 where what moves up past the boundary comes to the rank, -1 where it goes from it."""
+def _gained(frame: Chunking, of_stages: tuple[float, ...] | None = None) -> Floats:
+    """[boundary][rank] -> 1 where what moves up past the boundary comes to the rank, -1 where it goes from it; or what
+    it counts in the stage that it comes to and goes from."""
+    worth = frame.holds * (1.0 if of_stages is None else np.array(of_stages))
     gained = np.zeros((frame.num_stages + 1, frame.num_ranks))
-    gained[1:] += frame.holds.T
-    gained[:-1] -= frame.holds.T
+    gained[1:] += worth.T
+    gained[:-1] -= worth.T
     gained[[0, -1]] = 0.0
     return gained
+
+
+def _steps(passed: Floats, here: Ints) -> Floats:
+    """[down, up][boundary] -> what a move of it by one place hands on. passed: [place] -> what is before it."""
+    inner, steps = here[1:-1], np.zeros((2, len(here)))
+    at = passed[inner]
+    steps[0, 1:-1], steps[1, 1:-1] = passed[inner - 1] - at, passed[inner + 1] - at
+    return steps
 
 
 @lru_cache(maxsize=4096)
@@ -430,6 +443,13 @@ def _ranges(frame: Chunking, rank: int) -> tuple[Ints, Ints, Ints]:
     up.sort(key=lambda move: (-move[0], move[1]))
     first, last, direction = np.array(down + up, dtype=np.int64).reshape(-1, 3).T
     return first, last, direction
+
+
+def _legal_ranges(frame: Chunking, rank: int, here: Ints) -> tuple[Ints, Ints, Ints]:
+    """The same of stages that have a place to give. here: [stage] -> number of the place where it begins."""
+    first, last, up = _ranges(frame, rank)
+    legal = np.diff(here)[np.where(up, last, first)] > 1
+    return first[legal], last[legal], up[legal]
 
 
 def _moves(first: Ints, last: Ints, up: Ints, boundaries: Ints) -> Ints:
