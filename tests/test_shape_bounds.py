@@ -80,11 +80,12 @@ def too_high(explorer: Explorer, asked: Instance, limit: int = 40) -> list[Shape
         bounds = dict(zip(everywhere.shapes, everywhere.bounds, strict=True))
         explorer._raise(everywhere, space, float("inf"))
         raised = dict(zip(everywhere.shapes, everywhere.bounds, strict=True))
+        of_family = explorer._least_with_recompute_s(family, space, float("inf"))
         for i, leaf in enumerate(leaves):
             prices = explorer.priced(family.shape(leaf), recompute, asked.pins.reshard, asked.pins.offered)
             explorer._cuts_of(family)
             solved = explorer._solved(prices, float("inf"), float("inf"))
-            bound = max(bounds.get(i, float("inf")), raised.get(i, float("inf")))
+            bound = max(of_family, bounds.get(i, float("inf")), raised.get(i, float("inf")))
             if solved is not None and solved.seconds < bound * (1 - 1e-9):
                 found.append(prices.shape)
     return found

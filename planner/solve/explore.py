@@ -314,8 +314,10 @@ class Explorer:
         if isinstance(item, tuple):
             return self._least_anywhere_s(item[0], space)
         if isinstance(item, Family):
-            alike = is_chunked(item.schedule) and not self._may_have_own(item)
-            return self._least_even_s(item, space) if alike else 0.0
+            if not is_chunked(item.schedule) or self._may_have_own(item):
+                return 0.0
+            least_s = self._least_chunks_held_s(item, space)
+            return least_s if least_s >= cutoff_s else max(least_s, self._least_even_s(item, space))
         if not self._may_hold(item):
             return float("inf")
         if isinstance(item, UnequalPrices):
@@ -352,6 +354,14 @@ class Explorer:
         if family.pipeline == 1 or self.kinds is not None:
             return 0.0
         slowest = self._memory.slowest_s(family, space.leaves(family), _recompute_of(family, space.pins), space.pins)
+        return family.num_microbatches * float(slowest.min())
+
+    def _least_chunks_held_s(self, family: Family, space: Space) -> float:
+        """The same of a chunked family, by what its schedule holds and lets layers recompute."""
+        if self.kinds is not None:
+            return 0.0
+        recompute = _recompute_of(family, space.pins)
+        slowest = self._memory.slowest_chunked_s(family, space.leaves(family), recompute, space.pins)
         return family.num_microbatches * float(slowest.min())
 
     def _raise(self, queue: _Queue, space: Space, cutoff_s: float) -> None:

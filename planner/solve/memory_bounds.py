@@ -6,17 +6,17 @@ least, so that shapes differ in what they hold of parameters, gradients and copi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes, uses_fully_shard
-from ..cost.simulate import is_chunked
+from ..cost.simulate import ZERO_BUBBLE, is_chunked
 from ..plan import Recompute
 from ..strategy import Offered, Pins, Shape
-from .chunked import Cuts, LeastRecompute, Recomputable
+from .chunked import Chunking, Cuts, LeastRecompute, Recomputable
 from .relaxed import least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
 from .shape_bounds import Fastest, ShapeBounds
 from .space import Family, Leaves
@@ -123,22 +123,36 @@ class MemoryBounds:
         """[shape] -> seconds per micro-batch that the slowest rank of a pipeline takes at least to hold all layers of
         the most frequent kind, whatever the schedule: none has fewer micro-batches in flight than 1F1B. Infinite where
         they cannot be held. recompute: as of `seconds`; it counts if it is pinned."""
-        alike, recompute = family.any_schedule, recompute if pins.recompute else None
-        key = leaves, alike, recompute, pins.offered
+        recompute = recompute if pins.recompute else None
+        return self._slowest_s(family.any_schedule, leaves, recompute, pins, _in_flight(family.any_schedule))
+
+    def slowest_chunked_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> Floats:
+        """The same of a chunked family, with what its schedule lets layers recompute, and of interleaved pipelines with
+        the micro-batches in flight in that stage of each rank which has fewest."""
+        if family.schedule in ZERO_BUBBLE:
+            return self._slowest_s(family.any_schedule, leaves, recompute, pins, _in_flight(family.any_schedule))
+        frame = Chunking(family.schedule, family.pipeline, family.virtual_stages)
+        each = frame.flights(family.num_microbatches)
+        fewest = tuple(min(each[stage] for stage in frame.stages(rank)) for rank in range(family.pipeline))
+        return self._slowest_s(replace(family, virtual_stages=2), leaves, recompute, pins, fewest)
+
+    def _slowest_s(
+        self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins, flights: tuple[float, ...]
+    ) -> Floats:
+        """The same with so many micro-batches in flight on each rank. recompute: what all layers do, if not None."""
+        key = leaves, family, recompute, pins.offered, flights
         if key not in self._known_slowest:
             kind, everywhere = self._common, np.arange(len(leaves.each))
-            ((again_s, kept),) = self._ways_of_kinds(alike, leaves, recompute, pins.offered, [kind])
-            each_s = self.bounds.microbatch_s(alike, leaves, kind, recompute, pins.reshard)
-            first, where, least_s = self._grouped(alike, leaves, each_s[None], everywhere)
-            held = self._held(alike, leaves)
-            room = self.bounds.held(alike, leaves).room / alike.pipeline + held.twice
-            room = room[first] - self.model.batch_bytes(alike.frugal)
+            ((again_s, kept),) = self._ways_of_kinds(family, leaves, recompute, pins.offered, [kind])
+            each_s = self.bounds.microbatch_s(family, leaves, kind, recompute, pins.reshard)
+            first, where, least_s = self._grouped(family, leaves, each_s[None], everywhere)
+            held = self._held(family, leaves)
+            room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
+            room = room[first] - self.model.batch_bytes(family.frugal)
             fixed = (held.fixed[kind] + held.copies[kind])[first]
             names = self._names(self.bounds.kinds[kind], recompute, pins.offered)
-            passing, _ = self._passing(alike, leaves, kind, names, kept, first)
-            most = max(1, alike.num_microbatches - 1)
-            flights = np.minimum(np.arange(alike.pipeline, 0, -1), most).astype(float)
-            alone = again_s, kept, passing, flights, int(self.bounds.counts[kind])
+            passing, _ = self._passing(family, leaves, kind, names, kept, first)
+            alone = again_s, kept, passing, np.array(flights), int(self.bounds.counts[kind])
             self._known_slowest[key] = least_slowest_of_whole_s(least_s[0], fixed, room, *alone)[where]
         return self._known_slowest[key]
 
@@ -277,3 +291,9 @@ class MemoryBounds:
         copies = np.where(data.resharded, 0.0, elements.gathered * gathered)
         twice = twice * self.bounds.shared_elements(family, leaves)
         return _Held(fixed, copies, twice, stay > 0, copied > 0)
+
+
+def _in_flight(family: Family) -> tuple[float, ...]:
+    """[rank] -> micro-batches in flight under 1F1B at the last layer's turn, when another one may be gone."""
+    most = max(1, family.num_microbatches - 1)
+    return tuple(float(min(ahead, most)) for ahead in range(family.pipeline, 0, -1))
