@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,39 @@ def test_every_kind_of_recompute_of_a_stage_is_kept() -> None:
     (options,) = small_stages(stages, [True] * 4, [])
 
     assert {o.recompute for o in options} == {"none", "full", "selective", "attention"}
+
+
+def with_recompute(plan: Plan, *kinds: Recompute) -> Plan:
+    """The plan with these kinds of recompute for its blocks, one after the other."""
+    stages, kind = [], cycle(kinds)
+    for stage in plan.stages:
+        changed = [
+            each.model_copy(update={"recompute": next(kind)}) if each.layer_class == "Block" else each
+            for each in stage.layers
+        ]
+        stages.append(Stage(layers=tuple(changed)))
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def test_parts_of_layers_are_recomputed_in_the_small_model_too() -> None:
+    loaded, profile = small_gpt()
+    plan = with_recompute(gpt_plan(data_shard=2, pipeline=2), "parts:norm1+attention", "parts:norm2")
+
+    small, _ = small_plan(plan, profile)
+    report = verify.verify(plan, loaded)
+
+    found = {each.recompute for stage in small.stages for each in stage.layers}
+    assert found == {"none", "parts:norm1+attention", "parts:norm2"}
+    assert report.ok, report.lines
+
+
+def test_parts_that_small_layers_do_not_have_are_named() -> None:
+    plan = with_recompute(gpt_plan(data_shard=2), "parts:attention+router", "parts:bank")
+
+    small, notes = small_plan(plan, small_gpt()[1])
+
+    assert {each.recompute for each in small.stages[0].layers} == {"none", "parts:attention"}
+    assert "bank, router is not recomputed here: no such part is in the small model's layers" in notes
 
 
 @pytest.mark.parametrize(

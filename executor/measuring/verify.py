@@ -6,7 +6,7 @@ enough. The plan is scaled with it: cuts in proportion, every kind of parallelis
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...planner.plan import Degrees, LayerPlan, Plan, Recompute, Stage
+from ...planner.cost.layer_parts import within
+from ...planner.plan import Degrees, LayerPlan, Plan, Recompute, Stage, parts_of
 from ...planner.strategy import (
     LayerOption,
     Shape,
@@ -275,6 +276,10 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
     )
     stages = _merged(plan.stages, degrees.pipeline * degrees.virtual_stages)
     options = small_stages(stages, [can_recompute(profile, layer) for layer in profile.layers], places)
+    options = _with_parts_there_are(options, profile)
+    lost = _parts_in(layer for stage in stages for layer in stage) - _parts_in(o for stage in options for o in stage)
+    if lost:
+        notes.append(f"{', '.join(sorted(lost))} is not recomputed here: no such part is in the small model's layers")
     cluster = cluster_of(plan.cluster.device, degrees.num_devices)
     return make_plan(profile, cluster, training, shape, options), tuple(notes)
 
@@ -321,6 +326,22 @@ def small_stages(
             [LayerOption(recompute=recompute.get(i, "none"), reshard=i in reshard) for i in range(end - first)]
         )
     return options
+
+
+def _with_parts_there_are(options: Sequence[Sequence[LayerOption]], profile: ModelProfile) -> list[list[LayerOption]]:
+    """[stage][layer] options that name only parts which the layers have: a layer may stand for one of another class."""
+    layers = iter(profile.layers)
+    return [
+        [
+            replace(option, recompute=within(profile.classes[layer.layer_class], option.recompute))
+            for option, layer in zip(stage, layers, strict=False)
+        ]
+        for stage in options
+    ]
+
+
+def _parts_in(layers: Iterable[LayerPlan | LayerOption]) -> set[str]:
+    return {part for layer in layers for part in parts_of(layer.recompute)}
 
 
 def _merged(stages: Sequence[Stage], count: int) -> list[list[LayerPlan]]:
