@@ -6,6 +6,7 @@ are compared down to 2e-7 of the model's largest.
 """
 
 import functools
+import gc
 import os
 
 import pytest
@@ -32,6 +33,7 @@ from torch import nn
 from zoo import zoo_module
 
 from meshwright.executor import Trainer
+from meshwright.executor.parallel.tensor_forwards import SharedInput
 from meshwright.planner.plan import Axis, Plan, Recompute
 from meshwright.planner.strategy import Cuts
 from meshwright.profiler.load import LoadedModel, load_model
@@ -193,6 +195,7 @@ PARTS = {
     ),
     "tensor 2, parts of layers": Case("llama", tensor=2, recompute="parts:self_attn+mlp"),
     "tensor 2, parts between cuts": Case("normed", tensor=2, recompute="parts:norm+attention.q+attention.k_norm"),
+    "tensor 2, parts with one input": Case("parallel", tensor=2, recompute=("parts:net", "parts:attention")),
     "tensor 2 + sequence, parts that gather": Case(
         "llama", tensor=2, more={"sequence": True}, recompute=("parts:mlp", "parts:self_attn", "parts:self_attn+mlp")
     ),
@@ -303,11 +306,23 @@ class _Block(nn.Module):
         return x + self.attention(self.norm(x))
 
 
+class _ParallelBlock(_Block):
+    """Attention and a net, side by side, of one norm."""
+
+    def __init__(self, width: int, heads: int, attention: type[_Attention] = _Attention) -> None:
+        super().__init__(width, heads, attention)
+        self.net = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.attention(y) + self.net(y)
+
+
 class _Normed(nn.Module):
-    def __init__(self, attention: type[_Attention] = _Attention) -> None:
+    def __init__(self, attention: type[_Attention] = _Attention, block: type[_Block] = _Block) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, 32)
-        self.blocks = nn.ModuleList(_Block(32, 4, attention) for _ in range(2))
+        self.blocks = nn.ModuleList(block(32, 4, attention) for _ in range(2))
         self.head = nn.Linear(32, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -325,6 +340,8 @@ def _constructor(name: str) -> nn.Module:
         return _Normed()
     if name == "unfused":
         return _Normed(_UnfusedAttention)
+    if name == "parallel":
+        return _Normed(block=_ParallelBlock)
     import transformers
 
     if name == "gpt2":
@@ -418,6 +435,20 @@ def test_plan_gives_the_numbers_of_one_process(name: str) -> None:
     relative = _outcomes(CASES[name].num_ranks, name in SLOW)[name]
 
     assert max(relative.values()) < TOLERANCE, relative
+
+
+def _inputs_left_behind(case: Case) -> int:
+    """Inputs that groups of columns share, and that a step has not let go."""
+    trainer = trainer_of(_loaded(case.model).build, _plan(case))
+    trainer.step(next(iter(trainer.loader(samples(VOCABULARY, 1)))))
+    return sum(len(x._converted) for x in gc.get_objects() if isinstance(x, SharedInput))
+
+
+def test_a_part_that_runs_again_alone_lets_go_of_what_it_shares() -> None:
+    case = CASES["tensor 2, parts with one input"]
+    _plan(case)
+
+    assert run_ranks(_inputs_left_behind, 2, case) == [0, 0]
 
 
 @pytest.mark.parametrize("name", FAULTS)

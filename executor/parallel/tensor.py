@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ...planner.plan import LayerPlan, Plan
+from ...planner.plan import LayerPlan, Plan, parts_of
 from ...profiler.cuts.held_tokens import own_shape
 from ...profiler.model_profile import CrossingTensor, TensorCut
+from ..torch_compat import in_backward
 from .tensor_collectives import Alike, GatherAlike, GatherSum, Slice, SumAlike, SumSlice, call
 from .tensor_forwards import (
     SharedInput,
@@ -76,6 +77,10 @@ def apply_tensor_parallel(
             _cut_parameters(stage, prefix, cut, mesh, layout, replaced, names)
             _divide_attributes(stage, prefix, cut, mesh.size())
             _replace_forwards(stage, prefix, cut, inputs[cut.name], region, sliced)
+        joint = [shared for shared in inputs.values() if shared.num_groups > 1]
+        for part in parts_of(layer.recompute) if joint else ():
+            module = _submodule(stage, prefix, part)
+            module.forward = _forgetting_behind_repetition(module.forward, joint)
         if sliced:
             layout.partial.update(names[id(stage.get_parameter(name))] for name in layer.parameters)
         region.hook(stage, layer, gather_after=sliced and next_layer is not None and not is_sliced(plan, next_layer))
@@ -185,6 +190,21 @@ def _forgetting(inputs: Iterable[SharedInput]) -> Callable[..., None]:
             shared.clear()
 
     return hook
+
+
+def _forgetting_behind_repetition(forward: Callable[..., Any], inputs: Iterable[SharedInput]) -> Callable[..., Any]:
+    """The forward of a part of a layer that is recomputed: what it read together with groups outside of the part, which
+    do not run again, is let go when its repetition ends, be it before its own end."""
+    every = list(dict.fromkeys(inputs))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for shared in every if in_backward() else ():
+                shared.clear()
+
+    return run
 
 
 def _replace_forwards(

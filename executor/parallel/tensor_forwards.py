@@ -40,11 +40,11 @@ def with_bias(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
 
 
 class SharedInput:
-    """Converts the input of columns once per tensor, though each column of some groups asks for it."""
+    """Converts the input of columns once per tensor, though each column of `num_groups` groups asks for it."""
 
     def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor], num_groups: int = 1) -> None:
         self._convert = convert
-        self._num_groups = num_groups
+        self.num_groups = num_groups
         self._num_done = 0
         self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -59,7 +59,7 @@ class SharedInput:
     def done(self) -> None:
         """A group's row is reached, so its columns have run; after the last one all is forgotten."""
         self._num_done += 1
-        if self._num_done == self._num_groups:
+        if self._num_done == self.num_groups:
             self.clear()
 
     def clear(self) -> None:
