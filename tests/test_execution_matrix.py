@@ -28,6 +28,7 @@ def test_draws_differ_from_each_other_and_not_from_run_to_run() -> None:
         ("mlp", 2, "frozen"),
         ("gpt", 2, "compiled"),
         ("mlp", 4, "unequal"),
+        ("gpt", 2, "parts"),
     ],
 )
 def test_a_drawn_plan_gives_the_numbers_of_one_process(model: str, ranks: int, kind: drawn.Kind) -> None:

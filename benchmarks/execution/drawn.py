@@ -14,10 +14,11 @@ from torch import nn
 
 from benchmarks.accuracy import cases
 from meshwright.planner.check import check
+from meshwright.planner.cost.kinds import Kind as LayerKind
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.simulate import ZERO_BUBBLE
 from meshwright.planner.cost.software import COMPILING
-from meshwright.planner.plan import AXES, EXECUTABLE_RECOMPUTES, Plan, Recompute
+from meshwright.planner.plan import AXES, EXECUTABLE_RECOMPUTES, Plan, Recompute, parts_of
 from meshwright.planner.solve.columns import Chain
 from meshwright.planner.solve.space import Family, Space
 from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
@@ -44,9 +45,10 @@ gradient norms by up to 2.2e-2 in one process; without kinks by 4e-7 (python -m 
 _LETTERS: dict[str, str] = {"none": "n", "full": "f", "selective": "s", "attention": "a"}
 
 
-Kind = Literal["plain", "bf16", "frozen", "compiled", "unequal"]
+Kind = Literal["plain", "bf16", "frozen", "compiled", "unequal", "parts"]
 """plain: fp32 on equal devices. frozen: the first half of the parameters, and every other bias or norm, is not trained.
-compiled: layers by torch.compile, with what needs no C++ compiler. unequal: hosts of two kinds of devices."""
+compiled: layers by torch.compile, with what needs no C++ compiler. unequal: hosts of two kinds of devices. parts: each
+layer recomputes some of its parts."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,11 @@ class Drawn:
 
     @property
     def label(self) -> str:
-        """Layout, and each stage's layers: recompute (none, full, selective, attention), gathered copies (kept, given
-        back)."""
+        """Layout, and each stage's layers: recompute (none, full, selective, attention, or how many parts), gathered
+        copies (kept, given back)."""
         plan = self.plan
         stages = "|".join(
-            " ".join(_LETTERS[layer.recompute] + "kg"[layer.reshard] for layer in stage.layers) for stage in plan.stages
+            " ".join(_letter(layer.recompute) + "kg"[layer.reshard] for layer in stage.layers) for stage in plan.stages
         )
         sync = ", reduced in every micro-batch" if plan.gradient_sync == "every" else ""
         order = (
@@ -76,6 +78,10 @@ class Drawn:
         )
         kind = "" if self.kind == "plain" else f", {self.kind}"
         return f"{shape_of(plan).label}{sync}{order}{kind}: {stages}"
+
+
+def _letter(recompute: Recompute) -> str:
+    return str(len(parts_of(recompute))) if parts_of(recompute) else _LETTERS[recompute]
 
 
 @functools.cache
@@ -163,15 +169,17 @@ def plans(draw: Callable[[st.SearchStrategy[Any]], Any], model: str, num_devices
     space, families, costs = _space(model, num_devices, pick([1, 2]) if kind == "plain" else 1, kind)
     degrees = pick(sorted({(f.tensor, f.pipeline, f.context, f.expert) for f in families}))
     families = [f for f in families if (f.tensor, f.pipeline, f.context, f.expert) == degrees]
-    schedule = pick(sorted({f.schedule for f in families}))
+    schedule = pick(sorted({f.schedule for f in families} - set(ZERO_BUBBLE if kind == "parts" else ())))
     family = pick([f for f in families if f.schedule == schedule])
     shape = pick(list(space.shapes(family)))
-    plan = make_plan(space.profile, space.cluster, space.training, shape, _stages(pick, costs, shape))
+    plan = make_plan(space.profile, space.cluster, space.training, shape, _stages(pick, costs, shape, kind == "parts"))
     assert check(plan, space.profile) == [], plan
     return plan
 
 
-def _stages(pick: Callable[[list[Any]], Any], costs: CostModel, shape: Shape) -> list[list[LayerOption]]:
+def _stages(
+    pick: Callable[[list[Any]], Any], costs: CostModel, shape: Shape, in_parts: bool
+) -> list[list[LayerOption]]:
     chain = Chain(costs)
     ends = [0]
     num_stages = shape.pipeline * shape.virtual_stages
@@ -187,10 +195,19 @@ def _stages(pick: Callable[[list[Any]], Any], costs: CostModel, shape: Shape) ->
         stage: list[LayerOption] = []
         for run in chain.runs:
             layers = range(max(first, run.start), min(last, run.start + run.length))
-            options = [pick(costs.options(costs.kinds[run.start], shape, pick(modes))) for _ in layers]
+            given = costs.kinds[run.start], shape
+            options = [
+                pick(_in_parts(costs, *given) if in_parts else costs.options(*given, pick(modes))) for _ in layers
+            ]
             stage += sorted(options, key=lambda option: option.recompute != "full")
         stages.append(stage)
     return stages
+
+
+def _in_parts(costs: CostModel, kind: LayerKind, shape: Shape) -> list[LayerOption]:
+    """A layer's options that recompute parts of it; all, if there are none."""
+    options = costs.options(kind, shape, offered=frozenset({"parts"}))
+    return [option for option in options if parts_of(option.recompute)] or options
 
 
 def draw(model: str, num_devices: int, count: int, kind: Kind = "plain") -> list[Drawn]:

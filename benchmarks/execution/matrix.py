@@ -3,9 +3,9 @@
     python -m benchmarks.execution.matrix --plans 150
 
 Small versions of the models on 2, 4 and 8 gloo ranks, five AdamW steps. Most are in fp32 on equal devices; the rest, by
-turns, in bf16 (held against bands), with frozen parameters, with compiled layers, or for unequal devices. What has been
-run is kept in results/matrix.json, and the table is written after every plan, so that a run that was broken off goes
-on; --again begins anew.
+turns, in bf16 (held against bands), with frozen parameters, with compiled layers, or for unequal devices; some more
+recompute parts of layers. What has been run is kept in results/matrix.json, and the table is written after every plan,
+so that a run that was broken off goes on; --again begins anew.
 """
 
 import argparse
@@ -34,6 +34,23 @@ _TIMEOUT_S = 300.0
 OTHER_KINDS: tuple[Kind, ...] = ("bf16", "frozen", "compiled", "unequal")
 """One of each model and number of ranks is of one of these, by turns."""
 
+IN_PARTS = (
+    ("bert_large", 2),
+    ("deepseek_v3", 4),
+    ("deepseek_v3", 8),
+    ("dit_xl2", 8),
+    ("gpt2", 8),
+    ("llama31_405b", 4),
+    ("llama31_405b", 8),
+    ("mixtral_8x7b", 8),
+    ("qwen3_30b_a3b", 4),
+    ("resnet50", 2),
+    ("t5_3b", 4),
+    ("vit_large", 8),
+    ("whisper_large_v3", 4),
+)
+"""(model, ranks) of which one more plan recomputes parts of layers."""
+
 BANDS = {"loss": 0.03, "gradient norm": 0.1}
 """What bf16 may differ by from one process in fp32, relatively. Single gradients say nothing: one process in bf16 has
 those of whisper's norms, sums over 1,500 frames, off by nine tenths of their largest element."""
@@ -49,7 +66,7 @@ def chosen(num_plans: int) -> list[Drawn]:
     for place, (name, ranks) in enumerate(places):
         other = draw(name, ranks, 1, OTHER_KINDS[place % len(OTHER_KINDS)]) if count > 1 else []
         found += other + draw(name, ranks, count - len(other))
-    return found
+    return found + [drawn for place in IN_PARTS if count > 1 for drawn in draw(*place, 1, "parts")]
 
 
 def run(drawn: Drawn) -> Row:
@@ -83,9 +100,11 @@ def run(drawn: Drawn) -> Row:
 
 
 def key_of(drawn: Drawn) -> str:
-    """What tells a run from all others: not where the model's file lies, nor what the plan was predicted to take."""
+    """What tells a run from all others: not where the model's file lies, nor what was observed of it, nor what the plan
+    was predicted to take."""
+    model = {"source", "fingerprint"}
     told = drawn.plan.model_dump_json(
-        exclude={"model": {"source"}, "cluster": True, "prediction": True, "certificate": True, "versions": True}
+        exclude={"model": model, "cluster": True, "prediction": True, "certificate": True, "versions": True}
     )
     return hashlib.sha256(f"{drawn.model} {drawn.kind} {told}".encode()).hexdigest()[:16]
 
@@ -139,8 +158,9 @@ def _markdown(rows: list[Row], num_plans: int) -> str:
         "",
         f"{summary(rows)}.",
         "",
-        "Letters stand for the layers of the stages: recompute none, full, selective or attention; gathered parameters "
-        "kept or given back. ResNet-50 is run without kinks, with SiLU for ReLU and average for max pooling: in one "
+        "Letters stand for the layers of the stages: recompute none, full, selective or attention, or of so many "
+        "parts; gathered parameters kept or given back. ResNet-50 is run without kinks, with SiLU for ReLU and average "
+        "for max pooling: in one "
         "process rounding alone changes its own numbers by more than is allowed (`python -m "
         "benchmarks.execution.kinks`).",
         "",
