@@ -284,6 +284,34 @@ def test_pins_are_kept(saved: str) -> None:
     assert (plan.degrees.tensor, plan.degrees.pipeline) == (2, 2)
 
 
+@pytest.fixture
+def of_gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The saved profile of the zoo's GPT; its parts are told."""
+    monkeypatch.chdir(tmp_path)
+    model = str(Path(__file__).parents[1] / "benchmarks" / "models" / "gpt.py")
+    assert run_plan("profile", model, "-o", "gpt.json") == 0
+    assert "norm1, attention, norm2 of Block, for recompute=parts:" in " ".join(capsys.readouterr().out.split())
+    return "gpt.json"
+
+
+@pytest.mark.parametrize("said", [("--recompute", "parts:attention"), ("--pin", "recompute=parts:attention")])
+def test_parts_of_layers_are_recomputed_as_they_are_said(of_gpt: str, said: tuple[str, str]) -> None:
+    assert run_plan(of_gpt, "--gpus", "2", "--quiet", *said) == 0
+
+    plan = load_plan(Path("plan.json"))
+    blocks = [layer.recompute for stage in plan.stages for layer in stage.layers if layer.layer_class == "Block"]
+    assert set(blocks) == {"parts:attention"}
+
+
+def test_a_part_that_the_model_has_not_is_named_with_those_it_has(
+    of_gpt: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan(of_gpt, "--gpus", "2", "--recompute", "parts:attn") == 2
+
+    told = " ".join(capsys.readouterr().err.split())
+    assert "has a part attn that can be run again by itself; there are norm1, attention, norm2" in told
+
+
 def test_a_cluster_file_says_how_many_gpus(saved: str, tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text('[[hosts]]\ncount = 2\ndevice = "a100-80gb"\ngpus = 4\n')
 

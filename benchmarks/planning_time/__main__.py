@@ -186,8 +186,8 @@ def told_options(counts: Sequence[int]) -> str:
     """How many options a block has, in words."""
     usual, with_parts, everything = counts
     return (
-        f"Options of each of the 32 blocks there: {everything}, of which {usual} are in the usual search and {with_parts} "
-        "in that with recompute of parts"
+        f"Options of each of the 32 blocks there: {everything}, of which {usual} are in the usual search and "
+        f"{with_parts} in that with recompute of parts"
     )
 
 

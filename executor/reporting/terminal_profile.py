@@ -79,6 +79,8 @@ def _special(profile: ModelProfile) -> list[tuple[str, str]]:
         for bank in c.experts
     ]
     told = [("attention", f"fused in {', '.join(fused)}")] if fused else []
+    parts = {", ".join(part.name for part in c.parts): c.name for c in reversed(profile.classes) if c.parts}
+    told += [("parts", f"{names} of {name}, for recompute=parts:...") for names, name in reversed(parts.items())]
     return told + [("experts", bank) for bank in banks]
 
 
