@@ -500,28 +500,25 @@ class Explorer:
     def _bounds_of_splits(self, splits: Sequence[Split], space: Space) -> list[float]:
         """[split] -> seconds that no shape of it can beat: compute of all micro-batches, tensor traffic at its best
         place, shared evenly by the stages."""
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for i, split in enumerate(splits):
-            alike.setdefault((split.tensor, split.sequence, split.expert, split.cuts), []).append(i)
-        bounds = [0.0] * len(splits)
-        for places in alike.values():
-            passes: dict[tuple[int, ...], tuple[list[float], Floats]] = {}
-            for i in places:
-                split = splits[i]
-                sizes, counts = zip(*space.micro_batches(split), strict=True)
-                those = split.pipeline, split.data, split.context
-                passes.setdefault(those, ([size / split.context for size in sizes], np.array(counts)))
-            numbers = sorted({number for samples, _ in passes.values() for number in samples})
-            where = {number: place for place, number in enumerate(numbers)}
+        groups: dict[tuple[object, ...], dict[tuple[int, int, int], list[int]]] = {}
+        for i, split in enumerate(
+            splits
+        ):  # what micro-batches take depends on the one, how many there are on the other
+            alike = groups.setdefault((split.tensor, split.sequence, split.expert, split.cuts), {})
+            alike.setdefault((split.pipeline, split.data, split.context), []).append(i)
+        bounds = np.zeros(len(splits))
+        for alike in groups.values():
+            counts = {key: dict(space.micro_batches(splits[places[0]])) for key, places in alike.items()}
+            samples = sorted({size / context for (_, _, context), sizes in counts.items() for size in sizes})
+            place = {number: i for i, number in enumerate(samples)}
             slowest: dict[int, Floats] = {}
-            found: dict[tuple[int, ...], float] = {}
-            for those, (samples, counts) in passes.items():
-                if those[0] not in slowest:
-                    slowest[those[0]] = self._slowest_s(splits[places[0]], those[0], numbers)
-                found[those] = float((counts * slowest[those[0]][[where[number] for number in samples]]).min())
-            for i in places:
-                bounds[i] = found[splits[i].pipeline, splits[i].data, splits[i].context]
-        return bounds
+            for (pipeline, data, context), places in alike.items():
+                if pipeline not in slowest:
+                    slowest[pipeline] = self._slowest_s(splits[places[0]], pipeline, samples)
+                sizes = counts[pipeline, data, context]
+                each_s = slowest[pipeline][[place[size / context] for size in sizes]]
+                bounds[places] = (np.array(list(sizes.values())) * each_s).min()
+        return bounds.tolist()
 
     def _slowest_s(self, split: Split, pipeline: int, samples: Sequence[float]) -> Floats:
         """[samples] -> least seconds of compute, tensor traffic and tokens sent to experts that a micro-batch is for

@@ -312,13 +312,10 @@ def _counts_in_turns(case: _Case, place: int, limit: float, deadline_s: float) -
 
 def _unbeaten_of_row(case: _Case, place: int, table: Ints, deadline_s: float) -> Ints:
     """Combinations of a row that no other is below in weight or in what it holds, and nowhere above."""
-    row, begins = case.rows[place], 0.0
-    if place == 0:
-        begins = case.starting[:, np.argmax(table > 0, axis=1)].T
-    before, behind = table @ row.before.T + begins, table @ row.behind.T
-    return _unbeaten(
-        np.column_stack([table @ row.weights, before, behind, _most_inside(table, row) + begins]), deadline_s
-    )
+    row = case.rows[place]
+    begins = case.starting[:, np.argmax(table > 0, axis=1)].T if place == 0 else np.zeros(len(case.rooms))
+    before, most = (held + begins for held in (table @ row.before.T, _most_inside(table, row)))
+    return _unbeaten(np.column_stack([table @ row.weights, before, table @ row.behind.T, most]), deadline_s)
 
 
 def _most_inside(table: Ints, row: Turns) -> Floats:

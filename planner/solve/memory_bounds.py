@@ -105,8 +105,15 @@ class MemoryBounds:
         bounds, here, shape = self.bounds, self.bounds.kind_of_run, family.frugal
         held, each = self._held(family, leaves), zip(ways.names, ways.kept, strict=True)
         turns = [self._passing(family, leaves, kind, *own, some) for kind, own in enumerate(each)]
-        tables = (ways.names, ways.again_s, ways.kept, *zip(*turns, strict=True))
-        least = LeastRecompute.of(shape, Recomputable(*([table[kind] for kind in here] for table in tables), here))
+        layers = Recomputable(
+            names=[ways.names[kind] for kind in here],
+            again_s=[ways.again_s[kind] for kind in here],
+            kept=[ways.kept[kind] for kind in here],
+            turn=[turns[kind][0] for kind in here],
+            paired=[turns[kind][1] for kind in here],
+            kind=here,
+        )
+        least = LeastRecompute.of(shape, layers)
         runs = fastest.microbatch_s[:, some][here], fastest.forward_s[:, some][here]
         fixed = (held.fixed + held.copies)[here][:, some]
         crossing = np.array([cut.bytes for cut in self.model.crossings(shape)])
@@ -117,7 +124,8 @@ class MemoryBounds:
             for added_s in least.added_s(cut, fixed, room, crossing):
                 beside = waits_s + added_s, once_s
                 found.append(cut.least_of_each_s(family.schedule, family.num_microbatches, *runs, *beside))
-        return np.min(found, axis=0)
+        least_s: Floats = np.min(found, axis=0)
+        return least_s
 
     def slowest_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> Floats:
         """[shape] -> seconds per micro-batch that the slowest rank of a pipeline takes at least to hold all layers of

@@ -276,7 +276,8 @@ class ShapeBounds:
         self, family: Family, leaves: Leaves, kind: int, recompute: Recompute | None, reshard: bool | None
     ) -> Floats:
         """[shape] -> `options` of one kind: seconds per micro-batch of a layer that does what the shape says."""
-        return self._found_options(family, leaves, recompute, reshard, [kind])[0].microbatch_s[0]
+        alone: Floats = self._found_options(family, leaves, recompute, reshard, [kind])[0].microbatch_s[0]
+        return alone
 
     def _found_options(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None, some: Sequence[int]
