@@ -282,7 +282,7 @@ def forward_with_hooks(module: nn.Module) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for hook, takes_kwargs in before:
-            given = hook(module, args, kwargs) if takes_kwargs else hook(module, args)  # type: ignore[call-arg]
+            given = hook(module, args, kwargs) if takes_kwargs else hook(module, args)
             if given is not None and takes_kwargs:
                 args, kwargs = given
             elif given is not None:
