@@ -556,12 +556,13 @@ class Known:
         """The fastest way to recompute where stages begin at these places of the chain, by number, that fits and is
         faster than `cutoff_s`; None if there is none."""
         best: Assignment | None = None
+        tried: tuple[Choice, ...] = ()
         compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
         for recompute in _recomputes(self.prices):
             limit_s = best.seconds if best else cutoff_s
             fitting = _least_recomputed(self, compositions, recompute, limit_s)
-            found = None if fitting is None else _played(self.prices, fitting, limit_s)
-            best = found or best
+            if fitting is not None and fitting.choices != tried:  # the same for all ways where none is needed
+                best, tried = _played(self.prices, fitting, limit_s) or best, fitting.choices
         return best
 
 

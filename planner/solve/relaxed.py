@@ -177,7 +177,7 @@ def least_slowest_of_whole_s(
     """
     distinct, times = np.unique(flights, return_counts=True)
     even = -(-count // len(flights))
-    number = np.arange(1, min(count, 2 * even + 1) + 1)
+    others = np.arange(min(count, 2 * even + 1), dtype=float)  # layers beside the last one
     held = distinct[:, None] * kept
     # [flights][price]
     prices = tie_prices([again_s], [kept]) / distinct[:, None]
@@ -186,16 +186,19 @@ def least_slowest_of_whole_s(
     # [shape][flights][price]
     own = each_s[:, None, None] + prices * fixed[:, None, None]
     last = (priced + prices[:, :, None] * passing.T[:, None, None, :]).min(axis=3) + own - prices * rooms[:, None, None]
-    slowest = (last[..., None] + (own + priced.min(axis=2))[..., None] * (number - 1)).max(axis=2)
+    own += priced.min(axis=2)
+    # [shape][flights][layers], price by price, as there are few
+    slowest = last[:, :, 0, None] + own[:, :, 0, None] * others
+    for price in range(1, prices.shape[1]):
+        np.maximum(slowest, last[:, :, price, None] + own[:, :, price, None] * others, out=slowest)
     # [shape][flights]: bytes that every layer has at least, and the last one
     least = held.min(axis=1) + fixed[:, None]
     turn = (held + passing.T[:, None, :]).min(axis=2) + fixed[:, None]
-    need = turn[..., None] + least[..., None] * (number - 1)
-    slowest = np.where(need <= rooms[:, None, None], slowest, np.inf)
-    most: Floats = slowest[:, :, -1].min(axis=1) if number[-1] < count else np.full(len(slowest), np.inf)
-    places = np.repeat(slowest, times, axis=1).reshape(len(slowest), -1)
-    if places.shape[1] < count:
+    slowest[turn[..., None] + least[..., None] * others > rooms[:, None, None]] = np.inf
+    most: Floats = slowest[:, :, -1].min(axis=1) if len(others) < count else np.full(len(slowest), np.inf)
+    if len(flights) * len(others) < count:
         return most
+    places = np.repeat(slowest, times, axis=1).reshape(len(slowest), -1)
     found: Floats = np.minimum(np.partition(places, count - 1, axis=1)[:, count - 1], most)
     return found
 
