@@ -8,6 +8,7 @@ are compared down to 2e-7 of the model's largest.
 import functools
 import gc
 import os
+from dataclasses import replace
 
 import pytest
 import slow
@@ -435,6 +436,19 @@ def test_plan_gives_the_numbers_of_one_process(name: str) -> None:
     relative = _outcomes(CASES[name].num_ranks, name in SLOW)[name]
 
     assert max(relative.values()) < TOLERANCE, relative
+
+
+@pytest.mark.parametrize("data", [{"replicate": 2}, {"shard": 2, "reshard": True}], ids=["ddp", "fsdp"])
+def test_recompute_of_parts_changes_no_number_in_bf16(data: dict[str, int]) -> None:
+    plain = Case("llama", precision="bf16", **data)  # type: ignore[arg-type]
+    cases = plain, replace(plain, recompute="parts:input_layernorm+self_attn+mlp")
+    for case in cases:
+        _plan(case)
+
+    expected, found = (run_ranks(_train, 2, case)[0] for case in cases)
+
+    assert (found.losses, found.norms) == (expected.losses, expected.norms)
+    assert all(torch.equal(found.state[name], value) for name, value in expected.state.items())
 
 
 def _inputs_left_behind(case: Case) -> int:
