@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_numbers import has_parts
 from small_models import GLOBAL_BATCH, small_model, small_profile
 from synthetic import cluster
 
@@ -12,6 +13,7 @@ from meshwright.executor.measuring.verify import VerifyReport, beside_one_proces
 from meshwright.planner.plan import Plan, Recompute
 from meshwright.planner.strategy import Cuts, LayerOption, Shape, can_recompute, make_plan
 from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cuts.tensor_rank import OwnHeads
 from meshwright.profiler.model_profile import TensorCut
 
 NUM_STEPS = 5
@@ -56,7 +58,10 @@ def test_a_bias_is_gathered_where_it_is_made_and_its_gradient_where_it_is_read()
 def _planned(shape: Shape, recompute: Recompute = "none") -> Plan:
     profile = small_profile("t5")
     options = [
-        LayerOption(recompute if can_recompute(profile, layer) else "none", shape.reshard) for layer in profile.layers
+        LayerOption(
+            recompute if can_recompute(profile, layer) and has_parts(layer, recompute) else "none", shape.reshard
+        )
+        for layer in profile.layers
     ]
     ends = [round(i * len(options) / shape.pipeline) for i in range(shape.pipeline + 1)]
     training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32", optimizer="adamw")
@@ -82,9 +87,22 @@ TRAINED: dict[str, tuple[Shape, Recompute]] = {
     "every head on a rank of its own, selective recompute": (_shape(tensor=4), "selective"),
     "some cut and others whole": (_shape(cuts=SOME), "none"),
     "shards, stages, full recompute": (_shape(shard=2, reshard=True, **PIPELINE), "full"),
+    "stages, parts that attend": (_shape(**PIPELINE), "parts:layer.0+layer.1"),
+    "shards, a part that makes the bias": (_shape(shard=2, reshard=True), "parts:layer.0"),
     "stages, recompute of attention": (_shape(**PIPELINE), "attention"),
     "stages alone, tied by a name that no layer reads": (_shape(tensor=1, **PIPELINE), "none"),
 }
+
+
+def test_heads_of_a_repetition_that_ends_early_are_let_go() -> None:
+    cut = next(cut for cut in _attention_cuts()["T5Block.2"] if cut.given)
+    own = OwnHeads(cut, lambda whole, dim: whole, lambda part, dim: part)
+    args = tuple(torch.zeros(()) for _ in range(1 + max(cut.given)))
+
+    for _ in range(3):
+        own.enter(torch.nn.Identity(), args, {})
+
+    assert len(own._taken) == len(cut.given) == 1
 
 
 @pytest.mark.parametrize("case", TRAINED)

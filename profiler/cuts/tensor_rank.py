@@ -282,6 +282,7 @@ class OwnHeads:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Hook before the forward."""
+        self._taken = []  # a repetition in backward ends before `leave`
         leaves, tree = tree_flatten((args, kwargs))
         for place, dim in self._cut.given.items():
             whole = leaves[place]
