@@ -12,7 +12,7 @@ from benchmarks.planning_time.brute_force import Agreement, agreement, every_pla
 from benchmarks.planning_time.instances import Instance, chunked_instance, instance
 from meshwright.planner.cost.simulate import is_chunked
 from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Schedule
+from meshwright.planner.plan import Schedule, parts_of
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
 
@@ -34,6 +34,29 @@ def test_what_the_command_once_found_stays_mended(seed: int) -> None:
     found = agreement(instance(seed))
 
     assert found.agrees, found
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_interleaved_pipelines_recompute_the_parts_that_are_best(seed: int) -> None:
+    asked = next(
+        chunked_instance(seed, "interleaved", memory * 1e8, parts=True)
+        for memory in range(14, 50)
+        if _recomputes_parts(chunked_instance(seed, "interleaved", memory * 1e8, parts=True))
+    )
+
+    found = Explorer(asked.profile, asked.cluster, asked.training).explore(asked.pins, math.inf).best
+
+    priced = (estimate(plan, asked.profile) for plan in every_plan(asked))
+    assert found is not None
+    assert found.seconds == pytest.approx(min(each.closed_form_s for each in priced if each.fits), rel=1e-9)
+
+
+def _recomputes_parts(asked: Instance) -> bool:
+    """Whether the search finds a plan, and recomputes parts in it."""
+    explorer = Explorer(asked.profile, asked.cluster, asked.training)
+    found = explorer.explore(asked.pins, math.inf).best
+    stages = () if found is None else explorer.plan_of(found).stages
+    return any(parts_of(layer.recompute) for stage in stages for layer in stage.layers)
 
 
 @pytest.mark.parametrize(
