@@ -417,7 +417,15 @@ class ShapeBounds:
     def _columns_of(self, family: Family, leaves: Leaves) -> _Columns:
         key = leaves, family.sequence
         if key not in self._columns:
-            self._columns[key] = self._found_columns(family, leaves)
+            other = self._columns.get((leaves, not family.sequence))
+            if other is None or family.expert > 1:
+                self._columns[key] = self._found_columns(family, leaves)
+            else:  # sequence parallelism gives no group another place, but those of experts
+                alike, shards = (
+                    tuple(replace(shape, sequence=family.sequence) for shape in each)
+                    for each in (other.shapes, other.shards)
+                )
+                self._columns[key] = replace(other, shapes=alike, shards=shards)
         return self._columns[key]
 
     def _found_columns(self, family: Family, leaves: Leaves) -> _Columns:
