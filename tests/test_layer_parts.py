@@ -9,7 +9,7 @@ from synthetic import SEQ_LEN, cluster, device, layer_class, profile, with_exper
 from test_wide_space import with_attention
 
 from benchmarks.accuracy import cases
-from benchmarks.planning_time.cases import options_of_a_block
+from benchmarks.planning_time.layer_wise import SHAPE, options_of_a_block
 from benchmarks.planning_time.plain_profile import Part, with_parts
 from meshwright.executor.reporting.report import choice_in_words
 from meshwright.planner.check import check
@@ -21,6 +21,7 @@ from meshwright.planner.search import search
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan
 from meshwright.planner.training import TrainingSpec
+from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.model_profile import LayerClass, ModelProfile
 
 NORM = Part("norm", freed=0.1, given=0.0, forward=0.05, reads_arriving=True)
@@ -126,8 +127,10 @@ def test_a_block_of_llama_has_36_options() -> None:
     """None, selective, full and 15 choices of its two norms, attention and feed-forward; each with parameters given
     back or kept, and with activations on the device or on the host."""
     llama = cases.profile_of(small_model("llama"))
+    training = TrainingSpec(global_batch=64, seq_len=llama.seq_len)
+    model = CostModel(llama, cluster_of(load_device("a100-80gb"), SHAPE.data), training)
 
-    counts = [options_of_a_block(llama, pins) for pins in (Pins(), Pins(parts=True), Pins(everything=True))]
+    counts = [options_of_a_block(model, pins) for pins in (Pins(), Pins(parts=True), Pins(everything=True))]
 
     assert counts == [3 * 2, 18 * 2, 18 * 2 * 2]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import slow
-from synthetic import SEQ_LEN, cluster, device, per_sample, profile, random_class, with_experts
+from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile, random_class, with_experts
 from test_search import plans_of
 
 from meshwright.executor.reporting.report import splits_in_words
@@ -378,3 +378,19 @@ def test_layers_that_share_weights_run_zero_bubbles_in_fp32_only() -> None:
     assert "zb-h1" in schedules_of(shared, precision="fp32")
     assert "1f1b" in schedules_of(shared, precision="bf16")
     assert not schedules_of(shared, precision="bf16") & set(ZERO_BUBBLE)
+
+
+def test_a_plan_that_fits_only_with_activations_on_the_host_is_found() -> None:
+    """Eight layers keep 500 MB each even if they are recomputed; the device has 3 GB."""
+    model = profile(
+        [layer_class("block", 1e12, 1_000_000, saved=1e9, inputs=5e8, transient=1e6)], [0] * 8, crossing=5e8
+    )
+    small = cluster(1, 1, device(memory=3e9))
+    training = TrainingSpec(global_batch=1, seq_len=SEQ_LEN, memory_margin=0.0)
+
+    found = Explorer(model, small, training).explore(Pins(everything=True), float("inf")).best
+
+    assert found is not None
+    options = {option for choice in found.assignment.choices for _, option, _ in choice.parts}
+    assert any(option.offload for option in options)
+    assert Explorer(model, small, training).explore(Pins(), float("inf")).best is None

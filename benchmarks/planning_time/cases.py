@@ -3,12 +3,6 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.strategy import Pins, Shape
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import ModelProfile
-
 MODELS = Path(__file__).parent.parent / "models"
 
 MIXED = """\
@@ -64,15 +58,6 @@ class Case:
 
 LAYER_WISE = tuple(f"layer-wise choice, Llama-3-8B, 8 GPUs of {memory} GB" for memory in (40, 80))
 """The same with less and with more memory."""
-
-
-def options_of_a_block(profile: ModelProfile, pins: Pins) -> int:
-    """Recompute x giving parameters back (x activations on the host, if those are asked for) that each layer of the
-    most frequent kind chooses from on 8 GPUs that share their shards."""
-    training = TrainingSpec(global_batch=64, seq_len=profile.seq_len)
-    model = CostModel(profile, cluster_of(load_device("a100-80gb"), 8), training)
-    block = max(set(model.kinds), key=model.kinds.count)
-    return len(model.options(block, Shape(1, 8, 1, 1, micro_batch=1, num_microbatches=8), offered=pins.offered))
 
 
 CASES = (

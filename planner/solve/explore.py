@@ -560,9 +560,9 @@ class Explorer:
         if not kinds.may_have_own(family.pipeline):
             return None
         shape = replace(family.frugal, schedule="1f1b", virtual_stages=1)
-        key = shape, family.parts
+        key = shape, family.offered
         if key not in self._leasts_by_kind:
-            found = [least.of(shape, kinds.room(shape), family.parts) for least in self._least_on_kinds]
+            found = [least.of(shape, kinds.room(shape), family.offered) for least in self._least_on_kinds]
             each = [least for least in found if least is not None]
             self._leasts_by_kind[key] = each if len(each) == len(found) else None
         return self._leasts_by_kind[key]
@@ -599,7 +599,7 @@ class Explorer:
         if any_schedule not in self._leasts:
             shape = any_schedule.frugal
             room = allocatable_bytes(shape, self.model.device, self.training)
-            self._leasts[any_schedule] = self._least.of(shape, room * shape.pipeline, family.parts)
+            self._leasts[any_schedule] = self._least.of(shape, room * shape.pipeline, family.offered)
         return self._leasts[any_schedule]
 
     def _bound_of_unequal_with_memory(self, family: Family, kinds: Kinds, pins: Pins) -> float:

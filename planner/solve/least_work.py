@@ -12,7 +12,7 @@ from ..cost.comm_cost import seconds_at_places
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
-from ..strategy import NOTHING_MORE, Shape
+from ..strategy import NOTHING_MORE, Offered, Shape
 from .columns import Chain
 
 Floats = NDArray[np.float64]
@@ -66,10 +66,10 @@ class LeastWork:
             known.update(zip(missing, np.stack([found[kind] for kind in kinds], axis=1), strict=True))
         return np.array([known[each] for each in samples])
 
-    def of(self, shape: Shape, room: float, parts: bool = False) -> Least | None:
+    def of(self, shape: Shape, room: float, offered: Offered = NOTHING_MORE) -> Least | None:
         """What a family's layers take, whose shape has everything sharded over all data ranks; None if their memory
-        does not do. room: bytes that the allocator may hand out on one rank of every stage together. parts: layers may
-        recompute any of their parts."""
+        does not do. room: bytes that the allocator may hand out on one rank of every stage together. offered:
+        options of layers beyond the usual."""
         model, runs = self.model, self.chain.runs
         counts = np.array([run.length for run in runs], dtype=float)
         state = state_bytes(shape, self.model.training)
@@ -80,7 +80,7 @@ class LeastWork:
             kind = model.kinds[run.start]
             context_s = model.least_context_s(kind, shape)
             total, trainable = model.stored_elements(kind, shape)
-            saved, kept, again_s = self._ways(kind, shape, parts)
+            saved, kept, again_s = self._ways(kind, shape, offered)
             seconds.append(pass_s + sum(context_s))
             forward.append(forward_s + context_s[0])
             elements.append(trainable)
@@ -110,16 +110,16 @@ class LeastWork:
             np.array(passing),
         )
 
-    def _ways(self, kind: Kind, shape: Shape, parts: bool) -> tuple[float, Floats, Floats]:
+    def _ways(self, kind: Kind, shape: Shape, offered: Offered) -> tuple[float, Floats, Floats]:
         """(bytes that a layer saves, [way to recompute] -> bytes that it keeps, seconds that it runs again) at least,
-        for one micro-batch."""
+        for one micro-batch. What waits in the host's memory is one more way: it keeps nothing and repeats nothing."""
         model = self.model
         if not model.keeps_as_traced:
             return 0.0, np.zeros(1), np.zeros(1)
         _, costs, tensor = model.mode(kind, shape)
-        ways = model.ways(kind, frozenset({"parts"}) if parts else NOTHING_MORE)
-        kept = np.array([model.kept_bytes(kind, shape, way) for way in ways])
-        again_s = np.array([model.compute(kind, shape).again(way) for way in ways])
+        ways, away = model.ways(kind, offered), [0.0] if "offload" in offered else []
+        kept = np.array([*(model.kept_bytes(kind, shape, way) for way in ways), *away])
+        again_s = np.array([*(model.compute(kind, shape).again(way) for way in ways), *away])
         return costs.saved.at(shape.samples, self.model.training.compute_bytes, tensor), kept, again_s
 
 

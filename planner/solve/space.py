@@ -18,7 +18,9 @@ from ..cost.simulate import ZERO_BUBBLE, is_chunked
 from ..cost.software import COMPILING
 from ..plan import AXES, EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Axis, ContextKind, Schedule
 from ..strategy import (
+    NOTHING_MORE,
     Cuts,
+    Offered,
     Pins,
     Shape,
     check_parts,
@@ -74,8 +76,8 @@ class Family:
     context_kind: ContextKind = "ring"
     expert: int = 1
     cuts: Cuts | None = None
-    parts: bool = False
-    """Whether layers may recompute any of their parts."""
+    offered: Offered = NOTHING_MORE
+    """Options of layers beyond the usual."""
 
     @property
     def split(self) -> Split:
@@ -312,7 +314,7 @@ class Space:
                 split.context_kind,
                 split.expert,
                 split.cuts,
-                "parts" in self.pins.offered,
+                self.pins.offered,
             )
 
     def micro_batches(self, split: Split) -> Iterator[tuple[int, int]]:
