@@ -369,27 +369,29 @@ def _improved(cuts: tuple[int, ...], places: Sequence[int], frame: Chunking, per
     passed = np.concatenate(([0.0], np.cumsum(per_layer)))[list(places)]
     here = np.searchsorted(places, cuts)
     best = tuple(evenness(here[None], passed, frame)[0].tolist())
-    gained, boundaries = _gained(frame), np.arange(frame.num_stages + 1)
+    holds, gained, boundaries = frame.holds, _gained(frame), np.arange(frame.num_stages + 1)
     for _ in range(4 * frame.num_stages):
-        loads = frame.holds @ np.diff(passed[here])
+        at = passed[here]
+        loads = holds @ (at[1:] - at[:-1])
         first, last, up = _legal_ranges(frame, int(loads.argmax()), here)
         if not len(first):
             break
-        more = np.cumsum(_steps(passed, here)[:, :, None] * gained, axis=1)
+        more = (_steps(passed, here)[:, :, None] * gained).cumsum(axis=1)
         ranks = loads + more[up, last] - more[up, first]
         worst = ranks.max(axis=1)
         least = worst.min()
         if least > best[0]:
             break
-        fastest = np.flatnonzero(worst == least)
+        fastest = (worst == least).nonzero()[0]
         as_slow = (ranks[fastest] == least).sum(axis=1)
         near = fastest[as_slow == as_slow.min()]
         moved = here + _moves(first[near], last[near], up[near], boundaries)
-        squares = (np.diff(passed[moved]) ** 2).sum(axis=1)
+        at = passed[moved]
+        squares = ((at[:, 1:] - at[:, :-1]) ** 2).sum(axis=1)
         found = float(least), float(as_slow.min()), float(squares.min())
         if found >= best:
             break
-        here, best = moved[int(squares.argmin())], found
+        here, best = moved[squares.argmin()], found
     return tuple(int(places[i]) for i in here)
 
 
@@ -432,9 +434,10 @@ def _steps(passed: Floats, here: Ints) -> Floats:
 
 
 @lru_cache(maxsize=4096)
-def _ranges(frame: Chunking, rank: int) -> tuple[Ints, Ints, Ints]:
+def _ranges(frame: Chunking, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
     """[move] of a place from a stage of a rank to another one, so near that every rank is reached: (the first of the
-    stages it goes through, the last of them, 1 where the boundaries between them move up, 0 where they move down)."""
+    stages it goes through, the last of them, 1 where the boundaries between them move up, 0 where they move down, the
+    stage that gives)."""
     down, up = [], []
     for stage in frame.stages(rank):
         down += [(stage, other, 0) for other in range(stage + 1, min(frame.num_stages, stage + frame.num_ranks + 1))]
@@ -442,13 +445,13 @@ def _ranges(frame: Chunking, rank: int) -> tuple[Ints, Ints, Ints]:
     down.sort(key=lambda move: (move[0], -move[1]))
     up.sort(key=lambda move: (-move[0], move[1]))
     first, last, direction = np.array(down + up, dtype=np.int64).reshape(-1, 3).T
-    return first, last, direction
+    return first, last, direction, np.where(direction, last, first)
 
 
 def _legal_ranges(frame: Chunking, rank: int, here: Ints) -> tuple[Ints, Ints, Ints]:
     """The same of stages that have a place to give. here: [stage] -> number of the place where it begins."""
-    first, last, up = _ranges(frame, rank)
-    legal = np.diff(here)[np.where(up, last, first)] > 1
+    first, last, up, giver = _ranges(frame, rank)
+    legal = here[giver + 1] - here[giver] > 1
     return first[legal], last[legal], up[legal]
 
 
@@ -462,7 +465,7 @@ def _moves(first: Ints, last: Ints, up: Ints, boundaries: Ints) -> Ints:
 def handed_on(frame: Chunking, rank: int) -> Ints:
     """[move] -> by how much each boundary moves when a stage of a rank gives a place to another one, so near that every
     rank is reached."""
-    return _moves(*_ranges(frame, rank), np.arange(frame.num_stages + 1))
+    return _moves(*_ranges(frame, rank)[:3], np.arange(frame.num_stages + 1))
 
 
 @dataclass(frozen=True)
