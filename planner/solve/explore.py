@@ -152,7 +152,7 @@ class Explorer:
         self.choice = CutChoice(self.model)
         self._least_on_kinds = [LeastWork(self.chain, model) for model in self.kinds.models] if self.kinds else []
         self._leasts: dict[Family, Least | None] = {}
-        self._leasts_by_kind: dict[tuple[Shape, bool], list[Least] | None] = {}
+        self._leasts_by_kind: dict[tuple[Shape, Offered], list[Least] | None] = {}
         self._least_anywhere: dict[tuple[Split, int, Pins], float] = {}
         self._cuts: dict[_Frame, list[Cuts]] = {}
         self._fitting: set[_Frame] = set()
