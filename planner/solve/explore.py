@@ -350,8 +350,8 @@ class Explorer:
 
     def _least_held_s(self, family: Family, space: Space) -> float:
         """Seconds that a pipeline of equal devices takes at least to hold its layers, over all shapes of a family, and
-        of those that differ in nothing but the schedule."""
-        if family.pipeline == 1 or self.kinds is not None:
+        of those that differ in nothing but the schedule; 0 where `_least_anywhere_s` says hardly less."""
+        if family.pipeline == 1 or family.context == 1 or self.kinds is not None:
             return 0.0
         slowest = self._memory.slowest_s(family, space.leaves(family), _recompute_of(family, space.pins), space.pins)
         return family.num_microbatches * float(slowest.min())
