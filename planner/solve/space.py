@@ -427,7 +427,7 @@ class Space:
         key = self._leaves_of_key(family)
         if key not in self._known_shapes:
             found = [
-                replace(leaf, mesh_axes=order, kind_order=kinds)
+                Leaf(leaf.data_replicate, leaf.data_shard, leaf.gradient_sync, leaf.reshard, order, kinds)
                 for leaf in self.unplaced(family).each
                 for order, kinds in self._orders(family.split, leaf.data_replicate, leaf.data_shard)
             ]
