@@ -200,7 +200,7 @@ def parse_pins(texts: tuple[str, ...] | list[str], flag: str = "--pin") -> dict[
                 if value == "parts":
                     pins["parts"] = True
                 else:
-                    pins[name] = _recompute({name: value}, where) or "none"
+                    pins[name] = _recompute({name: value}, where, ("parts",)) or "none"
             elif name == "schedule":
                 pins[name] = _choice({name: value}, name, ("none", *_SCHEDULES), where) or "none"
             elif name == "context_kind":
@@ -272,11 +272,12 @@ def _choice(words: dict[str, str], name: str, choices: tuple[str, ...], where: s
     return value
 
 
-def _recompute(words: dict[str, str], where: str) -> Recompute | None:
-    """A kind of recompute, or parts that are recomputed; None if nothing is said of it."""
+def _recompute(words: dict[str, str], where: str, others: tuple[str, ...] = ()) -> Recompute | None:
+    """A kind of recompute, or parts that are recomputed; None if nothing is said of it. others: what may be said there,
+    too."""
     value = words.get("recompute", "")
     if not value.lower().startswith(PARTS):
-        return _choice(words, "recompute", (*EXECUTABLE_RECOMPUTES, f"{PARTS}NAME+NAME"), where)
+        return _choice(words, "recompute", (*EXECUTABLE_RECOMPUTES, *others, f"{PARTS}NAME+NAME"), where)
     try:
         return known_recompute(PARTS + value[len(PARTS) :])
     except ValueError as error:
