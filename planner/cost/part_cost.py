@@ -1,4 +1,4 @@
-"""Recompute of parts of layers: seconds of running chosen operators again, and bytes that need not be kept for it."""
+"""Recompute of chosen operators in all layers of a plan: seconds of running them again, and bytes not kept for it."""
 
 import numpy as np
 

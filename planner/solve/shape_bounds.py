@@ -2,7 +2,8 @@
 
 Gathers, reductions and the optimizer depend on how data is split and axes are ordered, not on micro-batch and schedule,
 so they are priced once for a split; a family adds compute and exchanges. The numbers are those of CostModel.cost at the
-fastest options, where nothing is run again unless that is pinned. Columns are [shape], tables [kind of layer][shape].
+fastest options, where nothing is run again unless that is pinned; where leaves stand for all orders of the axes, they
+are those of the order in which traffic takes least. Columns are [shape], tables [kind of layer][shape].
 """
 
 from collections.abc import Callable, Sequence
