@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
 from ..planner.cost.sharding import shard_dim
-from ..planner.plan import LayerPlan, Plan
+from ..planner.plan.document import LayerPlan, Plan
 from ..profiler.cuts.held_tokens import unseen
 from ..profiler.load import without_cache
 from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers

@@ -12,7 +12,7 @@ from torch.nn import functional
 from benchmarks.accuracy import cases, counts, flops, interpolation, memory, reality, recompute, report
 from benchmarks.accuracy.predicted import predicted
 from meshwright.planner.cost.layer_parts import ways_of_parts
-from meshwright.planner.training import Precision
+from meshwright.planner.plan.training import Precision
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import Bytes
 

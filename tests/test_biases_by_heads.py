@@ -10,9 +10,9 @@ from small_models import GLOBAL_BATCH, small_model, small_profile
 from synthetic import cluster
 
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
-from meshwright.planner.plan import Plan, Recompute
-from meshwright.planner.strategy import Cuts, LayerOption, Shape, can_recompute, make_plan
-from meshwright.planner.training import TrainingSpec
+from meshwright.planner.plan.document import Plan, Recompute
+from meshwright.planner.plan.legality import Cuts, LayerOption, Shape, can_recompute, make_plan
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cuts.tensor_rank import OwnHeads
 from meshwright.profiler.model_profile import TensorCut
 

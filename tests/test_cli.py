@@ -18,9 +18,9 @@ from meshwright.executor.cli import route
 from meshwright.executor.commands.options import Optimizer
 from meshwright.executor.measuring.measurement import Measurement
 from meshwright.executor.reporting.report import collapse, comparison_rows, gpus_of, joined_notes
-from meshwright.planner import search as search_module
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import load_plan
+from meshwright.planner.answers import search as search_module
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import load_plan
 
 DEGREES = {"data_replicate", "data_shard", "tensor", "context", "expert", "pipeline", "virtual_stages"}
 

@@ -17,16 +17,16 @@ from meshwright.planner.cost.compute_cost import (
     optimizer_s,
     tile_efficiency,
 )
+from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.simulate import in_flight, simulated_step_s, table
 from meshwright.planner.cost.stage_cost import closed_form_s
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve import knapsack
 from meshwright.planner.solve.columns import unbeaten
 from meshwright.planner.solve.knapsack import Group, Turns, least_weight, lightest
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import Group as Ranks
 from meshwright.profiler.cluster import Link
 from meshwright.profiler.model_profile import Bytes, ModelProfile, OpProfile

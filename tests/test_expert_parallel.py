@@ -35,9 +35,9 @@ from torch import nn
 from benchmarks.accuracy.counters import PeakMeter, Traffic
 from benchmarks.accuracy.played import SMALLEST_BYTES, by_axis
 from meshwright.executor import Trainer
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Axis, Plan
-from meshwright.planner.strategy import expert_rule
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import Axis, Plan
+from meshwright.planner.plan.legality import expert_rule
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.trace import trace

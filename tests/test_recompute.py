@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.executor.parallel.recompute import check_recompute, recompute
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.plan import LayerPlan, Recompute
-from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
-from meshwright.planner.training import TrainingSpec
+from meshwright.planner.plan.document import LayerPlan, Recompute
+from meshwright.planner.plan.legality import LayerOption, Shape, can_recompute, make_plan
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.trace import trace

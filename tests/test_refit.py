@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.planner.estimate import estimate
-from meshwright.planner.refit import MeasuredStep, on_device, refit, turned
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.cost.refit import MeasuredStep, on_device, refit, turned
+from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import Device
 
 PRESET = device(matmul_efficiency=0.6, overlap=0.0)

@@ -24,7 +24,7 @@ from meshwright.planner.cost.simulate import (
     simulated_step_s,
     table,
 )
-from meshwright.planner.plan import Schedule, rank_and_chunk, stage_of
+from meshwright.planner.plan.document import Schedule, rank_and_chunk, stage_of
 
 Pass = tuple[int, str, int]
 """Stage, F or B, micro-batch."""

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
+from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.software import REFERENCE, Software, all_software, load_software
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import load_device
 
 

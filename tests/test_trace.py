@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from zoo import zoo_profile
 
-from meshwright.planner.strategy import legal_cuts, sharding_rule
+from meshwright.planner.plan.legality import legal_cuts, sharding_rule
 from meshwright.profiler.dimensions import dimensions
 from meshwright.profiler.lengths import at_seq_len
 from meshwright.profiler.load import load_model

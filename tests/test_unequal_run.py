@@ -15,10 +15,10 @@ from test_unequal import mixed
 
 from meshwright.executor import faults
 from meshwright.executor.parallel.mesh import RankMesh, plan_ranks
-from meshwright.planner.plan import Plan, Prediction, placement
-from meshwright.planner.search import search
-from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
+from meshwright.planner.answers.search import search
+from meshwright.planner.plan.document import Plan, Prediction, placement
+from meshwright.planner.plan.legality import LayerOption, Pins, Shape, make_plan
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.units import GIB
 
 FAST = device(name="a100-80gb", memory=80e9, bandwidth=5e10, flops={"bf16": 5e10, "fp32": 5e10})

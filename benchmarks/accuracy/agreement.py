@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.planner.cost.comm_cost import Collective
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.plan import Axis, ContextKind, Plan, Schedule
-from meshwright.planner.strategy import LayerOption, Shape, can_recompute, legal_cuts, make_plan, shape_of
-from meshwright.planner.training import Precision, TrainingSpec
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.plan.document import Axis, ContextKind, Plan, Schedule
+from meshwright.planner.plan.legality import LayerOption, Shape, can_recompute, legal_cuts, make_plan, shape_of
+from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.load import LoadedModel, load_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.executor.measuring.verify import small_model
-from meshwright.planner.plan import Degrees, ModelReference, Plan
+from meshwright.planner.plan.document import Degrees, ModelReference, Plan
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.trace import trace

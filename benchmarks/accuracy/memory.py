@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshwright.planner.training import Precision
+from meshwright.planner.plan.training import Precision
 from meshwright.profiler.load import LoadedModel
 from meshwright.profiler.model_profile import ModelProfile
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from meshwright.planner.cost.layer_parts import kept_at
-from meshwright.planner.plan import Recompute, parts_of, recompute_of_parts
+from meshwright.planner.plan.document import Recompute, parts_of, recompute_of_parts
 from meshwright.profiler.load import LoadedModel
 from meshwright.profiler.model_profile import ModelProfile
 

@@ -29,9 +29,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.accuracy import played
 from benchmarks.accuracy.cases import MODELS
 from meshwright.executor import parallelize
-from meshwright.planner.plan import Plan, Schedule
-from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan, shape_of
-from meshwright.planner.training import TrainingSpec
+from meshwright.planner.plan.document import Plan, Schedule
+from meshwright.planner.plan.legality import LayerOption, Shape, can_recompute, make_plan, shape_of
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.trace import trace

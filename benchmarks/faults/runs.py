@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from meshwright.planner.plan import Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import Precision, TrainingSpec
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile

@@ -11,12 +11,12 @@ from benchmarks.planned_vs_manual.hosts import Host, emulated
 from benchmarks.planned_vs_manual.jobs import Job, Task, run
 from benchmarks.planned_vs_manual.models import REFERENCES, Case
 from meshwright.executor.measuring.compare import compare, read_setups
-from meshwright.planner.plan import Plan
-from meshwright.planner.refit import MeasuredStep, refit
-from meshwright.planner.search import price_setup
-from meshwright.planner.setups import parse_setup
-from meshwright.planner.strategy import shape_of
-from meshwright.planner.training import TrainingSpec
+from meshwright.planner.answers.search import price_setup
+from meshwright.planner.cost.refit import MeasuredStep, refit
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.legality import shape_of
+from meshwright.planner.plan.setups import parse_setup
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, load_device
 from meshwright.profiler.load import LoadedModel
 from meshwright.profiler.model_profile import ModelProfile

@@ -25,7 +25,7 @@ from meshwright.executor import parallelize
 from meshwright.executor.measuring.local_ranks import RankError, run_local_ranks
 from meshwright.executor.parallel.micro_batches import split_micro_batches
 from meshwright.executor.trainer import Trainer
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan.document import Plan
 from meshwright.profiler.cluster import Device
 from meshwright.profiler.load import LoadedModel
 from meshwright.profiler.model_profile import ModelProfile

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.plan import Schedule, recompute_of_parts
+from meshwright.planner.plan.document import Schedule, recompute_of_parts
+from meshwright.planner.plan.legality import Pins
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.tensor_choice import CutChoice
-from meshwright.planner.strategy import Pins
-from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
 from meshwright.profiler.model_profile import (
     Amount,

@@ -5,10 +5,10 @@ import time
 from dataclasses import dataclass
 
 from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.plan.legality import Pins, Shape
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.columns import Chain, StagePrices
 from meshwright.planner.solve.scan import scan
-from meshwright.planner.strategy import Pins, Shape
-from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.model_profile import ModelProfile
 

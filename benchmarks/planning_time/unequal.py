@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Plan
-from meshwright.planner.search import InfeasibleError, SearchResult, search
+from meshwright.planner.answers.search import InfeasibleError, SearchResult, search
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.legality import shape_of
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.unequal import kind_orders
-from meshwright.planner.strategy import shape_of
-from meshwright.planner.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, HostGroup, load_device
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile

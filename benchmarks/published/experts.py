@@ -4,7 +4,7 @@
 
 Of the published rows of Megatron, Megatron-Bridge, NeMo, MLPerf, torchtitan and Llama 3, the fastest per GPU of each
 model and framework is taken for what its authors found best; rows that publish TFLOP/s only, as Llama 3's, are all
-asked. Both plans are priced by planner/estimate.py. Theirs ran, so the device is taken to hold what theirs is predicted
+asked. Both plans are priced by planner/cost/estimate.py. Theirs ran, so the device is taken to hold what theirs is predicted
 to need. Our pick is the fastest plan of the space by its closed form; `plan` may emit a simpler one that is up to 1%
 slower. Where theirs has context or expert ranks that the executor does not run, the space is the full one.
 
@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.plan import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Plan
-from meshwright.planner.questions.asked import priced_answer
+from meshwright.planner.answers.why_not import priced_answer
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.plan.document import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Plan
+from meshwright.planner.plan.legality import Pins, context_rule, expert_rule, sequence_rule, shape_of, tensor_rule
 from meshwright.planner.solve.explore import Explorer, Solved
-from meshwright.planner.strategy import Pins, context_rule, expert_rule, sequence_rule, shape_of, tensor_rule
 from meshwright.profiler.cluster import ClusterSpec
 from meshwright.profiler.model_profile import ModelProfile
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.estimate import step_seconds
-from meshwright.planner.plan import Plan
+from meshwright.planner.cost.estimate import step_seconds
+from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model_profile import ModelProfile
 
 from .clusters import place

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...planner.cost.software import load_software
-from ...planner.plan import Plan, load_plan
-from ...planner.training import SAMPLES_PER_GPU, TrainingSpec
+from ...planner.plan.document import Plan, load_plan
+from ...planner.plan.training import SAMPLES_PER_GPU, TrainingSpec
 from ...profiler.cache import ProfileCache
 from ...profiler.cluster import ClusterSpec, cluster_of, load_cluster, load_device
 from ...profiler.lengths import at_seq_len
@@ -166,7 +166,7 @@ def read_training(
 
 def read_plan(path: Path, *, to_run: bool = False) -> Plan:
     """A plan that passes the independent check. to_run: also that the executor runs all of it."""
-    from ...planner.check import check
+    from ...planner.answers.check import check
 
     document = load_plan(path)
     violations = check(document, to_run=to_run)

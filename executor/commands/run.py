@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from ...planner.pins import read_pins
-from ...planner.plan import Plan, load_plan
-from ...planner.strategy import shape_of
+from ...planner.plan.document import Plan, load_plan
+from ...planner.plan.legality import shape_of
+from ...planner.plan.pin_texts import read_pins
 from ...profiler.cluster import ClusterSpec, cluster_of
 from ..reporting import terminal
 from ..reporting.documents import check_document

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ...planner.questions.infeasible import grown
-from ...planner.training import SAMPLES_PER_GPU
+from ...planner.answers.infeasible import grown
+from ...planner.plan.training import SAMPLES_PER_GPU
 from ...profiler.cluster import ClusterSpec
 from . import inputs
 

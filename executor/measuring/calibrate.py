@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.cost.compute_cost import layer_seconds
-from ...planner.refit import MeasuredStep, refit
+from ...planner.cost.refit import MeasuredStep, refit
 from ...profiler.calibrate import (
     DTYPES,
     EFFORTS,

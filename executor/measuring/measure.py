@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...planner.plan import Plan
-from ...planner.strategy import shape_of
+from ...planner.plan.document import Plan
+from ...planner.plan.legality import shape_of
 from ...profiler.load import Batch, LoadedModel
 from ..parallel.micro_batches import split_micro_batches
 from ..trainer import parallelize

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
-from ...planner.plan import Plan, load_plan
-from ...planner.refit import MeasuredStep
-from ...planner.strategy import shape_of
+from ...planner.cost.refit import MeasuredStep
+from ...planner.plan.document import Plan, load_plan
+from ...planner.plan.legality import shape_of
 from ...profiler.model_profile import ModelProfile
 from ..reporting.run_report import WARM_UP_STEPS
 from ..run_document import load_run

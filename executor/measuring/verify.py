@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 from ...planner.cost.layer_parts import within
-from ...planner.plan import Degrees, LayerPlan, Plan, Recompute, Stage, parts_of
-from ...planner.strategy import (
+from ...planner.plan.document import Degrees, LayerPlan, Plan, Recompute, Stage, parts_of
+from ...planner.plan.legality import (
     LayerOption,
     Shape,
     can_recompute,

@@ -8,7 +8,7 @@ from torch import nn
 
 from ...planner.cost.simulate import ZERO_BUBBLE
 from ...planner.cost.software import COMPILING
-from ...planner.plan import LayerPlan, Plan, parts_of
+from ...planner.plan.document import LayerPlan, Plan, parts_of
 from .tensor_loss import keeps_logits_apart
 
 

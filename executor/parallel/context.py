@@ -11,7 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...planner.plan import Plan
+from ...planner.plan.document import Plan
 from ...profiler.cuts.context_trial import rehearsed_attention
 from ...profiler.cuts.held_tokens import Held, Mark, divided, mark_of, set_mark, taken
 from ...profiler.cuts.token_slices import TokenSlices, run_token_by_token

@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ...planner.plan import Plan
+from ...planner.plan.document import Plan
 from ...profiler.cuts.held_tokens import Mark, mark_of, set_mark
 from ...profiler.cuts.token_slices import TokenSlices
 from ...profiler.layers.producers import Producers

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...planner.cost.simulate import ZERO_BUBBLE
-from ...planner.plan import Plan
+from ...planner.plan.document import Plan
 from ...profiler.cuts.held_tokens import own_shape, set_mark
 from ...profiler.layers.producers import Producers
 from ...profiler.model_profile import CrossingTensor, Producer

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ...planner.plan import LayerPlan, Plan, parts_of
+from ...planner.plan.document import LayerPlan, Plan, parts_of
 from ...profiler.cuts.held_tokens import own_shape
 from ...profiler.model_profile import CrossingTensor, TensorCut
 from ..torch_compat import in_backward

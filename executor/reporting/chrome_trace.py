@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ...planner.cost.estimate import estimate
 from ...planner.cost.simulate import Event
-from ...planner.estimate import estimate
-from ...planner.plan import Plan, stage_of
+from ...planner.plan.document import Plan, stage_of
 from ...profiler.model_profile import ModelProfile
 from ...profiler.units import GIB
 from .report import collapse, gpus_of

@@ -4,17 +4,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+from ...planner.answers.explain import compared
+from ...planner.answers.guidance import named_rules, rules_of_thumb
+from ...planner.answers.search import Candidate
+from ...planner.answers.sensitivity import Shift, sensitivity
+from ...planner.answers.why_not import best_of, followed
+from ...planner.cost.estimate import Estimate, StageMemory, estimate, priced_stages
 from ...planner.cost.priced_layer import LayerCost
 from ...planner.cost.simulate import Event, simulate
-from ...planner.estimate import Estimate, StageMemory, estimate, priced_stages
-from ...planner.plan import Plan, stage_of
-from ...planner.questions.asked import best_of, followed
-from ...planner.questions.explain import compared
-from ...planner.questions.guidance import named_rules, rules_of_thumb
-from ...planner.questions.sensitivity import Shift, sensitivity
-from ...planner.search import Candidate
+from ...planner.plan.document import Plan, stage_of
+from ...planner.plan.legality import Pins, divisors, shape_of
 from ...planner.solve.explore import Explorer
-from ...planner.strategy import Pins, divisors, shape_of
 from ...profiler.model_profile import ModelProfile
 
 DRAWN_PASSES = 5000

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...planner.plan import GroupAxis, Plan
-from ...planner.strategy import shape_of
+from ...planner.plan.document import GroupAxis, Plan
+from ...planner.plan.legality import shape_of
 from ...profiler.units import GIB
 from ..measuring.measurement import quantile
 from ..run_document import RunStep, load_run

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...profiler.cluster import Device, MatmulSample
 from ...profiler.model_profile import Amount, Costs, OpProfile
-from ..plan import Recompute, parts_of
+from ..plan.document import Recompute, parts_of
 from .kept import kept
 
 Floats = NDArray[np.float64]

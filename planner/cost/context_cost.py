@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...profiler.cluster import Device
 from ...profiler.model_profile import Costs, LayerClass, amount_at
-from ..plan import ContextKind, Recompute
+from ..plan.document import ContextKind, Recompute
 from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
 from .compute_cost import operator_s
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...profiler.model_profile import FP32_BYTES, Bytes, CrossingTensor, ModelProfile
-from ..strategy import Shape, can_recompute
+from ..plan.legality import Shape, can_recompute
 from .kept import kept
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
-from ..plan import Schedule, stage_of
+from ..plan.document import Schedule, stage_of
 
 ZERO_BUBBLE: tuple[Schedule, ...] = ("zb-h1", "zb-h2", "zb-v")
 """Schedules whose backward is in two parts, for inputs and for weights."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from ...profiler.model_profile import ModelProfile
-from ..plan import GroupAxis, Plan
-from ..strategy import Shape
+from ..plan.document import GroupAxis, Plan
+from ..plan.legality import Shape
 from .comm_cost import Collective
 from .kept import kept
 from .kinds import kinds_of

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...profiler.model_profile import LayerProfile
-from ..plan import LayerPlan
+from ..plan.document import LayerPlan
 
 _NUMBERED = re.compile(r"(.+)\.(\d+)")
 

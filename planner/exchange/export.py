@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...profiler.units import format_seconds
-from ..plan import Plan, parts_in_words, parts_of
-from ..strategy import shape_of
+from ..plan.document import Plan, parts_in_words, parts_of
+from ..plan.legality import shape_of
 from .accelerate import accelerate_settings
 from .deepspeed import deepspeed_settings
 from .export_notes import Settings, layers_of

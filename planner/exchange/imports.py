@@ -6,9 +6,9 @@ from typing import Literal
 
 from ...profiler.cluster import ClusterSpec
 from ...profiler.model_profile import ModelProfile
-from ..estimate import Estimate, estimate
-from ..plan import AXES, Axis, ContextKind, Plan, Recompute, Schedule
-from ..strategy import (
+from ..cost.estimate import Estimate, estimate
+from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute, Schedule
+from ..plan.legality import (
     LayerOption,
     Shape,
     can_recompute,
@@ -21,7 +21,7 @@ from ..strategy import (
     sharding_rule,
     tensor_rule,
 )
-from ..training import Precision, TrainingSpec
+from ..plan.training import Precision, TrainingSpec
 from .block_row import BlockRow, block_row
 from .targets import NAMES, Target
 

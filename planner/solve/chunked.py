@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from ..cost.simulate import ZERO_BUBBLE, least_step_s, simulated_step_s
 from ..cost.stage_cost import StageCost, allocated_on_one
-from ..plan import Recompute, Schedule, stage_of
-from ..strategy import LayerOption, Shape
+from ..plan.document import Recompute, Schedule, stage_of
+from ..plan.legality import LayerOption, Shape
 from .columns import ROUNDING, Chain, Choice, Prices, StagePrices
 from .knapsack import tie_prices
 from .scan import Assignment

@@ -25,8 +25,8 @@ from ..cost.peak import Arrivals, Moment, moments_of, running
 from ..cost.priced_layer import LayerCost
 from ..cost.simulate import is_chunked
 from ..cost.stage_cost import StageCost, allocatable_bytes, combine, sent_bytes
-from ..plan import Recompute
-from ..strategy import NOTHING_MORE, LayerOption, Offered, Shape, stage_starts
+from ..plan.document import Recompute
+from ..plan.legality import NO_EXTRAS, LayerOption, Offered, Shape, stage_starts
 from .knapsack import Turns, in_time, lightest, tie_prices
 from .relaxed import least_slowest_s
 from .solver import OutOfTimeError
@@ -357,7 +357,7 @@ class StagePrices:
         shape: Shape,
         recompute: Recompute | None = None,
         reshard: bool | None = None,
-        offered: Offered = NOTHING_MORE,
+        offered: Offered = NO_EXTRAS,
         work: "Work | None" = None,
     ) -> None:
         """work: what else the other stages can do, where they have other devices than those priced here."""

@@ -16,9 +16,9 @@ from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
 from ..cost.simulate import ZERO_BUBBLE, is_chunked
 from ..cost.stage_cost import allocatable_bytes
-from ..plan import ContextKind, Plan, Recompute
-from ..strategy import NOTHING_MORE, Offered, Pins, Shape, make_plan
-from ..training import TrainingSpec
+from ..plan.document import ContextKind, Plan, Recompute
+from ..plan.legality import NO_EXTRAS, Offered, Pins, Shape, make_plan
+from ..plan.training import TrainingSpec
 from .chunked import Chunking, Chunkings, Cuts, HeldByRank, best_chunking
 from .columns import ROUNDING, Chain, StagePrices
 from .ilp import solve_master
@@ -389,7 +389,7 @@ class Explorer:
         queue.shapes, queue.bounds = some[order].tolist(), seconds[order].tolist()
 
     def priced(
-        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered = NOTHING_MORE
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered = NO_EXTRAS
     ) -> StagePrices | UnequalPrices:
         """Prices of a shape's stages, on unequal devices each on its own."""
         if shape.kind_order and self.kinds is not None:

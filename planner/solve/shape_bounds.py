@@ -19,8 +19,8 @@ from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes
 from ..cost.simulate import is_chunked
 from ..cost.stage_cost import allocatable_bytes
-from ..plan import Recompute, parts_of
-from ..strategy import Shape
+from ..plan.document import Recompute, parts_of
+from ..plan.legality import Shape
 from .chunked import Chunking, Cuts
 from .columns import Chain
 from .least_work import LeastWork

@@ -16,9 +16,17 @@ from ...profiler.cluster import ClusterSpec, Group
 from ...profiler.model_profile import ModelProfile
 from ..cost.simulate import ZERO_BUBBLE, is_chunked
 from ..cost.software import COMPILING
-from ..plan import AXES, EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Axis, ContextKind, Schedule
-from ..strategy import (
-    NOTHING_MORE,
+from ..plan.document import (
+    AXES,
+    EXECUTABLE_CONTEXTS,
+    EXECUTABLE_SCHEDULES,
+    EXECUTES_EXPERTS,
+    Axis,
+    ContextKind,
+    Schedule,
+)
+from ..plan.legality import (
+    NO_EXTRAS,
     Cuts,
     Offered,
     Pins,
@@ -35,7 +43,7 @@ from ..strategy import (
     tensor_rule,
     zero_bubble_rule,
 )
-from ..training import TrainingSpec
+from ..plan.training import TrainingSpec
 from .unequal import have_own, kind_orders
 
 
@@ -76,7 +84,7 @@ class Family:
     context_kind: ContextKind = "ring"
     expert: int = 1
     cuts: Cuts | None = None
-    offered: Offered = NOTHING_MORE
+    offered: Offered = NO_EXTRAS
     """Options of layers beyond the usual."""
 
     @property

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from ...profiler.cluster import ClusterSpec
 from ..cost.layer_cost import CostModel
 from ..cost.stage_cost import allocatable_bytes
-from ..plan import Recompute, rank_and_chunk
-from ..strategy import Offered, Shape
+from ..plan.document import Recompute, rank_and_chunk
+from ..plan.legality import Offered, Shape
 from .columns import Chain, StagePrices, Work
 from .relaxed import Stage, least_slowest_of_unequal_s
 

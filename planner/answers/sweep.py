@@ -10,15 +10,15 @@ from itertools import groupby
 from ...profiler.cluster import ClusterSpec
 from ...profiler.model_profile import ModelProfile
 from ...profiler.units import GIB
-from ..estimate import estimate
-from ..plan import Plan
-from ..search import InfeasibleError, SearchResult, SolverError, search
+from ..cost.estimate import estimate
+from ..plan.document import Plan
+from ..plan.legality import Pins, shape_of
+from ..plan.training import Objective, TrainingSpec
 from ..solve.explore import Explorer
-from ..strategy import Pins, shape_of
-from ..training import Objective, TrainingSpec
-from .asked import best_of
 from .infeasible import SEARCHED_S, fewest, fits, grown
+from .search import InfeasibleError, SearchResult, SolverError, search
 from .sensitivity import scaled, sensitivity
+from .why_not import best_of
 
 ALMOST = 0.999
 """A price is right to a tenth of a percent: only plans that are faster by more than that are looked for."""

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from .cost.software import REFERENCE
+from ..cost.software import REFERENCE
 
 Precision = Literal["bf16", "fp32", "fp16", "fp8", "fp4"]
 

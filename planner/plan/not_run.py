@@ -1,12 +1,7 @@
 """What of a plan the executor does not run yet: the evaluator prices more, as `--space full` and plan files may say."""
 
-from .plan import (
-    EXECUTABLE_CONTEXTS,
-    EXECUTABLE_SCHEDULES,
-    EXECUTES_EXPERTS,
-    Plan,
-)
-from .strategy import CONTEXT_NAMES, SCHEDULE_NAMES
+from .document import EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Plan
+from .legality import CONTEXT_NAMES, SCHEDULE_NAMES
 from .training import EXECUTABLE_PRECISIONS
 
 

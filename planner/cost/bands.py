@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from .plan import Plan
+from ..plan.document import Plan
 
 Metric = Literal["allocated", "reserved", "device"]
 

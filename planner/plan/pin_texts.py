@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import cast, get_args
 
-from ..profiler.cluster import ClusterSpec
-from ..profiler.model_profile import ModelProfile
-from .cost.simulate import ZERO_BUBBLE
-from .plan import Schedule
+from ...profiler.cluster import ClusterSpec
+from ...profiler.model_profile import ModelProfile
+from ..cost.simulate import ZERO_BUBBLE
+from ..solve.space import Space
+from .document import Schedule
+from .legality import Pins, expert_rule, sharding_rule
 from .setups import nearest_divisors, parse_limits, parse_pins
-from .solve.space import Space
-from .strategy import Pins, expert_rule, sharding_rule
 from .training import TrainingSpec
 
 _FORBIDDEN: dict[str, tuple[tuple[str, object], ...]] = {

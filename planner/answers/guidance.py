@@ -8,9 +8,9 @@ from typing import Any, Literal
 from ...profiler.cluster import ClusterSpec
 from ...profiler.model_profile import ModelProfile
 from ...profiler.units import format_bytes
-from ..plan import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS
-from ..strategy import Pins, divisors, expert_rule, has_sequence_attention
-from ..training import TrainingSpec
+from ..plan.document import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS
+from ..plan.legality import Pins, divisors, expert_rule, has_sequence_attention
+from ..plan.training import TrainingSpec
 
 _MOST_STAGES = 64
 """Pipelines that people set up by hand are no deeper."""

@@ -19,8 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from ..profiler.cluster import ClusterSpec
-from ..profiler.model_profile import CrossingTensor, Experts, TensorCut
+from ...profiler.cluster import ClusterSpec
+from ...profiler.model_profile import CrossingTensor, Experts, TensorCut
 from .training import TrainingSpec
 
 PLAN_SCHEMA_VERSION = 1

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..profiler.cluster import ClusterSpec, Device, Link
-from ..profiler.model_profile import ModelProfile
-from .cost.compute_cost import OPTIMIZER_BYTES
+from ...profiler.cluster import ClusterSpec, Device, Link
+from ...profiler.model_profile import ModelProfile
+from ..plan.document import Plan
+from .compute_cost import OPTIMIZER_BYTES
 from .estimate import estimate
-from .plan import Plan
 
 Floats = NDArray[np.float64]
 

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ...profiler.units import format_bytes, format_seconds
-from ..estimate import Estimate
-from ..plan import Plan, Recompute, parts_in_words, parts_of
+from ..cost.estimate import Estimate
+from ..plan.document import Plan, Recompute, parts_in_words, parts_of
+from ..plan.legality import shape_of
 from ..solve.unequal import stage_kinds
-from ..strategy import shape_of
 
 CAUSES = {
     "compute": "compute",

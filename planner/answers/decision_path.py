@@ -8,12 +8,11 @@ from typing import get_args
 
 from ...profiler.model_profile import ModelProfile, amount_at
 from ...profiler.units import format_bytes
-from ..estimate import Estimate
-from ..pins import blamed
-from ..plan import ContextKind, Plan, Recompute
+from ..cost.estimate import Estimate
+from ..plan.document import ContextKind, Plan, Recompute
+from ..plan.legality import Pins, context_rule, divisors
+from ..plan.pin_texts import blamed
 from ..solve.explore import Explorer
-from ..strategy import Pins, context_rule, divisors
-from .asked import best_of, first_that_fits, priced_answer
 from .guidance import (
     COMBINED,
     FEWER_SPLITS,
@@ -28,6 +27,7 @@ from .guidance import (
     rules_of_thumb,
 )
 from .infeasible import Closest, closest_plan
+from .why_not import best_of, first_that_fits, priced_answer
 
 _MOST_STAGES = 64
 

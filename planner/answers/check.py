@@ -1,14 +1,12 @@
 """Re-derives every limit of a Plan without the search or the solver: structure, divisibility, executability, memory."""
 
-from ..profiler.model_profile import ModelProfile
-from .cost.layer_parts import unknown_parts
-from .cost.memory_cost import uses_fully_shard
-from .cost.simulate import ZERO_BUBBLE
-from .estimate import estimate
-from .not_run import not_run
-from .plan import Plan
-from .questions.explain import does_not_fit
-from .strategy import (
+from ...profiler.model_profile import ModelProfile
+from ..cost.estimate import estimate
+from ..cost.layer_parts import unknown_parts
+from ..cost.memory_cost import uses_fully_shard
+from ..cost.simulate import ZERO_BUBBLE
+from ..plan.document import Plan
+from ..plan.legality import (
     can_recompute,
     context_rule,
     divided,
@@ -20,6 +18,8 @@ from .strategy import (
     sharding_rule,
     zero_bubble_rule,
 )
+from ..plan.not_run import not_run
+from .explain import does_not_fit
 
 
 def check(plan: Plan, profile: ModelProfile | None = None, *, to_run: bool = True) -> list[str]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from ...profiler.cluster import ClusterSpec, Device, HostGroup, Link
 from ...profiler.model_profile import ModelProfile
 from ...profiler.units import format_flops_per_s, format_seconds
-from ..estimate import Estimate, step_seconds
-from ..plan import Plan
-from ..search import Candidate
+from ..cost.estimate import Estimate, step_seconds
+from ..plan.document import Plan
+from .search import Candidate
 
 _LATENCY = "latency of links"
 

@@ -8,11 +8,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from ..profiler.cluster import ClusterSpec
-from ..profiler.model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
-from .cost.listed_experts import listed_experts
-from .cost.simulate import rank_in_flight
-from .plan import (
+from ...profiler.cluster import ClusterSpec
+from ...profiler.model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
+from ..cost.simulate import rank_in_flight
+from .document import (
     AXES,
     Axis,
     ClassPlan,
@@ -27,6 +26,7 @@ from .plan import (
     parts_of,
     rank_and_chunk,
 )
+from .module_list_experts import listed_experts
 from .training import Precision, TrainingSpec
 
 SCHEDULE_NAMES: dict[Schedule, str] = {
@@ -210,7 +210,7 @@ class LayerOption:
 Offered = frozenset[Literal["parts", "offload"]]
 """Options of layers beyond the usual: recompute of any of their parts, activations in the host's memory."""
 
-NOTHING_MORE: Offered = frozenset()
+NO_EXTRAS: Offered = frozenset()
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Pins:
         """Options of layers that the search tries beyond the usual."""
         if self.everything:
             return frozenset({"parts", "offload"})
-        return frozenset({"parts"}) if self.parts else NOTHING_MORE
+        return frozenset({"parts"}) if self.parts else NO_EXTRAS
 
     def as_in(self, shape: Shape) -> "Pins":
         """These pins and how a shape splits the model, its sequences and its experts, by which schedule; how data ranks

@@ -4,22 +4,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ..profiler.cluster import ClusterSpec
-from ..profiler.garbage import without_garbage_collection
-from ..profiler.model_profile import ModelProfile
-from .cost.layer_cost import CostModel
-from .cost.simulate import is_chunked
-from .estimate import Estimate, estimate
-from .not_run import priced_only
-from .plan import Certificate, Plan, Prediction
-from .questions.explain import compared
-from .questions.guidance import RuleOfThumb, rules_of_thumb
-from .questions.infeasible import InfeasibleError, closest_verdict, explain_infeasible
-from .setups import Setup
-from .solve.explore import ALTERNATIVES, SIMPLE, WINDOW, Explorer, Outcome, Progress, Solved
-from .solve.solver import SolverError
-from .strategy import Pins, shape_of
-from .training import TrainingSpec
+from ...profiler.cluster import ClusterSpec
+from ...profiler.garbage import without_garbage_collection
+from ...profiler.model_profile import ModelProfile
+from ..cost.estimate import Estimate, estimate
+from ..cost.layer_cost import CostModel
+from ..cost.simulate import is_chunked
+from ..plan.document import Certificate, Plan, Prediction
+from ..plan.legality import Pins, shape_of
+from ..plan.not_run import priced_only
+from ..plan.setups import Setup
+from ..plan.training import TrainingSpec
+from ..solve.explore import ALTERNATIVES, SIMPLE, WINDOW, Explorer, Outcome, Progress, Solved
+from ..solve.solver import SolverError
+from .explain import compared
+from .guidance import RuleOfThumb, rules_of_thumb
+from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
 
 MORE_TIME = 0.05
 """Of the time limit: how long rules of thumb may be followed beyond it, all together; at least a second."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...profiler.model_profile import ModelProfile
-from ..estimate import Estimate, estimate
-from ..plan import Plan, Schedule
-from ..strategy import LayerOption, Shape, legal_cuts, make_plan
-from .asked import priced_answer
+from ..cost.estimate import Estimate, estimate
+from ..plan.document import Plan, Schedule
+from ..plan.legality import LayerOption, Shape, legal_cuts, make_plan
 from .explain import does_not_fit
+from .why_not import priced_answer
 
 _FEWEST_LAYERS = 4
 """So many are needed for an end that goes back."""

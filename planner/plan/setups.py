@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .plan import EXECUTABLE_RECOMPUTES, PARTS, ContextKind, Plan, Recompute, Schedule, known_recompute
-from .strategy import divisors
+from .document import EXECUTABLE_RECOMPUTES, PARTS, ContextKind, Plan, Recompute, Schedule, known_recompute
+from .legality import divisors
 
 _KEYS = {
     "tp": "tensor",

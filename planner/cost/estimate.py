@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..profiler.model_profile import ModelProfile
-from .cost.comm_cost import Collective
-from .cost.kept import kept
-from .cost.layer_cost import CostModel
-from .cost.memory_cost import state_bytes
-from .cost.priced_layer import LayerCost
-from .cost.simulate import is_chunked, simulated_step_s
-from .cost.stage_cost import StageCost, budget_bytes, closed_form_s, combine, on_one_rank, outside_bytes
-from .cost.traffic import add_layers, rank_tallies
-from .plan import GroupAxis, Plan, Recompute, stage_of
-from .solve.columns import Chain
-from .solve.unequal import peak_flops_per_s, stage_models
-from .strategy import LayerOption, Shape, shape_of
+from ...profiler.model_profile import ModelProfile
+from ..plan.document import GroupAxis, Plan, Recompute, stage_of
+from ..plan.legality import LayerOption, Shape, shape_of
+from ..solve.columns import Chain
+from ..solve.unequal import peak_flops_per_s, stage_models
+from .comm_cost import Collective
+from .kept import kept
+from .layer_cost import CostModel
+from .memory_cost import state_bytes
+from .priced_layer import LayerCost
+from .simulate import is_chunked, simulated_step_s
+from .stage_cost import StageCost, budget_bytes, closed_form_s, combine, on_one_rank, outside_bytes
+from .traffic import add_layers, rank_tallies
 
 MFU_CONVENTION = (
     "model FLOPs of forward and backward as traced, causal attention at half, recompute not counted, "
@@ -81,13 +81,13 @@ class Estimate(_Document):
 
     def __rich__(self) -> object:
         """A table for rich's print."""
-        from .display import show_estimate
+        from ..plan.display import show_estimate
 
         return show_estimate(self).rich()
 
     def _repr_html_(self) -> str:
         """A table for a notebook's cell."""
-        from .display import show_estimate
+        from ..plan.display import show_estimate
 
         return show_estimate(self).html()
 

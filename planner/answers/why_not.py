@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...profiler.units import format_bytes, format_seconds
-from ..check import check
-from ..estimate import Estimate, estimate
-from ..not_run import priced_only
-from ..pins import blamed
-from ..plan import Plan
-from ..search import Candidate, pins_of
-from ..setups import Setup
+from ..cost.estimate import Estimate, estimate
+from ..plan.document import Plan
+from ..plan.legality import Pins, shape_of
+from ..plan.not_run import priced_only
+from ..plan.pin_texts import blamed
+from ..plan.setups import Setup
 from ..solve.explore import SIMPLE, Explorer
-from ..strategy import Pins, shape_of
+from .check import check
 from .explain import CAUSES, causes_apart
 from .guidance import RuleOfThumb
 from .infeasible import Closest, closest_plan, closest_verdict
+from .search import Candidate, pins_of
 
 SMALL = 0.02
 """Share of the plan's step below which a cause is not worth a word."""

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from ..profiler.units import format_bytes, format_count, format_seconds
+from ...profiler.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .estimate import Estimate
-    from .plan import Plan
+    from ..cost.estimate import Estimate
+    from .document import Plan
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Shown:
 
 def show_plan(plan: "Plan") -> Shown:
     """The layout of a plan, a row for each stage."""
-    from .strategy import shape_of
+    from .legality import shape_of
 
     title = (
         f"{plan.model.name} on {plan.cluster.devices}: {shape_of(plan).label}, "

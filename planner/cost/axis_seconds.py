@@ -1,11 +1,11 @@
 """Seconds of a step's communication by mesh axis, hidden behind computing or not: what a run's clock is set beside."""
 
-from ..profiler.model_profile import ModelProfile
-from .cost.comm_cost import GroupLinks, collective_s
-from .cost.layer_cost import CostModel
+from ...profiler.model_profile import ModelProfile
+from ..plan.document import GroupAxis, Plan
+from ..plan.legality import Shape, shape_of
+from .comm_cost import GroupLinks, collective_s
 from .estimate import estimate
-from .plan import GroupAxis, Plan
-from .strategy import Shape, shape_of
+from .layer_cost import CostModel
 
 
 def axis_seconds(plan: Plan, profile: ModelProfile) -> dict[GroupAxis, float]:
