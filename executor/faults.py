@@ -12,7 +12,7 @@ from ..planner.cost.memory_cost import state_bytes
 from ..planner.cost.software import load_software
 from ..planner.cost.stage_cost import outside_bytes
 from ..planner.plan.document import Plan
-from ..planner.plan.legality import shape_of
+from ..planner.plan.making import shape_of
 from ..profiler.units import GIB
 from .parallel.mesh import RankMesh
 

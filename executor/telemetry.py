@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from torch.nn.parallel import DistributedDataParallel
 
 from ..planner.plan.document import AXES, Plan
-from ..planner.plan.legality import shape_of
+from ..planner.plan.making import shape_of
 from .parallel.mesh import RankMesh
 from .run_document import AxisSeconds, RunHeader, RunStep
 

@@ -16,7 +16,8 @@ from torch import nn
 
 from meshwright.executor import Trainer, parallelize
 from meshwright.planner.plan.document import AXES, Plan, Recompute, parts_of
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.model_profile import LayerProfile, ModelProfile
 

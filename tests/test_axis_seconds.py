@@ -6,7 +6,8 @@ from synthetic import cluster, device, layer_class, profile
 from meshwright.planner.cost.axis_seconds import axis_seconds
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import Link
 

@@ -11,7 +11,9 @@ from synthetic import cluster
 
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.planner.plan.document import Plan, Recompute
-from meshwright.planner.plan.legality import Cuts, LayerOption, Shape, can_recompute, make_plan
+from meshwright.planner.plan.legality import can_recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cuts.tensor_rank import OwnHeads
 from meshwright.profiler.model_profile import TensorCut

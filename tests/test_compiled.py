@@ -19,7 +19,8 @@ from meshwright.executor import parallelize
 from meshwright.executor.parallel.compiled import backend_of, compile_around_parts, compile_layers
 from meshwright.executor.parallel.recompute import recompute
 from meshwright.planner.plan.document import Plan, Recompute
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile

@@ -19,7 +19,8 @@ from meshwright.executor import parallelize
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import Cuts, LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile, TensorCut

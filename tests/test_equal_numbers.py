@@ -36,7 +36,7 @@ from zoo import zoo_module
 from meshwright.executor import Trainer
 from meshwright.executor.parallel.tensor_forwards import SharedInput
 from meshwright.planner.plan.document import Axis, Plan, Recompute
-from meshwright.planner.plan.legality import Cuts
+from meshwright.planner.plan.shape import Cuts
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.trace import trace

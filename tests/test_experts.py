@@ -9,7 +9,7 @@ from test_published import row
 from benchmarks.published.experts import Beside, answered, fastest, outside_of_space, questions, summary
 from benchmarks.published.pricing import Pricer
 from benchmarks.published.rows import Row
-from meshwright.planner.plan.legality import Pins
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.solve.explore import Explorer, Outcome
 
 

@@ -11,6 +11,7 @@ import pytest
 from cli_support import run_plan, save_profile, small_profile, some_plan
 from synthetic import cluster, device, layer_class, profile
 
+from meshwright.planner.answers.blame import blamed, is_legal
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.decision_path import Step, walk
 from meshwright.planner.answers.explain import CAUSES, causes_apart, compared, reason
@@ -39,8 +40,10 @@ from meshwright.planner.answers.tutorial import lessons
 from meshwright.planner.answers.why_not import best_of, why_not, why_not_plan, why_not_setup
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.plan.document import Plan, placement
-from meshwright.planner.plan.legality import Pins, context_rule, shape_of, tensor_rule
-from meshwright.planner.plan.pin_texts import blamed, is_legal, read_pins
+from meshwright.planner.plan.legality import context_rule, tensor_rule
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.pin_texts import read_pins
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import Objective, TrainingSpec
 from meshwright.planner.solve.explore import Explorer

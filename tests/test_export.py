@@ -31,7 +31,8 @@ from meshwright.planner.exchange.targets import TARGETS, VERSIONS
 from meshwright.planner.exchange.torchtitan import FLAGS as TORCHTITAN_FLAGS
 from meshwright.planner.exchange.torchtitan import read_torchtitan
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.model_profile import LayerPart, ModelProfile

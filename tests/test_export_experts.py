@@ -14,7 +14,7 @@ from meshwright.planner.exchange.megatron import read_megatron
 from meshwright.planner.exchange.targets import TARGETS
 from meshwright.planner.exchange.torchtitan import read_torchtitan
 from meshwright.planner.plan.document import ContextKind
-from meshwright.planner.plan.legality import Shape
+from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.model_profile import Experts, ModelProfile

@@ -20,7 +20,7 @@ from meshwright.executor.faults import Held, NonFiniteError, out_of_memory_messa
 from meshwright.planner.cost.software import load_software
 from meshwright.planner.cost.stage_cost import outside_bytes
 from meshwright.planner.plan.document import Plan, Prediction
-from meshwright.planner.plan.legality import shape_of
+from meshwright.planner.plan.making import shape_of
 from meshwright.profiler.model_profile import ModelProfile
 from meshwright.profiler.units import GIB
 

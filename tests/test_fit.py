@@ -12,7 +12,8 @@ from benchmarks.published.fit import Case, Fit
 from meshwright.planner.cost.estimate import estimate, step_seconds
 from meshwright.planner.cost.kept import kept
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 

@@ -22,7 +22,7 @@ from meshwright.planner.answers.search import search
 from meshwright.planner.answers.sweep import cluster_for
 from meshwright.planner.answers.why_not import best_of
 from meshwright.planner.cost.estimate import estimate
-from meshwright.planner.plan.legality import Pins
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import Objective, TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.profiler.cluster import ClusterSpec

@@ -17,8 +17,10 @@ from meshwright.planner.answers.search import search
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.layer_parts import ways_of_parts
 from meshwright.planner.plan.document import Recompute, parts_of
-from meshwright.planner.plan.legality import LayerOption, Pins, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.not_run import not_run
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.profiler.cluster import cluster_of, load_device

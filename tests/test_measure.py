@@ -13,7 +13,8 @@ from meshwright.executor.measuring.measure import measure
 from meshwright.executor.measuring.measurement import Measurement, load_measurement, quantile
 from meshwright.executor.parallel.stage_module import StageModule
 from meshwright.planner.plan.document import Plan, Prediction
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile

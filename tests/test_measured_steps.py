@@ -10,7 +10,8 @@ from synthetic import cluster, device, layer_class, profile
 from meshwright.executor.measuring.measured_steps import load_measured_steps
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.refit import on_device, turned
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import load_device
 

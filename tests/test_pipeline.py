@@ -28,7 +28,8 @@ from meshwright.executor.parallel.recompute import recompute
 from meshwright.executor.parallel.stage_module import StageModule
 from meshwright.executor.parallel.tensor import crosses_sliced
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model, split_inputs
 from meshwright.profiler.model_profile import ModelProfile

@@ -20,7 +20,8 @@ from meshwright.executor import Trainer, parallelize
 from meshwright.planner.cost.comm_cost import Collective
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.plan.document import AXES, Axis, Plan, Recompute
-from meshwright.planner.plan.legality import Cuts, LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.load import LoadedModel, load_model
 from meshwright.profiler.model_profile import ModelProfile

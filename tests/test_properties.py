@@ -17,8 +17,11 @@ from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.memory_cost import state_bytes
 from meshwright.planner.cost.stage_cost import allocatable_bytes, budget_bytes, closed_form_s, outside_bytes
-from meshwright.planner.plan.document import Recompute, Schedule
-from meshwright.planner.plan.legality import LayerOption, Pins, Shape, make_plan
+from meshwright.planner.plan.document import Recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import Schedule
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space

@@ -12,12 +12,14 @@ from small_models import GLOBAL_BATCH, MAKERS, small_profile, verified
 from synthetic import cluster
 
 from meshwright.planner.answers.check import check
+from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.cost.simulate import ZERO_BUBBLE
 from meshwright.planner.plan.document import Plan, Recompute
-from meshwright.planner.plan.legality import LayerOption, Pins, Shape, make_plan, shape_of
+from meshwright.planner.plan.making import make_plan, shape_of
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import ZERO_BUBBLE
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.planner.solve.columns import Chain
 from meshwright.planner.solve.space import Space
 
 BF16_TOLERANCE = 0.05

@@ -16,7 +16,9 @@ from meshwright.executor.measuring.verify import VerifyReport, beside_one_proces
 from meshwright.executor.parallel.recompute import check_recompute, recompute
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.document import LayerPlan, Recompute
-from meshwright.planner.plan.legality import LayerOption, Shape, can_recompute, make_plan
+from meshwright.planner.plan.legality import can_recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile

@@ -8,7 +8,8 @@ from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.refit import MeasuredStep, on_device, refit, turned
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import Device
 

@@ -4,7 +4,7 @@ from itertools import combinations_with_replacement, product
 
 import numpy as np
 
-from meshwright.planner.plan.legality import Shape
+from meshwright.planner.plan.shape import Shape
 from meshwright.planner.solve.chunked import Chunking
 from meshwright.planner.solve.relaxed import least_slowest_of_whole_s
 

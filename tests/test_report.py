@@ -35,8 +35,9 @@ from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.exchange.export import export
 from meshwright.planner.exchange.targets import NAMES
 from meshwright.planner.plan.document import AXES, Axis, Plan, placements
-from meshwright.planner.plan.legality import Shape, shape_of
+from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.setups import parse_setup, setup_words
+from meshwright.planner.plan.shape import Shape
 from meshwright.profiler.units import GIB
 
 ROOT = Path(__file__).parents[1]

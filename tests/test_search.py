@@ -14,14 +14,17 @@ from synthetic import cluster, device, layer_class, profile, random_class
 
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.search import InfeasibleError, SolverError, finalists, price, search, simplest
+from meshwright.planner.cost.chain import Chain, Composition
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.plan.document import Plan, Recompute
-from meshwright.planner.plan.legality import LayerOption, Pins, Shape, make_plan, shape_of
+from meshwright.planner.plan.making import make_plan, shape_of
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import ZERO_BUBBLE, is_chunked
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.chunked import choice_of
-from meshwright.planner.solve.columns import Chain, Composition, StagePrices
+from meshwright.planner.solve.columns import StagePrices
 from meshwright.planner.solve.explore import WINDOW, Explorer
 from meshwright.planner.solve.ilp import solve_master
 from meshwright.planner.solve.scan import scan

@@ -16,9 +16,10 @@ from synthetic import cluster, device, profile, random_class
 
 from benchmarks.planning_time.instances import Instance, instance
 from meshwright.planner.cost.comm_cost import Collective, GroupLinks, collective_s, seconds_at_places
-from meshwright.planner.cost.simulate import ZERO_BUBBLE
 from meshwright.planner.plan.document import Recompute
-from meshwright.planner.plan.legality import Pins, Shape
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import ZERO_BUBBLE
+from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.chunked import Recomputable
 from meshwright.planner.solve.explore import Explorer

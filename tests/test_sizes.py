@@ -9,12 +9,13 @@ from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.search import SearchResult, search
+from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import MOST_COUNTS, MOST_STARTS, Pins, stage_starts
+from meshwright.planner.plan.legality import MOST_COUNTS, MOST_STARTS, stage_starts
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve import knapsack
-from meshwright.planner.solve.columns import Chain
 from meshwright.planner.solve.explore import Explorer
 from meshwright.profiler.cluster import cluster_of
 from meshwright.profiler.model_profile import ModelProfile

@@ -6,10 +6,11 @@ import pytest
 from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.cost.estimate import estimate
-from meshwright.planner.cost.software import REFERENCE, Software, all_software, load_software
+from meshwright.planner.cost.software import Software, all_software, load_software
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
-from meshwright.planner.plan.training import TrainingSpec
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import REFERENCE, TrainingSpec
 from meshwright.profiler.cluster import load_device
 
 

@@ -10,9 +10,10 @@ from meshwright.planner.answers.search import search
 from meshwright.planner.cost import software
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.memory_cost import state_bytes
-from meshwright.planner.cost.software import REFERENCE, load_software
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
-from meshwright.planner.plan.training import TrainingSpec
+from meshwright.planner.cost.software import load_software
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import REFERENCE, TrainingSpec
 
 ELEMENTS, SAVED, LAYERS = 10_000_000, 1e6, 4
 

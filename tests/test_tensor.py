@@ -15,7 +15,8 @@ from meshwright.executor.parallel import tensor_collectives
 from meshwright.executor.parallel.shared_gradients import SharedGradients, unwatched
 from meshwright.executor.parallel.tensor_layout import ParameterCut, TensorLayout
 from meshwright.planner.plan.document import ClassPlan, Plan
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile

@@ -16,7 +16,9 @@ from meshwright.planner.answers.search import search
 from meshwright.planner.cost.comm_cost import collective_s
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.tensor_costs import mode_costs
-from meshwright.planner.plan.legality import Cuts, Pins, Shape, divides, runs_on_slices, tensor_rule
+from meshwright.planner.plan.legality import divides, runs_on_slices, tensor_rule
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import Cuts, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.tensor_choice import CutChoice, Way, added_s, best_ways, tied_cuts
 from meshwright.profiler.cluster import ClusterSpec, Link

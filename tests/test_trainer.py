@@ -19,7 +19,8 @@ from meshwright.executor.state import initialise
 from meshwright.executor.state.initialise import Materialiser, initial_values
 from meshwright.planner.cost.expert_place import ExpertPlace
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.load import load_model
 from meshwright.profiler.model_profile import ModelProfile

@@ -12,7 +12,8 @@ import pytest
 import torch
 from test_trainer import GLOBAL_BATCH, Net, batch_of, loss, sgd
 
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.load import load_model

@@ -17,7 +17,9 @@ from meshwright.executor import faults
 from meshwright.executor.parallel.mesh import RankMesh, plan_ranks
 from meshwright.planner.answers.search import search
 from meshwright.planner.plan.document import Plan, Prediction, placement
-from meshwright.planner.plan.legality import LayerOption, Pins, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.units import GIB
 

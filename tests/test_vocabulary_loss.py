@@ -19,7 +19,9 @@ from meshwright.executor import parallelize
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.executor.parallel.tensor_loss import RanksOfGroup
 from meshwright.planner.plan.document import Plan, Recompute
-from meshwright.planner.plan.legality import LayerOption, Shape, can_recompute, make_plan
+from meshwright.planner.plan.legality import can_recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.cuts.logit_shards import shard_logits
 from meshwright.profiler.load import LoadedModel, load_model

@@ -18,21 +18,14 @@ from meshwright.planner.answers.guidance import LONG, LONG_SEQUENCE
 from meshwright.planner.answers.search import pins_of, search
 from meshwright.planner.answers.why_not import why_not
 from meshwright.planner.cost.estimate import Estimate, estimate
-from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.plan.document import AXES, EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Axis, ContextKind, Plan
-from meshwright.planner.plan.legality import (
-    LayerOption,
-    Pins,
-    Shape,
-    context_rule,
-    divisors,
-    expert_rule,
-    make_plan,
-    sequence_rule,
-    tensor_rule,
-)
+from meshwright.planner.plan.legality import context_rule, divisors, expert_rule, sequence_rule, tensor_rule
+from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.not_run import not_run
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import ZERO_BUBBLE, is_chunked
 from meshwright.planner.plan.setups import parse_setup
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space

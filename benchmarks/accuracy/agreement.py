@@ -17,8 +17,11 @@ from typing import Any, Literal
 
 from meshwright.planner.cost.comm_cost import Collective
 from meshwright.planner.cost.estimate import Estimate, estimate
-from meshwright.planner.plan.document import Axis, ContextKind, Plan, Schedule
-from meshwright.planner.plan.legality import LayerOption, Shape, can_recompute, legal_cuts, make_plan, shape_of
+from meshwright.planner.plan.document import Axis, ContextKind, Plan
+from meshwright.planner.plan.legality import can_recompute, legal_cuts
+from meshwright.planner.plan.making import make_plan, shape_of
+from meshwright.planner.plan.schedules import Schedule
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.load import LoadedModel, load_model

@@ -20,7 +20,8 @@ from meshwright.planner.exchange.megatron import read_megatron
 from meshwright.planner.exchange.targets import TARGETS
 from meshwright.planner.exchange.torchtitan import read_torchtitan
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import Pins, shape_of
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device

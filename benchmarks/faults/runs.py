@@ -12,7 +12,8 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import LayerOption, Shape, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.load import load_model

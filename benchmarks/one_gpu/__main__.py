@@ -27,7 +27,7 @@ from benchmarks.one_gpu.rank import RankRun, run_rank
 from meshwright.planner.answers.search import InfeasibleError, price_setup, search
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.plan.document import Plan, load_plan
-from meshwright.planner.plan.legality import shape_of
+from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import cluster_of, load_device

@@ -14,7 +14,7 @@ from meshwright.executor.measuring.compare import compare, read_setups
 from meshwright.planner.answers.search import price_setup
 from meshwright.planner.cost.refit import MeasuredStep, refit
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import shape_of
+from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, load_device

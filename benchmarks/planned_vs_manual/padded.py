@@ -22,9 +22,10 @@ from meshwright.executor.trainer import Trainer
 from meshwright.planner.cost.estimate import priced_stages
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.refit import on_device
-from meshwright.planner.cost.simulate import ZERO_BUBBLE
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import LayerOption, shape_of
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.schedules import ZERO_BUBBLE
+from meshwright.planner.plan.shape import LayerOption
 from meshwright.profiler.cluster import Device
 from meshwright.profiler.model_profile import ModelProfile
 

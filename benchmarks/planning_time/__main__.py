@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.planner.plan.legality import Pins
+from meshwright.planner.plan.pins import Pins
 from meshwright.profiler.model_profile import load_profile
 
 from .cases import CASES, LAYER_WISE, MOST_GROWTH, SCALES, Case

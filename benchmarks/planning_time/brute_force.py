@@ -19,9 +19,9 @@ from itertools import chain, combinations, pairwise, permutations, product
 from pathlib import Path
 from typing import get_args
 
+from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
 from meshwright.planner.plan.document import (
     AXES,
     EXECUTABLE_CONTEXTS,
@@ -32,26 +32,22 @@ from meshwright.planner.plan.document import (
     ContextKind,
     Plan,
     Recompute,
-    Schedule,
     parts_of,
-    rank_and_chunk,
     recompute_of_parts,
 )
 from meshwright.planner.plan.legality import (
-    Cuts,
-    LayerOption,
-    Shape,
     can_recompute,
     context_rule,
     divisors,
     expert_rule,
     has_experts,
-    make_plan,
     sequence_rule,
-    shape_of,
     tensor_rule,
 )
-from meshwright.planner.solve.columns import Chain, StagePrices
+from meshwright.planner.plan.making import make_plan, shape_of
+from meshwright.planner.plan.schedules import ZERO_BUBBLE, Schedule, is_chunked, rank_and_chunk
+from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
+from meshwright.planner.solve.columns import StagePrices
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.ilp import solve_master
 from meshwright.planner.solve.scan import scan

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.plan.document import Schedule, recompute_of_parts
-from meshwright.planner.plan.legality import Pins
+from meshwright.planner.plan.document import recompute_of_parts
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.tensor_choice import CutChoice
 from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link

@@ -4,10 +4,12 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.plan.legality import Pins, Shape
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.planner.solve.columns import Chain, StagePrices
+from meshwright.planner.solve.columns import StagePrices
 from meshwright.planner.solve.scan import scan
 from meshwright.profiler.cluster import cluster_of, load_device
 from meshwright.profiler.model_profile import ModelProfile

@@ -16,7 +16,7 @@ from pathlib import Path
 from meshwright.planner.answers.search import InfeasibleError, SearchResult, search
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.legality import shape_of
+from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.unequal import kind_orders
 from meshwright.profiler.cluster import ClusterSpec, HostGroup, load_device

@@ -28,7 +28,9 @@ from pathlib import Path
 from meshwright.planner.answers.why_not import priced_answer
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.plan.document import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Plan
-from meshwright.planner.plan.legality import Pins, context_rule, expert_rule, sequence_rule, shape_of, tensor_rule
+from meshwright.planner.plan.legality import context_rule, expert_rule, sequence_rule, tensor_rule
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.solve.explore import Explorer, Solved
 from meshwright.profiler.cluster import ClusterSpec
 from meshwright.profiler.model_profile import ModelProfile

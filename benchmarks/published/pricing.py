@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.document import Plan, Recompute
-from meshwright.planner.plan.legality import LayerOption, make_plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.cluster import ClusterSpec
 from meshwright.profiler.model_profile import ModelProfile

@@ -19,7 +19,7 @@ from ..reporting.report import joined_notes, launch_command
 if TYPE_CHECKING:
     from ...planner.answers.search import SearchResult
     from ...planner.cost.estimate import Estimate
-    from ...planner.plan.legality import Pins
+    from ...planner.plan.pins import Pins
 
 DIFFERENT_NUMBERS = 1
 BAD_INPUT = 2

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...planner.cost.software import REFERENCE
+from ...planner.plan.training import REFERENCE
 from ..reporting import terminal
 from ..reporting.documents import json_kind
 from ..reporting.explain_report import Explanation, explanation_document, print_explanation

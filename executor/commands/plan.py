@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...planner.cost.software import REFERENCE
-from ...planner.plan.training import Objective
+from ...planner.plan.training import REFERENCE, Objective
 from ...profiler.cluster import device_names, load_device
 from ..reporting import terminal
 from ..reporting.documents import check_document, json_kind
@@ -17,7 +16,7 @@ from . import inputs, options
 from .answers import at_work, print_estimate, print_plan, print_prediction, searched
 
 if TYPE_CHECKING:
-    from ...planner.plan.legality import Pins
+    from ...planner.plan.pins import Pins
     from ...planner.plan.training import TrainingSpec
     from ...profiler.cluster import ClusterSpec
     from ...profiler.model_profile import ModelProfile

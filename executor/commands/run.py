@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ...planner.plan.document import Plan, load_plan
-from ...planner.plan.legality import shape_of
+from ...planner.plan.making import shape_of
 from ...planner.plan.pin_texts import read_pins
 from ...profiler.cluster import ClusterSpec, cluster_of
 from ..reporting import terminal

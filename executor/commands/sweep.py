@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ...planner.cost.software import REFERENCE
+from ...planner.plan.training import REFERENCE
 from ..reporting import terminal
 from . import inputs, options
 from .answers import at_work

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...planner.plan.document import Plan
-from ...planner.plan.legality import shape_of
+from ...planner.plan.making import shape_of
 from ...profiler.load import Batch, LoadedModel
 from ..parallel.micro_batches import split_micro_batches
 from ..trainer import parallelize

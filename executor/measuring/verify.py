@@ -21,18 +21,16 @@ from torch.nn import functional
 from ...planner.cost.layer_parts import within
 from ...planner.plan.document import Degrees, LayerPlan, Plan, Recompute, Stage, parts_of
 from ...planner.plan.legality import (
-    LayerOption,
-    Shape,
     can_recompute,
     context_rule,
     divisors,
     expert_rule,
     legal_cuts,
-    make_plan,
     sequence_rule,
-    shape_of,
     tensor_rule,
 )
+from ...planner.plan.making import make_plan, shape_of
+from ...planner.plan.shape import LayerOption, Shape
 from ...profiler.cluster import cluster_of
 from ...profiler.load import Batch, LoadedModel, load_model, split_inputs
 from ...profiler.model_profile import ModelProfile

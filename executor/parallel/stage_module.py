@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...planner.cost.simulate import ZERO_BUBBLE
 from ...planner.plan.document import Plan
+from ...planner.plan.schedules import ZERO_BUBBLE
 from ...profiler.cuts.held_tokens import own_shape, set_mark
 from ...profiler.layers.producers import Producers
 from ...profiler.model_profile import CrossingTensor, Producer

@@ -6,7 +6,8 @@ from typing import Any
 
 from ...planner.cost.estimate import estimate
 from ...planner.cost.simulate import Event
-from ...planner.plan.document import Plan, stage_of
+from ...planner.plan.document import Plan
+from ...planner.plan.schedules import stage_of
 from ...profiler.model_profile import ModelProfile
 from ...profiler.units import GIB
 from .report import collapse, gpus_of

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ...planner.cost.estimate import Estimate
 from ...planner.plan.document import Plan
-from ...planner.plan.legality import shape_of
+from ...planner.plan.making import shape_of
 from . import terminal
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...planner.cost.expert_place import expert_group
-from ...planner.plan.document import GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
-from ...planner.plan.legality import CONTEXT_NAMES, shape_of
+from ...planner.plan.document import CONTEXT_NAMES, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
+from ...planner.plan.making import shape_of
 from ...planner.plan.not_run import not_run
 from ...profiler.units import GIB, format_count, format_seconds
 

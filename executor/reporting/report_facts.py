@@ -12,8 +12,11 @@ from ...planner.answers.why_not import best_of, followed
 from ...planner.cost.estimate import Estimate, StageMemory, estimate, priced_stages
 from ...planner.cost.priced_layer import LayerCost
 from ...planner.cost.simulate import Event, simulate
-from ...planner.plan.document import Plan, stage_of
-from ...planner.plan.legality import Pins, divisors, shape_of
+from ...planner.plan.document import Plan
+from ...planner.plan.legality import divisors
+from ...planner.plan.making import shape_of
+from ...planner.plan.pins import Pins
+from ...planner.plan.schedules import stage_of
 from ...planner.solve.explore import Explorer
 from ...profiler.model_profile import ModelProfile
 

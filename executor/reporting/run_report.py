@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...planner.plan.document import GroupAxis, Plan
-from ...planner.plan.legality import shape_of
+from ...planner.plan.making import shape_of
 from ...profiler.units import GIB
 from ..measuring.measurement import quantile
 from ..run_document import RunStep, load_run

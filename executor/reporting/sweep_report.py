@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...planner.answers.sweep import Point, Price, changes_of_kind
-from ...planner.plan.legality import shape_of
+from ...planner.plan.making import shape_of
 from ...profiler.units import GIB, format_count, format_seconds
 from . import terminal
 from .drawing import figure, legend, line, table, tag, text, ticks

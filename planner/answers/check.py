@@ -4,7 +4,6 @@ from ...profiler.model_profile import ModelProfile
 from ..cost.estimate import estimate
 from ..cost.layer_parts import unknown_parts
 from ..cost.memory_cost import uses_fully_shard
-from ..cost.simulate import ZERO_BUBBLE
 from ..plan.document import Plan
 from ..plan.legality import (
     can_recompute,
@@ -14,11 +13,12 @@ from ..plan.legality import (
     expert_rule,
     runs_on_slices,
     sequence_rule,
-    shape_of,
     sharding_rule,
     zero_bubble_rule,
 )
+from ..plan.making import shape_of
 from ..plan.not_run import not_run
+from ..plan.schedules import ZERO_BUBBLE
 from .explain import does_not_fit
 
 

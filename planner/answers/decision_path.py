@@ -10,9 +10,10 @@ from ...profiler.model_profile import ModelProfile, amount_at
 from ...profiler.units import format_bytes
 from ..cost.estimate import Estimate
 from ..plan.document import ContextKind, Plan, Recompute
-from ..plan.legality import Pins, context_rule, divisors
-from ..plan.pin_texts import blamed
+from ..plan.legality import context_rule, divisors
+from ..plan.pins import Pins
 from ..solve.explore import Explorer
+from .blame import blamed
 from .guidance import (
     COMBINED,
     FEWER_SPLITS,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from ...profiler.units import format_bytes, format_seconds
 from ..cost.estimate import Estimate
+from ..cost.stage_models import stage_kinds
 from ..plan.document import Plan, Recompute, parts_in_words, parts_of
-from ..plan.legality import shape_of
-from ..solve.unequal import stage_kinds
+from ..plan.making import shape_of
 
 CAUSES = {
     "compute": "compute",

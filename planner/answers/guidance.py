@@ -9,7 +9,8 @@ from ...profiler.cluster import ClusterSpec
 from ...profiler.model_profile import ModelProfile
 from ...profiler.units import format_bytes
 from ..plan.document import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS
-from ..plan.legality import Pins, divisors, expert_rule, has_sequence_attention
+from ..plan.legality import divisors, expert_rule, has_sequence_attention
+from ..plan.pins import Pins
 from ..plan.training import TrainingSpec
 
 _MOST_STAGES = 64

@@ -9,15 +9,19 @@ from dataclasses import dataclass, replace
 from ...profiler.cluster import ClusterSpec, cluster_of, device_names, load_device
 from ...profiler.units import format_bytes, format_seconds
 from ..cost.estimate import Estimate, estimate
-from ..cost.simulate import ZERO_BUBBLE, is_chunked
 from ..cost.stage_cost import budget_bytes
-from ..plan.document import Plan, parts_of, rank_and_chunk
-from ..plan.legality import LayerOption, Pins, Shape, divisors, make_plan, shape_of
-from ..plan.pin_texts import blamed, in_words
+from ..cost.stage_models import stage_models
+from ..plan.document import Plan, parts_of
+from ..plan.legality import divisors
+from ..plan.making import make_plan, shape_of
+from ..plan.pin_texts import in_words
+from ..plan.pins import Pins
+from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
+from ..plan.shape import LayerOption, Shape
 from ..solve.explore import Explorer, Solved
 from ..solve.scan import scan
 from ..solve.space import Space
-from ..solve.unequal import stage_models
+from .blame import blamed
 from .explain import does_not_fit
 
 MOST_GPUS = 64

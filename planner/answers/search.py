@@ -9,10 +9,11 @@ from ...profiler.garbage import without_garbage_collection
 from ...profiler.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
 from ..cost.layer_cost import CostModel
-from ..cost.simulate import is_chunked
 from ..plan.document import Certificate, Plan, Prediction
-from ..plan.legality import Pins, shape_of
+from ..plan.making import shape_of
 from ..plan.not_run import priced_only
+from ..plan.pins import Pins
+from ..plan.schedules import is_chunked
 from ..plan.setups import Setup
 from ..plan.training import TrainingSpec
 from ..solve.explore import ALTERNATIVES, SIMPLE, WINDOW, Explorer, Outcome, Progress, Solved

@@ -12,7 +12,8 @@ from ...profiler.model_profile import ModelProfile
 from ...profiler.units import GIB
 from ..cost.estimate import estimate
 from ..plan.document import Plan
-from ..plan.legality import Pins, shape_of
+from ..plan.making import shape_of
+from ..plan.pins import Pins
 from ..plan.training import Objective, TrainingSpec
 from ..solve.explore import Explorer
 from .infeasible import SEARCHED_S, fewest, fits, grown

@@ -6,8 +6,11 @@ from itertools import pairwise
 
 from ...profiler.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
-from ..plan.document import Plan, Schedule
-from ..plan.legality import LayerOption, Shape, legal_cuts, make_plan
+from ..plan.document import Plan
+from ..plan.legality import legal_cuts
+from ..plan.making import make_plan
+from ..plan.schedules import Schedule
+from ..plan.shape import LayerOption, Shape
 from .explain import does_not_fit
 from .why_not import priced_answer
 

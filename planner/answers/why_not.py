@@ -8,11 +8,12 @@ from typing import Literal
 from ...profiler.units import format_bytes, format_seconds
 from ..cost.estimate import Estimate, estimate
 from ..plan.document import Plan
-from ..plan.legality import Pins, shape_of
+from ..plan.making import shape_of
 from ..plan.not_run import priced_only
-from ..plan.pin_texts import blamed
+from ..plan.pins import Pins
 from ..plan.setups import Setup
 from ..solve.explore import SIMPLE, Explorer
+from .blame import blamed
 from .check import check
 from .explain import CAUSES, causes_apart
 from .guidance import RuleOfThumb

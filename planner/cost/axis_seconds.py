@@ -2,7 +2,8 @@
 
 from ...profiler.model_profile import ModelProfile
 from ..plan.document import GroupAxis, Plan
-from ..plan.legality import Shape, shape_of
+from ..plan.making import shape_of
+from ..plan.shape import Shape
 from .comm_cost import GroupLinks, collective_s
 from .estimate import estimate
 from .layer_cost import CostModel

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...profiler.model_profile import ModelProfile
-from ..plan.legality import Shape
+from ..plan.shape import Shape
 from .comm_cost import collective_s
 from .kept import kept
 from .kinds import Kind, kept_with_last

@@ -8,17 +8,19 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...profiler.model_profile import ModelProfile
-from ..plan.document import GroupAxis, Plan, Recompute, stage_of
-from ..plan.legality import LayerOption, Shape, shape_of
-from ..solve.columns import Chain
-from ..solve.unequal import peak_flops_per_s, stage_models
+from ..plan.document import GroupAxis, Plan, Recompute
+from ..plan.making import shape_of
+from ..plan.schedules import is_chunked, stage_of
+from ..plan.shape import LayerOption, Shape
+from .chain import Chain
 from .comm_cost import Collective
 from .kept import kept
 from .layer_cost import CostModel
 from .memory_cost import state_bytes
 from .priced_layer import LayerCost
-from .simulate import is_chunked, simulated_step_s
+from .simulate import simulated_step_s
 from .stage_cost import StageCost, budget_bytes, closed_form_s, combine, on_one_rank, outside_bytes
+from .stage_models import peak_flops_per_s, stage_models
 from .traffic import add_layers, rank_tallies
 
 MFU_CONVENTION = (

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from ...profiler.cluster import ClusterSpec, Device, Group
 from ...profiler.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
 from ..plan.document import EXECUTABLE_RECOMPUTES, Axis, Recompute, parts_of
-from ..plan.legality import NO_EXTRAS, Cuts, LayerOption, Offered, Shape, chosen_cuts, divisors, is_sequence_cut
+from ..plan.legality import chosen_cuts, divisors, is_sequence_cut
+from ..plan.shape import NO_EXTRAS, Cuts, LayerOption, Offered, Shape
 from ..plan.training import TrainingSpec
 from .comm_cost import GroupLinks, collective_s, exposed_s
 from .compute_cost import AsRun, Seconds, accumulate_s, amounts_of, host_optimizer_s, layer_seconds_of_each, optimizer_s

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..plan.legality import Shape
+from ..plan.shape import Shape
 from ..plan.training import TrainingSpec
 from .software import load_software
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...profiler.cluster import Device
 from ..plan.document import Axis
-from ..plan.legality import Shape
+from ..plan.shape import Shape
 from ..plan.training import TrainingSpec
 from .compute_cost import host_optimizer_s, optimizer_s
 from .crossing_cost import P2P_EXPOSED, Cut

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from ...profiler.model_profile import ModelProfile
 from ..plan.document import GroupAxis, Plan
-from ..plan.legality import Shape
+from ..plan.shape import Shape
 from .comm_cost import Collective
 from .kept import kept
 from .kinds import kinds_of

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...profiler.units import format_seconds
 from ..plan.document import Plan, parts_in_words, parts_of
-from ..plan.legality import shape_of
+from ..plan.making import shape_of
 from .accelerate import accelerate_settings
 from .deepspeed import deepspeed_settings
 from .export_notes import Settings, layers_of

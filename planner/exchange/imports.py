@@ -7,20 +7,20 @@ from typing import Literal
 from ...profiler.cluster import ClusterSpec
 from ...profiler.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
-from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute, Schedule
+from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute
 from ..plan.legality import (
-    LayerOption,
-    Shape,
     can_recompute,
     context_rule,
     divisors,
     expert_rule,
     legal_cuts,
-    make_plan,
     sequence_rule,
     sharding_rule,
     tensor_rule,
 )
+from ..plan.making import make_plan
+from ..plan.schedules import Schedule
+from ..plan.shape import LayerOption, Shape
 from ..plan.training import Precision, TrainingSpec
 from .block_row import BlockRow, block_row
 from .targets import NAMES, Target

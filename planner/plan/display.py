@@ -52,7 +52,7 @@ class Shown:
 
 def show_plan(plan: "Plan") -> Shown:
     """The layout of a plan, a row for each stage."""
-    from .legality import shape_of
+    from .making import shape_of
 
     title = (
         f"{plan.model.name} on {plan.cluster.devices}: {shape_of(plan).label}, "

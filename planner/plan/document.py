@@ -21,6 +21,7 @@ from pydantic import (
 
 from ...profiler.cluster import ClusterSpec
 from ...profiler.model_profile import CrossingTensor, Experts, TensorCut
+from .schedules import Schedule, rank_and_chunk, stage_of
 from .training import TrainingSpec
 
 PLAN_SCHEMA_VERSION = 1
@@ -71,10 +72,11 @@ ContextKind = Literal["ring", "all_to_all", "all_gather"]
 """How ranks that hold parts of one sequence attend to each other: keys and values go round, hidden behind attention;
 all change between parts of the sequence and heads (Ulysses); or each gathers all keys and values (Llama 3)."""
 
+CONTEXT_NAMES: dict[ContextKind, str] = {"ring": "ring", "all_to_all": "all-to-all", "all_gather": "all-gather"}
+
 GroupAxis = Axis | Literal["expert"]
 """A mesh axis, or the groups over which experts are spread, which run along other axes."""
 
-Schedule = Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]
 
 EXECUTABLE_RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
 EXECUTABLE_SCHEDULES: tuple[Schedule, ...] = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -82,19 +84,6 @@ EXECUTABLE_CONTEXTS: tuple[ContextKind, ...] = ("ring", "all_to_all", "all_gathe
 EXECUTES_EXPERTS: bool = True
 """What the executor runs: kinds of recompute, schedules, kinds of context parallelism, and expert parallelism. The
 default search stays inside; `Pins.everything` and pins by name or degree go beyond."""
-
-
-def stage_of(schedule: Schedule, rank: int, chunk: int, num_ranks: int) -> int:
-    """The stage that a rank's chunk is: chunks go round the ranks, in ZB-V there and back."""
-    if schedule == "zb-v" and chunk == 1:
-        return 2 * num_ranks - 1 - rank
-    return chunk * num_ranks + rank
-
-
-def rank_and_chunk(schedule: Schedule, stage: int, num_ranks: int) -> tuple[int, int]:
-    """(rank, chunk) of a stage."""
-    chunk, rank = divmod(stage, num_ranks)
-    return (num_ranks - 1 - rank if schedule == "zb-v" and chunk == 1 else rank), chunk
 
 
 class _Document(BaseModel):

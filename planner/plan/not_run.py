@@ -1,7 +1,7 @@
 """What of a plan the executor does not run yet: the evaluator prices more, as `--space full` and plan files may say."""
 
-from .document import EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Plan
-from .legality import CONTEXT_NAMES, SCHEDULE_NAMES
+from .document import CONTEXT_NAMES, EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Plan
+from .schedules import SCHEDULE_NAMES
 from .training import EXECUTABLE_PRECISIONS
 
 

@@ -5,8 +5,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .document import EXECUTABLE_RECOMPUTES, PARTS, ContextKind, Plan, Recompute, Schedule, known_recompute
+from .document import EXECUTABLE_RECOMPUTES, PARTS, ContextKind, Plan, Recompute, known_recompute
 from .legality import divisors
+from .schedules import Schedule
 
 _KEYS = {
     "tp": "tensor",

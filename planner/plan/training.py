@@ -5,7 +5,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from ..cost.software import REFERENCE
+REFERENCE = "fsdp2-eager"
+"""What our executor runs, and what device files are made for."""
+
+COMPILING = "fsdp2-compile"
+"""The same with layers that are compiled one by one."""
 
 Precision = Literal["bf16", "fp32", "fp16", "fp8", "fp4"]
 

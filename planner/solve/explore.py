@@ -12,15 +12,18 @@ from numpy.typing import NDArray
 
 from ...profiler.cluster import ClusterSpec
 from ...profiler.model_profile import ModelProfile
+from ..cost.chain import Chain
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
-from ..cost.simulate import ZERO_BUBBLE, is_chunked
 from ..cost.stage_cost import allocatable_bytes
 from ..plan.document import ContextKind, Plan, Recompute
-from ..plan.legality import NO_EXTRAS, Offered, Pins, Shape, make_plan
+from ..plan.making import make_plan
+from ..plan.pins import Pins
+from ..plan.schedules import ZERO_BUBBLE, is_chunked
+from ..plan.shape import NO_EXTRAS, Offered, Shape
 from ..plan.training import TrainingSpec
 from .chunked import Chunking, Chunkings, Cuts, HeldByRank, best_chunking
-from .columns import ROUNDING, Chain, StagePrices
+from .columns import ROUNDING, StagePrices
 from .ilp import solve_master
 from .least_work import Least, LeastWork
 from .memory_bounds import MemoryBounds

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost.chain import Chain
 from ..cost.comm_cost import seconds_at_places
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
-from ..plan.legality import NO_EXTRAS, Offered, Shape
-from .columns import Chain
+from ..plan.shape import NO_EXTRAS, Offered, Shape
 
 Floats = NDArray[np.float64]
 

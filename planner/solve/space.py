@@ -14,23 +14,8 @@ from typing import Literal, NamedTuple, get_args
 
 from ...profiler.cluster import ClusterSpec, Group
 from ...profiler.model_profile import ModelProfile
-from ..cost.simulate import ZERO_BUBBLE, is_chunked
-from ..cost.software import COMPILING
-from ..plan.document import (
-    AXES,
-    EXECUTABLE_CONTEXTS,
-    EXECUTABLE_SCHEDULES,
-    EXECUTES_EXPERTS,
-    Axis,
-    ContextKind,
-    Schedule,
-)
+from ..plan.document import AXES, EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Axis, ContextKind
 from ..plan.legality import (
-    NO_EXTRAS,
-    Cuts,
-    Offered,
-    Pins,
-    Shape,
     check_parts,
     context_rule,
     divisors,
@@ -43,7 +28,10 @@ from ..plan.legality import (
     tensor_rule,
     zero_bubble_rule,
 )
-from ..plan.training import TrainingSpec
+from ..plan.pins import Pins
+from ..plan.schedules import ZERO_BUBBLE, Schedule, is_chunked
+from ..plan.shape import NO_EXTRAS, Cuts, Offered, Shape
+from ..plan.training import COMPILING, TrainingSpec
 from .unequal import have_own, kind_orders
 
 

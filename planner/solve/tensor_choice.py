@@ -23,7 +23,8 @@ from ...profiler.model_profile import Costs, ModelProfile
 from ..cost.comm_cost import collective_s
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
-from ..plan.legality import Cuts, Shape, chosen_cuts, runs_on_slices
+from ..plan.legality import chosen_cuts, runs_on_slices
+from ..plan.shape import Cuts, Shape
 from .solver import solve
 
 MS = 1e3

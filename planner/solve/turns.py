@@ -16,7 +16,7 @@ from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import MASTER_BYTES
 from ..plan.document import Recompute
-from ..plan.legality import Shape
+from ..plan.shape import Shape
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
