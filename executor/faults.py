@@ -13,7 +13,7 @@ from ..planner.cost.software import load_software
 from ..planner.cost.stage_cost import outside_bytes
 from ..planner.plan.document import Plan
 from ..planner.plan.making import shape_of
-from ..profiler.units import GIB
+from ..profiler.machine.units import GIB
 from .parallel.mesh import RankMesh
 
 

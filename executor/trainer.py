@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
-from ..profiler.load import split_inputs
+from ..profiler.model.load import split_inputs
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta
 from .faults import check_devices, check_finite, check_own_device, held_memory, out_of_memory_message, raise_spoiled
 from .parallel.compiled import backend_of

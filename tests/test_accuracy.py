@@ -13,8 +13,8 @@ from benchmarks.accuracy import cases, counts, flops, interpolation, memory, rea
 from benchmarks.accuracy.predicted import predicted
 from meshwright.planner.cost.layer_parts import ways_of_parts
 from meshwright.planner.plan.training import Precision
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import Bytes
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import Bytes
 
 CLOSED_FORMS = ("bert_large", "gpt2", "llama3_8b")
 COUNTED = ("lstm", "mixtral", "resnet", "t5", "vit")

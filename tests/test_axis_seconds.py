@@ -9,7 +9,7 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import Link
+from meshwright.profiler.machine.cluster import Link
 
 BLOCK = layer_class("block", 1e12, 1000, saved=1e6, inputs=1e5)
 PROFILE = profile([BLOCK], [0] * 4)

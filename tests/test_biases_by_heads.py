@@ -15,8 +15,8 @@ from meshwright.planner.plan.legality import can_recompute
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cuts.tensor_rank import OwnHeads
-from meshwright.profiler.model_profile import TensorCut
+from meshwright.profiler.model.model_profile import TensorCut
+from meshwright.profiler.tensor_cuts.tensor_rank import OwnHeads
 
 NUM_STEPS = 5
 HEADS, LENGTH = 4, 16

@@ -484,7 +484,7 @@ def test_verify_reports_and_its_exit_code_says_whether_numbers_agree(
     report = SimpleNamespace(ok=ok, lines=["loss agrees [within 1e-4]"])
     fake = SimpleNamespace(verify=lambda *_, **__: report)
     monkeypatch.setitem(sys.modules, "meshwright.executor.measuring.verify", fake)
-    monkeypatch.setattr("meshwright.profiler.load.load_model", lambda *_, **__: None)
+    monkeypatch.setattr("meshwright.profiler.model.load.load_model", lambda *_, **__: None)
 
     assert run_plan("verify", "plan.json", "--model", "model.py") == code
     assert "loss agrees [within 1e-4]" in capsys.readouterr().out

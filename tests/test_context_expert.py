@@ -22,8 +22,8 @@ from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import REFERENCE, TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec, Group, Link
-from meshwright.profiler.model_profile import (
+from meshwright.profiler.machine.cluster import ClusterSpec, Group, Link
+from meshwright.profiler.model.model_profile import (
     Bytes,
     LayerClass,
     ModelProfile,

@@ -24,7 +24,7 @@ from meshwright.planner.plan.legality import can_recompute, context_rule
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
-from meshwright.profiler.cuts.held_tokens import Held, num_tokens, taken
+from meshwright.profiler.semantics.token_marks import Held, num_tokens, taken
 
 KINDS: tuple[ContextKind, ...] = ("ring", "all_gather", "all_to_all")
 NUM_STEPS = 3

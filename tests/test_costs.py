@@ -29,9 +29,9 @@ from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve import knapsack
 from meshwright.planner.solve.knapsack import Group, Turns, least_weight, lightest
-from meshwright.profiler.cluster import Group as Ranks
-from meshwright.profiler.cluster import Link
-from meshwright.profiler.model_profile import Bytes, ModelProfile, OpProfile
+from meshwright.profiler.machine.cluster import Group as Ranks
+from meshwright.profiler.machine.cluster import Link
+from meshwright.profiler.model.model_profile import Bytes, ModelProfile, OpProfile
 
 GIB = 2**30
 

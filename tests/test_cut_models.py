@@ -22,9 +22,9 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import ModelProfile, TensorCut
-from meshwright.profiler.trace import trace
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile, TensorCut
+from meshwright.profiler.model.trace import trace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -48,9 +48,9 @@ from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import Objective, TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
-from meshwright.profiler.cluster import ClusterSpec
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.units import format_seconds
+from meshwright.profiler.machine.cluster import ClusterSpec
+from meshwright.profiler.machine.units import format_seconds
+from meshwright.profiler.model.model_profile import ModelProfile
 
 BATCH = 24
 

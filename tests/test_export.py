@@ -34,8 +34,8 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import LayerPart, ModelProfile
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import LayerPart, ModelProfile
 
 NUM_BLOCKS = 8
 

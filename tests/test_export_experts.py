@@ -16,8 +16,8 @@ from meshwright.planner.exchange.torchtitan import read_torchtitan
 from meshwright.planner.plan.document import ContextKind
 from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import Experts, ModelProfile
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import Experts, ModelProfile
 
 
 def mixture() -> ModelProfile:

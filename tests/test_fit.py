@@ -15,7 +15,7 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
+from meshwright.profiler.machine.cluster import cluster_of, load_device
 
 MODEL = profile([layer_class("block", 1e12, 10_000_000, saved=1e6, inputs=1e6, heads=8)], [0] * 4)
 

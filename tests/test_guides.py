@@ -10,7 +10,7 @@ from meshwright.planner.answers.search import search
 from meshwright.planner.answers.why_not import followed
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
-from meshwright.profiler.cluster import cluster_of, load_device
+from meshwright.profiler.machine.cluster import cluster_of, load_device
 
 MOST_SLOWER = 1.01
 

@@ -25,8 +25,8 @@ from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import Objective, TrainingSpec
 from meshwright.planner.solve.explore import Explorer
-from meshwright.profiler.cluster import ClusterSpec
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import ClusterSpec
+from meshwright.profiler.model.model_profile import ModelProfile
 
 
 def chain(parameters: int = 100_000_000, layers: int = 4) -> ModelProfile:

@@ -23,8 +23,8 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import LayerClass, ModelProfile
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import LayerClass, ModelProfile
 
 NORM = Part("norm", freed=0.1, given=0.0, forward=0.05, reads_arriving=True)
 MLP = Part("mlp", freed=0.5, given=0.05, forward=0.6)

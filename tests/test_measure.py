@@ -16,9 +16,9 @@ from meshwright.planner.plan.document import Plan, Prediction
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 MLP = Path(__file__).parent.parent / "benchmarks" / "models" / "mlp.py"
 

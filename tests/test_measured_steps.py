@@ -13,7 +13,7 @@ from meshwright.planner.cost.refit import on_device, turned
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import load_device
+from meshwright.profiler.machine.cluster import load_device
 
 MODEL = profile([layer_class("block", 2e11, 4_000_000, 2e6, 1e6)], [0] * 4)
 DEVICE = device(matmul_efficiency=0.6, sources={"matmul_efficiency": "assumption: large matmuls"})

@@ -17,9 +17,9 @@ from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.trace import trace
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.trace import trace
 
 GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
 

@@ -25,8 +25,8 @@ from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
-from meshwright.profiler.cluster import ClusterSpec, Device, Group, Link, cluster_of, load_device
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, Group, Link, cluster_of, load_device
+from meshwright.profiler.model.model_profile import ModelProfile
 
 GIB = 2**30
 

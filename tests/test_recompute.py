@@ -20,9 +20,9 @@ from meshwright.planner.plan.legality import can_recompute
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 SAMPLES, LENGTH, WIDTH, HEADS = 3, 16, 32, 4
 MODES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")

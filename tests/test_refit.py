@@ -11,7 +11,7 @@ from meshwright.planner.cost.refit import MeasuredStep, on_device, refit, turned
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import Device
+from meshwright.profiler.machine.cluster import Device
 
 PRESET = device(matmul_efficiency=0.6, overlap=0.0)
 TRUTH = {"matmul": 0.7, "link bandwidth": 0.5, "optimizer": 0.6}

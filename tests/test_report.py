@@ -38,7 +38,7 @@ from meshwright.planner.plan.document import AXES, Axis, Plan, placements
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.setups import parse_setup, setup_words
 from meshwright.planner.plan.shape import Shape
-from meshwright.profiler.units import GIB
+from meshwright.profiler.machine.units import GIB
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"

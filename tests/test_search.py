@@ -30,8 +30,8 @@ from meshwright.planner.solve.ilp import solve_master
 from meshwright.planner.solve.scan import scan
 from meshwright.planner.solve.space import Space
 from meshwright.planner.solve.tensor_choice import CutChoice
-from meshwright.profiler.cluster import ClusterSpec, Link
-from meshwright.profiler.model_profile import LayerClass, ModelProfile
+from meshwright.profiler.machine.cluster import ClusterSpec, Link
+from meshwright.profiler.model.model_profile import LayerClass, ModelProfile
 
 NUM_RANDOM = 200
 

@@ -26,7 +26,7 @@ from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.least_work import LeastWork
 from meshwright.planner.solve.shape_bounds import ShapeBounds
 from meshwright.planner.solve.space import Family, Space
-from meshwright.profiler.cluster import Group, Link
+from meshwright.profiler.machine.cluster import Group, Link
 
 NETWORK = Link(bandwidth=5e10, latency=1e-5)
 TABLES = ("microbatch_s", "forward_s", "once_s", "step_s")

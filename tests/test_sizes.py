@@ -17,8 +17,8 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve import knapsack
 from meshwright.planner.solve.explore import Explorer
-from meshwright.profiler.cluster import cluster_of
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import cluster_of
+from meshwright.profiler.model.model_profile import ModelProfile
 
 SMALL = layer_class("small", 1e9, 10_000, saved=1e4, inputs=1e3)
 OTHER = layer_class("other", 2e9, 20_000, saved=1e4, inputs=1e3)

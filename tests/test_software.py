@@ -11,7 +11,7 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import REFERENCE, TrainingSpec
-from meshwright.profiler.cluster import load_device
+from meshwright.profiler.machine.cluster import load_device
 
 
 def _plan(software: str, num_microbatches: int = 1, tensor: int = 1) -> Plan:

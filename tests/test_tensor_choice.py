@@ -21,10 +21,10 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.shape import Cuts, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.tensor_choice import CutChoice, Way, added_s, best_ways, tied_cuts
-from meshwright.profiler.cluster import ClusterSpec, Link
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile, amount_at
-from meshwright.profiler.trace import trace
+from meshwright.profiler.machine.cluster import ClusterSpec, Link
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile, amount_at
+from meshwright.profiler.model.trace import trace
 
 NAMES = st.sampled_from("abcde")
 

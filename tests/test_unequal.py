@@ -32,8 +32,8 @@ from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.ilp import solve_master
 from meshwright.planner.solve.scan import scan
 from meshwright.planner.solve.space import Space
-from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
+from meshwright.profiler.model.model_profile import ModelProfile
 
 FAST = device(name="fast", flops={"bf16": 200e12, "fp32": 100e12})
 SLOW = device(name="slow")

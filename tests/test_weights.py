@@ -15,9 +15,9 @@ from meshwright.executor import apply, parallelize
 from meshwright.executor.state import weights
 from meshwright.executor.state.weights import Weights
 from meshwright.planner.plan.document import Plan
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 
 @pytest.fixture(scope="module")

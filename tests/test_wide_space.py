@@ -29,8 +29,8 @@ from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
-from meshwright.profiler.cluster import ClusterSpec, Link
-from meshwright.profiler.model_profile import Bytes, LayerClass, ModelProfile, OpPart, OpProfile, TensorCut
+from meshwright.profiler.machine.cluster import ClusterSpec, Link
+from meshwright.profiler.model.model_profile import Bytes, LayerClass, ModelProfile, OpPart, OpProfile, TensorCut
 
 KINDS: tuple[ContextKind, ...] = ("ring", "all_to_all", "all_gather")
 EVERYTHING = Pins(everything=True)

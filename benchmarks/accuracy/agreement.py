@@ -23,8 +23,8 @@ from meshwright.planner.plan.making import make_plan, shape_of
 from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.load import LoadedModel, load_model
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.load import LoadedModel, load_model
 
 from .cases import MODELS, profile_of, whole
 from .played import SMALLEST_BYTES, Played, play, ranks_to_play

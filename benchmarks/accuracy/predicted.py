@@ -10,8 +10,8 @@ from meshwright.planner.plan.legality import can_recompute
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import ModelProfile, OpProfile, amount_at
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import ModelProfile, OpProfile, amount_at
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import COMPILING, TrainingSpec
 from meshwright.planner.solve.space import Family, Space
-from meshwright.profiler.cluster import HostGroup, cluster_of, load_device
-from meshwright.profiler.load import LoadedModel
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import HostGroup, cluster_of, load_device
+from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
 
 GLOBAL_BATCH = 16
 

@@ -35,9 +35,9 @@ from meshwright.planner.plan.making import make_plan, shape_of
 from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.trace import trace
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.trace import trace
 
 RESULTS = Path(__file__).parent / "results"
 MOST_S, MOST_BYTES = 60.0, 2 * 2**30

@@ -28,9 +28,9 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.load import load_model
-from meshwright.profiler.trace import trace
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.trace import trace
 
 from . import by_hand
 

@@ -24,8 +24,8 @@ from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import ModelProfile
 
 RESULTS = Path(__file__).with_name("results")
 DEVICE = "h100-80gb"

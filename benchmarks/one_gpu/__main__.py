@@ -30,10 +30,10 @@ from meshwright.planner.plan.document import Plan, load_plan
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.load import LoadedModel
-from meshwright.profiler.local import local_gpus, preset_of
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.machine.local import local_gpus, preset_of
+from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
 
 RESULTS = Path(__file__).with_name("results")
 MODELS = ("gpt", "bert_large", "llama3_8b")

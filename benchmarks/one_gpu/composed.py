@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from meshwright.planner.cost.estimate import Estimate, priced_stages
 from meshwright.planner.cost.simulate import simulate
 from meshwright.planner.plan.document import Plan
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.model.model_profile import ModelProfile
 
 
 def kernels_s(plan: Plan, profile: ModelProfile, found: Estimate, position: int) -> float:

@@ -17,10 +17,10 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, load_device
-from meshwright.profiler.load import LoadedModel
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, load_device
+from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 DEVICE = Path(__file__).with_name("device.toml")
 

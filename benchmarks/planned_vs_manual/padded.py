@@ -26,8 +26,8 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.shape import LayerOption
-from meshwright.profiler.cluster import Device
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import Device
+from meshwright.profiler.model.model_profile import ModelProfile
 
 
 @dataclass(frozen=True)

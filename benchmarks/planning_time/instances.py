@@ -10,8 +10,8 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.tensor_choice import CutChoice
-from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
-from meshwright.profiler.model_profile import (
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
+from meshwright.profiler.model.model_profile import (
     Amount,
     Bytes,
     CollectiveProfile,

@@ -19,10 +19,10 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.unequal import kind_orders
-from meshwright.profiler.cluster import ClusterSpec, HostGroup, load_device
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.profiler.machine.cluster import ClusterSpec, HostGroup, load_device
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 MODELS = Path(__file__).parent.parent / "models"
 

@@ -32,8 +32,8 @@ from meshwright.planner.plan.legality import context_rule, expert_rule, sequence
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.solve.explore import Explorer, Solved
-from meshwright.profiler.cluster import ClusterSpec
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import ClusterSpec
+from meshwright.profiler.model.model_profile import ModelProfile
 
 from .clusters import place
 from .pricing import Pricer

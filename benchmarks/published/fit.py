@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from meshwright.planner.cost.estimate import step_seconds
 from meshwright.planner.plan.document import Plan
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.model.model_profile import ModelProfile
 
 from .clusters import place
 from .constants import CONSTANTS, Constant, applies, factors_of, on_cluster, tried

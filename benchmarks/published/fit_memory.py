@@ -13,7 +13,7 @@ from unittest.mock import patch
 from meshwright.planner.cost import software
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.plan.document import Plan
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.model.model_profile import ModelProfile
 
 from .clusters import place
 from .metrics import Spread, spread

@@ -11,8 +11,8 @@ from meshwright.planner.plan.document import Plan, Recompute
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import ClusterSpec
+from meshwright.profiler.model.model_profile import ModelProfile
 
 from .clusters import place
 from .grow import profile_of

@@ -11,8 +11,8 @@ from rich.console import Console
 from ...planner.plan.document import Plan
 from ...planner.plan.not_run import not_run
 from ...planner.plan.training import TrainingSpec
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
 from ..reporting import terminal
 from ..reporting.report import joined_notes, launch_command
 

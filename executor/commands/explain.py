@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...planner.answers.why_not import Answer
     from ...planner.cost.estimate import Estimate
     from ...planner.plan.document import Plan
-    from ...profiler.model_profile import ModelProfile
+    from ...profiler.model.model_profile import ModelProfile
 
 explain_app = options.new_app()
 

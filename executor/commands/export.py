@@ -11,7 +11,7 @@ from rich.text import Text
 from ...planner.cost.software import load_software
 from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.plan.training import TrainingSpec
-from ...profiler.units import format_bytes, format_seconds
+from ...profiler.machine.units import format_bytes, format_seconds
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from . import inputs, options
@@ -20,8 +20,8 @@ from .answers import DOES_NOT_FIT, at_work
 if TYPE_CHECKING:
     from ...planner.answers.search import Candidate, SearchResult
     from ...planner.exchange.imports import Imported, Layout
-    from ...profiler.cluster import ClusterSpec
-    from ...profiler.model_profile import ModelProfile
+    from ...profiler.machine.cluster import ClusterSpec
+    from ...profiler.model.model_profile import ModelProfile
 
 export_app, check_app = (options.new_app() for _ in range(2))
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from ...planner.cost.software import load_software
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.training import SAMPLES_PER_GPU, TrainingSpec
-from ...profiler.cache import ProfileCache
-from ...profiler.cluster import ClusterSpec, cluster_of, load_cluster, load_device
-from ...profiler.lengths import at_seq_len
-from ...profiler.local import local_gpus, preset_of
-from ...profiler.model_profile import ModelProfile, load_profile
+from ...profiler.machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
+from ...profiler.machine.local import local_gpus, preset_of
+from ...profiler.model.cache import ProfileCache
+from ...profiler.model.lengths import at_seq_len
+from ...profiler.model.model_profile import ModelProfile, load_profile
 from ..reporting import terminal
 from ..reporting.documents import json_kind
 from . import options
 
 if TYPE_CHECKING:
-    from ...profiler.load import LoadedModel
+    from ...profiler.model.load import LoadedModel
 
 DEFAULT_DEVICE = "h100-80gb"
 MODEL_RULE = "MODEL is a model.py, file.py:function, config.json or profile.json"
@@ -100,8 +100,8 @@ def read_model(
         if not needs_model:
             return kept.profile, None
     waiting("loading torch and the model")
-    from ...profiler.load import load_model
-    from ...profiler.trace import trace
+    from ...profiler.model.load import load_model
+    from ...profiler.model.trace import trace
 
     if kept is not None:
         return kept.profile, load_model(source, seq_len)

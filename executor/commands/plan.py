@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...planner.plan.training import REFERENCE, Objective
-from ...profiler.cluster import device_names, load_device
+from ...profiler.machine.cluster import device_names, load_device
 from ..reporting import terminal
 from ..reporting.documents import check_document, json_kind
 from ..reporting.report import json_document
@@ -18,8 +18,8 @@ from .answers import at_work, print_estimate, print_plan, print_prediction, sear
 if TYPE_CHECKING:
     from ...planner.plan.pins import Pins
     from ...planner.plan.training import TrainingSpec
-    from ...profiler.cluster import ClusterSpec
-    from ...profiler.model_profile import ModelProfile
+    from ...profiler.machine.cluster import ClusterSpec
+    from ...profiler.model.model_profile import ModelProfile
 
 plan_app, profile_app, show_app, devices_app = (options.new_app() for _ in range(4))
 

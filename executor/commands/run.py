@@ -8,7 +8,7 @@ import typer
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.making import shape_of
 from ...planner.plan.pin_texts import read_pins
-from ...profiler.cluster import ClusterSpec, cluster_of
+from ...profiler.machine.cluster import ClusterSpec, cluster_of
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from ..state.checkpoint_folder import latest_checkpoint, read_progress

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ...planner.answers.infeasible import grown
 from ...planner.plan.training import SAMPLES_PER_GPU
-from ...profiler.cluster import ClusterSpec
+from ...profiler.machine.cluster import ClusterSpec
 from . import inputs
 
 

@@ -12,15 +12,15 @@ from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.not_run import marked, priced_only
 from ...planner.plan.setups import IllegalSetupError, Setup, parse_setup
 from ...planner.plan.training import TrainingSpec
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ...planner.answers.search import Candidate, SearchResult
     from ...planner.cost.estimate import Estimate
-    from ...profiler.load import LoadedModel
+    from ...profiler.model.load import LoadedModel
     from ..reporting.measured_report import Times
     from .measurement import Measurement
 

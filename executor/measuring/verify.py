@@ -31,10 +31,10 @@ from ...planner.plan.legality import (
 )
 from ...planner.plan.making import make_plan, shape_of
 from ...planner.plan.shape import LayerOption, Shape
-from ...profiler.cluster import cluster_of
-from ...profiler.load import Batch, LoadedModel, load_model, split_inputs
-from ...profiler.model_profile import ModelProfile
-from ...profiler.trace import trace
+from ...profiler.machine.cluster import cluster_of
+from ...profiler.model.load import Batch, LoadedModel, load_model, split_inputs
+from ...profiler.model.model_profile import ModelProfile
+from ...profiler.model.trace import trace
 from ..parallel.micro_batches import loss_of, split_micro_batches
 from ..trainer import parallelize
 from .local_ranks import RankError, run_local_ranks

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ...planner.plan.document import Plan
-from ...profiler.model_profile import CrossingTensor
+from ...profiler.model.model_profile import CrossingTensor
 
 STALE = "the model is not the one the plan was made for; make the plan again"
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ...planner.cost.compute_cost import SELECTIVELY_KEPT
 from ...planner.plan.document import LayerPlan, Recompute, parts_of
-from ...profiler.meters import op_kind
+from ...profiler.model.meters import op_kind
 from ..torch_compat import detached, forward_with_hooks
 from .context import ContextParallel
 

@@ -7,7 +7,7 @@ from ...planner.answers.explain import CAUSES
 from ...planner.answers.search import Candidate
 from ...planner.answers.sensitivity import Shift
 from ...planner.cost.estimate import Estimate
-from ...profiler.units import GIB, format_bytes, format_seconds
+from ...profiler.machine.units import GIB, format_bytes, format_seconds
 from .drawing import CAUSE_COLOURS, WIDTH, colour_of, cut, figure, legend, line, nice_step, rect, tag, text, ticks
 from .report_facts import Facts, front
 

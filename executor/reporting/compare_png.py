@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ...planner.answers.explain import CAUSES
 from ...planner.answers.search import Candidate
-from ...profiler.units import format_seconds
+from ...profiler.machine.units import format_seconds
 from .report import loss_rows
 
 _COLOURS = {

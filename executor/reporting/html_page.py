@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...planner.answers.search import Candidate
 from ...planner.plan.document import Plan
-from ...profiler.units import format_count
+from ...profiler.machine.units import format_count
 from .drawing import tag
 from .report import label_of
 

@@ -12,7 +12,7 @@ from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.plan.document import Plan
 from ...planner.plan.not_run import marked
 from ...planner.plan.setups import setup_words
-from ...profiler.units import GIB, format_bytes, format_count, format_seconds
+from ...profiler.machine.units import GIB, format_bytes, format_count, format_seconds
 from .choice_charts import scatter, tornado
 from .drawing import legend, table, tag
 from .html_page import folded, job_in_words, page, section, verdict_rows, wide

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...profiler.units import format_seconds
+from ...profiler.machine.units import format_seconds
 from ..measuring.measurement import Measurement
 from ..measuring.significance import CONFIDENCE, Apart, Standing, standing
 

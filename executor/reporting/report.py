@@ -10,7 +10,7 @@ from ...planner.cost.expert_place import expert_group
 from ...planner.plan.document import CONTEXT_NAMES, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
 from ...planner.plan.making import shape_of
 from ...planner.plan.not_run import not_run
-from ...profiler.units import GIB, format_count, format_seconds
+from ...profiler.machine.units import GIB, format_count, format_seconds
 
 if TYPE_CHECKING:
     from ...planner.answers.search import Candidate, SearchResult

@@ -18,7 +18,7 @@ from ...planner.plan.making import shape_of
 from ...planner.plan.pins import Pins
 from ...planner.plan.schedules import stage_of
 from ...planner.solve.explore import Explorer
-from ...profiler.model_profile import ModelProfile
+from ...profiler.model.model_profile import ModelProfile
 
 DRAWN_PASSES = 5000
 """Passes of micro-batches in a timeline, unless one round of the pipeline has more: what a browser draws at once."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...planner.plan.document import GroupAxis, Plan
 from ...planner.plan.making import shape_of
-from ...profiler.units import GIB
+from ...profiler.machine.units import GIB
 from ..measuring.measurement import quantile
 from ..run_document import RunStep, load_run
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ...planner.answers.sweep import Point, Price, changes_of_kind
 from ...planner.plan.making import shape_of
-from ...profiler.units import GIB, format_count, format_seconds
+from ...profiler.machine.units import GIB, format_count, format_seconds
 from . import terminal
 from .drawing import figure, legend, line, table, tag, text, ticks
 from .output_files import check_replaceable, check_writable

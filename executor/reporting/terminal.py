@@ -17,8 +17,8 @@ from ...planner.answers.explain import CAUSES
 from ...planner.cost.bands import Band, memory_band, no_band, time_band
 from ...planner.plan.document import Plan
 from ...planner.plan.not_run import marked
-from ...profiler.cluster import Device
-from ...profiler.units import GIB, format_count, format_seconds
+from ...profiler.machine.cluster import Device
+from ...profiler.machine.units import GIB, format_count, format_seconds
 from .report import (
     against_others,
     axis_rows,

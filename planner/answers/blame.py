@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
 from ..plan.legality import expert_rule, sharding_rule
 from ..plan.pin_texts import in_words
 from ..plan.pins import Pins

@@ -1,6 +1,6 @@
 """Re-derives every limit of a Plan without the search or the solver: structure, divisibility, executability, memory."""
 
-from ...profiler.model_profile import ModelProfile
+from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import estimate
 from ..cost.layer_parts import unknown_parts
 from ..cost.memory_cost import uses_fully_shard

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from ...profiler.model_profile import ModelProfile, amount_at
-from ...profiler.units import format_bytes
+from ...profiler.machine.units import format_bytes
+from ...profiler.model.model_profile import ModelProfile, amount_at
 from ..cost.estimate import Estimate
 from ..plan.document import ContextKind, Plan, Recompute
 from ..plan.legality import context_rule, divisors

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from ...profiler.units import format_bytes, format_seconds
+from ...profiler.machine.units import format_bytes, format_seconds
 from ..cost.estimate import Estimate
 from ..cost.stage_models import stage_kinds
 from ..plan.document import Plan, Recompute, parts_in_words, parts_of

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
-from ...profiler.units import format_bytes
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.machine.units import format_bytes
+from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS
 from ..plan.legality import divisors, expert_rule, has_sequence_attention
 from ..plan.pins import Pins

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...profiler.cluster import ClusterSpec, cluster_of, device_names, load_device
-from ...profiler.units import format_bytes, format_seconds
+from ...profiler.machine.cluster import ClusterSpec, cluster_of, device_names, load_device
+from ...profiler.machine.units import format_bytes, format_seconds
 from ..cost.estimate import Estimate, estimate
 from ..cost.stage_cost import budget_bytes
 from ..cost.stage_models import stage_models

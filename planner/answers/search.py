@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ...profiler.cluster import ClusterSpec
 from ...profiler.garbage import without_garbage_collection
-from ...profiler.model_profile import ModelProfile
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
 from ..cost.layer_cost import CostModel
 from ..plan.document import Certificate, Plan, Prediction

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...profiler.cluster import ClusterSpec, Device, HostGroup, Link
-from ...profiler.model_profile import ModelProfile
-from ...profiler.units import format_flops_per_s, format_seconds
+from ...profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
+from ...profiler.machine.units import format_flops_per_s, format_seconds
+from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, step_seconds
 from ..plan.document import Plan
 from .search import Candidate

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
-from ...profiler.units import GIB
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.machine.units import GIB
+from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import estimate
 from ..plan.document import Plan
 from ..plan.making import shape_of

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ...profiler.model_profile import ModelProfile
+from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
 from ..plan.document import Plan
 from ..plan.legality import legal_cuts

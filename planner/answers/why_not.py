@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ...profiler.units import format_bytes, format_seconds
+from ...profiler.machine.units import format_bytes, format_seconds
 from ..cost.estimate import Estimate, estimate
 from ..plan.document import Plan
 from ..plan.making import shape_of

@@ -1,6 +1,6 @@
 """Seconds of a step's communication by mesh axis, hidden behind computing or not: what a run's clock is set beside."""
 
-from ...profiler.model_profile import ModelProfile
+from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import GroupAxis, Plan
 from ..plan.making import shape_of
 from ..plan.shape import Shape

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ...profiler.model_profile import CrossingTensor, ModelProfile
+from ...profiler.model.model_profile import CrossingTensor, ModelProfile
 from ..plan.document import Recompute
 from ..plan.legality import stage_starts
 from ..plan.schedules import is_chunked

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ...profiler.model_profile import ModelProfile
+from ...profiler.model.model_profile import ModelProfile
 from ..plan.shape import Shape
 from .comm_cost import collective_s
 from .kept import kept

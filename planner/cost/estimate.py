@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...profiler.model_profile import ModelProfile
+from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import GroupAxis, Plan, Recompute
 from ..plan.making import shape_of
 from ..plan.schedules import is_chunked, stage_of

@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ...profiler.cluster import ClusterSpec, Device, Group
-from ...profiler.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
+from ...profiler.machine.cluster import ClusterSpec, Device, Group
+from ...profiler.model.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
 from ..plan.document import EXECUTABLE_RECOMPUTES, Axis, Recompute, parts_of
 from ..plan.legality import chosen_cuts, divisors, is_sequence_cut
 from ..plan.shape import NO_EXTRAS, Cuts, LayerOption, Offered, Shape

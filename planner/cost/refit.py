@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...profiler.cluster import ClusterSpec, Device, Link
-from ...profiler.model_profile import ModelProfile
+from ...profiler.machine.cluster import ClusterSpec, Device, Link
+from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import Plan
 from .compute_cost import OPTIMIZER_BYTES
 from .estimate import estimate

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...profiler.cluster import Device, Link
+from ...profiler.machine.cluster import Device, Link
 
 _FILE = Path(__file__).with_name("software.toml")
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...profiler.cluster import Device
+from ...profiler.machine.cluster import Device
 from ..plan.document import Axis
 from ..plan.shape import Shape
 from ..plan.training import TrainingSpec

@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from ...profiler.cluster import ClusterSpec
+from ...profiler.machine.cluster import ClusterSpec
 from ..plan.shape import Shape
 from .layer_cost import CostModel
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...profiler.model_profile import LayerProfile
+from ...profiler.model.model_profile import LayerProfile
 from ..plan.document import LayerPlan
 
 _NUMBERED = re.compile(r"(.+)\.(\d+)")

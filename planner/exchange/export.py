@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...profiler.units import format_seconds
+from ...profiler.machine.units import format_seconds
 from ..plan.document import Plan, parts_in_words, parts_of
 from ..plan.making import shape_of
 from .accelerate import accelerate_settings

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
 from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute
 from ..plan.legality import (

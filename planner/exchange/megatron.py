@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ...profiler.model_profile import ModelProfile
+from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute, parts_in_words, parts_of, recompute_of_parts
 from ..plan.legality import has_experts
 from ..plan.training import Precision

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ...profiler.model_profile import ModelProfile
+from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import AXES, Plan, Recompute
 from ..plan.legality import has_experts
 from ..plan.schedules import Schedule

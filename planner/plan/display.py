@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from ...profiler.units import format_bytes, format_count, format_seconds
+from ...profiler.machine.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -19,8 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import CrossingTensor, Experts, TensorCut
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import CrossingTensor, Experts, TensorCut
 from .schedules import Schedule, rank_and_chunk, stage_of
 from .training import TrainingSpec
 

@@ -5,12 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ...profiler.model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
-from .document import (
-    ContextKind,
-    Recompute,
-    parts_of,
-)
+from ...profiler.model.model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
+from .document import ContextKind, Recompute, parts_of
 from .module_list_experts import listed_experts
 from .shape import Shape
 from .training import Precision, TrainingSpec

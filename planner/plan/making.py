@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
 from .document import ClassPlan, LayerPlan, ModelReference, Plan, Stage
 from .legality import chosen_cuts, is_cut, is_sequence_cut
 from .shape import Cuts, LayerOption, Shape

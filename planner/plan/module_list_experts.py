@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from ...profiler.model_profile import LayerClass
+from ...profiler.model.model_profile import LayerClass
 
 _NUMBERED = re.compile(r"(.*expert[^.]*)\.(\d+)\.(.+)", re.IGNORECASE)
 

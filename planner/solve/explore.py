@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
 from ..cost.chain import Chain
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes

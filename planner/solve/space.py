@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Literal, NamedTuple, get_args
 
-from ...profiler.cluster import ClusterSpec, Group
-from ...profiler.model_profile import ModelProfile
+from ...profiler.machine.cluster import ClusterSpec, Group
+from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import AXES, EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Axis, ContextKind
 from ..plan.legality import (
     check_parts,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import pulp
 
-from ...profiler.model_profile import Costs, ModelProfile
+from ...profiler.model.model_profile import Costs, ModelProfile
 from ..cost.comm_cost import collective_s
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel

@@ -13,7 +13,7 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...profiler.cluster import ClusterSpec
+from ...profiler.machine.cluster import ClusterSpec
 from ..cost.chain import Chain
 from ..cost.layer_cost import CostModel
 from ..cost.stage_cost import allocatable_bytes

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from ..fake import FakeModel
-from ..fitted_costs import fit_bytes
-from ..layer_run import Observation
-from ..load import Batch
-from ..meters import Size
-from ..model_profile import BatchTensor, CrossingTensor, Producer
-from ..run_sizes import RunSizes, dims_of, other_length
 from .chain import Chain, Crossing
+from .fake import FakeModel
+from .fitted_costs import fit_bytes
+from .layer_run import Observation
+from .load import Batch
+from .meters import Size
+from .model_profile import BatchTensor, CrossingTensor, Producer
+from .run_sizes import RunSizes, dims_of, other_length
 
 
 def crossing_tensors(

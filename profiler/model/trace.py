@@ -13,13 +13,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..garbage import without_garbage_collection
+from ..tensor_cuts.context_trial import context_problem
+from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
+from .chain import Chain, Layer, observe, shapes_at
 from .class_costs import layer_class_of
-from .cuts.context_trial import context_problem
-from .cuts.tensor_cuts import Found, common_degree, find_cuts
+from .crossing_tensors import batch_tensors, crossing_tensors
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
-from .garbage import without_garbage_collection
-from .layers.chain import Chain, Layer, observe, shapes_at
-from .layers.crossing_tensors import batch_tensors, crossing_tensors
 from .lengths import at_seq_len
 from .load import LoadedModel
 from .mixed_precision import mixed_precision_problem

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..meters import Op, View
+from ..model.meters import Op, View
 from .tensor_modules import features, is_product
 
 

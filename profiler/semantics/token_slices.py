@@ -1,7 +1,7 @@
 """Run a model on some tokens of its sequence, exactly: torch functions see whole shapes, and work on what is here.
 
 A rank that holds a part of every sequence runs the model's own forward under a TokenSlices mode. Tensors are ordinary
-ones; marks (held_tokens.py) say which tokens they hold. Shapes are answered as if all were there, so that positions,
+ones; marks (token_marks.py) say which tokens they hold. Shapes are answered as if all were there, so that positions,
 masks and rotary tables that a model makes of them are those of the whole sequence, and where such a whole tensor meets
 one that holds some tokens, it is sliced. Functions that treat tokens alike run on what is here; attention is handed to
 `attend`; sums over tokens become shares, whose mean over ranks is the sum. What mixes tokens otherwise is refused, and
@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .held_tokens import (
+from .token_marks import (
     SHARE,
     Held,
     Mark,

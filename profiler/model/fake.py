@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .as_on_gpu import as_on_gpu
+from .gpu_kernel_emulation import as_on_gpu
 from .load import Batch, LoadedModel, place_of, split_inputs
 from .model_profile import BufferProfile
 

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..fake import FakeModel
-from ..layer_run import LayerRun
-from ..layers.chain import Chain
-from ..meters import View
-from ..model_profile import TensorCut
-from ..run_shapes import Shapes
+from ..model.chain import Chain
+from ..model.fake import FakeModel
+from ..model.layer_run import LayerRun
+from ..model.meters import View
+from ..model.model_profile import TensorCut
+from ..model.run_shapes import Shapes
 from .tensor_flow import (
     ByHeads,
     Door,

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .cuts.expert_banks import BankCall, counts_of, is_linear_in, keeps_apart, routing_of, stacked_of, stacked_over
+from ..semantics.producers import Producers
+from .chain import Chain, Crossing, Layer
+from .chain_watch import Cursor, stubbed
+from .expert_banks import BankCall, counts_of, is_linear_in, keeps_apart, routing_of, stacked_of, stacked_over
 from .fake import FakeModel
-from .layers.chain import Chain, Crossing, Layer
-from .layers.chain_watch import Cursor, stubbed
-from .layers.producers import Producers
 from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import Producer
 from .part_watch import ModuleCalls, PeakOf

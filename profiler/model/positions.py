@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .as_on_gpu import Mode
+from .gpu_kernel_emulation import Mode
 
 _MOST_ELEMENTS = 1_000_000
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from .cuts.tensor_cuts import Found, common_degree, gathering_ways
-from .cuts.tensor_rank import run_cut
-from .cuts.tensor_trial import sequence_problem
+from ..tensor_cuts.tensor_cuts import Found, common_degree, gathering_ways
+from ..tensor_cuts.tensor_rank import run_cut
+from ..tensor_cuts.tensor_trial import sequence_problem
+from .chain import Chain, Layer
 from .fake import FakeModel
 from .fitted_costs import fitted_costs, fitted_experts
 from .layer_run import LayerRun, Observation
-from .layers.chain import Chain, Layer
 from .model_profile import Costs, LayerClass, LayerPart, ParameterProfile, Producer, TensorCut
 from .run_sizes import RunSizes
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .garbage import without_garbage_collection
+from ..garbage import without_garbage_collection
 
 if TYPE_CHECKING:
     import torch

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fake import FakeModel
-from ..load import Batch
-from ..model_profile import Producer
-from ..positions import Positions
-from ..run_shapes import Shapes, TensorSpec
+from ..semantics.producers import Producers
 from .chain_watch import Cursor, Event, Key, Watch, recording_outputs, stubbed
+from .fake import FakeModel
 from .layer_units import Units, find_units
-from .producers import Producers
+from .load import Batch
+from .model_profile import Producer
+from .positions import Positions
+from .run_shapes import Shapes, TensorSpec
 
 _MORE_BYTES = 1.1
 """Cutting between the blocks of an opened element may carry this many times what is carried around it."""

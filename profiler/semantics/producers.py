@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..model_profile import Producer
+from ..model.model_profile import Producer
 
 Replace = Callable[[Producer, torch.Tensor], torch.Tensor]
 Notice = Callable[[Producer, torch.Tensor], None]

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ..fake import FakeModel
-from ..layer_run import Collective, LayerRun, Observation
-from ..layers.chain import Chain, Crossing
-from ..meters import Recorder, Size
-from ..model_profile import TensorCut
-from ..run_shapes import Shapes
-from .logit_shards import shard_logits
+from ..model.chain import Chain, Crossing
+from ..model.fake import FakeModel
+from ..model.layer_run import Collective, LayerRun, Observation
+from ..model.meters import Recorder, Size
+from ..model.model_profile import TensorCut
+from ..model.run_shapes import Shapes
+from ..semantics.logit_shards import shard_logits
 
 
 def run_cut(

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
+from .chain import Chain, Crossing, shapes_at
 from .fake import FakeModel
-from .layers.chain import Chain, Crossing, shapes_at
 from .positions import longest
 from .run_shapes import Shapes
 

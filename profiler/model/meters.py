@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .as_on_gpu import Mode
+from .gpu_kernel_emulation import Mode
 from .model_profile import FP32_BYTES, OpKind, OpPart
 
 aten = torch.ops.aten

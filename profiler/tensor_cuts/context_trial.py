@@ -9,10 +9,10 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ..fake import FakeModel
-from ..model_profile import LayerProfile
-from .held_tokens import Held, mark_of, own_shape, set_mark
-from .token_slices import TokenSlices, run_token_by_token
+from ..model.fake import FakeModel
+from ..model.model_profile import LayerProfile
+from ..semantics.token_marks import Held, mark_of, own_shape, set_mark
+from ..semantics.token_slices import TokenSlices, run_token_by_token
 
 _RANKS = 2
 

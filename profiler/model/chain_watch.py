@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ..as_on_gpu import Mode
-from ..fake import FakeModel
-from ..meters import Storages
-from ..model_profile import Producer
-from ..run_shapes import OutputSpec, Shapes, TensorSpec
+from ..semantics.producers import Producers
+from .fake import FakeModel
+from .gpu_kernel_emulation import Mode
 from .layer_units import Units
-from .producers import Producers
+from .meters import Storages
+from .model_profile import Producer
+from .run_shapes import OutputSpec, Shapes, TensorSpec
 
 Key = tuple[str, str, int]
 """(kind, name, call) of something that ran: a layer module, a glue function, or the loss."""

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from ..layer_run import Observation
-from ..meters import Op, View
-from ..model_profile import TensorCut
+from ..model.layer_run import Observation
+from ..model.meters import Op, View
+from ..model.model_profile import TensorCut
 from .tensor_modules import features, is_convolution
 
 
