@@ -2,10 +2,10 @@
 
     python -m benchmarks.planning_time.brute_force --instances 500 [--out FOLDER]
 
-Brute force writes down shapes and cuts with loops of its own, and prices each plan with planner/cost/estimate.py; it knows
-no bound, no column, no composition and none of the space's shortcuts (GPipe where 1F1B does as well, orders of axes
-that place every group alike). Beside it: the search, the scan of every shape (exact dynamic programming), and one ILP
-over all shapes, by HiGHS and by CBC.
+Brute force writes down shapes and cuts with loops of its own, and prices each plan with planner/cost/estimate.py; it
+knows no bound, no column, no composition and none of the space's shortcuts (GPipe where 1F1B does as well, orders of
+axes that place every group alike). Beside it: the search, the scan of every shape (exact dynamic programming), and one
+ILP over all shapes, by HiGHS and by CBC.
 """
 
 import argparse

@@ -4,9 +4,9 @@
 
 Of the published rows of Megatron, Megatron-Bridge, NeMo, MLPerf, torchtitan and Llama 3, the fastest per GPU of each
 model and framework is taken for what its authors found best; rows that publish TFLOP/s only, as Llama 3's, are all
-asked. Both plans are priced by planner/cost/estimate.py. Theirs ran, so the device is taken to hold what theirs is predicted
-to need. Our pick is the fastest plan of the space by its closed form; `plan` may emit a simpler one that is up to 1%
-slower. Where theirs has context or expert ranks that the executor does not run, the space is the full one.
+asked. Both plans are priced by planner/cost/estimate.py. Theirs ran, so the device is taken to hold what theirs is
+predicted to need. Our pick is the fastest plan of the space by its closed form; `plan` may emit a simpler one that is
+up to 1% slower. Where theirs has context or expert ranks that the executor does not run, the space is the full one.
 
 First the best plan of their layout is looked for, with their degrees, schedule and micro-batch pinned; then a faster
 one in the whole space. Where time runs out, the best so far is the answer, and the gap to the bound is told.

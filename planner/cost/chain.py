@@ -20,7 +20,6 @@ from .layer_cost import CostModel
 from .priced_layer import LayerCost
 
 Floats = NDArray[np.float64]
-
 Ints = NDArray[np.int64]
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from ...profiler.machine.units import format_bytes, format_count, format_seconds
 from ...profiler.model.model_profile import ModelProfile
+from ..plan.display import Shown
 from ..plan.document import GroupAxis, Plan, Recompute
 from ..plan.making import shape_of
 from ..plan.schedules import is_chunked, stage_of
@@ -83,15 +85,33 @@ class Estimate(_Document):
 
     def __rich__(self) -> object:
         """A table for rich's print."""
-        from ..plan.display import show_estimate
-
-        return show_estimate(self).rich()
+        return self._table().rich()
 
     def _repr_html_(self) -> str:
         """A table for a notebook's cell."""
-        from ..plan.display import show_estimate
+        return self._table().html()
 
-        return show_estimate(self).html()
+    def _table(self) -> Shown:
+        """Where a step goes, and the memory of the fullest rank."""
+        title = (
+            f"{format_seconds(self.step_time_s)} a step, {format_count(self.tokens_per_s)} tokens/s, MFU {self.mfu:.1%}"
+        )
+        fullest = max(self.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
+        times = [
+            (f"time: {name}", format_seconds(seconds), f"{seconds / self.step_time_s:.1%}")
+            for name, seconds in self.breakdown.items()
+            if seconds > 0
+        ]
+        sizes = [
+            (f"memory: {name}", format_bytes(size), f"{size / fullest.budget_bytes:.1%}")
+            for name, size in fullest.items.items()
+        ]
+        total = (
+            "memory: fullest GPU",
+            format_bytes(fullest.device_bytes),
+            f"{fullest.device_bytes / fullest.budget_bytes:.1%}",
+        )
+        return Shown(title, ("", "", "of step or budget"), (*times, *sizes, total))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pipeline schedules: the table of what each rank does in which order, and its time by event simulation."""
+"""The time of a schedule's table, by event simulation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

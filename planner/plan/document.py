@@ -1,4 +1,4 @@
-"""Plan: all that the executor may know, as a versioned document; and which rank does what."""
+"""Plan: all that the executor may know, as a versioned document; and what each rank holds of it."""
 
 import json
 import math
@@ -20,8 +20,10 @@ from pydantic import (
 )
 
 from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.machine.units import format_bytes, format_seconds
 from ...profiler.model.model_profile import CrossingTensor, Experts, TensorCut
-from .schedules import Schedule, rank_and_chunk, stage_of
+from .display import Shown
+from .schedules import SCHEDULE_NAMES, Schedule, rank_and_chunk, stage_of
 from .training import TrainingSpec
 
 PLAN_SCHEMA_VERSION = 1
@@ -77,7 +79,6 @@ CONTEXT_NAMES: dict[ContextKind, str] = {"ring": "ring", "all_to_all": "all-to-a
 GroupAxis = Axis | Literal["expert"]
 """A mesh axis, or the groups over which experts are spread, which run along other axes."""
 
-
 EXECUTABLE_RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
 EXECUTABLE_SCHEDULES: tuple[Schedule, ...] = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 EXECUTABLE_CONTEXTS: tuple[ContextKind, ...] = ("ring", "all_to_all", "all_gather")
@@ -120,6 +121,26 @@ class Degrees(_Document):
         """Degree of a mesh axis."""
         degree: int = getattr(self, axis)
         return degree
+
+
+def layout_name(degrees: Degrees, schedule: Schedule, sequence: bool, context_kind: ContextKind) -> str:
+    """How people call a layout: DDP, FSDP, HSDP 2x4, TP 4, PP 2, joined by ' + '."""
+    names = []
+    if degrees.data_shard > 1:
+        hybrid = f"HSDP {degrees.data_replicate}x{degrees.data_shard}"
+        names.append(hybrid if degrees.data_replicate > 1 else f"FSDP {degrees.data_shard}")
+    elif degrees.data_replicate > 1:
+        names.append(f"DDP {degrees.data_replicate}")
+    if degrees.tensor > 1:
+        names.append(f"TP {degrees.tensor}" + (" with sequence parallel" if sequence else ""))
+    if degrees.context > 1:
+        names.append(f"CP {degrees.context} ({CONTEXT_NAMES[context_kind]})")
+    if degrees.expert > 1:
+        names.append(f"EP {degrees.expert}")
+    if degrees.pipeline > 1:
+        chunks = f" x {degrees.virtual_stages}" if degrees.virtual_stages > 1 else ""
+        names.append(f"PP {degrees.pipeline}{chunks} ({SCHEDULE_NAMES[schedule]})")
+    return " + ".join(names) or "one device"
 
 
 class LayerPlan(_Document):
@@ -317,15 +338,31 @@ class Plan(_Document):
 
     def __rich__(self) -> object:
         """A table for rich's print."""
-        from .display import show_plan
-
-        return show_plan(self).rich()
+        return self._table().rich()
 
     def _repr_html_(self) -> str:
         """A table for a notebook's cell."""
-        from .display import show_plan
+        return self._table().html()
 
-        return show_plan(self).html()
+    def _table(self) -> Shown:
+        """The layout of a plan, a row for each stage."""
+        layout = layout_name(self.degrees, self.schedule, self.sequence_parallel, self.context_kind)
+        title = (
+            f"{self.model.name} on {self.cluster.devices}: {layout}, "
+            f"micro-batch {self.micro_batch} x {self.num_microbatches}"
+        )
+        predicted = self.prediction
+        if predicted is not None:
+            title += f", {format_seconds(predicted.step_time_s)} a step, MFU {predicted.mfu:.1%}"
+        rows = []
+        for index, stage in enumerate(self.stages):
+            rank = self.position_of(index)
+            layers = stage.layers
+            span = layers[0].name if len(layers) == 1 else f"{layers[0].name} to {layers[-1].name}"
+            peak = "" if predicted is None else format_bytes(predicted.stage_memory_bytes[rank])
+            recomputed = sum(layer.recompute != "none" for layer in layers)
+            rows.append((str(index), span, str(len(layers)), str(recomputed), str(rank), peak))
+        return Shown(title, ("stage", "layers", "count", "recomputed", "rank", "memory"), tuple(rows), 2)
 
     def save(self, path: Path) -> None:
         """Write the document; the file appears whole or not at all."""

@@ -1,4 +1,4 @@
-"""Shapes (one choice of degrees, schedule and micro-batch), per-layer options, pins, and Shape -> Plan."""
+"""What is legal: the rule that excludes a degree, a schedule, a cut of the chain or recompute of a layer."""
 
 import math
 from collections import Counter

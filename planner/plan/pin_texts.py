@@ -1,4 +1,4 @@
-"""What a user decides beforehand, from the words of the flags: read, checked against each other, and blamed by name."""
+"""What a user decides beforehand, from the words of the flags: read, checked against each other, and named again."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace

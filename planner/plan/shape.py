@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from .document import AXES, CONTEXT_NAMES, Axis, ContextKind, Degrees, Recompute
-from .schedules import SCHEDULE_NAMES, Schedule, rank_and_chunk, rank_in_flight
+from .document import AXES, Axis, ContextKind, Degrees, Recompute, layout_name
+from .schedules import Schedule, rank_and_chunk, rank_in_flight
 
 
 @dataclass(frozen=True)
@@ -144,22 +144,7 @@ class Shape:
     @property
     def label(self) -> str:
         """How people call it: DDP, FSDP, HSDP 2x4, TP 4, PP 2, joined by ' + '."""
-        names = []
-        if self.data_shard > 1:
-            hybrid = f"HSDP {self.data_replicate}x{self.data_shard}"
-            names.append(hybrid if self.data_replicate > 1 else f"FSDP {self.data_shard}")
-        elif self.data_replicate > 1:
-            names.append(f"DDP {self.data_replicate}")
-        if self.tensor > 1:
-            names.append(f"TP {self.tensor}" + (" with sequence parallel" if self.sequence else ""))
-        if self.context > 1:
-            names.append(f"CP {self.context} ({CONTEXT_NAMES[self.context_kind]})")
-        if self.expert > 1:
-            names.append(f"EP {self.expert}")
-        if self.pipeline > 1:
-            chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
-            names.append(f"PP {self.pipeline}{chunks} ({SCHEDULE_NAMES[self.schedule]})")
-        return " + ".join(names) or "one device"
+        return layout_name(self.degrees, self.schedule, self.sequence, self.context_kind)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ _UNSEEN = frozenset(
 """Audit events after which the model may depend on what nobody recorded."""
 
 _MACHINE_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("dev", "proc", "sys"))
-_OURS = Path(__file__).resolve().parent
+_OURS = Path(__file__).resolve().parents[1]
 _stat, _lstat = os.stat, os.lstat
 
 

@@ -333,7 +333,7 @@ def place_of(error: BaseException) -> str:
         frame
         for frame in frames
         if "site-packages" not in frame.filename
-        and not Path(frame.filename).is_relative_to(Path(__file__).parent)
+        and not Path(frame.filename).is_relative_to(Path(__file__).parents[1])
         and not frame.filename.startswith("<")
     ]
     frame = (own or list(frames))[-1]
