@@ -13,10 +13,9 @@ from ..plan.document import Certificate, Plan, Prediction
 from ..plan.making import shape_of
 from ..plan.not_run import priced_only
 from ..plan.pins import Pins
-from ..plan.schedules import is_chunked
 from ..plan.setups import Setup
 from ..plan.training import TrainingSpec
-from ..solve.explore import ALTERNATIVES, SIMPLE, WINDOW, Explorer, Outcome, Progress, Solved
+from ..solve.explore import ALTERNATIVES, SIMPLE, TIE, WINDOW, Explorer, Outcome, Progress, Solved
 from ..solve.solver import SolverError
 from .explain import compared
 from .guidance import RuleOfThumb, rules_of_thumb
@@ -30,6 +29,9 @@ RULE_S = 2.0
 
 AGREES = 1e-6
 """The evaluator and the search may differ by as much, relative to the step."""
+
+SOLVER = "branch and bound, HiGHS"
+"""Who proves: the tree of nodes.py, with bounds that HiGHS finds."""
 
 __all__ = ["Candidate", "InfeasibleError", "SearchResult", "SolverError", "price_setup", "search"]
 
@@ -84,8 +86,8 @@ def search(
 ) -> SearchResult:
     """The best plan with its proof.
 
-    The space is searched best-first, the ILP proves the best closed form, and all plans within 3% of it and every
-    rule of thumb are ranked by event simulation; within 1% of the best of them the simplest is the plan.
+    The space is searched best-first by simulated steps; of the plans within 1% of the fastest that was found, those
+    that rules of thumb lead to among them, the simplest is the plan.
     Raises InfeasibleError when no legal plan fits, ValueError when none is legal, SolverError when the solver is
     missing or nothing is found in time.
     """
@@ -100,21 +102,24 @@ def search(
         outcome.solved += _by_rules(explorer, pins)
     if outcome.best is None:
         raise SolverError(f"no plan found within {time_limit_s:g} s; give it longer with --time-limit")
-    bound, status, solver = explorer.prove(outcome, max(1.0, deadline - time.monotonic()))
     until = max(deadline, time.monotonic() + max(1.0, MORE_TIME * time_limit_s))
     rules = [(rule, _follow(explorer, rule, until)) for rule in rules_of_thumb(cluster, training)]
     is_open = replace(pins, everything=False, parts=False) == Pins()
     followed = [priced for _, priced in rules if priced is not None and is_open]
     near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
-    chosen = simplest(finalists(explorer, near, followed) + followed)
-    objective = chosen.estimate.closed_form_s
+    finalists = finalists_of(explorer, near, followed) + followed
+    chosen = simplest(finalists)
+    fastest_s = min(priced.estimate.step_time_s for priced in finalists)
+    bound_s = min(outcome.bound + explorer.model.software.step_s, fastest_s)
+    gap = (fastest_s - bound_s) / fastest_s
+    step_s = chosen.estimate.step_time_s
     certificate = Certificate(
-        objective=objective,
-        bound=min(bound, objective),
-        gap=max(0.0, objective - bound) / objective,
-        simulated_s=chosen.estimate.step_time_s,
-        status="optimal" if status == "optimal" else "feasible",
-        solver=solver,
+        step_s=step_s,
+        fastest_s=fastest_s,
+        bound=bound_s,
+        gap=gap,
+        status="optimal" if gap <= TIE and outcome.complete and not explorer.was_late else "feasible",
+        solver=SOLVER,
         search_seconds=time.monotonic() - start,
         shapes={
             "total": outcome.total,
@@ -173,24 +178,19 @@ def price(explorer: Explorer, solved: Solved) -> _Priced:
     """The plan of a solved shape with its estimate, whose closed form is the search's own number."""
     plan = explorer.plan_of(solved)
     found = estimate(plan, explorer.profile)
-    difference = abs(found.closed_form_s - solved.seconds) / solved.seconds
-    assert difference < AGREES, f"evaluator {found.closed_form_s} and search {solved.seconds} differ"
+    passes_s = found.step_time_s - explorer.model.software.step_s
+    difference = abs(passes_s - solved.seconds) / solved.seconds
+    assert difference < AGREES, f"evaluator {passes_s} and search {solved.seconds} differ"
     plan = plan.model_copy(update={"prediction": _prediction(found)})
     return _Priced(plan, found)
 
 
-def finalists(explorer: Explorer, near: list[Solved], followed: list[_Priced]) -> list[_Priced]:
-    """Those of what was solved that may be the simplest of the fastest, in their order. The closed form of a chunked
-    pipeline is its event simulation, so those that are too slow are known before they are priced."""
-    simulated = {i: solved for i, solved in enumerate(near) if is_chunked(solved.shape.schedule)}
-    priced = {i: price(explorer, solved) for i, solved in enumerate(near) if i not in simulated}
-    fastest_s = min((p.estimate.step_time_s for p in (*priced.values(), *followed)), default=float("inf"))
-    for i, solved in sorted(simulated.items(), key=lambda item: item[1].seconds):
-        if solved.seconds + explorer.model.software.step_s > fastest_s * (1 + SIMPLE + AGREES):
-            break
-        priced[i] = price(explorer, solved)
-        fastest_s = min(fastest_s, priced[i].estimate.step_time_s)
-    return [priced[i] for i in sorted(priced)]
+def finalists_of(explorer: Explorer, near: list[Solved], followed: list[_Priced]) -> list[_Priced]:
+    """Those of what was solved that may be the simplest of the fastest, in their order."""
+    fastest_s = min((solved.seconds for solved in near), default=float("inf")) + explorer.model.software.step_s
+    fastest_s = min([fastest_s, *(priced.estimate.step_time_s for priced in followed)])
+    longest_s = fastest_s * (1 + SIMPLE + AGREES) - explorer.model.software.step_s
+    return [price(explorer, solved) for solved in near if solved.seconds <= longest_s]
 
 
 def _prediction(found: Estimate) -> Prediction:

@@ -8,7 +8,7 @@ Tables of very many micro-batches are cut in their steady state, and the micro-b
 crosses the cut on some rank crosses it in the whole table as well, where that rank has all its passes of what was left
 out to do; so the step of the shorter table, with that time added on each rank, is the length of a path of the whole
 table, and never more than its step. Of 1F1B, GPipe and zero-bubble tables it was the step itself in every one of
-100,000 random tables (tests/test_simulate.py has some); those in rounds, in which ranks can set the pace together,
+25,000 random tables (tests/test_simulate.py has some); those in rounds, in which ranks can set the pace together,
 are played whole as long as MOST_PASSES allows.
 """
 
@@ -19,7 +19,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan.schedules import ZERO_BUBBLE, Action, Schedule, microbatches_in_round, stage_of, table
+from ..plan.schedules import ZERO_BUBBLE, Action, Schedule, first_forwards, microbatches_in_round, stage_of, table
+
+Numbers = float | NDArray[np.float64]
 
 STEADY = 4
 """Micro-batches per rank, or rounds of an interleaved table, that are played of longer ones: it takes up to two to fill
@@ -108,15 +110,6 @@ def _order(
                 position[rank] += 1
         assert len(steps) > before, "the schedule's table deadlocks"
     return tuple(steps), tuple(actions)
-
-
-def _durations(
-    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] | None
-) -> list[float]:
-    if schedule not in ZERO_BUBBLE:
-        return [*forward_s, *backward_s]
-    weights = weight_s or [0.0] * len(forward_s)
-    return [*forward_s, *(b - w for b, w in zip(backward_s, weights, strict=True)), *weights]
 
 
 @dataclass(frozen=True)
@@ -247,6 +240,10 @@ class CriticalPath:
         each = _durations(schedule, forward_s, backward_s, weight_s)
         return float(self.passes.ravel()[: len(each)] @ np.array(each))
 
+    def length_s(self, seconds: NDArray[np.float64], once_s: NDArray[np.float64]) -> float:
+        """Its seconds to the end of its rank's step. seconds: [forward, backward, weight][stage]; once_s: [rank]."""
+        return float((self.passes * seconds).sum() + once_s[self.rank])
+
 
 def critical_path(
     schedule: Schedule,
@@ -307,6 +304,54 @@ def critical_paths(
             number = came_from[number]
         found.append(CriticalPath(np.array(counts).reshape(3, num_stages), end))
     return found
+
+
+def alone_s(
+    schedule: Schedule,
+    rank: int,
+    num_ranks: int,
+    num_microbatches: int,
+    forward_s: Numbers,
+    backward_s: Numbers,
+    after_s: Numbers,
+) -> Numbers:
+    """Seconds from when the first micro-batch reaches a rank of one stage until its last pass ends, at least: all its
+    passes, and its waiting for the first gradient, and in 1F1B and GPipe for the last one.
+
+    Before the first backward a rank has only the forwards that its table puts ahead, and after the last forward only as
+    many backwards; what the ranks after it take longer is waited for. Where all forwards come first that is one wait,
+    else they are two. forward_s, backward_s: of the rank's stage, numbers or arrays, gradients of weights included.
+    after_s: seconds of forward and backward (zero bubbles: for inputs only) of one micro-batch in all stages after it.
+    """
+    ahead = first_forwards(schedule, rank, num_ranks, num_microbatches)
+    first, last = after_s - (ahead - 1) * forward_s, after_s - (ahead - 1) * backward_s
+    busy_s = num_microbatches * (forward_s + backward_s)
+    if schedule in ZERO_BUBBLE:
+        return busy_s + np.maximum(0.0, first)
+    if ahead == num_microbatches:
+        return busy_s + np.maximum(0.0, np.maximum(first, last))
+    return busy_s + np.maximum(0.0, first) + np.maximum(0.0, last)
+
+
+def even_step_s(
+    schedule: Schedule, num_ranks: int, num_microbatches: int, slowest_s: Numbers, pass_s: Numbers
+) -> Numbers:
+    """Seconds of a step's passes that no cuts of a pipeline with one stage per rank beat (none or 1F1B or GPipe), from
+    what a micro-batch takes at least on the slowest rank and on all together; numbers or arrays.
+
+    GPipe: all forwards pass the slowest one, then all backwards. 1F1B: let rank r hold w_r. The paths of `alone_s`
+    through it take prefix_r + m w_r + 2 suffix_r - (p - r - 1) w_r at least, where m > p - r. Weighted such that all
+    w count alike, which takes weights of 0 or more only for m > p, they make (m + p - 1) / p x pass_s; with half the
+    wait (any m >= p) still (m + (p - 1) / 2) / p. Of the slowest rank alone, what comes after it is shorter than
+    (p - r - 1) slowest_s by no more than p slowest_s - pass_s.
+    """
+    count = num_microbatches
+    if schedule == "gpipe" or num_ranks == 1:
+        return (count - 1) * slowest_s + pass_s
+    bubble = num_ranks - 1 if count > num_ranks else (num_ranks - 1) / 2
+    even = (count + bubble) / num_ranks * pass_s
+    uneven = 2 * pass_s + (count - 1 - num_ranks) * slowest_s if count > num_ranks else pass_s
+    return np.maximum(np.maximum(even, uneven), count * slowest_s)
 
 
 def least_step_s(

@@ -193,17 +193,22 @@ class ModelReference(_Document):
 
 
 class Certificate(_Document):
-    """What was proven, by whom, and how far the proof reaches."""
+    """What was proven, by whom, and how far the proof reaches: of simulated steps, within the space that was searched."""
 
-    objective: float = Field(description="seconds: the closed form of the plan's step time")
-    bound: float = Field(description="seconds: no plan in the space has a smaller closed form")
-    gap: float = Field(description="(objective - bound) / objective")
-    simulated_s: float = Field(description="step time of the plan by event simulation of its schedule")
-    status: Literal["optimal", "feasible"]
+    step_s: float = Field(description="seconds: the plan's simulated step")
+    fastest_s: float = Field(description="seconds: the simulated step of the fastest plan that was found")
+    bound: float = Field(description="seconds: no plan in the space has a shorter simulated step")
+    gap: float = Field(description="(fastest_s - bound) / fastest_s: how much faster an unknown plan may be at most")
+    status: Literal["optimal", "feasible"] = Field(description="optimal: the gap is at most 0.1%")
     solver: str
     search_seconds: float
     shapes: dict[Literal["total", "rejected", "pruned", "solved"], int]
     rejected: dict[str, int] = Field(default={}, description="rule -> shapes it excluded")
+
+    @property
+    def given_away(self) -> float:
+        """Share of the fastest step that the plan takes longer, for the sake of simplicity."""
+        return self.step_s / self.fastest_s - 1.0
 
 
 class Prediction(_Document):

@@ -83,6 +83,13 @@ def _ahead(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int,
     return chunks + hops * (num_ranks - 1 - rank) + 1, behind
 
 
+def first_forwards(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int) -> int:
+    """Forwards of a rank with one stage before its first backward."""
+    if schedule in ("zb-h1", "zb-h2"):
+        return min(num_microbatches, _ahead(schedule, rank, num_ranks, num_microbatches, 1)[0])
+    return num_microbatches if schedule == "gpipe" else min(num_microbatches, num_ranks - rank)
+
+
 def microbatches_in_round(num_ranks: int, num_microbatches: int) -> int:
     """Micro-batches of a round: about as many as there are ranks."""
     return -(-num_microbatches // max(1, num_microbatches // num_ranks))

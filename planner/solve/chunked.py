@@ -1,9 +1,9 @@
-"""Pipelines whose ranks hold several stages or split their backward: balanced chunkings, each priced as a whole.
+"""Pipelines whose ranks hold several stages or split their backward: cuts that are tried, and what ranks recompute.
 
-For one stage per rank the ILP chooses among all cuts. Interleaved and zero-bubble schedules have no closed form that is
-linear in the stages: a rank's memory and time join several of them. Here the space is therefore a short list of cuts,
-the ones that balance the ranks, each with the first k layers of a rank's stages recomputed, as few as each rank must,
-all in one way, and each is priced exactly: memory by the schedule's table, time by event simulation.
+Their step has no closed form that is linear in the stages, and a rank's memory joins several of them. What no cuts beat
+is known from programs (fluid.py); here are the plans that come near it: cuts that balance the ranks, each with what
+brings every rank into its memory at the least price, layer by layer and option by option, played by event simulation.
+polish.py goes on from the best of them.
 """
 
 import math
@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.chain import Chain
+from ..cost.priced_layer import LayerCost
 from ..cost.simulate import least_step_s, simulated_step_s
 from ..cost.stage_cost import StageCost, allocated_on_one
 from ..plan.document import Recompute
 from ..plan.schedules import ZERO_BUBBLE, Schedule, stage_of
-from ..plan.shape import LayerOption, Shape
-from .columns import ROUNDING, Choice, Prices, StagePrices
+from ..plan.shape import Shape
+from .columns import ROUNDING, Choice, Prices
 from .knapsack import tie_prices
 from .scan import Assignment
 
@@ -470,19 +471,22 @@ def handed_on(frame: Chunking, rank: int) -> Ints:
     return _moves(*_ranges(frame, rank)[:3], np.arange(frame.num_stages + 1))
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """A rank's stages with their options. seconds: of one micro-batch through all of them; fits: whether its memory
-    does."""
-
-    stages: tuple[tuple[Choice, StageCost], ...]
-    seconds: float
-    once_s: float
-    fits: bool
-
-
 _Held = tuple[tuple[int, int, int], ...]
 """[stage of a rank] -> the first stage on such a device, composition, micro-batches in flight."""
+
+_Stages = tuple[tuple[Choice, StageCost], ...]
+"""[stage of a rank] -> its options and its cost."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Layers of one run of a stage that go on from one option to one that holds less."""
+
+    stage: int
+    run: int
+    layers: int
+    option: int
+    price: float
 
 
 class Known:
@@ -496,158 +500,183 @@ class Known:
         self.flights = [shape.in_flight(stage) for stage in range(self.frame.num_stages)]
         on = [prices.on(stage) for stage in range(self.frame.num_stages)]
         self.devices = [next(i for i, other in enumerate(on) if other is mine) for mine in on]
-        self._stages: dict[tuple[int, int, int, Recompute, int], tuple[Choice, StageCost]] = {}
-        self._ranks: dict[tuple[_Held, Recompute, int], _Rank] = {}
-        self._least: dict[tuple[_Held, Recompute], _Rank | None] = {}
+        self._stages: dict[tuple[int, int, int, tuple[tuple[int, ...], ...]], tuple[Choice, StageCost]] = {}
+        self._ranks: dict[_Held, _Stages | None] = {}
+        self._hulls: dict[tuple[int, int, int], list[int]] = {}
 
-    def rank(self, held: _Held, recompute: Recompute, count: int) -> _Rank:
-        """A rank with up to `count` layers of each of its stages recomputed."""
-        if count == 0:
-            recompute = "none"  # the same for every way
-        key = held, recompute, count
-        if key not in self._ranks:
-            stages = tuple(self._stage(*stage, recompute, count) for stage in held)
-            costs = [cost for _, cost in stages]
-            seconds, once_s = sum(cost.microbatch_s for cost in costs), sum(cost.once_s for cost in costs)
-            self._ranks[key] = _Rank(
-                stages, seconds, once_s, allocated_on_one(costs) <= self.prices.on(held[0][0]).budget
-            )
-        return self._ranks[key]
+    def rank(self, held: _Held) -> _Stages | None:
+        """A rank's stages with the options that bring them into its memory at the least price; None if none do."""
+        if held not in self._ranks:
+            self._ranks[held] = self._fitting(held)
+        return self._ranks[held]
 
-    def least(self, held: _Held, recompute: Recompute, longest_s: float) -> _Rank | None:
-        """A rank with the fewest layers recomputed, equally many in each of its stages; None if its memory does not do
-        even so, or a micro-batch takes `longest_s`."""
-        key = held, recompute
-        if key not in self._least:
-            if self.rank(held, recompute, 0).seconds >= longest_s:  # and the longer, the more is recomputed
-                return None
-            self._least[key] = self._least_that_fits(held, recompute)
-        best = self._least[key]
-        return best if best is not None and best.seconds < longest_s else None
+    def _fitting(self, held: _Held) -> _Stages | None:
+        """Every layer takes its fastest option, or as many of all layers of the rank as it must go on to one that holds
+        less, those first that pay least for a byte."""
+        steps = sorted(self._steps(held), key=lambda step: step.price)
+        total = sum(step.layers for step in steps)
 
-    def _least_that_fits(self, held: _Held, recompute: Recompute) -> _Rank | None:
-        best, low = self.rank(held, recompute, 0), 1
-        if best.fits:
-            return best
-        high = max(self.num_layers(composition) for _, composition, _ in held)
-        best = self.rank(held, recompute, high)
-        if not best.fits:
+        def taken(number: int) -> _Stages:
+            left = number
+            counts = [self._fastest(*stage) for stage in held]
+            for step in steps:
+                moved = min(left, step.layers)
+                row = counts[step.stage][step.run]
+                hull = self._hull(*held[step.stage][::2], self._runs(held[step.stage][1])[step.run])
+                row[hull[hull.index(step.option) - 1]] -= moved
+                row[step.option] += moved
+                left -= moved
+                if not left:
+                    break
+            return tuple(self._stage(*stage, each) for stage, each in zip(held, counts, strict=True))
+
+        budget = self.prices.on(held[0][0]).budget
+
+        def fits(stages: _Stages) -> bool:
+            return allocated_on_one([cost for _, cost in stages]) <= budget
+
+        found = taken(0)
+        if fits(found):
+            return found
+        found, low, high = taken(total), 1, total
+        if not fits(found):
             return None
         while low < high:
             middle = (low + high) // 2
-            fewer = self.rank(held, recompute, middle)
-            if fewer.fits:
-                best, high = fewer, middle
+            fewer = taken(middle)
+            if fits(fewer):
+                found, high = fewer, middle
             else:
                 low = middle + 1
-        return best
+        return found
 
-    def _stage(
-        self, device: int, composition: int, in_flight: int, recompute: Recompute, count: int
-    ) -> tuple[Choice, StageCost]:
-        """Options and cost of a stage with up to `count` layers recomputed. device: the first stage on such a one."""
-        prices, count = self.prices.on(device), min(count, self.num_layers(composition))
-        key = device, composition, in_flight, recompute, count
+    def _steps(self, held: _Held) -> Iterator[_Step]:
+        for place, (device, composition, flights) in enumerate(held):
+            costs = self.prices.on(device).costs
+            counts = self.prices.chain.compositions[composition].counts
+            for index, (run, number) in enumerate(zip(self._runs(composition), counts, strict=True)):
+                hull = self._hull(device, flights, run)
+                for before, after in pairwise(hull):
+                    longer = costs[run][after].microbatch_s - costs[run][before].microbatch_s
+                    saved = _held_bytes(costs[run][before], flights) - _held_bytes(costs[run][after], flights)
+                    if number:
+                        yield _Step(place, index, number, after, longer / saved)
+
+    def _hull(self, device: int, flights: int, run: int) -> list[int]:
+        """Options of a run, from the fastest on, each paying least for a byte beyond the one before."""
+        key = device, flights, run
+        if key not in self._hulls:
+            costs = self.prices.on(device).costs[run]
+            seconds = [cost.microbatch_s for cost in costs]
+            size = [_held_bytes(cost, flights) for cost in costs]
+            hull = [min(range(len(costs)), key=lambda o: (seconds[o], size[o]))]
+            while True:
+                here = hull[-1]
+                less = [o for o in range(len(costs)) if size[o] < size[here] * (1 - ROUNDING)]
+                if not less:
+                    break
+                hull.append(min(less, key=lambda o: ((seconds[o] - seconds[here]) / (size[here] - size[o]), size[o])))
+            self._hulls[key] = hull
+        return self._hulls[key]
+
+    def _runs(self, composition: int) -> range:
+        item = self.prices.chain.compositions[composition]
+        return range(item.first_run, item.last_run + 1)
+
+    def _fastest(self, device: int, composition: int, flights: int) -> list[list[int]]:
+        """[run of the composition][option] -> layers, all at the fastest."""
+        counts = self.prices.chain.compositions[composition].counts
+        found = []
+        for run, number in zip(self._runs(composition), counts, strict=True):
+            row = [0] * len(self.prices.on(device).options[run])
+            row[self._hull(device, flights, run)[0]] = number
+            found.append(row)
+        return found
+
+    def _stage(self, device: int, composition: int, flights: int, counts: list[list[int]]) -> tuple[Choice, StageCost]:
+        """Options and cost of a stage. counts: [run][option] -> layers; those that hold least come first."""
+        prices = self.prices.on(device)
+        key = device, composition, flights, tuple(map(tuple, counts))
         if key not in self._stages:
-            choice = choice_of(prices, composition, recompute, count)
-            self._stages[key] = choice, prices.stage_cost(composition, choice, in_flight)
+            parts = []
+            for run, row in zip(self._runs(composition), counts, strict=True):
+                order = sorted(range(len(row)), key=lambda o, run=run: _held_bytes(prices.costs[run][o], flights))
+                parts += [(run, prices.options[run][o], row[o]) for o in order if row[o]]
+            choice = Choice(tuple(parts))
+            self._stages[key] = choice, prices.stage_cost(composition, choice, flights)
         return self._stages[key]
 
-    def num_layers(self, composition: int) -> int:
-        """Layers of a composition."""
-        return sum(self.prices.chain.compositions[composition].counts)
-
     def fastest(self, cuts: Ints, cutoff_s: float) -> Assignment | None:
-        """The fastest way to recompute where stages begin at these places of the chain, by number, that fits and is
-        faster than `cutoff_s`; None if there is none."""
-        best: Assignment | None = None
-        tried: tuple[Choice, ...] = ()
+        """Stages that begin at these places of the chain, by number, with options that fit, if their step is shorter
+        than `cutoff_s`; else None."""
         compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
-        for recompute in _recomputes(self.prices):
-            limit_s = best.seconds if best else cutoff_s
-            fitting = _least_recomputed(self, compositions, recompute, limit_s)
-            if fitting is not None and fitting.choices != tried:  # the same for all ways where none is needed
-                best, tried = _played(self.prices, fitting, limit_s) or best, fitting.choices
-        return best
+        shape: Shape = self.prices.shape
+        costs: list[StageCost | None] = [None] * len(compositions)
+        choices: list[Choice | None] = [None] * len(compositions)
+        once_s, before_s, after_s = [], 0.0, 0.0
+        for stages in self.stages_of:  # the first holds most micro-batches: what does not fit ends here, mostly
+            held = tuple((self.devices[stage], compositions[stage], self.flights[stage]) for stage in stages)
+            rank = self.rank(held)
+            if rank is None:
+                return None
+            busy_s = shape.num_microbatches * sum(cost.microbatch_s for _, cost in rank)
+            if before_s + busy_s + after_s >= cutoff_s * (1 + ROUNDING):
+                return None
+            for stage, (choice, cost) in zip(stages, rank, strict=True):
+                choices[stage], costs[stage] = choice, cost
+            once_s.append(sum(cost.once_s for _, cost in rank))
+            before_s += rank[0][1].forward_s
+            after_s += 0.0 if shape.schedule in ZERO_BUBBLE else rank[0][1].backward_s
+        return self._played([cost for cost in costs if cost], [c for c in choices if c], compositions, once_s, cutoff_s)
+
+    def is_settled(self, cuts: Ints, seconds: float) -> bool:
+        """Whether no options of these cuts that fit can make a step shorter than that: some rank cannot hold its
+        layers, or even the fastest options take as long."""
+        compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
+        each = [(self.devices[s], compositions[s], self.flights[s]) for s in range(len(compositions))]
+        ranks = [self.rank(tuple(each[stage] for stage in stages)) for stages in self.stages_of]
+        if any(rank is None for rank in ranks):
+            return True
+        costs = [self._stage(*stage, self._fastest(*stage))[1] for stage in each]
+        shape: Shape = self.prices.shape
+        least_s = simulated_step_s(
+            shape.schedule,
+            [cost.forward_s for cost in costs],
+            [cost.backward_s for cost in costs],
+            [sum(costs[stage].once_s for stage in stages) for stages in self.stages_of],
+            shape.num_microbatches,
+            [cost.weight_s for cost in costs],
+        )
+        return least_s >= seconds * (1 - ROUNDING)
+
+    def _played(
+        self,
+        costs: Sequence[StageCost],
+        choices: Sequence[Choice],
+        compositions: Sequence[int],
+        once_s: Sequence[float],
+        cutoff_s: float,
+    ) -> Assignment | None:
+        """The step by event simulation, or None if it is not below `cutoff_s`: not even what some rank waits for and
+        has to do may reach that."""
+        shape: Shape = self.prices.shape
+        forward_s, backward_s = [cost.forward_s for cost in costs], [cost.backward_s for cost in costs]
+        passes = shape.schedule, forward_s, backward_s, once_s, shape.num_microbatches
+        if least_step_s(*passes) >= cutoff_s * (1 + ROUNDING):
+            return None
+        step_s = simulated_step_s(*passes, [cost.weight_s for cost in costs])
+        return Assignment(step_s, tuple(compositions), tuple(choices)) if step_s < cutoff_s else None
+
+
+def _held_bytes(cost: LayerCost, flights: int) -> float:
+    """Bytes that an option of a layer adds to its stage, as far as options differ in them."""
+    return flights * cost.kept_bytes + cost.held_bytes
 
 
 def best_chunking(prices: Prices, cuts_tried: Sequence[Ints], cutoff_s: float) -> Assignment | None:
-    """The fastest of these cuts, [stage] -> number of the place, that fits, with as few recomputed layers as that
-    takes; None if none is faster than `cutoff_s`."""
+    """The fastest of these cuts, [stage] -> number of the place, that fits; None if none is faster than `cutoff_s`."""
     best: Assignment | None = None
     known = Known(prices)
     for cuts in cuts_tried:
         best = known.fastest(cuts, best.seconds if best else cutoff_s) or best
     return best
-
-
-def _recomputes(prices: Prices) -> Iterator[Recompute]:
-    """Ways to recompute that some layer may take."""
-    each = {id(on): on for on in (prices.on(stage) for stage in range(prices.shape.pipeline))}
-    ways = {option.recompute for on in each.values() for options in on.options for option in options} - {"none"}
-    yield from sorted(ways) or ["none"]
-
-
-@dataclass(frozen=True)
-class _Fitting:
-    """Stages whose memory fits every rank. costs: [stage]; once_s: [rank]."""
-
-    compositions: tuple[int, ...]
-    choices: tuple[Choice, ...]
-    costs: list[StageCost]
-    once_s: list[float]
-
-
-def _least_recomputed(
-    known: Known, compositions: Sequence[int], recompute: Recompute, cutoff_s: float
-) -> _Fitting | None:
-    """With the fewest layers recomputed in the stages of each rank, equally many in each, whose memory fits; None where
-    some rank's does not, or where what it waits for and has to do alone takes `cutoff_s`."""
-    shape: Shape = known.prices.shape
-    found: dict[int, tuple[Choice, StageCost]] = {}
-    once_s: list[float] = []
-    forward_s = backward_s = 0.0
-    for stages in known.stages_of:  # the first holds most micro-batches: what does not fit ends here, mostly
-        held = tuple((known.devices[stage], compositions[stage], known.flights[stage]) for stage in stages)
-        longest_s = (cutoff_s * (1 + ROUNDING) - forward_s - backward_s) / shape.num_microbatches
-        rank = known.least(held, recompute, longest_s)
-        if rank is None:
-            return None
-        found |= dict(zip(stages, rank.stages, strict=True))
-        once_s.append(rank.once_s)
-        first = rank.stages[0][1]
-        forward_s += first.forward_s
-        backward_s += 0.0 if shape.schedule in ZERO_BUBBLE else first.backward_s
-    in_order = [found[stage] for stage in range(len(compositions))]
-    return _Fitting(tuple(compositions), tuple(c for c, _ in in_order), [cost for _, cost in in_order], once_s)
-
-
-def _played(prices: Prices, fitting: _Fitting, cutoff_s: float) -> Assignment | None:
-    """The step by event simulation, or None if it is not below `cutoff_s`: not even what some rank waits for and has to
-    do may reach that."""
-    shape, costs = prices.shape, fitting.costs
-    forward_s, backward_s = [cost.forward_s for cost in costs], [cost.backward_s for cost in costs]
-    passes = shape.schedule, forward_s, backward_s, fitting.once_s, shape.num_microbatches
-    if least_step_s(*passes) >= cutoff_s * (1 + ROUNDING):
-        return None
-    step_s = simulated_step_s(*passes, [cost.weight_s for cost in costs])
-    return Assignment(step_s, fitting.compositions, fitting.choices) if step_s < cutoff_s else None
-
-
-def choice_of(prices: StagePrices, composition: int, recompute: Recompute, count: int) -> Choice:
-    """The first `count` layers of a composition that may be recomputed are; others take what else there is."""
-    item = prices.chain.compositions[composition]
-    parts: list[tuple[int, LayerOption, int]] = []
-    left = count
-    for run, number in zip(range(item.first_run, item.last_run + 1), item.counts, strict=True):
-        by_way = {option.recompute: option for option in prices.options[run] if not option.offload}
-        recomputed = min(left, number) if recompute in by_way else 0
-        if "none" not in by_way:
-            recomputed = number
-        rest = number - recomputed
-        if recomputed:
-            parts.append((run, by_way.get(recompute, prices.options[run][0]), recomputed))
-        if rest:
-            parts.append((run, by_way["none"], rest))
-        left = max(0, left - recomputed)
-    return Choice(tuple(parts))

@@ -186,11 +186,16 @@ class StagePrices:
         return seconds
 
     @cached_property
+    def received_s(self) -> Floats:
+        """[composition] -> seconds of the transfer before it."""
+        seconds: Floats = np.array([cut.seconds for cut in self._receives])[self.chain.first_runs]
+        return seconds
+
+    @cached_property
     def _waits(self) -> Floats:
-        """[composition] -> seconds of the transfers before and behind it."""
-        receives = np.array([cut.seconds for cut in self._receives])
+        """[composition] -> seconds of the transfers before and after it."""
         sends = np.array([cut.seconds for cut in self._sends])
-        seconds: Floats = receives[self.chain.first_runs] + sends[self.chain.last_runs]
+        seconds: Floats = self.received_s + sends[self.chain.last_runs]
         return seconds
 
     def _weight_bounds(self, in_flight: int) -> Floats:

@@ -7,17 +7,20 @@
                 (memory)   sum_{s on q, r, o} bytes[s,r,o] n[s,r,o] <= room[q]             each rank q
                 (path)     T >= sum_{s,r,o} seconds of P [s,r,o] n[s,r,o] + waits of P     each path P found so far
 
-n[s,r,o] >= 0 is how many layers of run r stage s holds with option o (recompute and the like). A path P goes through the
-schedule's table (simulate.CriticalPath): its passes take at least that long in any step of that schedule, so T is below
-the simulated step of every plan of the shape, for all cuts and all options, as long as bytes, seconds and waits are no
-more than the plan's and rooms no less. Paths are added until the step of the solution is no longer than T, or T has
-reached what is asked for. Paths belong to schedule, ranks and micro-batches alone and are kept for later programs.
+n[s,r,o] >= 0 is how many layers of run r stage s holds with option o (recompute and the like). A path P goes through
+the schedule's table (simulate.CriticalPath): its passes take at least that long in any step of that schedule, so T is
+below the simulated step of every plan of the shape, for all cuts and all options, as long as bytes, seconds and waits
+are no more than the plan's and rooms no less. Paths are added until the step of the solution is no longer than T, or T
+has reached what is asked for. Paths belong to schedule, ranks and micro-batches alone and are kept for later programs.
 
-The program has no integers: layers are fluid. What that gives away is what program.py closes.
+The dual of a solved program is a bound of its own for every shape with the same table, whatever its layers take: each
+layer where it is cheapest at the prices of paths and memory (Prices). It is worked out for many shapes at once, and
+spares most of them a program.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import highspy
 import numpy as np
@@ -31,11 +34,14 @@ Floats = NDArray[np.float64]
 TIGHT = 3e-4
 """Relative: a step that is no longer than that beyond T needs no further path."""
 
-MOST_ROUNDS = 60
+MOST_ROUNDS = 100
 """Times that paths are looked for in one program."""
 
-MOST_PATHS = 400
-"""Paths that are kept of one schedule, the latest ones."""
+MOST_PATHS = 2000
+"""Paths that are kept of one table."""
+
+MOST_PRICES = 6
+"""Duals that are kept of one table, the latest ones."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,64 @@ class Table:
         return found
 
 
+@dataclass(frozen=True)
+class PathPrices:
+    """The dual of a program: what a second of each pass and a byte on each rank count.
+
+    passes: [forward, backward, weight][stage], a mean of paths. ends: [rank] -> share of the paths that end on it.
+    per_byte_s: [rank] -> seconds. given: [run][stage] -> seconds that a layer there is given for the order of layers
+    and for the stages to hold some; given_s: what all that is worth.
+    """
+
+    passes: Floats
+    ends: Floats
+    per_byte_s: Floats
+    given: Floats
+    given_s: float
+
+    @property
+    def num_waits(self) -> float:
+        """Transfers that are waited for."""
+        return float(self.passes[0, 1:].sum() + self.passes[1, :-1].sum())
+
+
+class _Paths:
+    """The paths that were found of a table."""
+
+    def __init__(self, table: Table) -> None:
+        self.each: list[CriticalPath] = []
+        self._keys: set[bytes] = set()
+        self._passes = np.zeros((0, 3 * table.num_stages))
+        self._ranks = np.zeros(0, dtype=np.int64)
+
+    def add(self, paths: Sequence[CriticalPath]) -> None:
+        """Those that are new; beyond MOST_PATHS none."""
+        for path in paths:
+            key = path.passes.tobytes() + path.rank.to_bytes(4)
+            if key not in self._keys and len(self.each) < MOST_PATHS:
+                self._keys.add(key)
+                self.each.append(path)
+        if len(self.each) > len(self._ranks):
+            fresh = self.each[len(self._ranks) :]
+            self._passes = np.concatenate((self._passes, [path.passes.ravel() for path in fresh]))
+            self._ranks = np.concatenate((self._ranks, [path.rank for path in fresh]))
+
+    def longest(self, seconds: Floats, once_s: Floats, longer_than_s: float, most: int) -> list[CriticalPath]:
+        """Those that take longer than that, the longest ones. seconds: [forward, backward, weight][stage]; once_s:
+        [rank]."""
+        if not self.each:
+            return []
+        each = self._passes @ seconds.ravel() + once_s[self._ranks]
+        order = np.argsort(-each)[:most]
+        return [self.each[i] for i in order if each[i] > longer_than_s]
+
+
 class FluidPipelines:
-    """Solves such programs; keeps the paths of every table."""
+    """Solves such programs; keeps the paths of every table, and the prices of the last programs."""
 
     def __init__(self) -> None:
-        self._paths: dict[Table, dict[bytes, CriticalPath]] = {}
+        self._paths: dict[Table, _Paths] = {}
+        self.prices: dict[Table, list[PathPrices]] = {}
 
     def least_s(
         self,
@@ -90,34 +149,39 @@ class FluidPipelines:
         wait_s: float,
         least_end_s: float = 0.0,
         enough_s: float = float("inf"),
-    ) -> float:
-        """Seconds that no step beats, or `enough_s` as soon as that is known to be less; infinite if the layers cannot
-        be held. rooms: [rank] -> bytes; wait_s: that a stage waits at least for the transfer on each of its sides;
-        least_end_s: seconds that a step takes after the last pass of any rank, beyond those of layers (negative where
-        they count weights twice)."""
+    ) -> tuple[float, Floats]:
+        """(seconds that no step beats, or `enough_s` as soon as that is known to be less, [stage] -> layers that it
+        holds in the solution); infinite if the layers cannot be held. Where not all cuts and options take as long, what
+        is found is not always the most that could be.
+
+        rooms: [rank] -> bytes; wait_s: that a stage waits at least for the transfer on each of its sides; least_end_s:
+        seconds that a step takes after the last pass of any rank, beyond those of layers (negative where they count
+        weights twice).
+        """
         program = _Program(table, runs, rooms, wait_s, least_end_s)
-        known = self._paths.setdefault(table, {})
-        for path in [*_of_ranks(table), *known.values()]:
+        known = self._paths.setdefault(table, _Paths(table))
+        for path in _of_ranks(table):
             program.add(path)
         least_s = 0.0
         for _ in range(MOST_ROUNDS):
             found_s = program.solve()
             if found_s is None:
-                return float("inf")
+                return float("inf"), np.zeros(table.num_stages)
             least_s = max(least_s, found_s)
             if least_s >= enough_s:
                 break
-            fresh = program.longer_paths(least_s * (1 + TIGHT))
+            seconds, once_s = program.durations()
+            fresh = known.longest(seconds, once_s, least_s * (1 + TIGHT), table.num_ranks)
             if not fresh:
-                break
+                fresh = program.longer_paths(least_s * (1 + TIGHT))
+                if not fresh or fresh[0].length_s(seconds, once_s) < enough_s < float("inf"):
+                    break  # what is found so far has a step that is shorter
+                known.add(fresh)
             for path in fresh:
-                key = path.passes.tobytes() + bytes([path.rank % 256])
-                if key not in known:
-                    known[key] = path
                 program.add(path)
-            while len(known) > MOST_PATHS:
-                del known[next(iter(known))]
-        return least_s
+        self.prices.setdefault(table, []).append(program.prices())
+        del self.prices[table][:-MOST_PRICES]
+        return least_s, np.bincount(program.stage, program.amounts, table.num_stages)
 
 
 def _of_ranks(table: Table) -> list[CriticalPath]:
@@ -137,6 +201,58 @@ def _of_ranks(table: Table) -> list[CriticalPath]:
             ending[1, :rank] -= 1
             found.append(CriticalPath(ending, rank))
     return found
+
+
+@dataclass(frozen=True)
+class ManyLayers:
+    """What layers of one run cost at least in many shapes: [shape] -> seconds of forward, and of both passes at the
+    fastest option; bytes whatever the option; [option] -> seconds that it takes longer, bytes that a micro-batch keeps
+    with it. weight_s: gradients of weights, with zero bubbles; once_s: [shape], at the end of a step."""
+
+    count: float
+    forward_s: Floats
+    both_s: Floats
+    weight_s: float
+    fixed: Floats
+    again_s: Floats
+    kept: Floats
+    once_s: Floats
+
+
+def least_of_many_s(
+    table: Table,
+    prices: PathPrices,
+    runs: Sequence[ManyLayers],
+    flights: Floats,
+    rooms: Floats,
+    wait_s: Floats,
+    least_end_s: Floats,
+    scale: float = 1.0,
+) -> Floats:
+    """[shape] -> seconds that no step of shapes with the table beats, by prices of another one. flights: [stage] ->
+    micro-batches; rooms: [rank][shape] -> bytes; wait_s, least_end_s: [shape], as of `least_s`; scale: of the prices of
+    memory, any of which gives a bound."""
+    rank_of, last = np.array(table.rank_of), table.num_stages - 1
+    per_byte_s = scale * prices.per_byte_s
+    seconds: Floats = prices.num_waits * wait_s + least_end_s + prices.given_s - per_byte_s @ rooms
+    for r, layers in enumerate(runs):
+        alone = layers.count == 1
+        some = [0] if alone and r == 0 else [last] if alone and r == len(runs) - 1 else slice(None)
+        forward, backward, weight = (row[some] for row in prices.passes)
+        at = rank_of[some]
+        memory = per_byte_s[at]
+        # [stage][option]
+        beside = (backward[:, None] * layers.again_s + (memory * flights[some])[:, None] * layers.kept).min(axis=1)
+        beside += (weight - backward) * layers.weight_s - prices.given[r][some]
+        each = (
+            (forward - backward)[:, None] * layers.forward_s
+            + backward[:, None] * layers.both_s
+            + prices.ends[at][:, None] * layers.once_s
+            + memory[:, None] * layers.fixed
+            + beside[:, None]
+        )
+        seconds = seconds + layers.count * each.min(axis=0)
+    return seconds
 
 
 class _Program:
@@ -181,6 +297,9 @@ class _Program:
         self._model.addVar(0.0, highspy.kHighsInf)
         self._model.changeColCost(num, 1.0)
         inf = highspy.kHighsInf
+        self._order: list[tuple[int, int]] = []
+        self._scales: list[float] = []
+        self._paths: list[CriticalPath] = []
         for r, layers in enumerate(runs):
             here = everything[self.run == r]
             self._model.addRow(layers.count, layers.count, len(here), here, np.ones(len(here)))
@@ -193,16 +312,19 @@ class _Program:
                 share = np.where(self.run[here] == r, 1 / runs[r].count, -1 / runs[r + 1].count)
                 if (share < 0).any():
                     self._model.addRow(0.0, inf, len(here), here, share)
+                    self._order.append((r, s))
         held = np.array([runs[r].bytes[s, o] for s, (r, o) in zip(stage, pairs, strict=True)])
         for q, room in enumerate(rooms):
             here = everything[(self.rank == q) & (held > 0)]
             scale = 1.0 / max(1.0, abs(room))
+            self._scales.append(scale)
             self._model.addRow(-inf, room * scale, len(here), here, held[here] * scale)
         self.num = num
         self.amounts: Floats = np.zeros(num)
 
     def add(self, path: CriticalPath) -> None:
         """One more path that the step is no shorter than."""
+        self._paths.append(path)
         passes = path.passes
         each = (passes[:, self.stage] * self.seconds).sum(axis=0) + np.where(self.rank == path.rank, self.once_s, 0.0)
         waits = self.wait_s * float(passes[0, 1:].sum() + passes[1, :-1].sum()) + self.least_end_s
@@ -222,18 +344,36 @@ class _Program:
         self.amounts = values[: self.num]
         return float(values[self.num] * self.unit_s)
 
-    def longer_paths(self, seconds: float) -> list[CriticalPath]:
-        """Paths that are longer with the solution's layers."""
-        table, num_stages = self.table, self.table.num_stages
-        forward, backward, weight = (
-            np.bincount(self.stage, self.amounts * each, num_stages) for each in self.seconds
-        )
-        forward[1:] += self.wait_s
-        backward[:-1] += self.wait_s
-        once = np.bincount(self.rank, self.amounts * self.once_s, table.num_ranks) + self.least_end_s
-        split = table.schedule in ZERO_BUBBLE
-        both = (backward + weight).tolist()
+    def durations(self) -> tuple[Floats, Floats]:
+        """([forward, backward, weight][stage] -> seconds, transfers included, [rank] -> at the end) of the solution."""
+        num_stages = self.table.num_stages
+        seconds = np.array([np.bincount(self.stage, self.amounts * each, num_stages) for each in self.seconds])
+        seconds[0, 1:] += self.wait_s
+        seconds[1, :-1] += self.wait_s
+        return seconds, np.bincount(self.rank, self.amounts * self.once_s, self.table.num_ranks) + self.least_end_s
+
+    def longer_paths(self, longer_than_s: float) -> list[CriticalPath]:
+        """Paths that are longer with the solution's layers, the longest first."""
+        (forward, backward, weight), once_s = self.durations()
         return critical_paths(
-            table.schedule, forward.tolist(), both, once.tolist(), table.num_microbatches,
-            weight.tolist() if split else None, longer_than_s=seconds,
+            self.table.schedule, forward.tolist(), (backward + weight).tolist(), once_s.tolist(),
+            self.table.num_microbatches, weight.tolist(), longer_than_s,
         )  # fmt: skip
+
+    def prices(self) -> PathPrices:
+        """The dual of the solution."""
+        table, num_stages, num_runs = self.table, self.table.num_stages, len(self.runs)
+        duals = np.array(self._model.getSolution().row_dual)
+        starts = np.cumsum([0, num_runs, num_stages, len(self._order), table.num_ranks, len(self._paths)])
+        _, holds, order, memory, paths = (duals[a:b] for a, b in pairwise(starts))
+        weights = np.maximum(0.0, paths)
+        weights = weights / weights.sum() if weights.sum() > 0 else np.full(len(paths), 1 / len(paths))
+        ends = np.bincount([path.rank for path in self._paths], weights, table.num_ranks)
+        passes = np.tensordot(weights, np.array([path.passes for path in self._paths]), 1)
+        given = np.tile(np.maximum(0.0, holds) * self.unit_s, (num_runs, 1))
+        given_s = float(given[0].sum())
+        for (r, s), dual in zip(self._order, np.maximum(0.0, order) * self.unit_s, strict=True):
+            given[r, : s + 1] += dual / self.runs[r].count
+            given[r + 1, : s + 1] -= dual / self.runs[r + 1].count
+        per_byte_s = np.maximum(0.0, -memory) * np.array(self._scales) * self.unit_s
+        return PathPrices(passes, ends, per_byte_s, given, given_s)

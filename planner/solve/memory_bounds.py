@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes, uses_fully_shard
+from ..cost.simulate import even_step_s
 from ..plan.document import Recompute
 from ..plan.pins import Pins
-from ..plan.schedules import ZERO_BUBBLE, is_chunked
+from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
 from ..plan.shape import Offered, Shape
 from .chunked import Chunking, Cuts, LeastRecompute, Recomputable
+from .fluid import ManyLayers
 from .relaxed import least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
 from .shape_bounds import Fastest, ShapeBounds
 from .space import Family, Leaves
@@ -61,11 +63,9 @@ class MemoryBounds:
         self._known_slowest: dict[tuple[object, ...], Floats] = {}
         self._known_held: dict[tuple[object, ...], _Held] = {}
 
-    def seconds(
-        self, family: Family, leaves: Leaves, some: Ints, recompute: Recompute | None, pins: Pins, cuts: Sequence[Cuts]
-    ) -> Floats:
+    def seconds(self, family: Family, leaves: Leaves, some: Ints, recompute: Recompute | None, pins: Pins) -> Floats:
         """[of these shapes] -> seconds that no assignment beats; infinite where what is held cannot fit. Where devices
-        are alike only. cuts: as of ShapeBounds.seconds."""
+        are alike only."""
         ways, counts = self._ways(family, leaves, recompute, pins.offered), self.bounds.counts
         held = self._held(family, leaves)
         room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
@@ -74,12 +74,10 @@ class MemoryBounds:
             seconds = self._on_one(family, kept, given, held, ways, room, some)
             return seconds - self.bounds.data(family, leaves).twice_s[some]
         count, shape = family.num_microbatches, family.frugal
-        each, room = kept.microbatch_s[:, some], room[some]
-        room = room - self.model.batch_bytes(shape)
         slowest = self.slowest_s(family, leaves, recompute, pins)[some]
         if is_chunked(family.schedule):
-            least = self._least_of_cuts(family, leaves, some, kept, room, ways, cuts)
-            return np.maximum(least, count * slowest)
+            return count * slowest
+        each, room = kept.microbatch_s[:, some], room[some] - self.model.batch_bytes(shape)
         # At the last layer's turn all but one micro-batch are there; the last one's too, if there is no other.
         flights = np.array([float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)])
         first, where, least_s = self._grouped(family, leaves, each, some)
@@ -88,23 +86,69 @@ class MemoryBounds:
         slowest = np.maximum(slowest, fluid[where])
         fits = np.isfinite(slowest)
         pass_s = counts @ each + self.bounds.least_waits_s(family, leaves)[some]
-        more: Floats = (count - 1) * np.where(fits, slowest, 0.0) + pass_s
-        once_s = self.bounds.once_s(family, leaves, kept, self.bounds.chain.lengths)[some] / family.pipeline
-        return np.where(fits, more + once_s, np.inf)
+        least_step_s = even_step_s(family.schedule, family.pipeline, count, np.where(fits, slowest, 0.0), pass_s)
+        return np.where(fits, least_step_s, np.inf)
 
-    def _least_of_cuts(
+    def layers(
+        self, family: Family, leaves: Leaves, some: Ints, recompute: Recompute | None, pins: Pins
+    ) -> tuple[list[ManyLayers], Floats, Floats, Floats, Floats] | None:
+        """What layers take in these shapes of a pipeline, as least_of_many_s of fluid.py wants it: ([run] of layers,
+        [stage] -> micro-batches, [rank][shape] -> bytes, and [shape] -> seconds waited for a transfer and at the end);
+        None where nothing is known of what they keep."""
+        ways, bounds, shape = self._ways(family, leaves, recompute, pins.offered), self.bounds, family.frugal
+        if not all(ways.names):
+            return None
+        held, fastest = self._held(family, leaves), bounds.fastest(family, leaves, recompute, pins.reshard)
+        data = bounds.data(family, leaves)
+        fixed = (held.fixed + held.copies)[:, some]
+        zero_bubble = family.schedule in ZERO_BUBBLE
+        runs = []
+        for run, kind in zip(bounds.chain.runs, bounds.kind_of_run, strict=True):
+            computed = self.model.compute(bounds.kinds[kind], shape)
+            runs.append(
+                ManyLayers(
+                    count=float(run.length),
+                    forward_s=fastest.forward_s[kind, some],
+                    both_s=fastest.microbatch_s[kind, some],
+                    weight_s=computed.backward_weight if zero_bubble else 0.0,
+                    fixed=fixed[kind],
+                    again_s=ways.again_s[kind] - ways.again_s[kind].min(),
+                    kept=ways.kept[kind],
+                    once_s=fastest.once_s[kind, some] + data.optimizer_s[kind, some],
+                )
+            )
+        num_stages, count = shape.pipeline * shape.virtual_stages, shape.num_microbatches
+        flights = np.array([float(shape.in_flight(stage)) for stage in range(num_stages)])
+        if shape.virtual_stages == 1:  # a running maximum: at the last layer's turn another micro-batch may be gone
+            flights = np.minimum(flights, max(1, count - 1))
+        room = bounds.held(family, leaves).room[some] / family.pipeline + held.twice[some]
+        rooms = np.tile(room - shape.virtual_stages * self.model.batch_bytes(shape), (family.pipeline, 1))
+        crossings, inner = self.model.crossings(shape), bounds.chain.places[1:-1]
+        crossing = min((crossings[place].bytes for place in inner), default=0.0)
+        for stage in range(num_stages - 1):
+            rank, _ = rank_and_chunk(shape.schedule, stage, shape.pipeline)
+            rooms[rank] -= (flights[stage] + 1) * crossing
+        return runs, flights, rooms, bounds.least_wait_s(family, leaves)[some], -data.twice_s[some]
+
+    def of_cuts(
         self,
         family: Family,
         leaves: Leaves,
         some: Ints,
-        fastest: Fastest,
-        room: Floats,
-        ways: _Ways,
+        recompute: Recompute | None,
+        pins: Pins,
         cuts: Sequence[Cuts],
     ) -> Floats:
-        """The same of a chunked family with the best of these cuts. room: [of these shapes] -> bytes of a rank."""
+        """[of these shapes] -> seconds that a chunked family takes at least with the best of these cuts, each rank with
+        the recompute that its memory asks for."""
         bounds, here, shape = self.bounds, self.bounds.kind_of_run, family.frugal
-        held, each = self._held(family, leaves), zip(ways.names, ways.kept, strict=True)
+        ways, held = self._ways(family, leaves, recompute, pins.offered), self._held(family, leaves)
+        room = (bounds.held(family, leaves).room / family.pipeline + held.twice)[some]
+        room -= self.model.batch_bytes(shape)
+        fastest, each = (
+            bounds.options(family, leaves, recompute, pins.reshard)[0],
+            zip(ways.names, ways.kept, strict=True),
+        )
         turns = [self._passing(family, leaves, kind, *own, some) for kind, own in enumerate(each)]
         layers = Recomputable(
             names=[ways.names[kind] for kind in here],

@@ -5,6 +5,7 @@ between stages, each time as the step, played out with what memory makes each ra
 """
 
 import math
+import time
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -28,15 +29,28 @@ FAR = 64
 """Stages, or fewer, whose places are handed from any to any; of more, to the nearest stage of each rank only."""
 
 
-def polished(prices: Prices, found: Assignment) -> Assignment:
+def all_cuts(prices: Prices) -> list[Ints] | None:
+    """All cuts of a pipeline, [stage] -> number of the place, if they are few."""
+    num_inner, num_stages = len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages
+    if math.comb(num_inner, num_stages - 1) > MOST_CUTS:
+        return None
+    return [np.array((0, *inner, num_inner + 1)) for inner in combinations(range(1, num_inner + 1), num_stages - 1)]
+
+
+def best_of_all(prices: Prices, every: Sequence[Ints], found: Assignment, deadline_s: float) -> tuple[Assignment, bool]:
+    """(the assignment, or a faster one with other cuts, whether no other plan of the shape can be faster)."""
+    known = Known(prices)
+    for cuts in every:
+        if time.monotonic() > deadline_s:
+            return found, False
+        found = known.fastest(cuts, found.seconds) or found
+    return found, all(known.is_settled(cuts, found.seconds) for cuts in every)
+
+
+def polished(prices: Prices, found: Assignment, deadline_s: float) -> Assignment:
     """The assignment, or a faster one with other cuts."""
-    shape, chain = prices.shape, prices.chain
+    shape = prices.shape
     frame, known = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages), Known(prices)
-    num_inner = len(chain.places) - 2
-    if math.comb(num_inner, frame.num_stages - 1) <= MOST_CUTS:
-        for inner in combinations(range(1, num_inner + 1), frame.num_stages - 1):
-            found = known.fastest(np.array((0, *inner, num_inner + 1)), found.seconds) or found
-        return found
     passed_s = _passed_s(prices, frame)
     here = _cuts_of(prices, found)
     each = 2 * frame.num_stages * min(shape.num_microbatches, 6 * frame.num_ranks)
@@ -51,6 +65,8 @@ def polished(prices: Prices, found: Assignment) -> Assignment:
         left -= len(fresh)
         improves = False
         for cuts in fresh:
+            if time.monotonic() > deadline_s:
+                return found
             tried.add(tuple(cuts.tolist()))
             better = known.fastest(cuts, found.seconds)
             if better is not None:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost.crossing_cost import P2P_EXPOSED
+from ..cost.simulate import alone_s, simulated_step_s
 from ..cost.stage_cost import closed_form_s
-from .columns import Choice, Prices
+from ..plan.schedules import ZERO_BUBBLE, Schedule, first_forwards
+from .columns import ROUNDING, Choice, Prices
 from .knapsack import in_time
 from .solver import OutOfTimeError
 
@@ -127,6 +130,134 @@ def _best_cuts(stages: list[_Stage], more: int, cutoff: float) -> list[int] | No
             break
         once_bound = np.nextafter(once, -np.inf)
     return None if best is None else [int(places[s][cut]) for s, cut in enumerate(best)]
+
+
+PRECISION = 2e-4
+"""Relative: how near the least step of `least_by_ranks` is found."""
+
+
+def simulated_s(prices: Prices, assignment: Assignment) -> float:
+    """The step of an assignment by event simulation."""
+    shape = prices.shape
+    costs = [
+        prices.on(stage).stage_cost(composition, choice, shape.in_flight(stage))
+        for stage, (composition, choice) in enumerate(zip(assignment.compositions, assignment.choices, strict=True))
+    ]
+    passes = [cost.forward_s for cost in costs], [cost.backward_s for cost in costs], [cost.once_s for cost in costs]
+    return simulated_step_s(shape.schedule, *passes, shape.num_microbatches, [cost.weight_s for cost in costs])
+
+
+def least_by_ranks(prices: Prices, enough_s: float) -> tuple[float, Ints | None]:
+    """(seconds that no cuts and options of a pipeline with one stage per rank beat, [stage] -> numbers of the places
+    where its stages begin that may come near them); no more than `enough_s` is looked for, and nothing fits if the
+    seconds are infinite.
+
+    A step is no shorter than what each rank waits for and does (simulate.alone_s): the forwards of all ranks before it,
+    its own passes and waits, and, unless gradients of weights come last, the backwards of all before it. What the
+    stages before a place take at least is all that a stage there needs to know of them, so that whether a step of T is
+    possible is a walk from place to place.
+    """
+    shape, count = prices.shape, prices.shape.num_microbatches
+    stages = [_RankedStage.of(prices, stage) for stage in range(shape.pipeline)]
+    num_places = len(prices.chain.composition_of)
+    after = np.where(np.arange(num_places) == num_places - 1, 0.0, np.inf)
+    alone: list[Floats] = []
+    for rank in range(shape.pipeline - 1, -1, -1):
+        stage = stages[rank]
+        later = np.where(np.isfinite(after), after, 0.0)[None, :]
+        alone.insert(
+            0, np.where(np.isfinite(after)[None, :], stage.alone_s(shape.schedule, rank, count, later), np.inf)
+        )
+        after = (stage.waited_s + after[None, :]).min(axis=1)
+    if not np.isfinite(after[0]):
+        return float("inf"), None
+    ends = float(stages[0].once_s.min())
+    split = shape.schedule in ZERO_BUBBLE
+
+    def way(step_s: float) -> Ints | None:
+        """Places of a way no rank of which takes longer."""
+        reached = np.where(np.arange(num_places) == 0, 0.0, np.inf)
+        parents = []
+        for stage, busy_s in zip(stages, alone, strict=True):
+            least = stage.before_s[:, None] + busy_s + stage.once_s
+            if not split:
+                least = np.maximum(least, reached[:, None] + busy_s + ends)
+            steps = np.where(least <= step_s, reached[:, None] + stage.both_s, np.inf)
+            parents.append(steps.argmin(axis=0))
+            reached = steps.min(axis=0)
+        if not np.isfinite(reached[-1]):
+            return None
+        cuts = [num_places - 1]
+        for parent in reversed(parents):
+            cuts.insert(0, int(parent[cuts[0]]))
+        return np.array(cuts)
+
+    high = (
+        enough_s
+        if np.isfinite(enough_s)
+        else float(sum(np.nanmax(np.where(np.isfinite(a), a, np.nan)) for a in alone)) * 2
+    )
+    cuts = way(high)
+    if cuts is None:
+        return high, None
+    low = 0.0
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2 if low else high / 2
+        found = way(middle)
+        low, high, cuts = (middle, high, cuts) if found is None else (low, middle, found)
+    return low * (1 - ROUNDING), cuts
+
+
+@dataclass(frozen=True)
+class _RankedStage:
+    """What one stage takes at least between any two places of the chain; infinite where it cannot stand. both_s,
+    waited_s: [start][end] -> seconds of a micro-batch, and those of its forward and backward that ranks before wait
+    for; forward_s: the most and the least of the forward; before_s: [start] -> forwards of all layers before; once_s:
+    at the end of the step."""
+
+    both_s: Floats
+    waited_s: Floats
+    forward_s: tuple[Floats, Floats]
+    before_s: Floats
+    once_s: Floats
+    num_ranks: int
+
+    @classmethod
+    def of(cls, prices: Prices, stage: int) -> "_RankedStage":
+        """That of a stage of a shape."""
+        on, chain, shape = prices.on(stage), prices.chain, prices.shape
+        seconds, once, _ = on.bounds(stage)
+        table = chain.composition_of
+        there = table >= 0
+        per_run = [np.array([pick(c.forward_total_s for c in costs) for costs in on.costs]) for pick in (max, min)]
+        weight = np.array([min(c.weight_s for c in costs) for costs in on.costs])
+        receives = P2P_EXPOSED * on.received_s
+        most, least = (np.where(there, (chain.counts @ per + receives)[table], 0.0) for per in per_run)
+        both = np.where(there, seconds[table], np.inf)
+        put_off = np.where(there, (chain.counts @ weight)[table], 0.0) if shape.schedule in ZERO_BUBBLE else 0.0
+        layers = np.concatenate(([0.0], np.cumsum(per_run[1][chain.run_of])))
+        return cls(
+            both,
+            both - put_off,
+            (most, least),
+            layers[chain.places],
+            np.where(there, once[table], np.inf),
+            shape.pipeline,
+        )
+
+    def alone_s(self, schedule: Schedule, rank: int, count: int, after_s: Floats) -> Floats:
+        """[start][end] -> seconds until its last pass ends, as of simulate.alone_s. Where options differ in their
+        forward, what it waits for is only known to be half of both waits together."""
+        most, least = self.forward_s
+        both = np.where(np.isfinite(self.both_s), self.both_s, 0.0)
+        if (most == least).all() or schedule in ZERO_BUBBLE:
+            found = alone_s(schedule, rank, self.num_ranks, count, most, both - most, after_s)
+        else:
+            ahead = first_forwards(schedule, rank, self.num_ranks, count)
+            waits = np.maximum(0.0, 2 * after_s - (ahead - 1) * both)
+            found = count * both + (waits / 2 if ahead == count else waits)
+        seconds: Floats = np.where(np.isfinite(self.both_s), found, np.inf)
+        return seconds
 
 
 def _places(stages: list[_Stage]) -> list[Ints] | None:

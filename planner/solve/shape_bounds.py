@@ -20,7 +20,6 @@ from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes
 from ..cost.stage_cost import allocatable_bytes
 from ..plan.document import Recompute, parts_of
-from ..plan.schedules import is_chunked
 from ..plan.shape import Shape
 from .chunked import Chunking, Cuts
 from .least_work import LeastWork
@@ -148,37 +147,39 @@ class ShapeBounds:
         self._elements: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._exchanges: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
 
-    def seconds(
+    def seconds(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Floats:
+        """[shape] -> seconds that no assignment of it can beat, without a pipeline: fastest options, memory and
+        integrality relaxed. Of equal devices only."""
+        fastest = self.fastest(family, leaves, recompute, reshard)
+        alone_s: Floats = self.counts @ fastest.step_s - self.data(family, leaves).twice_s
+        return alone_s
+
+    def pass_s(
+        self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None
+    ) -> tuple[Floats, Floats]:
+        """[shape] -> (seconds of a micro-batch on all ranks of a pipeline together, on the slowest), at least."""
+        each = self.fastest(family, leaves, recompute, reshard).microbatch_s
+        pass_s: Floats = self.counts @ each + self.least_waits_s(family, leaves)
+        return pass_s, np.maximum(self.slowest_s(each, family.pipeline), pass_s / family.pipeline)
+
+    def of_cuts(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None, cuts: Sequence[Cuts]
     ) -> Floats:
-        """[shape] -> seconds that no assignment of it can beat: fastest options, memory and integrality relaxed. Of
-        equal devices only: other shapes have the bound of their stages taken alike.
-
-        cuts: those that are tried of a chunked family; infinite if there are none.
-        """
+        """[shape] -> seconds that a chunked family takes at least with the best of these cuts, memory aside; infinite
+        without any."""
         fastest = self.fastest(family, leaves, recompute, reshard)
-        each, count = fastest.microbatch_s, family.num_microbatches
-        if family.pipeline == 1:
-            alone_s: Floats = self.counts @ fastest.step_s - self.data(family, leaves).twice_s
-            return alone_s
-        if is_chunked(family.schedule):
-            runs = each[self.kind_of_run], fastest.forward_s[self.kind_of_run]
-            found = [np.full(len(leaves.each), np.inf)]
-            for cut in cuts:
-                beside = self.waits_s(family, leaves, cut), self.once_s(family, leaves, fastest, cut.work)
-                found.append(cut.least_of_each_s(family.schedule, count, *runs, *beside))
-            least_s: Floats = np.min(found, axis=0)
-            return least_s
-        pass_s = self.counts @ each + self.least_waits_s(family, leaves)
-        slowest = np.maximum(self.slowest_s(each, family.pipeline), pass_s / family.pipeline)
-        once_s = self.once_s(family, leaves, fastest, self.chain.lengths) / family.pipeline
-        seconds: Floats = (count - 1) * slowest + pass_s + once_s
-        return seconds
+        runs = fastest.microbatch_s[self.kind_of_run], fastest.forward_s[self.kind_of_run]
+        found = [np.full(len(leaves.each), np.inf)]
+        for cut in cuts:
+            beside = self.waits_s(family, leaves, cut), self.once_s(family, leaves, fastest, cut.work)
+            found.append(cut.least_of_each_s(family.schedule, family.num_microbatches, *runs, *beside))
+        least_s: Floats = np.min(found, axis=0)
+        return least_s
 
     def even_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Floats:
-        """[shape] -> seconds that no cuts of a pipeline beat, whatever the schedule and the stages of each rank: the
+        """[shape] -> seconds that no cuts of a pipeline beat, whatever the schedule: the
         mean over the ranks of what each has to do, behind a place of the chain for every rank before."""
-        key = leaves, family.any_schedule, recompute or "none", reshard
+        key = leaves, replace(family, schedule="1f1b"), recompute or "none", reshard
         if key not in self._even:
             fastest = self.fastest(family, leaves, recompute, reshard)
             pass_s = self.counts @ fastest.microbatch_s + self.least_waits_s(family, leaves)
@@ -195,7 +196,7 @@ class ShapeBounds:
         return self._aheads[pipeline]
 
     def once_s(self, family: Family, leaves: Leaves, fastest: Fastest, work: Floats) -> Floats:
-        """[rank][shape] -> seconds behind the last pass of ranks that hold so many layers, at least. work: [rank][run],
+        """[rank][shape] -> seconds after the last pass of ranks that hold so many layers, at least. work: [rank][run],
         or [run] of one."""
         data = self.data(family, leaves)
         update: Floats = np.maximum(0.0, work @ data.optimizer_s[self.kind_of_run] - data.twice_s)
@@ -211,10 +212,15 @@ class ShapeBounds:
         return waits
 
     def least_waits_s(self, family: Family, leaves: Leaves) -> Floats:
-        """[shape] -> seconds that one stage per rank waits at least, all of them together."""
+        """[shape] -> seconds that all stages together wait at least for the transfers of a micro-batch."""
+        least: Floats = 2 * (family.pipeline * family.virtual_stages - 1) * self.least_wait_s(family, leaves)
+        return least
+
+    def least_wait_s(self, family: Family, leaves: Leaves) -> Floats:
+        """[shape] -> seconds that a stage waits at least for the transfer on one of its sides."""
         seconds, which = self._transfers(family, leaves)
         inner = seconds[self.chain.places[1:-1]]
-        least: Floats = 2 * (family.pipeline - 1) * (inner.min(axis=0) if len(inner) else np.zeros(seconds.shape[1]))
+        least: Floats = inner.min(axis=0) if len(inner) else np.zeros(seconds.shape[1])
         return least[which]
 
     def _transfers(self, family: Family, leaves: Leaves) -> tuple[Floats, Ints]:

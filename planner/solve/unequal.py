@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ...profiler.machine.cluster import ClusterSpec
 from ..cost.chain import Chain
 from ..cost.layer_cost import CostModel
+from ..cost.simulate import even_step_s
 from ..cost.stage_cost import allocatable_bytes
 from ..plan.document import Recompute
 from ..plan.schedules import rank_and_chunk
@@ -94,18 +95,10 @@ class Shares:
         """Seconds that all stages take together at least: every layer where it is fastest."""
         return float(self.counts @ np.minimum.reduce(self.each))
 
-    def step_s(self, num_microbatches: int) -> float:
-        """Least (m - 1) x slowest + sum over stages. With T given, the sum is least when the fastest kinds are full;
-        between the places where one of them gets full, all is linear in T, so that the least is at one of them."""
-        more = num_microbatches - 1
-        plain = more * self.slowest_s + self.pass_s
-        if not self.whole:
-            return plain
-        number, rate, least = 0, 0.0, float("inf")
-        for each_rate, n in sorted(zip(self.rates, self.stages, strict=True), reverse=True):
-            number, rate = number + n, rate + n * each_rate
-            least = min(least, (more + number) * self.whole / rate)
-        return max(plain, least)
+    def step_s(self, shape: Shape) -> float:
+        """Seconds of a step's passes at least, of 1F1B and GPipe."""
+        even_s = even_step_s(shape.schedule, shape.pipeline, shape.num_microbatches, self.slowest_s, self.pass_s)
+        return float(even_s)
 
     def work(self, kind: int) -> Work:
         """What a stage on a kind can leave to the others."""
@@ -138,9 +131,7 @@ class UnequalPrices:
 
     def least_s(self) -> float:
         """Seconds that no assignment of the shape can beat: fastest options, memory and integrality relaxed."""
-        once = np.minimum.reduce([kind.fastest.once_s for kind in self.by_kind])
-        least_once = float(self.chain.lengths @ once) / self.shape.pipeline
-        return self.shares.step_s(self.shape.num_microbatches) + least_once
+        return self.shares.step_s(self.shape)
 
     def least_with_memory_s(self) -> float:
         """The same with the options that memory asks for, if layers could be divided (relaxed.py)."""
@@ -150,7 +141,8 @@ class UnequalPrices:
             weights, memory, rooms = prices.divisible(own)
             stages |= {s: (weights, [held[i] for held in memory], float(rooms[i])) for i, s in enumerate(own)}
         slowest = least_slowest_of_unequal_s([stages[s] for s in range(len(stages))], self.chain.lengths)
-        return (self.shape.num_microbatches - 1) * slowest + self.shares.pass_s
+        shape = self.shape
+        return float(even_step_s(shape.schedule, shape.pipeline, shape.num_microbatches, slowest, self.shares.pass_s))
 
 
 @dataclass(frozen=True)

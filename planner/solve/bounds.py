@@ -1,0 +1,404 @@
+"""Seconds that no plan below a node of the search beats: of splits, micro-batches, families and shapes.
+
+Each bound is on the simulated step without what the software takes once per step. They leave open what is not decided
+yet: where groups sit, how layers are cut, what is run again. Those of shapes are columns over all shapes of a family.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.chain import Chain
+from ..cost.crossing_cost import P2P_EXPOSED
+from ..cost.memory_cost import state_bytes
+from ..cost.simulate import even_step_s
+from ..cost.stage_cost import allocatable_bytes
+from ..plan.document import ContextKind, Recompute
+from ..plan.pins import Pins
+from ..plan.schedules import ZERO_BUBBLE, is_chunked
+from ..plan.shape import Offered, Shape
+from .chunked import Chunking, Chunkings, Cuts, HeldByRank
+from .columns import ROUNDING, StagePrices
+from .fluid import FluidPipelines, Layers, Table, least_of_many_s
+from .least_work import Least, LeastWork
+from .memory_bounds import MemoryBounds
+from .shape_bounds import ShapeBounds
+from .space import Family, Space, Split
+from .unequal import Held, Kinds, UnequalPrices
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+SCALES = (0.0, 0.6, 0.8, 1.0, 1.25, 1.7)
+"""Of the prices of memory that another shape has, at which a shape is bounded by them."""
+
+
+AMPLE = 0.8
+"""Share of a rank's room that layers may fill at least before other cuts are looked for: they hold more in fact."""
+
+
+class Bounds:
+    """Bounds of one model, cluster and job; keeps what nodes share. kinds: where devices are unequal."""
+
+    def __init__(self, chain: Chain, kinds: Kinds | None) -> None:
+        self.chain = chain
+        self.model = chain.model
+        self.training = chain.model.training
+        self.kinds = kinds
+        self.pipelines = FluidPipelines()
+        self._least_on_kinds = [LeastWork(chain, model) for model in kinds.models] if kinds else []
+        self._leasts: dict[Family, Least | None] = {}
+        self._leasts_by_kind: dict[tuple[Shape, Offered], list[Least] | None] = {}
+        self._anywhere: dict[tuple[Split, int, Pins], float] = {}
+        self._shapes = ShapeBounds(chain)
+        self._least = self._shapes.least
+        self._memory = MemoryBounds(self._shapes)
+        self._cuts: dict[Frame, list[Cuts]] = {}
+        self._fitting: set[Frame] = set()
+        self._chunkings = Chunkings(chain)
+
+    def of_splits(self, splits: Sequence[Split], space: Space) -> list[float]:
+        """[split] -> seconds that no shape of it can beat: compute of all micro-batches, tensor traffic at its best
+        place, shared evenly by the stages."""
+        groups: dict[tuple[object, ...], dict[tuple[int, int, int], list[int]]] = {}
+        for i, split in enumerate(splits):
+            # what micro-batches take depends on the one, how many there are on the other
+            alike = groups.setdefault((split.tensor, split.sequence, split.expert, split.cuts), {})
+            alike.setdefault((split.pipeline, split.data, split.context), []).append(i)
+        bounds = np.zeros(len(splits))
+        for alike in groups.values():
+            counts = {key: dict(space.micro_batches(splits[places[0]])) for key, places in alike.items()}
+            samples = sorted({size / context for (_, _, context), sizes in counts.items() for size in sizes})
+            place = {number: i for i, number in enumerate(samples)}
+            slowest: dict[int, Floats] = {}
+            for (pipeline, data, context), places in alike.items():
+                if pipeline not in slowest:
+                    slowest[pipeline] = self.slowest_s(splits[places[0]], pipeline, samples)
+                sizes = counts[pipeline, data, context]
+                each_s = slowest[pipeline][[place[size / context] for size in sizes]]
+                bounds[places] = (np.array(list(sizes.values())) * each_s).min()
+        return bounds.tolist()
+
+    def slowest_s(self, split: Split, pipeline: int, samples: Sequence[float]) -> Floats:
+        """[samples] -> least seconds of compute, tensor traffic and tokens sent to experts that a micro-batch is for
+        the slowest of so many stages, if a rank has so many samples of it, whatever the context ranks."""
+        shape = Shape(1, 1, split.tensor, 1, 1, 1, split.sequence, expert=split.expert, cuts=split.cuts)
+        works = self._least.passes_at_s(shape, samples)[:, :, 0]
+        alike = self._shapes.slowest_s(works[:, self._shapes.first_run].T, pipeline)
+        if self.kinds is None or not self.kinds.may_have_own(pipeline):
+            return alike
+        each = [least.passes_at_s(shape, samples)[:, :, 0] for least in self._least_on_kinds]
+        shares = [self.kinds.shares(kinds, pipeline).slowest_s for kinds in zip(*each, strict=True)]
+        return np.minimum(alike, shares)
+
+    def anywhere_s(self, family: Family, space: Space) -> float:
+        """Seconds that no shape of a family, or of those with another kind of context parallelism, beats, with all
+        groups where their traffic takes least: by memory, and by the data ranks' traffic. In a pipeline that is for all
+        schedules."""
+        if self.kinds is not None:
+            return 0.0
+        key = replace(family.split, context_kind="ring"), family.micro_batch, space.pins
+        if key not in self._anywhere:
+            leaves, pins, memory = space.unplaced(family), space.pins, self._memory
+            if family.pipeline == 1:
+                some = np.arange(len(leaves.each))
+                least = memory.seconds(family, leaves, some, pins.recompute, pins).min() * (1 - ROUNDING)
+            else:
+                least = family.num_microbatches * memory.slowest_s(family, leaves, pins.recompute, pins).min()
+            self._anywhere[key] = float(least)
+        return self._anywhere[key]
+
+    def of_family(self, family: Family) -> float:
+        """Seconds that no shape of a family can beat: compute, traffic of tensor, context and expert ranks at their
+        best places, perfect balance, and an optimizer sharded over all data ranks. Infinite if even so the memory of
+        all devices does not do."""
+        alike = self._of_equal(family)
+        return alike if self.kinds is None else min(alike, self._of_unequal(family, self.kinds))
+
+    def held_s(self, family: Family, space: Space) -> float:
+        """Seconds that a chunked family takes at least, by what its schedule holds and lets layers recompute, and with
+        what data ranks exchange."""
+        if not is_chunked(family.schedule) or self.kinds is not None:
+            return 0.0
+        recompute, leaves = recompute_of(family, space.pins), space.leaves(family)
+        slowest = self._memory.slowest_chunked_s(family, leaves, recompute, space.pins)
+        even_s = self._shapes.even_s(family, leaves, recompute, space.pins.reshard)
+        least_s = np.maximum(family.num_microbatches * slowest, even_s)
+        return float(least_s[self._may_be_held(family, space)].min(initial=np.inf))
+
+    def of_shapes(self, family: Family, space: Space) -> Floats:
+        """[shape of the family] -> seconds that it takes at least, memory aside; infinite where all devices together
+        cannot hold the model."""
+        pins, leaves, count = space.pins, space.leaves(family), family.num_microbatches
+        recompute = recompute_of(family, pins)
+        if family.pipeline == 1:
+            seconds = self._shapes.seconds(family, leaves, recompute, pins.reshard)
+        else:
+            seconds = self._shapes.even_s(family, leaves, recompute, pins.reshard)
+            if not is_chunked(family.schedule):
+                pass_s, slowest = self._shapes.pass_s(family, leaves, recompute, pins.reshard)
+                seconds = np.maximum(seconds, even_step_s(family.schedule, family.pipeline, count, slowest, pass_s))
+        seconds[~self._may_be_held(family, space)] = np.inf
+        if self.kinds is not None:
+            own = np.array([bool(leaf.kind_order) for leaf in leaves.each])
+            seconds = np.where(own, self._of_unequal_with_memory(family, self.kinds, pins), seconds)
+        return seconds
+
+    def with_memory_s(self, family: Family, space: Space, some: Sequence[int]) -> Floats:
+        """[of these shapes] -> the same with what memory asks layers to run again."""
+        leaves, where, pins = space.leaves(family), np.array(some, dtype=np.int64), space.pins
+        seconds, recompute = np.zeros(len(where)), recompute_of(family, pins)
+        own = np.array([bool(leaves.each[i].kind_order) for i in where], dtype=bool)
+        if not own.all():
+            alike = where[~own]
+            least = self._memory.seconds(family, leaves, alike, recompute, pins)
+            seconds[~own] = np.maximum(least, self.by_prices_s(family, space, alike)) * (1 - ROUNDING)
+        for place in np.flatnonzero(own):
+            shape = family.shape(leaves.each[where[place]])
+            if self.kinds is not None and not is_chunked(family.schedule):
+                priced = self.kinds.priced(shape, recompute, pins.reshard, pins.offered)
+                seconds[place] = priced.least_s()
+        return seconds
+
+    def guesses(self, family: Family, space: Space, some: Sequence[int], with_memory: bool) -> Floats:
+        """[of these shapes] -> seconds that a chunked family is likely to take, at least those of the best of the cuts
+        that are tried first, with what memory makes each rank run again equally in each of its stages. Not a bound: the
+        order in which plans are looked for."""
+        leaves, where, pins = space.leaves(family), np.array(some, dtype=np.int64), space.pins
+        if not is_chunked(family.schedule) or self.kinds is not None:
+            return np.zeros(len(where))
+        recompute = recompute_of(family, pins)
+        cuts = self.tried(family, with_memory)
+        if not with_memory:
+            return self._shapes.of_cuts(family, leaves, recompute, pins.reshard, cuts)[where]
+        return self._memory.of_cuts(family, leaves, where, recompute, pins, cuts)
+
+    def tried(self, family: Family, fitting: bool) -> list[Cuts]:
+        """The cuts that are tried of a chunked family first: those that balance its ranks; fitting: and others where
+        memory leaves no rank room to spare."""
+        key = frame_of(family.frugal)
+        least = self.least_of_family(family)
+        if least is None and self.kinds is not None:  # the slowest device has too little memory, others may do
+            least = next(iter(self.leasts_of_kinds(family, self.kinds) or []), None)
+        if least is None:
+            return []
+        frame, shape = key[0], family.frugal
+        if key not in self._cuts:
+            self._cuts[key] = self._chunkings.of(frame, least.seconds)
+        if fitting and key not in self._fitting:
+            self._fitting.add(key)
+            ways = [kept[:1] if family.schedule in ZERO_BUBBLE else kept for kept, _ in least.held]
+            held = HeldByRank(
+                np.array([kept.min() for kept in ways]),
+                np.array([fixed for _, fixed in least.held]),
+                np.array([float(shape.in_flight(stage)) for stage in range(frame.num_stages)]),
+                AMPLE * allocatable_bytes(shape, self.model.device, self.training) - float(least.passing.max()),
+            )
+            self._cuts[key] = self._chunkings.with_fitting(frame, self._cuts[key], least.seconds, held)
+        return self._cuts[key]
+
+    def by_prices_s(self, family: Family, space: Space, some: NDArray[np.int64]) -> Floats:
+        """[of these shapes] -> seconds that they take at least by the prices that programs of shapes with the same
+        table have found (fluid.py); 0 before there are any."""
+        table = table_of(family.frugal)
+        known = self.pipelines.prices.get(table, [])
+        least = np.zeros(len(some))
+        if family.pipeline == 1 or not known or "offload" in family.offered:
+            return least
+        many = self._memory.layers(family, space.leaves(family), some, recompute_of(family, space.pins), space.pins)
+        if many is None:
+            return least
+        runs, flights, rooms, wait_s, end_s = many
+        for prices in known:
+            for scale in SCALES:
+                each = least_of_many_s(table, prices, runs, flights, rooms, wait_s, end_s, scale)
+                least = np.maximum(least, each)
+        return least
+
+    def of_prices(self, prices: StagePrices | UnequalPrices, enough_s: float) -> tuple[float, Ints | None]:
+        """(seconds that a pipeline's shape takes at least whatever its cuts and options, [stage] -> numbers of the
+        places where stages begin that are nearest to the solution), by a program (fluid.py); as soon as they are known
+        to be `enough_s`, no more is looked for."""
+        if isinstance(prices, UnequalPrices):
+            chunked = is_chunked(prices.shape.schedule)
+            return (0.0 if chunked else prices.least_with_memory_s()), None
+        runs, rooms, wait_s, end_s = fluid_layers(prices)
+        found, layers = self.pipelines.least_s(table_of(prices.shape), runs, rooms, wait_s, end_s, enough_s)
+        return found * (1 - ROUNDING), self._nearest(layers) if found < enough_s else None
+
+    def _nearest(self, layers: Floats) -> Ints:
+        """[stage] -> number of the place where it begins, and of the end: nearest to stages of so many layers."""
+        places = np.array(self.chain.places)
+        ends = np.cumsum(layers) * self.chain.num_layers / max(1.0, float(layers.sum()))
+        found = np.abs(places[None, :] - ends[:-1, None]).argmin(axis=1) if len(layers) > 1 else np.zeros(0, dtype=int)
+        for stage in range(len(found)):  # each has some place
+            found[stage] = max(found[stage], stage + 1, found[stage - 1] + 1 if stage else 0)
+        for stage in range(len(found) - 1, -1, -1):
+            later = found[stage + 1] if stage + 1 < len(found) else len(places) - 1
+            found[stage] = min(found[stage], later - 1)
+        return np.concatenate(([0], found, [len(places) - 1]))
+
+    def least_of_family(self, family: Family) -> Least | None:
+        """What the layers of a family take at least, whatever the schedule; None if their memory does not do."""
+        any_schedule = family.any_schedule
+        if any_schedule not in self._leasts:
+            shape = any_schedule.frugal
+            room = allocatable_bytes(shape, self.model.device, self.training)
+            self._leasts[any_schedule] = self._least.of(shape, room * shape.pipeline, family.offered)
+        return self._leasts[any_schedule]
+
+    def leasts_of_kinds(self, family: Family, kinds: Kinds) -> list[Least] | None:
+        """[kind] -> what layers of a family take at least on such devices; None if none of its shapes has stages on one
+        kind each, or the memory of all together does not do."""
+        if not kinds.may_have_own(family.pipeline):
+            return None
+        shape = replace(family.frugal, schedule="1f1b", virtual_stages=1)
+        key = shape, family.offered
+        if key not in self._leasts_by_kind:
+            found = [least.of(shape, kinds.room(shape), family.offered) for least in self._least_on_kinds]
+            each = [least for least in found if least is not None]
+            self._leasts_by_kind[key] = each if len(each) == len(found) else None
+        return self._leasts_by_kind[key]
+
+    def _of_equal(self, family: Family) -> float:
+        counts = np.array([run.length for run in self.chain.runs], dtype=float)
+        least, shape, count = self.least_of_family(family), family.frugal, family.num_microbatches
+        if least is None:
+            return float("inf")
+        pass_s = float(counts @ least.seconds)
+        of_kinds = self._shapes.of_kinds
+        slowest = float(self._shapes.slowest_s(of_kinds(least.seconds)[:, None], family.pipeline)[0])
+        update_s = self.model.optimizer_s(least.elements / shape.sharded_over / family.pipeline)
+        if family.pipeline == 1:
+            return count * pass_s + update_s
+        if not is_chunked(family.schedule):
+            even_s = float(even_step_s(family.schedule, family.pipeline, count, slowest, pass_s))
+            return max(even_s, count * pass_s / family.pipeline + update_s)
+        return max(count * slowest, self._of_chunked(family, least, pass_s, update_s))
+
+    def _of_chunked(self, family: Family, least: Least, pass_s: float, update_s: float) -> float:
+        """Seconds that no cuts of a chunked family beat: the mean over the ranks of what each has to do, after a place
+        of the chain for every rank before; where gradients of weights do not come last, each rank also waits for the
+        backward of those before, and the step is no shorter than the way of one micro-batch. update_s: of the
+        optimizer, on each rank's even share."""
+        if family.pipeline * family.virtual_stages > len(self.chain.places) - 1:
+            return float("inf")
+        ahead, of_kinds = self._shapes.least_ahead(family.pipeline), self._shapes.of_kinds
+        busy_s = family.num_microbatches * pass_s
+        bound = (busy_s + float(ahead @ of_kinds(least.forward_s))) / family.pipeline + update_s
+        if family.schedule in ZERO_BUBBLE:
+            return bound
+        return max(bound, pass_s, (busy_s + float(ahead @ of_kinds(least.seconds))) / family.pipeline)
+
+    def _of_unequal(self, family: Family, kinds: Kinds) -> float:
+        """The same of shapes whose stages are each on one kind of device, in any order; infinite if there are none."""
+        least, shape = self.leasts_of_kinds(family, kinds), family.frugal
+        if least is None:
+            return float("inf")
+        shares = kinds.shares([each.seconds for each in least], shape.pipeline)
+        return family.num_microbatches * shares.slowest_s if is_chunked(family.schedule) else shares.step_s(shape)
+
+    def _of_unequal_with_memory(self, family: Family, kinds: Kinds, pins: Pins) -> float:
+        """Seconds that shapes whose stages are each on one kind of device take at least, with the recompute that memory
+        asks for where everything is sharded over all data ranks; infinite if there are none."""
+        least = self.leasts_of_kinds(family, kinds)
+        if least is None:
+            return float("inf")
+        if "offload" in pins.offered or is_chunked(family.schedule):
+            return 0.0
+        shape, count = family.frugal, family.num_microbatches
+        held = [
+            Held(each.weights, each.held, allocatable_bytes(shape, model.device, self.training) + each.twice)
+            for each, model in zip(least, kinds.models, strict=True)
+        ]
+        flights = [float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)]
+        slowest = kinds.least_slowest_s(held, flights)
+        pass_s = kinds.shares([each.seconds for each in least], shape.pipeline).pass_s
+        return float(even_step_s(shape.schedule, shape.pipeline, count, slowest, pass_s))
+
+    def _may_be_held(self, family: Family, space: Space) -> Flags:
+        """[shape] -> False where all ranks of the pipeline together cannot hold the least that every layer keeps."""
+        leaves = space.leaves(family)
+        least = self.least_of_family(family)
+        if least is None:
+            return np.zeros(len(leaves.each), dtype=bool)
+        held = self._shapes.held(family, leaves)
+        need = least.fewest_bytes + least.whole * held.parameters + least.whole_trainable * held.trained
+        return need <= held.room
+
+
+Frame = tuple[Chunking, int, int, bool, int, ContextKind, int]
+"""What the cuts of a chunked shape depend on."""
+
+
+def frame_of(shape: Shape) -> Frame:
+    """That of a shape."""
+    frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+    return frame, shape.micro_batch, shape.tensor, shape.sequence, shape.context, shape.context_kind, shape.expert
+
+
+def recompute_of(family: Family, pins: Pins) -> Recompute | None:
+    """What all layers of a family recompute, if they have no choice."""
+    return "none" if family.schedule in ZERO_BUBBLE else pins.recompute
+
+
+def table_of(shape: Shape) -> Table:
+    """The table that a shape's schedule has."""
+    return Table(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages)
+
+
+def fluid_layers(prices: StagePrices) -> tuple[list[Layers], list[float], float, float]:
+    """What the layers of a shape cost in a program: (of each run, bytes of each rank, seconds that a stage waits for a
+    transfer, seconds at the end of a step beyond those of layers)."""
+    shape, model, chain = prices.shape, prices.model, prices.chain
+    num_stages, inner = shape.pipeline * shape.virtual_stages, chain.places[1:-1]
+    crossings = model.crossings(shape)
+    shared = sum(n * (len(layers) - 1) for layers, n in chain.shared_weights(shape))
+    if shape.virtual_stages == 1:
+        _, memory, stage_rooms = prices.divisible(range(num_stages))
+        rooms = stage_rooms.tolist()
+    else:
+        memory, rooms = _held_by_several(prices, shared, min((crossings[i].bytes for i in inner), default=0.0))
+    update_s = model.optimizer_s(1.0) / shape.sharded_over
+    runs = [
+        Layers(
+            float(run.length),
+            np.array([cost.forward_total_s for cost in costs]),
+            np.array([cost.backward_total_s for cost in costs]),
+            np.array([cost.weight_s for cost in costs]),
+            np.maximum(0.0, held),
+            min(cost.once_data_s for cost in costs) + costs[0].trainable_elements * update_s,
+        )
+        for run, costs, held in zip(chain.runs, prices.costs, memory, strict=True)
+    ]
+    wait_s = P2P_EXPOSED * min((crossings[i].seconds for i in inner), default=0.0)
+    return runs, rooms, wait_s, -shared * update_s
+
+
+def _held_by_several(prices: StagePrices, shared: float, crossing: float) -> tuple[list[Floats], list[float]]:
+    """([run] -> [stage][option] bytes of a layer, [rank] -> bytes of room for them) where ranks hold several stages:
+    all that a stage ever keeps, and the least that passes in a turn. shared: elements that are counted too often;
+    crossing: bytes that cross any cut at least."""
+    shape, model = prices.shape, prices.model
+    state, table = state_bytes(shape, model.training), table_of(shape)
+    flights = np.array([float(shape.in_flight(stage)) for stage in range(table.num_stages)])
+    memory = []
+    for costs in prices.costs:
+        fixed = np.array([
+            cost.elements * state.sharded_parameters
+            + cost.trainable_elements * (state.optimizer + state.sharded_gradients)
+            + cost.accumulated_bytes + cost.held_bytes + cost.root_bytes
+            for cost in costs
+        ])  # fmt: skip
+        memory.append(flights[:, None] * np.array([cost.kept_bytes for cost in costs]) + fixed)
+    twice = state.sharded_parameters + state.optimizer + state.sharded_gradients + state.accumulated
+    twice += max(0.0, state.copied_twice)
+    passing = min(min(cost.ending_bytes for cost in costs) for costs in prices.costs)
+    room = prices.budget - shape.virtual_stages * model.batch_bytes(shape) + shared * twice - passing
+    rooms = [room] * shape.pipeline
+    for stage, rank in enumerate(table.rank_of[:-1]):
+        rooms[rank] -= (flights[stage] + 1) * crossing
+    return memory, rooms

@@ -1,0 +1,250 @@
+"""The search as a tree: split -> micro-batch -> family -> shapes -> shape, each with a bound of all plans below it.
+
+A node has children, or is a shape that can be solved. Where a better bound costs more it is asked for only when it is
+the node's turn by the cheap one: the node then has one child, itself with that bound. Plans are looked for in the order
+of guesses, which are no bounds; what is proven rests on the bounds alone.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan.document import Recompute
+from ..plan.shape import Shape
+from .bounds import Bounds, recompute_of
+from .columns import StagePrices
+from .scan import Assignment, least_by_ranks
+from .space import Family, Leaf, Space, Split
+from .unequal import UnequalPrices
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A shape with an assignment of its layers; `seconds`: the simulated step, without what the software takes once."""
+
+    shape: Shape
+    prices: StagePrices | UnequalPrices
+    assignment: Assignment
+    seconds: float
+
+
+class Solver(Protocol):
+    """What nodes ask of the search."""
+
+    bounds: Bounds
+
+    def priced(self, shape: Shape, recompute: Recompute | None, space: Space) -> StagePrices | UnequalPrices:
+        """The prices of a shape's stages."""
+
+    def solved(
+        self,
+        prices: StagePrices | UnequalPrices,
+        family: Family,
+        near: NDArray[np.int64] | None,
+        cutoff_s: float,
+        deadline_s: float,
+        least_s: float,
+    ) -> Solved | None:
+        """The best stages of a shape that were found, if they are faster than `cutoff_s`."""
+
+
+class Node(Protocol):
+    """Some plans, none of which is faster than `bound` seconds, while the best of them are likely to take `guess`."""
+
+    bound: float
+    guess: float
+
+    def children(self, cutoff_s: float) -> Iterable["Node"]:
+        """Nodes that together hold the same plans, but for those that take `cutoff_s` or longer."""
+
+
+@dataclass
+class SplitNode:
+    """All micro-batches and schedules of a split."""
+
+    bound: float
+    split: Split
+    space: Space
+    search: Solver
+
+    @property
+    def guess(self) -> float:
+        """As good as its bound."""
+        return self.bound
+
+    def children(self, cutoff_s: float) -> Iterator[Node]:
+        """One for each micro-batch."""
+        groups: dict[int, list[Family]] = {}
+        for family in self.space.families_of(self.split):
+            groups.setdefault(family.micro_batch, []).append(family)
+        samples = [families[0].frugal.samples for families in groups.values()]
+        slowest = self.search.bounds.slowest_s(self.split, self.split.pipeline, samples).tolist()
+        for families, slowest_s in zip(groups.values(), slowest, strict=True):
+            least_s = families[0].num_microbatches * slowest_s
+            if least_s < cutoff_s:
+                yield WorkNode(least_s, tuple(families), self.space, self.search)
+
+
+@dataclass
+class WorkNode:
+    """Families of one micro-batch. raised: whether its bound knows memory and traffic."""
+
+    bound: float
+    families: tuple[Family, ...]
+    space: Space
+    search: Solver
+    raised: bool = False
+
+    @property
+    def guess(self) -> float:
+        """As good as its bound."""
+        return self.bound
+
+    def children(self, cutoff_s: float) -> Iterator[Node]:
+        """Itself with a better bound, then one for each schedule."""
+        bounds = self.search.bounds
+        if not self.raised:
+            least_s = bounds.anywhere_s(self.families[0], self.space)
+            yield WorkNode(max(self.bound, least_s), self.families, self.space, self.search, raised=True)
+            return
+        for family in self.families:
+            least_s = bounds.of_family(family)
+            if least_s < cutoff_s:
+                yield FamilyNode(max(self.bound, least_s), family, self.space, self.search)
+
+
+@dataclass
+class FamilyNode:
+    """Shapes that differ in how data is split, in when gradients are reduced and in the order of axes. raised: whether
+    its bound knows what the schedule holds."""
+
+    bound: float
+    family: Family
+    space: Space
+    search: Solver
+    raised: bool = False
+
+    @property
+    def guess(self) -> float:
+        """As good as its bound."""
+        return self.bound
+
+    def children(self, cutoff_s: float) -> Iterator[Node]:
+        """Itself with a better bound, then its shapes."""
+        bounds = self.search.bounds
+        if not self.raised:
+            least_s = bounds.held_s(self.family, self.space)
+            yield FamilyNode(max(self.bound, least_s), self.family, self.space, self.search, raised=True)
+            return
+        seconds = np.maximum(self.bound, bounds.of_shapes(self.family, self.space))
+        some = np.flatnonzero(seconds < cutoff_s)
+        likely = np.maximum(seconds[some], bounds.guesses(self.family, self.space, some.tolist(), with_memory=False))
+        yield from ShapesNode.of(seconds[some].tolist(), likely.tolist(), some.tolist(), self, False)
+
+
+@dataclass
+class ShapesNode:
+    """Shapes of a family that are left, in the order of what they are likely to take. raised: whether that, and their
+    bounds, know memory."""
+
+    bound: float
+    guess: float
+    shapes: Sequence[tuple[float, float, int]]
+    """(guess, bound, which of the family) of each."""
+    family: FamilyNode
+    raised: bool = False
+
+    @classmethod
+    def of(
+        cls, bounds: Iterable[float], guesses: Iterable[float], some: Iterable[int], family: FamilyNode, raised: bool
+    ) -> "Iterator[ShapesNode]":
+        """That of some shapes, if there are any."""
+        found = sorted(zip(guesses, bounds, some, strict=True))
+        if found:
+            yield cls(min(bound for _, bound, _ in found), found[0][0], found, family, raised)
+
+    def children(self, cutoff_s: float) -> Iterator[Node]:
+        """Itself with better bounds, then the first shape, and the others."""
+        family, space, search = self.family.family, self.family.space, self.family.search
+        guesses, bounds, some = (list(row) for row in zip(*self.shapes, strict=True))
+        if not self.raised:
+            bounds = np.maximum(bounds, search.bounds.with_memory_s(family, space, some))
+            likely = np.maximum(bounds, search.bounds.guesses(family, space, some, with_memory=True))
+            yield from ShapesNode.of(bounds.tolist(), np.maximum(guesses, likely).tolist(), some, self.family, True)
+            return
+        shape = family.shape(space.leaves(family).each[some[0]])
+        yield ShapeNode(bounds[0], guesses[0], shape, family, space, search)
+        yield from ShapesNode.of(bounds[1:], guesses[1:], some[1:], self.family, True)
+
+
+@dataclass
+class ShapeNode:
+    """One shape: the leaf of the tree.
+
+    Its bound holds for all of its plans, so what is found may be slower: then the bound stands, and the difference is a
+    gap of the proof. raised: whether the bound knows all cuts and options.
+    """
+
+    bound: float
+    guess: float
+    shape: Shape
+    family: Family
+    space: Space
+    search: Solver
+    raised: bool = False
+    cuts: NDArray[np.int64] | None = None
+    found: Solved | None = None
+
+    @cached_property
+    def prices(self) -> StagePrices | UnequalPrices:
+        """What its stages cost."""
+        return self.search.priced(self.shape, recompute_of(self.family, self.space.pins), self.space)
+
+    def children(self, cutoff_s: float) -> "Iterator[ShapeNode]":
+        """Itself with a bound that knows all cuts and options; none if that reaches the cut-off."""
+        least_s, bounds = self.bound, self.search.bounds
+        if self.shape.pipeline > 1 and bounds.kinds is None:  # other shapes have found prices since
+            which = self.space.leaves(self.family).each.index(self._leaf)
+            least_s = max(least_s, float(bounds.by_prices_s(self.family, self.space, np.array([which]))[0]))
+        if least_s < cutoff_s and self.shape.pipeline > 1:
+            fluid_s, self.cuts = bounds.of_prices(self.prices, cutoff_s)
+            least_s = max(least_s, fluid_s)
+            if least_s < cutoff_s:
+                least_s = max(least_s, self.by_ranks_s(cutoff_s))
+        if least_s < cutoff_s:
+            self.bound, self.raised = least_s, True
+            yield self
+
+    @property
+    def _leaf(self) -> Leaf:
+        shape = self.shape
+        return Leaf(
+            shape.data_replicate,
+            shape.data_shard,
+            shape.gradient_sync,
+            shape.reshard,
+            shape.mesh_axes,
+            shape.kind_order,
+        )
+
+    def by_ranks_s(self, cutoff_s: float) -> float:
+        """Seconds that its ranks take at least if each holds one stage, 0 if more; notes the cuts that come near."""
+        if self.shape.virtual_stages > 1 or self.shape.pipeline == 1:
+            return 0.0
+        least_s, cuts = least_by_ranks(self.prices, cutoff_s)
+        self.cuts = self.cuts if cuts is None else cuts
+        return least_s
+
+    def solve(self, cutoff_s: float, deadline_s: float) -> Solved | None:
+        """The best of its plans that was found, if it is faster than `cutoff_s`."""
+        return self.search.solved(self.prices, self.family, self.cuts, cutoff_s, deadline_s, self.bound)
+
+
+def expired(deadline_s: float) -> bool:
+    """Whether the time of a search is over."""
+    return time.monotonic() > deadline_s
