@@ -19,6 +19,7 @@ from meshwright.executor.commands.options import Optimizer
 from meshwright.executor.measuring.measurement import Measurement
 from meshwright.executor.reporting.report import collapse, comparison_rows, gpus_of, joined_notes
 from meshwright.planner.answers import search as search_module
+from meshwright.planner.answers.verdict import FITS
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import load_plan
 
@@ -425,7 +426,7 @@ def test_a_price_is_turned_into_cost() -> None:
     plan = some_plan(shard=8)
     found = estimate(plan, small_profile())
 
-    headings, (row,) = comparison_rows([search_module.Candidate("a", plan, found, "fits")], price_per_hour=2.5)
+    headings, (row,) = comparison_rows([search_module.Candidate("a", plan, found, FITS)], price_per_hour=2.5)
 
     assert headings[-2:] == ["$/hour", "$/step"]
     assert float(row[-2]) == 20.0

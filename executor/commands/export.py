@@ -195,17 +195,18 @@ def _candidates(name: str, found: "Imported", result: "SearchResult | str") -> "
     """The planned layout, and the set-up beside it with its verdict."""
     from ...planner.answers.explain import compared, does_not_fit
     from ...planner.answers.search import Candidate
+    from ...planner.answers.verdict import FITS, THE_PLAN
 
     if not found.estimate.fits:
         verdict = does_not_fit(found.estimate)
     elif isinstance(result, str):
-        verdict = "fits"
+        verdict = FITS
     else:
         verdict = compared(found.estimate, result.estimate)
     yours = Candidate(f"yours ({name})", found.plan, found.estimate, verdict, found.estimate.step_time_s)
     if isinstance(result, str):
         return [yours]
-    planned = Candidate("planned", result.plan, result.estimate, "the plan", result.estimate.step_time_s)
+    planned = Candidate("planned", result.plan, result.estimate, THE_PLAN, result.estimate.step_time_s)
     return [planned, yours]
 
 

@@ -33,6 +33,6 @@ def marked(plan: Plan) -> str:
     return f"not run by the executor yet: {', '.join(found)}" if found else ""
 
 
-def priced_only(plan: Plan, verdict: str) -> str:
-    """A verdict on a plan, with a mark if the executor does not run all of it yet."""
-    return f"{verdict} (priced, not run yet)" if not_run(plan) else verdict
+def priced_mark(plan: Plan) -> str:
+    """What is said after a plan that the executor does not run all of yet; empty if it does."""
+    return " (priced, not run yet)" if not_run(plan) else ""
