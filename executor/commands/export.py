@@ -11,6 +11,7 @@ from rich.text import Text
 from ...planner.cost.software import load_software
 from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.plan.training import TrainingSpec
+from ...profiler.document import write_file
 from ...profiler.machine.units import format_bytes, format_seconds
 from ..reporting import terminal
 from ..reporting.documents import check_document
@@ -47,7 +48,7 @@ def _export_command(
         return
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"-o {output}: give a file name in a folder that exists")
-    output.write_text(found.text)
+    write_file(output, found.text)
     console = terminal.make_console()
     terminal.print_notes(console, [f"not said in {output}: {note}" for note in found.notes])
     terminal.print_next(console, [f"{output}: the layout for {NAMES[found.target]}"], [])

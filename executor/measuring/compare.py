@@ -13,6 +13,7 @@ from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.not_run import marked, priced_mark
 from ...planner.plan.setups import IllegalSetupError, Setup, parse_setup
 from ...planner.plan.training import TrainingSpec
+from ...profiler.document import write_file
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 
@@ -210,7 +211,7 @@ def measured(
 def save_picture(path: Path, comparison: Comparison, times: "Times | None" = None) -> None:
     """Draw where each set-up's step goes, as stacked bars; the HTML page holds all tables, too, and measured times."""
     if path.suffix == ".html":
-        path.write_text(comparison.page(times))
+        write_file(path, comparison.page(times))
         return
     from ..reporting.compare_png import draw
 

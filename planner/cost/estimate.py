@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from ...profiler.document import Frozen
 from ...profiler.machine.units import format_bytes, format_count, format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.display import Shown
@@ -31,11 +32,7 @@ MFU_CONVENTION = (
 )
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StageMemory(_Document):
+class StageMemory(Frozen):
     """Peak memory of one rank of a stage, in bytes."""
 
     items: dict[str, float]
@@ -51,7 +48,7 @@ class StageMemory(_Document):
         return self.device_bytes - self.budget_bytes
 
 
-class AxisTraffic(_Document):
+class AxisTraffic(Frozen):
     """What one rank passes to one kind of collective on one mesh axis during a step; full tensors, not shards."""
 
     axis: GroupAxis
@@ -60,7 +57,7 @@ class AxisTraffic(_Document):
     calls: float
 
 
-class Estimate(_Document):
+class Estimate(Frozen):
     """What a plan is predicted to take and hold."""
 
     step_time_s: float = Field(description="event simulation of the schedule")
