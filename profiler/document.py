@@ -44,7 +44,8 @@ class Document(Frozen):
             found = cls.model_validate_json(text)
         except ValidationError as error:
             cls._check_head(path, text)
-            raise ValueError(f"{path} is not a valid {cls.noun()}: {in_a_sentence(error)}") from None
+            way_out = f"make it again with: {cls._command(path)}"
+            raise ValueError(f"{path} is not a valid {cls.noun()}: {in_a_sentence(error)}; {way_out}") from None
         if not {"schema_version", "kind"} <= found.model_fields_set:
             cls._check_head(path, text)
         return found

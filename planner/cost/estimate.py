@@ -124,8 +124,12 @@ def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
             f"the plan was made for {plan.model.name} ({plan.model.fingerprint[:12]}), this is {profile.name} "
             f"({profile.fingerprint[:12]}); make the plan again"
         )
-    model = CostModel(profile, plan.cluster, plan.training)
-    shape = shape_of(plan)
+    return priced_by(CostModel(profile, plan.cluster, plan.training), plan)
+
+
+def priced_by(model: CostModel, plan: Plan) -> Estimate:
+    """Price a plan by a cost model of its profile, cluster and job."""
+    profile, shape = model.profile, shape_of(plan)
     models = stage_models(model, shape)
     stages = _stages(plan, models, shape)
     ranks = _ranks(stages, shape)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
@@ -34,7 +34,6 @@ from .layer_parts import (
     within,
 )
 from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_buffers, uses_fully_shard
-from .part_cost import part_cost
 from .peak import Arrivals
 from .priced_layer import Held, LayerCost, Traffic
 from .sharding import padded_elements
@@ -70,8 +69,7 @@ class CostModel:
         self._neighbours: dict[tuple[Kind, bool], Kind | None] = {}
         self._seconds: dict[tuple[object, ...], dict[float, Seconds]] = {}
         self._contexts: dict[tuple[object, ...], ContextCost] = {}
-        self._activations: dict[tuple[object, ...], tuple[float, _Working]] = {}
-        self._part_costs: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._activations: dict[tuple[object, ...], tuple[float, Working]] = {}
         self._links: dict[tuple[int, int], GroupLinks] = {}
         self._links_of_stages: dict[tuple[int, int], GroupLinks] = {}
         self._places: dict[int, tuple[int, ...]] = {}
@@ -245,7 +243,7 @@ class CostModel:
         kind: Kind,
         shape: Shape,
         state: StateBytes,
-        working: "_Working",
+        working: "Working",
         kept: float,
         resharded: bool,
         again: bool,
@@ -431,15 +429,11 @@ class CostModel:
         own, own_trainable = self.spread_of(kind, shape, kind.held_before(shape))
         data = self._data(shape, resharded, own.reduced, own_trainable.reduced, seconds)
         full = option.recompute == "full"
-        kept, working = self._activation_bytes(kind, shape, option.recompute)
+        kept, working = self.activation_bytes(kind, shape, option.recompute)
         uncast = full and not state.buffers and not uses_fully_shard(shape, self.training)
         held = 0.0 if resharded or uncast else total.gathered * state.gathered
         context = self.context_of(kind, shape)
         expert_s = self.exposed_dispatch_s(self.dispatch_of(kind, shape)[0], kind, shape)
-        again_s, freed = self._parts(kind, shape, option.recompute)
-        freed *= self.software.memory.kept(option.recompute, self.training.precision)
-        if freed:
-            kept, working = kept - freed, replace(working, backward=working.backward + freed)
         attends_again = self.repeats_attention(kind, shape, option.recompute)
         exchanged = attends_again and option.recompute != "attention"  # whatever the exchanges have made comes back
         kept += 0.0 if exchanged else context.kept(option.recompute)
@@ -456,7 +450,7 @@ class CostModel:
             forward_s=seconds.forward + host_s,
             backward_s=seconds.backward + self.accumulated_s(trainable.gathered, shape) + host_s,
             weight_s=seconds.backward_weight,
-            recompute_s=seconds.again(option.recompute) + again_s,
+            recompute_s=seconds.again(option.recompute),
             tensor_forward_s=self.exposed_tensor_s(tensor_s["forward"], seconds.forward, axis_links),
             tensor_backward_s=self.exposed_tensor_s(tensor_s["backward"], seconds.backward, axis_links)
             + self.exposed_tensor_s(repeated_s, seconds.forward, axis_links),
@@ -515,28 +509,6 @@ class CostModel:
             traffic += [Traffic("expert", "all_to_all", float(COUNT_BYTES * count), told, False) for count in counts]
         return tuple(traffic)
 
-    def _parts(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float]:
-        """(seconds, bytes not kept) of the parts of a layer that are recomputed; nothing where all of it is."""
-        if not shape.recompute_parts or recompute == "full":
-            return 0.0, 0.0
-        mode, costs, tensor, chosen = self._mode(kind, shape)
-        element_bytes = self.training.compute_bytes
-        key = kind.layer_class, mode, tensor, chosen, shape.samples, shape.recompute_parts
-        if key not in self._part_costs:
-            self._part_costs[key] = part_cost(
-                costs,
-                shape.recompute_parts,
-                self.device,
-                self.training.precision,
-                element_bytes,
-                shape.samples,
-                tensor,
-            )
-        seconds, returned = self._part_costs[key]
-        kept = kept_at(self.layer_class(kind), costs, recompute, shape.samples, element_bytes, tensor)
-        least = costs.full.at(shape.samples, element_bytes, tensor)
-        return seconds, min(returned, max(0.0, kept - least))
-
     def _away_s(self, num_bytes: float) -> float:
         """Seconds to bring bytes to the host, or back."""
         return num_bytes / self.device.host_bandwidth
@@ -590,7 +562,7 @@ class CostModel:
         each = sum(math.prod(tensor.shape) * _dtype_bytes(tensor.dtype) for tensor in self.profile.batch)
         return float(shape.micro_batch * shape.num_microbatches * each)
 
-    def _activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "_Working"]:
+    def activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "Working"]:
         """(kept bytes, bytes beyond them while at work) for one micro-batch; in the backward recomputed layers pass
         through everything that they would have saved."""
         buffers, sharded = uses_buffers(shape, self.training), uses_fully_shard(shape, self.training)
@@ -599,7 +571,7 @@ class CostModel:
             self._activations[key] = self._found_activation_bytes(kind, shape, recompute)
         return self._activations[key]
 
-    def _found_activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "_Working"]:
+    def _found_activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "Working"]:
         batch, element_bytes = shape.samples, self.training.compute_bytes
         _, costs, tensor = self.mode(kind, shape)
         logits = self._logits_bytes(kind, shape)
@@ -631,7 +603,7 @@ class CostModel:
         memory, precision = self.software.memory, self.training.precision
         if logits and memory.logit_bytes is not None:
             made = memory.logit_bytes * self._num_logits(kind, shape)
-            return arriving, _Working(made, made, made, made)
+            return arriving, Working(made, made, made, made)
         again = self._gathered_again(kind, shape)
         saved -= again
         again = self._gathered_again(kind, shape, parts_of(recompute))
@@ -643,17 +615,17 @@ class CostModel:
             backward = max(backward, most + saved + beside - kept)
         else:
             backward += max(0.0, saved - kept)
-        return kept + arriving, _Working(forward, backward, max(saved, kept), logits)
+        return kept + arriving, Working(forward, backward, max(saved, kept), logits)
 
     def least_transient_bytes(self, kind: Kind, shape: Shape) -> float:
         """Bytes that are there only during a layer's turn, at least, whatever its option and however data is split."""
-        working = self._activation_bytes(kind, shape, "none")[1]
+        working = self.activation_bytes(kind, shape, "none")[1]
         return max(working.forward, working.backward)
 
     def working_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float, float]:
         """Bytes of a layer's activations that are there only during its turn (of its forward, of its backward), and
         what that has let go of when it ends."""
-        working = self._activation_bytes(kind, shape, recompute)[1]
+        working = self.activation_bytes(kind, shape, recompute)[1]
         return working.forward, working.backward, working.passed
 
     def ends_in_loss(self, kind: Kind, shape: Shape) -> bool:
@@ -848,7 +820,7 @@ def _dtype_bytes(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class _Working:
+class Working:
     """Bytes of activations while a layer is at work, beyond what it keeps. passed: what its backward has let go of when
     it ends. logits: 0 without a loss."""
 

@@ -231,9 +231,6 @@ class Plan(Document):
         default="last", description="reduce gradients after every micro-batch, or once after the last"
     )
     context_kind: ContextKind = Field(default="ring", description="how context ranks attend to each other")
-    recompute_parts: tuple[str, ...] = Field(
-        default=(), description="modules, or module:kind of operator, that every layer runs again beside its recompute"
-    )
     offload_optimizer: bool = Field(default=False, description="optimizer state and its step are on the host")
     classes: tuple[ClassPlan, ...] = ()
     stages: tuple[Stage, ...] = Field(min_length=1)

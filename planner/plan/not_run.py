@@ -22,8 +22,6 @@ def not_run(plan: Plan) -> dict[str, str]:
         found[f"precision {plan.training.precision}"] = " and ".join(EXECUTABLE_PRECISIONS)
     if plan.offload_optimizer or any(layer.offload for layer in layers):
         found["offload to the host"] = "everything on the device"
-    if plan.recompute_parts:
-        found["recompute_parts"] = "recompute of whole layers"
     return found
 
 
