@@ -17,6 +17,7 @@ from ..reporting import terminal
 from ..reporting.documents import check_document
 from . import inputs, options
 from .answers import DOES_NOT_FIT, at_work
+from .option_groups import grouped
 
 if TYPE_CHECKING:
     from ...planner.answers.search import Candidate, SearchResult
@@ -55,6 +56,7 @@ def _export_command(
 
 
 @check_app.command()
+@grouped
 def _check_command(
     model: options.Model,
     gpus: options.Gpus = None,
@@ -78,9 +80,8 @@ def _check_command(
         Path | None,
         typer.Option("--deepspeed", metavar="FILE", help="a DeepSpeed configuration (JSON)", show_default=False),
     ] = None,
-    device: options.Device = None,
-    gpus_per_node: options.PerNode = None,
-    cluster: options.ClusterFile = None,
+    *,
+    machine: options.MachineOptions,
     global_batch: options.GlobalBatch = None,
     software: Annotated[
         str | None,
@@ -110,18 +111,18 @@ def _check_command(
             '--megatron-args "--tensor-model-parallel-size 8 --micro-batch-size 1"'
         )
     check_document(output, "meshwright-plan")
-    machine = inputs.read_cluster(gpus, device, gpus_per_node, cluster)
+    devices = inputs.read_cluster(machine)
     with at_work(as_json) as waiting:
         profile, _ = inputs.read_model(model, None, waiting, not no_cache)
-        layout = _read(given[0], str(settings[given[0]]), machine.num_devices, profile)
+        layout = _read(given[0], str(settings[given[0]]), devices.num_devices, profile)
         if layout.seq_len is not None and layout.seq_len != profile.seq_len:
             waiting(f"the model at {layout.seq_len} tokens per sample")
             profile, _ = inputs.read_model(model, layout.seq_len, waiting, not no_cache)
-        training, assumptions = _training(layout, profile, machine, global_batch, software)
-        found = imported(layout, profile, machine, training)
+        training, assumptions = _training(layout, profile, devices, global_batch, software)
+        found = imported(layout, profile, devices, training)
         if output is not None:
             found.plan.save(output)
-        result = _better(profile, machine, training, time_limit, waiting)
+        result = _better(profile, devices, training, time_limit, waiting)
     candidates = _candidates(NAMES[layout.target], found, result)
     if as_json:
         terminal.write_json(json.dumps(_document(layout, found, result, candidates, assumptions)))
@@ -160,16 +161,9 @@ def _training(
             f"--global-batch {global_batch}, but the settings say {layout.global_batch}: leave out --global-batch"
         )
     stack = load_software(software or layout.software).name
-    training, assumptions = inputs.read_training(
-        profile,
-        machine,
-        layout.global_batch or global_batch,
-        None,
-        None,
-        options.Optimizer.SGD if layout.sgd else options.Optimizer.ADAMW,
-        stack,
-        0.05,
-    )
+    optimizer = options.Optimizer.SGD if layout.sgd else options.Optimizer.ADAMW
+    computes = options.StackOptions(optimizer=optimizer, software=stack)
+    training, assumptions = inputs.read_training(profile, machine, layout.global_batch or global_batch, computes)
     if layout.precision is not None:
         training = training.model_copy(update={"precision": layout.precision})
     return training, [*assumptions, f"priced as {stack}; --software changes it"]
