@@ -4,16 +4,14 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+
+from ..profiler.document import Frozen, in_a_sentence
 
 RUN_SCHEMA_VERSION = 1
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class RunHeader(_Document):
+class RunHeader(Frozen):
     """The line that a run, or what resumes it, begins with."""
 
     schema_version: Literal[1] = 1
@@ -27,14 +25,14 @@ class RunHeader(_Document):
     memory_kind: Literal["resident", "allocated"]
 
 
-class AxisSeconds(_Document):
+class AxisSeconds(Frozen):
     """How long communication of an axis was under way in a step, hidden behind computing or not."""
 
     mean: NonNegativeFloat
     max: NonNegativeFloat
 
 
-class RunStep(_Document):
+class RunStep(Frozen):
     """One optimizer step. mfu: in the plan's convention, of the planned devices; None without a prediction."""
 
     step: NonNegativeInt
@@ -73,8 +71,9 @@ def load_run(path: Path) -> tuple[RunHeader, list[RunStep]]:
         except ValueError as error:
             if number == len(lines):
                 break
+            what = in_a_sentence(error) if isinstance(error, ValidationError) else str(error)
             raise ValueError(
-                f"{path} line {number} is not of a run that this version reads (schema {RUN_SCHEMA_VERSION}): {error}"
+                f"{path} line {number} is not of a run that this version reads (schema {RUN_SCHEMA_VERSION}): {what}"
             ) from None
     if header is None:
         raise ValueError(f"{path} is not a run: its first line should say kind meshwright-run")

@@ -15,10 +15,11 @@ from pydantic import BaseModel
 import meshwright.executor.cli as cli
 import meshwright.executor.commands.inputs as inputs
 from meshwright.executor.cli import route
-from meshwright.executor.commands.options import Optimizer
+from meshwright.executor.commands.options import MachineOptions, StackOptions
 from meshwright.executor.measuring.measurement import Measurement
 from meshwright.executor.reporting.report import collapse, comparison_rows, gpus_of, joined_notes
 from meshwright.planner.answers import search as search_module
+from meshwright.planner.answers.verdict import FITS
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import load_plan
 
@@ -346,8 +347,8 @@ def test_gpus_that_are_here_are_used(
 
 def test_the_cpu_preset_trains_in_fp32(saved: str) -> None:
     assert run_plan(saved, "--gpus", "2", "--device", "cpu", "--quiet", "--global-batch", "2") in (0, 3)
-    machine = inputs.read_cluster("2", "cpu", None, None)
-    training, _ = inputs.read_training(small_profile(), machine, 2, None, None, Optimizer.ADAMW, "fsdp2-eager", 0.05)
+    machine = inputs.read_cluster(MachineOptions(gpus="2", device="cpu"))
+    training, _ = inputs.read_training(small_profile(), machine, 2, StackOptions())
     assert training.precision == "fp32"
 
 
@@ -425,7 +426,7 @@ def test_a_price_is_turned_into_cost() -> None:
     plan = some_plan(shard=8)
     found = estimate(plan, small_profile())
 
-    headings, (row,) = comparison_rows([search_module.Candidate("a", plan, found, "fits")], price_per_hour=2.5)
+    headings, (row,) = comparison_rows([search_module.Candidate("a", plan, found, FITS)], price_per_hour=2.5)
 
     assert headings[-2:] == ["$/hour", "$/step"]
     assert float(row[-2]) == 20.0

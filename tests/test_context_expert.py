@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile, with_experts
 from test_properties import ROUNDING, any_links, factors, log_floats, plans, priced, sizes
 
+from benchmarks.published.single_modules import estimate_of, step_seconds_of
 from meshwright.planner.answers.blame import blamed
 from meshwright.planner.answers.check import check
 from meshwright.planner.cost.comm_cost import GroupLinks, collective_s
@@ -374,27 +375,24 @@ def test_an_optimizer_on_the_host_frees_its_state_and_takes_longer() -> None:
     assert there.breakdown["optimizer"] > here.breakdown["optimizer"] > 0
 
 
-# --- parts of layers -------------------------------------------------------------------------------------------------
+# --- single modules of published runs ------------------------------------------------------------------------------
 
 
-def test_a_part_is_run_again_and_what_it_returns_is_not_kept() -> None:
-    on, shape = cluster(per_host=1), Shape(1, 1, 1, 1, 1, 1)
+def test_a_module_is_run_again_and_what_it_returns_is_not_kept() -> None:
+    plan, model = planned(mixture(), Shape(1, 1, 1, 1, 1, 1), cluster(per_host=1))
 
-    plain, again = (found(mixture(), replace(shape, recompute_parts=parts), on) for parts in ((), ("experts:matmul",)))
+    plain, again = (estimate_of(plan, model, repeated) for repeated in ((), ("experts:matmul",)))
 
     returned = 2 * TOP_K * SEQ_LEN * INNER
     assert plain.memory[0].items["activations"] - again.memory[0].items["activations"] == pytest.approx(2 * returned)
     assert again.breakdown["recompute"] > plain.breakdown["recompute"] == 0
+    assert step_seconds_of(plan, model, ("experts:matmul",)) == again.step_time_s
 
 
-def test_parts_add_nothing_where_all_is_recomputed() -> None:
-    on, shape = cluster(per_host=1), Shape(1, 1, 1, 1, 1, 1)
+def test_single_modules_add_nothing_where_all_is_recomputed() -> None:
+    plan, model = planned(mixture(), Shape(1, 1, 1, 1, 1, 1), cluster(per_host=1), LayerOption("full"))
 
-    full, with_parts = (
-        found(mixture(), replace(shape, recompute_parts=parts), on, LayerOption("full")) for parts in ((), ("experts",))
-    )
-
-    assert with_parts == full
+    assert estimate_of(plan, model, ("experts",)) == estimate(plan, model)
 
 
 # --- stacks, and what runs -------------------------------------------------------------------------------------------
@@ -460,7 +458,6 @@ def test_an_unknown_variant_is_refused_by_name() -> None:
     [
         ({"offload_optimizer": True}, False, "priced, not run yet: offload to the host"),
         ({}, True, "priced, not run yet: offload to the host"),
-        ({"recompute_parts": ("experts",)}, False, "priced, not run yet: recompute_parts"),
     ],
 )
 def test_what_is_only_priced_is_refused_by_the_check(changes: dict[str, object], offload: bool, told: str) -> None:

@@ -97,11 +97,10 @@ def test_what_the_space_does_not_hold_is_named() -> None:
     (asked,) = questions([chosen()])
     pricer = Pricer()
     plan, profile = pricer.estimate(asked.setting, asked.cluster)[1], pricer.profile(asked.setting.sizes, "small")
-    parts = plan.model_copy(update={"recompute_parts": ("mlp",)})
     torn = plan.model_copy(update={"degrees": plan.degrees.model_copy(update={"tensor": 3})})
 
     assert outside_of_space(plan, profile, everything=False) == ()
-    assert outside_of_space(parts, profile, everything=False) == ("recompute of single modules",)
+    assert outside_of_space(plan, profile, False, ("mlp",)) == ("recompute of single modules",)
     assert "tensor=3" in outside_of_space(torn, profile, everything=False)[0]
 
 

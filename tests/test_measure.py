@@ -10,7 +10,7 @@ import torch
 
 from meshwright.executor.measuring import measure as measure_module
 from meshwright.executor.measuring.measure import measure
-from meshwright.executor.measuring.measurement import Measurement, load_measurement, quantile
+from meshwright.executor.measuring.measurement import Measurement, quantile
 from meshwright.executor.parallel.stage_module import StageModule
 from meshwright.planner.plan.document import Plan, Prediction
 from meshwright.planner.plan.making import make_plan
@@ -130,11 +130,11 @@ def test_a_saved_measurement_is_read_again(tmp_path: Path) -> None:
     made = measurement((1.0,))
     made.save(tmp_path / "m.json")
 
-    assert load_measurement(tmp_path / "m.json") == made
+    assert Measurement.load(tmp_path / "m.json") == made
 
 
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "m.json").write_text('{"schema_version": 9}')
+    (tmp_path / "m.json").write_text('{"kind": "meshwright-measurement", "schema_version": 9}')
 
-    with pytest.raises(ValueError, match=r"m\.json is not a measurement this version reads \(schema 1\)"):
-        load_measurement(tmp_path / "m.json")
+    with pytest.raises(ValueError, match=r"m\.json is not a measurement this version reads: it has schema_version 9"):
+        Measurement.load(tmp_path / "m.json")

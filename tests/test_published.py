@@ -353,10 +353,10 @@ def test_cuda_graphs_are_those_that_are_switched_on(told: str | None, variant: s
         ("core_attn", "attention", ("attention:attention",)),
     ],
 )
-def test_single_modules_are_recomputed_as_parts(detail: str, recompute: str, parts: tuple[str, ...]) -> None:
+def test_single_modules_are_recomputed_beside_the_rest(detail: str, recompute: str, parts: tuple[str, ...]) -> None:
     found = setting_of(row(config__recompute="selective", config__recompute_detail=detail))
 
-    assert (found.recompute, found.shape.recompute_parts) == (recompute, parts)
+    assert (found.recompute, found.repeated) == (recompute, parts)
 
 
 @pytest.mark.parametrize(

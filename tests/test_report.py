@@ -230,7 +230,7 @@ def test_alternatives_are_other_layouts_that_fit_or_say_why_not(facts: Facts) ->
     assert {"DDP", "FSDP", "naive model parallel"} <= set(labels)
     assert len(labels) > 8
     for candidate in facts.alternatives:
-        assert (candidate.estimate is None) == candidate.verdict.startswith(("does not fit", "not legal"))
+        assert (candidate.estimate is None) == str(candidate.verdict).startswith(("does not fit", "not legal"))
         assert candidate.estimate is None or candidate.estimate.fits
 
 

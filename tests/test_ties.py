@@ -11,6 +11,7 @@ from meshwright.executor.measuring.measurement import Measurement
 from meshwright.executor.measuring.significance import standing, student_quantile, student_share
 from meshwright.executor.reporting.measured_report import measured_document, measured_table, standing_document
 from meshwright.planner.answers.search import Candidate
+from meshwright.planner.answers.verdict import FITS
 from meshwright.planner.cost.estimate import estimate
 
 
@@ -104,7 +105,7 @@ def test_the_table_says_who_is_fastest_what_ties_and_what_failed() -> None:
     runs = drawn([1.0, 1.0, 2.0], 5, 0.01, 3)
     times = {**runs, "set-up 3": "it did not run: rank 1 of 2 failed"}
     plan = some_plan(shard=2)
-    candidates = [Candidate(label, plan, estimate(plan, small_profile()), "fits") for label in times]
+    candidates = [Candidate(label, plan, estimate(plan, small_profile()), FITS) for label in times]
 
     found = measured_table(candidates, times, "set-up 0")
     document = standing_document(times, "set-up 0")

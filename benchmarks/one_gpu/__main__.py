@@ -103,7 +103,7 @@ def measured(
     for words in setups:
         candidate = price_setup(parse_setup(words, num_gpus, machine.devices_per_host), profile, machine, training)
         priced = candidate.plan is not None and candidate.estimate is not None
-        plans[words] = (candidate.plan, candidate.estimate) if priced else candidate.verdict  # type: ignore[assignment]
+        plans[words] = (candidate.plan, candidate.estimate) if priced else str(candidate.verdict)  # type: ignore[assignment]
     rows: list[Row] = []
     failures: list[Failure] = []
     for words, made in plans.items():

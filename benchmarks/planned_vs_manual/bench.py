@@ -203,7 +203,7 @@ def compare_case(
     rows = []
     for candidate in comparison.candidates:
         if candidate.plan is None or candidate.estimate is None:
-            rows.append(Row(candidate.label, "", None, None, None, None, candidate.verdict, None))
+            rows.append(Row(candidate.label, "", None, None, None, None, str(candidate.verdict), None))
             continue
         first = distinct[candidate.label]
         job, same = jobs[first], None if first == candidate.label else first

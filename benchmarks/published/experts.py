@@ -155,13 +155,15 @@ def questions(rows: Sequence[Row]) -> list[Question]:
     return sorted(best.values(), key=lambda asked: asked.cluster.num_devices)
 
 
-def outside_of_space(plan: Plan, profile: ModelProfile, everything: bool) -> tuple[str, ...]:
+def outside_of_space(
+    plan: Plan, profile: ModelProfile, everything: bool, repeated: tuple[str, ...] = ()
+) -> tuple[str, ...]:
     """What of a plan the search does not choose by itself, in words."""
     layers = [layer for stage in plan.stages for layer in stage.layers]
     degrees = plan.degrees
     found = {
         "activations in the host's memory": any(layer.offload for layer in layers) and not everything,
-        "recompute of single modules": bool(plan.recompute_parts),
+        "recompute of single modules": bool(repeated),
         "virtual stages in a split backward": plan.schedule in ("zb-h1", "zb-h2") and degrees.virtual_stages > 1,
         "1F1B with fewer micro-batches than stages": plan.schedule == "1f1b"
         and plan.num_microbatches < degrees.pipeline,
@@ -215,7 +217,7 @@ def answered(asked: Question, time_limit_s: float) -> Beside:
         ratio=None if estimated is None else estimated.step_time_s / priced.step_time_s,
         same=ours is not None and shape_of(ours).layout == shape.layout,
         why=_without(pick) if ours is None or estimated is None else _why(theirs, priced, ours, estimated),
-        outside=outside_of_space(theirs, profile, everything),
+        outside=outside_of_space(theirs, profile, everything, setting.repeated),
         over_bytes=max(0.0, over),
         search_s=seconds,
         proven=pick.solved is not None and pick.complete,

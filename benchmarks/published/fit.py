@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.cost.estimate import step_seconds
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.model_profile import ModelProfile
 
@@ -33,6 +32,7 @@ from .metrics import quantile, sweeps
 from .pricing import Priced, Pricer
 from .rows import DATA, Row, read_folders
 from .settings import CannotPriceError, setting_of
+from .single_modules import step_seconds_of
 
 Floats = NDArray[np.float64]
 
@@ -61,6 +61,8 @@ class Case:
     profile: ModelProfile
     measured_s: float
     weight: float
+    repeated: tuple[str, ...] = ()
+    """Single modules that run again, see single_modules.py."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def cases_of(rows: Sequence[Row]) -> list[Case]:
             _, plan = pricer.estimate(setting, place(row).cluster)
         except (CannotPriceError, ValueError):
             continue
-        found.append(Case(row, plan, pricer.profile(setting.sizes, setting.name), row.step_s, row.weight))
+        profile = pricer.profile(setting.sizes, setting.name)
+        found.append(Case(row, plan, profile, row.step_s, row.weight, setting.repeated))
     return sorted(found, key=lambda case: case.profile.fingerprint)
 
 
@@ -158,7 +161,7 @@ class Fit:
 
 
 def _logarithm(case: Case, factors: Mapping[str, float]) -> float:
-    return math.log(step_seconds(on_cluster(case.plan, factors), case.profile))
+    return math.log(step_seconds_of(on_cluster(case.plan, factors), case.profile, case.repeated))
 
 
 def _spread_evenly(places: Sequence[int], count: int) -> list[int]:

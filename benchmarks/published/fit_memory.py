@@ -11,7 +11,7 @@ from typing import TypeAlias
 from unittest.mock import patch
 
 from meshwright.planner.cost import software
-from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.model_profile import ModelProfile
 
@@ -20,6 +20,7 @@ from .metrics import Spread, spread
 from .pricing import Pricer
 from .rows import DATA, Row, read_folders
 from .settings import CannotPriceError, setting_of
+from .single_modules import estimate_of
 
 OUT = Path(__file__).parent / "fitted" / "memory.md"
 
@@ -76,6 +77,8 @@ class Case:
     plan: Plan
     profile: ModelProfile
     weight: float
+    repeated: tuple[str, ...] = ()
+    """Single modules that run again, see single_modules.py."""
 
     @property
     def stack(self) -> str:
@@ -111,7 +114,7 @@ class Errors:
         key = (case.row.id, *(values[share.name] for share in SHARES if share.applies(case.stack)))
         if key not in self._known:
             with tried(values):
-                found = peak_bytes(estimate(case.plan, case.profile), case.row)
+                found = peak_bytes(estimate_of(case.plan, case.profile, case.repeated), case.row)
             self._known[key] = math.log(found / (case.row.memory_bytes or math.nan))
         return self._known[key]
 
@@ -145,7 +148,7 @@ def cases_of(rows: Sequence[Row]) -> list[Case]:
         except CannotPriceError:
             continue
         profile = pricer.profile(setting.sizes, setting.name)
-        cases.append(Case(row, plan, profile, row.weight / math.sqrt(counts[row.file])))
+        cases.append(Case(row, plan, profile, row.weight / math.sqrt(counts[row.file]), setting.repeated))
     return cases
 
 

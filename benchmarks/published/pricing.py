@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.document import Plan, Recompute
 from meshwright.planner.plan.making import make_plan
@@ -19,6 +19,7 @@ from .grow import profile_of
 from .models import Sizes
 from .rows import Row
 from .settings import CannotPriceError, Setting, setting_of
+from .single_modules import estimate_of
 
 IF_NEEDED: tuple[Recompute, ...] = ("none", "selective", "full")
 """Recompute in the order in which people turn to it. Not full in mixtures: it would send all tokens round again."""
@@ -100,7 +101,7 @@ class Pricer:
                 choices = (setting.recompute,)
             for recompute in choices:
                 plan = plan_of(setting, profile, cluster, recompute)
-                found = estimate(plan, profile)
+                found = estimate_of(plan, profile, setting.repeated)
                 if all(stage.over_bytes <= UNSURE * stage.budget_bytes for stage in found.memory):
                     break
             self._estimates[key] = found, plan

@@ -91,6 +91,8 @@ class Setting:
     precision: Precision
     recomputed: int | None = None
     """Blocks of each stage that are recomputed, where not all are."""
+    repeated: tuple[str, ...] = ()
+    """Single modules that every block runs again beside its recompute; see single_modules.py."""
     offloaded: int = 0
     """First blocks of the model whose activations wait in the host's memory."""
     imbalance: float = 1.0
@@ -108,7 +110,6 @@ def setting_of(row: Row) -> Setting:
         sizes = replace(sizes, frozen=True)
     recompute, recomputed, parts = _recompute(row, assumed)
     shape, global_batch = _shape(row, sizes, assumed)
-    shape = replace(shape, recompute_parts=parts)
     extra = _extra_blocks(row)
     blocks = _blocks(row, sizes.num_layers - extra, shape.pipeline, shape.virtual_stages)
     blocks = (*blocks[:-1], blocks[-1] + extra)
@@ -124,6 +125,7 @@ def setting_of(row: Row) -> Setting:
         blocks=blocks,
         recompute=recompute,
         recomputed=recomputed,
+        repeated=parts,
         offloaded=row.config["cpu_offload_layers"] or 0,
         imbalance=1.0 if even or shape.expert == 1 else DEFAULTS["expert balance"],
         software=software,

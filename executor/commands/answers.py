@@ -18,6 +18,7 @@ from ..reporting.report import joined_notes, launch_command
 
 if TYPE_CHECKING:
     from ...planner.answers.search import SearchResult
+    from ...planner.answers.verdict import Verdict
     from ...planner.cost.estimate import Estimate
     from ...planner.plan.pins import Pins
 
@@ -108,7 +109,7 @@ def print_plan(
         terminal.print_next(console, [str(target)], [] if not_run(plan) else run)
 
 
-def print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas: str | None = None) -> None:
+def print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas: "Verdict | None" = None) -> None:
     """Time with its parts and reasons, and memory by item. replicas: the verdict on a copy of the model per GPU."""
     from ...planner.answers.explain import reason
     from ...planner.cost.bands import memory_band, time_band

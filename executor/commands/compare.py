@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ...planner.plan.training import REFERENCE
 from ..reporting import terminal
 from ..reporting.output_files import check_writable
 from ..reporting.report import candidate_document
 from . import inputs, options
 from .answers import DOES_NOT_FIT, at_work, named_outcomes
+from .option_groups import grouped
 
 if TYPE_CHECKING:
     from ..measuring.compare import Comparison
@@ -22,6 +22,7 @@ compare_app = options.new_app()
 
 
 @compare_app.command()
+@grouped
 def _compare_command(
     model: options.Model,
     gpus: options.Gpus = None,
@@ -37,15 +38,8 @@ def _compare_command(
     all_baselines: Annotated[
         bool, typer.Option("--all-baselines", help="also every rule of thumb and framework's usual set-up")
     ] = False,
-    device: options.Device = None,
-    gpus_per_node: options.PerNode = None,
-    cluster: options.ClusterFile = None,
-    global_batch: options.GlobalBatch = None,
-    seq_len: options.SeqLen = None,
-    precision: options.PrecisionFlag = None,
-    optimizer: options.OptimizerFlag = options.Optimizer.ADAMW,
-    software: options.SoftwareFlag = REFERENCE,
-    memory_margin: options.Margin = 0.05,
+    *,
+    job: options.JobOptions,
     time_limit: options.TimeLimit = 60.0,
     measure: Annotated[
         bool, typer.Option("--measure", help="also run each for a few steps on the devices here")
@@ -71,15 +65,13 @@ def _compare_command(
 
     if output is not None:
         check_writable(output, "-o", ".html", ".png")
-    machine = inputs.read_cluster(gpus, device, gpus_per_node, cluster)
+    machine = inputs.read_cluster(job.machine)
     setups = read_setups(setup or [], machine)
     with at_work(quiet or as_json) as waiting:
-        profile, loaded = inputs.read_model(model, seq_len, waiting, not no_cache, measure)
+        profile, loaded = inputs.read_model(model, job.seq_len, waiting, not no_cache, measure)
         if measure and loaded is None:
             raise ValueError(f"--measure runs the model, and {model} is only its profile: give the model itself")
-        training, assumptions = inputs.read_training(
-            profile, machine, global_batch, seq_len, precision, optimizer, software, memory_margin
-        )
+        training, assumptions = inputs.read_training(profile, machine, job.global_batch, job.stack)
         with named_outcomes():
             comparison = compare(
                 profile,

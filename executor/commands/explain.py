@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...planner.plan.training import REFERENCE
 from ..reporting import terminal
 from ..reporting.documents import json_kind
 from ..reporting.explain_report import Explanation, explanation_document, print_explanation
 from . import inputs, options
 from .answers import at_work, searched
+from .option_groups import grouped
 
 if TYPE_CHECKING:
     from ...planner.answers.why_not import Answer
@@ -25,6 +25,7 @@ _BYTES_PER_PARAMETER = 4
 
 
 @explain_app.command()
+@grouped
 def _explain_command(
     source: Annotated[
         str,
@@ -45,22 +46,9 @@ def _explain_command(
             "--model", metavar="MODEL", help="of a PLAN: its model, if it is not where it says", show_default=False
         ),
     ] = None,
-    gpus: options.Gpus = None,
-    device: options.Device = None,
-    gpus_per_node: options.PerNode = None,
-    cluster: options.ClusterFile = None,
-    global_batch: options.GlobalBatch = None,
-    seq_len: options.SeqLen = None,
-    precision: options.PrecisionFlag = None,
-    optimizer: options.OptimizerFlag = options.Optimizer.ADAMW,
-    software: options.SoftwareFlag = REFERENCE,
-    memory_margin: options.Margin = 0.05,
-    pin: options.Pin = None,
-    most: options.Most = None,
-    forbid: options.Forbid = None,
-    recompute: options.RecomputeFlag = None,
-    micro_batch: options.MicroBatch = None,
-    space: options.SpaceFlag = options.SpaceOf.RUN,
+    *,
+    job: options.JobOptions,
+    choices: options.PlanOptions,
     time_limit: options.TimeLimit = 60.0,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,
@@ -70,20 +58,14 @@ def _explain_command(
 
     With --why-not: why a layout is not the plan: illegal by which rule, over memory on which stage, or how much slower.
     """
-    from ...planner.plan.pin_texts import read_pins
-
     assumptions: list[str] = []
     with at_work(quiet or as_json) as waiting:
         if _is_plan(source):
             plan, found, profile = _of_plan(Path(source), model, waiting, no_cache)
         else:
-            machine = inputs.read_cluster(gpus, device, gpus_per_node, cluster)
-            everything = space is options.SpaceOf.FULL
-            pins = read_pins(pin or (), most or (), forbid or (), recompute, micro_batch, everything)
-            profile, _ = inputs.read_model(source, seq_len, waiting, not no_cache)
-            training, assumptions = inputs.read_training(
-                profile, machine, global_batch, seq_len, precision, optimizer, software, memory_margin
-            )
+            machine, pins = inputs.read_cluster(job.machine), choices.pins()
+            profile, _ = inputs.read_model(source, job.seq_len, waiting, not no_cache)
+            training, assumptions = inputs.read_training(profile, machine, job.global_batch, job.stack)
             result = searched(profile, machine, training, pins, time_limit, waiting)
             plan, found = result.plan, result.estimate
         waiting("asking")

@@ -11,11 +11,13 @@ from rich.text import Text
 from ...planner.cost.software import load_software
 from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.plan.training import TrainingSpec
+from ...profiler.document import write_file
 from ...profiler.machine.units import format_bytes, format_seconds
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from . import inputs, options
 from .answers import DOES_NOT_FIT, at_work
+from .option_groups import grouped
 
 if TYPE_CHECKING:
     from ...planner.answers.search import Candidate, SearchResult
@@ -47,13 +49,14 @@ def _export_command(
         return
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"-o {output}: give a file name in a folder that exists")
-    output.write_text(found.text)
+    write_file(output, found.text)
     console = terminal.make_console()
     terminal.print_notes(console, [f"not said in {output}: {note}" for note in found.notes])
     terminal.print_next(console, [f"{output}: the layout for {NAMES[found.target]}"], [])
 
 
 @check_app.command()
+@grouped
 def _check_command(
     model: options.Model,
     gpus: options.Gpus = None,
@@ -77,9 +80,8 @@ def _check_command(
         Path | None,
         typer.Option("--deepspeed", metavar="FILE", help="a DeepSpeed configuration (JSON)", show_default=False),
     ] = None,
-    device: options.Device = None,
-    gpus_per_node: options.PerNode = None,
-    cluster: options.ClusterFile = None,
+    *,
+    machine: options.MachineOptions,
     global_batch: options.GlobalBatch = None,
     software: Annotated[
         str | None,
@@ -109,18 +111,18 @@ def _check_command(
             '--megatron-args "--tensor-model-parallel-size 8 --micro-batch-size 1"'
         )
     check_document(output, "meshwright-plan")
-    machine = inputs.read_cluster(gpus, device, gpus_per_node, cluster)
+    devices = inputs.read_cluster(machine)
     with at_work(as_json) as waiting:
         profile, _ = inputs.read_model(model, None, waiting, not no_cache)
-        layout = _read(given[0], str(settings[given[0]]), machine.num_devices, profile)
+        layout = _read(given[0], str(settings[given[0]]), devices.num_devices, profile)
         if layout.seq_len is not None and layout.seq_len != profile.seq_len:
             waiting(f"the model at {layout.seq_len} tokens per sample")
             profile, _ = inputs.read_model(model, layout.seq_len, waiting, not no_cache)
-        training, assumptions = _training(layout, profile, machine, global_batch, software)
-        found = imported(layout, profile, machine, training)
+        training, assumptions = _training(layout, profile, devices, global_batch, software)
+        found = imported(layout, profile, devices, training)
         if output is not None:
             found.plan.save(output)
-        result = _better(profile, machine, training, time_limit, waiting)
+        result = _better(profile, devices, training, time_limit, waiting)
     candidates = _candidates(NAMES[layout.target], found, result)
     if as_json:
         terminal.write_json(json.dumps(_document(layout, found, result, candidates, assumptions)))
@@ -159,16 +161,9 @@ def _training(
             f"--global-batch {global_batch}, but the settings say {layout.global_batch}: leave out --global-batch"
         )
     stack = load_software(software or layout.software).name
-    training, assumptions = inputs.read_training(
-        profile,
-        machine,
-        layout.global_batch or global_batch,
-        None,
-        None,
-        options.Optimizer.SGD if layout.sgd else options.Optimizer.ADAMW,
-        stack,
-        0.05,
-    )
+    optimizer = options.Optimizer.SGD if layout.sgd else options.Optimizer.ADAMW
+    computes = options.StackOptions(optimizer=optimizer, software=stack)
+    training, assumptions = inputs.read_training(profile, machine, layout.global_batch or global_batch, computes)
     if layout.precision is not None:
         training = training.model_copy(update={"precision": layout.precision})
     return training, [*assumptions, f"priced as {stack}; --software changes it"]
@@ -195,17 +190,18 @@ def _candidates(name: str, found: "Imported", result: "SearchResult | str") -> "
     """The planned layout, and the set-up beside it with its verdict."""
     from ...planner.answers.explain import compared, does_not_fit
     from ...planner.answers.search import Candidate
+    from ...planner.answers.verdict import FITS, THE_PLAN
 
     if not found.estimate.fits:
         verdict = does_not_fit(found.estimate)
     elif isinstance(result, str):
-        verdict = "fits"
+        verdict = FITS
     else:
         verdict = compared(found.estimate, result.estimate)
     yours = Candidate(f"yours ({name})", found.plan, found.estimate, verdict, found.estimate.step_time_s)
     if isinstance(result, str):
         return [yours]
-    planned = Candidate("planned", result.plan, result.estimate, "the plan", result.estimate.step_time_s)
+    planned = Candidate("planned", result.plan, result.estimate, THE_PLAN, result.estimate.step_time_s)
     return [planned, yours]
 
 

@@ -48,7 +48,8 @@ def _calibrate_command(
 
     Every number says how it was measured. What a GPU run cannot tell stays as in the nearest preset, and says so.
     """
-    from ..measuring.calibrate import calibrate, check_device_output, print_calibration, save
+    from ...profiler.machine.calibrate import save_device
+    from ..measuring.calibrate import calibrate, check_device_output, print_calibration
 
     check_device_output(output)
     if steps is not None:
@@ -62,7 +63,7 @@ def _calibrate_command(
                 raise ValueError(f"calibrate runs the model, and {model} is only its profile: give the model itself")
         waiting("measuring")
         found = calibrate(device_kind, ranks, quick, dtype or (), loaded, profile, micro_batch)
-    save(found.device, output)
+    save_device(found.device, output)
     if not quiet:
         console = terminal.make_console()
         print_calibration(console, found)
@@ -75,7 +76,8 @@ def _calibrate_command(
 
 def _fit_to_steps(steps: Path, output: Path, quiet: bool) -> None:
     """Write the device of the plans in `steps`, fitted to their measured step times."""
-    from ..measuring.calibrate import fitted_to, print_steps, save
+    from ...profiler.machine.calibrate import save_device
+    from ..measuring.calibrate import fitted_to, print_steps
     from ..measuring.measured_steps import load_measured_steps
 
     with at_work(quiet) as waiting:
@@ -85,7 +87,7 @@ def _fit_to_steps(steps: Path, output: Path, quiet: bool) -> None:
         cluster = runs[0].plan.cluster
         links = {"link": cluster.link, "network": cluster.network}
         device, checks = fitted_to(cluster.device.model_copy(update=links), runs)
-    save(device, output)
+    save_device(device, output)
     if not quiet:
         console = terminal.make_console()
         print_steps(console, checks, f"{device.name}, fitted to {len(checks)} measured steps", "predicted before")

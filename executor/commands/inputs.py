@@ -24,11 +24,10 @@ DEFAULT_DEVICE = "h100-80gb"
 MODEL_RULE = "MODEL is a model.py, file.py:function, config.json or profile.json"
 
 
-def read_cluster(
-    gpus_text: str | None, device: str | None, gpus_per_node: int | None, cluster_file: Path | None
-) -> ClusterSpec:
+def read_cluster(machine: options.MachineOptions) -> ClusterSpec:
     """The cluster that the flags describe; what they leave open is taken from this machine, or assumed and noted."""
-    gpus = None if gpus_text is None else whole_number("--gpus", gpus_text, "8")
+    device, gpus_per_node, cluster_file = machine.device, machine.gpus_per_node, machine.cluster
+    gpus = None if machine.gpus is None else whole_number("--gpus", machine.gpus, "8")
     if cluster_file is not None:
         if device is not None or gpus_per_node is not None:
             extra = "--device" if device is not None else "--gpus-per-node"
@@ -137,11 +136,7 @@ def read_training(
     profile: ModelProfile,
     cluster: ClusterSpec,
     global_batch: int | None,
-    seq_len: int | None,
-    precision: options.Precision | None,
-    optimizer: options.Optimizer,
-    software: str,
-    memory_margin: float,
+    stack: options.StackOptions,
 ) -> tuple[TrainingSpec, list[str]]:
     """(the job, what was assumed about it and about the cluster, each with the flag that changes it)."""
     assumptions = [] if cluster.assumption is None else [cluster.assumption]
@@ -151,15 +146,16 @@ def read_training(
         assumptions.append(f"global batch {batch:,}: {SAMPLES_PER_GPU} samples per GPU; --global-batch changes it")
     elif global_batch is None:
         assumptions.append(f"global batch {batch:,}: the model file's own; --global-batch changes it")
+    precision = stack.precision
     if precision is None:
         precision = options.Precision.BF16 if cluster.device.computes_bf16 else options.Precision.FP32
     training = TrainingSpec(
         global_batch=batch,
         seq_len=profile.seq_len,
         precision=precision.value,
-        optimizer=optimizer.value,
-        software=load_software(software).name,
-        memory_margin=memory_margin,
+        optimizer=stack.optimizer.value,
+        software=load_software(stack.software).name,
+        memory_margin=stack.memory_margin,
     )
     return training, assumptions
 

@@ -1,12 +1,16 @@
 """What the flags of several commands are called, take and mean."""
 
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...planner.plan.training import Objective
+from ...planner.plan.training import REFERENCE, Objective
+
+if TYPE_CHECKING:
+    from ...planner.plan.pins import Pins
 
 
 def new_app() -> typer.Typer:
@@ -141,3 +145,53 @@ TimeLimit = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="profile anew, even if nothing has changed; keep nothing")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no tables, no progress bar")]
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """Which devices there are."""
+
+    gpus: Gpus = None
+    device: Device = None
+    gpus_per_node: PerNode = None
+    cluster: ClusterFile = None
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """How a job computes."""
+
+    precision: PrecisionFlag = None
+    optimizer: OptimizerFlag = Optimizer.ADAMW
+    software: SoftwareFlag = REFERENCE
+    memory_margin: Margin = 0.05
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What is to be trained with, and on what."""
+
+    machine: MachineOptions = field(default_factory=MachineOptions)
+    global_batch: GlobalBatch = None
+    seq_len: SeqLen = None
+    stack: StackOptions = field(default_factory=StackOptions)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the user decides of the plan."""
+
+    pin: Pin = None
+    most: Most = None
+    forbid: Forbid = None
+    recompute: RecomputeFlag = None
+    micro_batch: MicroBatch = None
+    space: SpaceFlag = SpaceOf.RUN
+
+    def pins(self) -> "Pins":
+        """The choices as the search reads them. Raises ValueError that says which word is wrong."""
+        from ...planner.plan.pin_texts import read_pins
+
+        everything = self.space is SpaceOf.FULL
+        most, forbid = self.most or (), self.forbid or ()
+        return read_pins(self.pin or (), most, forbid, self.recompute, self.micro_batch, everything)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...planner.plan.training import REFERENCE, Objective
+from ...planner.plan.training import Objective
 from ...profiler.machine.cluster import device_names, load_device
 from ..reporting import terminal
 from ..reporting.documents import check_document, json_kind
@@ -14,6 +14,7 @@ from ..reporting.report import json_document
 from ..reporting.terminal_profile import print_operators, print_profile
 from . import inputs, options
 from .answers import at_work, print_estimate, print_plan, print_prediction, searched
+from .option_groups import grouped
 
 if TYPE_CHECKING:
     from ...planner.plan.pins import Pins
@@ -33,24 +34,12 @@ _EPILOG = (
 
 
 @plan_app.command(epilog=_EPILOG)
+@grouped
 def _plan_command(
     model: options.Model,
-    gpus: options.Gpus = None,
-    device: options.Device = None,
-    gpus_per_node: options.PerNode = None,
-    cluster: options.ClusterFile = None,
-    global_batch: options.GlobalBatch = None,
-    seq_len: options.SeqLen = None,
-    precision: options.PrecisionFlag = None,
-    optimizer: options.OptimizerFlag = options.Optimizer.ADAMW,
-    software: options.SoftwareFlag = REFERENCE,
-    memory_margin: options.Margin = 0.05,
-    pin: options.Pin = None,
-    most: options.Most = None,
-    forbid: options.Forbid = None,
-    recompute: options.RecomputeFlag = None,
-    micro_batch: options.MicroBatch = None,
-    space: options.SpaceFlag = options.SpaceOf.RUN,
+    *,
+    job: options.JobOptions,
+    choices: options.PlanOptions,
     objective: options.ObjectiveFlag = Objective.THROUGHPUT,
     time_limit: options.TimeLimit = 60.0,
     output: Annotated[
@@ -70,18 +59,12 @@ def _plan_command(
 
     Needs no GPU: the model runs on fake tensors, the machine is a preset or a cluster file.
     """
-    from ...planner.plan.pin_texts import read_pins
-
     target = output or (None if as_json else Path("plan.json"))
     check_document(target, "meshwright-plan")
-    machine = inputs.read_cluster(gpus, device, gpus_per_node, cluster)
-    everything = space is options.SpaceOf.FULL
-    pins = read_pins(pin or (), most or (), forbid or (), recompute, micro_batch, everything)
+    machine, pins = inputs.read_cluster(job.machine), choices.pins()
     with at_work(quiet or as_json) as waiting:
-        profile, _ = inputs.read_model(model, seq_len, waiting, not no_cache)
-        training, assumptions = inputs.read_training(
-            profile, machine, global_batch, seq_len, precision, optimizer, software, memory_margin
-        )
+        profile, _ = inputs.read_model(model, job.seq_len, waiting, not no_cache)
+        training, assumptions = inputs.read_training(profile, machine, job.global_batch, job.stack)
         if objective is not Objective.THROUGHPUT:
             machine, choice = _part_for(objective, profile, machine, training, pins, waiting)
             assumptions.append(choice)

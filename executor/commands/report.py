@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...profiler.document import write_file
 from ..reporting import terminal
 from ..reporting.output_files import check_replaceable, check_writable
 from . import inputs, options
@@ -55,7 +56,8 @@ def _report_command(
         profile = inputs.profile_of(document, plan, model, waiting, no_cache)
         found_run = None if run is None else run_table(document, run, axis_seconds(document, profile))
         facts = gather(document, profile, waiting)
-    output.write_text(report_page(facts, str(plan), profile.notes, "" if found_run is None else _run_markup(found_run)))
+    markup = "" if found_run is None else _run_markup(found_run)
+    write_file(output, report_page(facts, str(plan), profile.notes, markup))
     written = [f"{output}, {output.stat().st_size / 1e3:,.0f} kB: open it in a browser"]
     if trace is not None:
         from ..reporting.chrome_trace import write_trace

@@ -14,11 +14,13 @@ from ..reporting.documents import check_document
 from ..state.checkpoint_folder import latest_checkpoint, read_progress
 from . import inputs, options
 from .answers import at_work, print_plan, searched
+from .option_groups import grouped
 
 replan_app = options.new_app()
 
 
 @replan_app.command()
+@grouped
 def _replan_command(
     checkpoint: Annotated[
         Path,
@@ -29,8 +31,8 @@ def _replan_command(
         str | None,
         typer.Option("--device", metavar="NAME", help="a preset or a device TOML (default: as before)"),
     ] = None,
-    gpus_per_node: options.PerNode = None,
-    cluster: options.ClusterFile = None,
+    *,
+    devices: options.MachineOptions,
     model: options.ModelOfPlan = None,
     pin: options.Pin = None,
     output: options.PlanOutput = Path("plan.json"),
@@ -44,7 +46,7 @@ def _replan_command(
         raise ValueError(f"no checkpoint in {checkpoint}: give the folder that trainer.save() wrote to")
     progress, before = read_progress(folder), load_plan(folder / "plan.json")
     check_document(output, "meshwright-plan")
-    machine = _machine(before, gpus, device, gpus_per_node, cluster)
+    machine = _machine(before, devices)
     pins = read_pins(pin or ())
     source = model or before.model.source
     inputs.check_source(source, "--model says where the model is")
@@ -69,16 +71,14 @@ def _replan_command(
     console.print(f"then trainer.resume({str(checkpoint)!r}) goes on from {folder.name}", markup=False)
 
 
-def _machine(
-    before: Plan, gpus: str | None, device: str | None, gpus_per_node: int | None, cluster: Path | None
-) -> ClusterSpec:
+def _machine(before: Plan, now: options.MachineOptions) -> ClusterSpec:
     """The cluster that the flags describe; devices are those of the plan before, if no others are named."""
-    if gpus is None and cluster is None:
+    if now.gpus is None and now.cluster is None:
         raise ValueError("say how many GPUs there are now, for example --gpus 6 (or give a --cluster file)")
-    if device is not None or cluster is not None:
-        return inputs.read_cluster(gpus, device, gpus_per_node, cluster)
-    count = inputs.whole_number("--gpus", gpus or "", "6")
+    if now.device is not None or now.cluster is not None:
+        return inputs.read_cluster(now)
+    count = inputs.whole_number("--gpus", now.gpus or "", "6")
     links = {"link": before.cluster.hosts[0].link}
-    machine = cluster_of(before.cluster.device, count, gpus_per_node)
+    machine = cluster_of(before.cluster.device, count, now.gpus_per_node)
     hosts = tuple(group.model_copy(update=links) for group in machine.hosts)
     return machine.model_copy(update={"hosts": hosts, "network": before.cluster.network})

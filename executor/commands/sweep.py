@@ -6,15 +6,16 @@ from typing import Annotated
 
 import typer
 
-from ...planner.plan.training import REFERENCE
 from ..reporting import terminal
 from . import inputs, options
 from .answers import at_work
+from .option_groups import grouped
 
 sweep_app = options.new_app()
 
 
 @sweep_app.command()
+@grouped
 def _sweep_command(
     model: options.Model,
     gpus: Annotated[
@@ -52,19 +53,10 @@ def _sweep_command(
         float | None,
         typer.Option("--price-per-hour", metavar="USD", min=0.0, help="of one GPU (default: the device file's)"),
     ] = None,
-    device: options.Device = None,
-    gpus_per_node: options.PerNode = None,
-    cluster: options.ClusterFile = None,
-    precision: options.PrecisionFlag = None,
-    optimizer: options.OptimizerFlag = options.Optimizer.ADAMW,
-    software: options.SoftwareFlag = REFERENCE,
-    memory_margin: options.Margin = 0.05,
-    pin: options.Pin = None,
-    most: options.Most = None,
-    forbid: options.Forbid = None,
-    recompute: options.RecomputeFlag = None,
-    micro_batch: options.MicroBatch = None,
-    space: options.SpaceFlag = options.SpaceOf.RUN,
+    *,
+    machine: options.MachineOptions,
+    stack: options.StackOptions,
+    choices: options.PlanOptions,
     time_limit: options.TimeLimit = 60.0,
     output: Annotated[
         Path | None,
@@ -79,27 +71,22 @@ def _sweep_command(
     The global batch is the same at all points unless you give one for each number of GPUs, or --scale-batch.
     """
     from ...planner.answers.sweep import marginal_prices, robustness, sweep
-    from ...planner.plan.pin_texts import read_pins
     from ..reporting.sweep_report import Worth, check_target, print_sweep, sweep_document, write
     from .sweep_grid import batches_of, machines_of, numbers_of
 
     if output is not None:
         check_target(output)
-    machines = machines_of(gpus, device, gpus_per_node, cluster)
-    counts = [machine.num_devices for machine in machines]
+    machines = machines_of(machine)
+    counts = [part.num_devices for part in machines]
     lengths: list[int | None] = [*numbers_of("--seq-len", seq_len)] if seq_len else [None]
-    everything = space is options.SpaceOf.FULL
-    pins = read_pins(pin or (), most or (), forbid or (), recompute, micro_batch, everything)
+    pins = choices.pins()
     with at_work(quiet or as_json) as waiting:
         profiles = [inputs.read_model(model, length, waiting, not no_cache)[0] for length in lengths]
         batches, notes = batches_of(global_batch, counts, profiles[0].global_batch, scale_batch)
         jobs = []
         for profile in profiles:
-            for machine, batch in zip(machines, batches, strict=True):
-                training, _ = inputs.read_training(
-                    profile, machine, batch, profile.seq_len, precision, optimizer, software, memory_margin
-                )
-                jobs.append((profile, machine, training))
+            for part, batch in zip(machines, batches, strict=True):
+                jobs.append((profile, part, inputs.read_training(profile, part, batch, stack)[0]))
         points = sweep(jobs, pins, time_limit, waiting)
         worth = []
         for point in points if prices else ():

@@ -1,11 +1,11 @@
 """The points of a sweep, from its flags: numbers of GPUs, sequence lengths, and the global batch at each."""
 
-from pathlib import Path
+from dataclasses import replace
 
 from ...planner.answers.infeasible import grown
 from ...planner.plan.training import SAMPLES_PER_GPU
 from ...profiler.machine.cluster import ClusterSpec
-from . import inputs
+from . import inputs, options
 
 
 def numbers_of(flag: str, text: str) -> list[int]:
@@ -13,15 +13,14 @@ def numbers_of(flag: str, text: str) -> list[int]:
     return [inputs.whole_number(flag, word.strip(), "8,16,32") for word in text.split(",")]
 
 
-def machines_of(
-    gpus: str | None, device: str | None, gpus_per_node: int | None, file: Path | None
-) -> list[ClusterSpec]:
+def machines_of(machine: options.MachineOptions) -> list[ClusterSpec]:
     """The cluster of every point: as many GPUs as said, or parts of a cluster file. Raises ValueError."""
+    gpus, file = machine.gpus, machine.cluster
     if file is None:
         if gpus is None:
             raise ValueError("say for how many GPUs, for example --gpus 8,16,32 (or give a --cluster file)")
-        return [inputs.read_cluster(str(count), device, gpus_per_node, None) for count in numbers_of("--gpus", gpus)]
-    whole = inputs.read_cluster(None, device, gpus_per_node, file)
+        return [inputs.read_cluster(replace(machine, gpus=str(count))) for count in numbers_of("--gpus", gpus)]
+    whole = inputs.read_cluster(replace(machine, gpus=None))
     per_host, most = whole.devices_per_host, whole.num_devices
     alike = len({(group.device.name, group.devices_per_host, group.link) for group in whole.hosts}) == 1
     if gpus is None:

@@ -32,7 +32,6 @@ from ...profiler.machine.calibrate import (
     measure,
     merged,
     num_ranks_here,
-    save_device,
     summary,
 )
 from ...profiler.machine.cluster import Device, load_device
@@ -96,14 +95,6 @@ class Calibration:
     batch_size: int
     steps: tuple[StepCheck, ...]
     layers: tuple[LayerCheck, ...]
-
-
-def save(device: Device, path: Path) -> None:
-    """Write the device file; it appears whole or not at all. Raises ValueError where that is impossible."""
-    try:
-        save_device(device, path)
-    except OSError as error:
-        raise ValueError(f"-o {path} cannot be written: {error.strerror}; choose another") from None
 
 
 def check_device_output(path: Path) -> None:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from ...planner.answers.explain import compared
 from ...planner.answers.guidance import RuleOfThumb, named_rules
+from ...planner.answers.verdict import FITS, THE_PLAN, Verdict, VerdictKind, not_legal
 from ...planner.plan.document import Plan, load_plan
-from ...planner.plan.not_run import marked, priced_only
+from ...planner.plan.not_run import marked, priced_mark
 from ...planner.plan.setups import IllegalSetupError, Setup, parse_setup
 from ...planner.plan.training import TrainingSpec
+from ...profiler.document import write_file
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 
@@ -133,9 +135,10 @@ def compare(
     planned: SearchResult | None = None
     try:
         planned = search(profile, cluster, training, time_limit_s=time_limit_s, progress=progress)
-        first = Candidate(label=PLANNED, plan=planned.plan, estimate=planned.estimate, verdict="the plan")
+        first = Candidate(label=PLANNED, plan=planned.plan, estimate=planned.estimate, verdict=THE_PLAN)
     except InfeasibleError as error:
-        first = Candidate(label=PLANNED, plan=None, estimate=None, verdict=f"does not fit: {error}")
+        verdict = Verdict(VerdictKind.DOES_NOT_FIT, str(error), stage=error.stage, over_bytes=error.over_bytes)
+        first = Candidate(label=PLANNED, plan=None, estimate=None, verdict=verdict)
     explorer = Explorer(profile, cluster, training)
     rules = {rule.name: rule for rule in named_rules(cluster, profile)}
     setups = [rules[asked.name] if isinstance(asked, RuleOfThumb) else asked for asked in setups]
@@ -146,7 +149,7 @@ def compare(
         if isinstance(asked, Setup):
             manual.append(_with_its_replicas(asked, price_setup(asked, profile, cluster, training)))
         elif isinstance(asked, Illegal):
-            manual.append(Candidate(asked.label, None, None, f"not legal: {asked.rule}"))
+            manual.append(Candidate(asked.label, None, None, not_legal(asked.rule)))
         elif isinstance(asked, SavedPlan):
             manual.append(_price_plan(asked, profile, cluster, training))
         else:
@@ -160,15 +163,15 @@ def compare(
 
 def _with_its_replicas(setup: Setup, candidate: "Candidate") -> "Candidate":
     """The candidate, which says, where it does not fit, that its data ranks are replicas only for want of a word."""
-    if not (setup.replicas_assumed and candidate.verdict.startswith("does not fit")):
+    if not (setup.replicas_assumed and candidate.verdict.kind is VerdictKind.DOES_NOT_FIT):
         return candidate
     ways = f"its {setup.data_replicate} data ranks are replicas; {setup.label} fsdp shards over them"
-    return replace(candidate, verdict=f"{candidate.verdict}; {ways}")
+    return replace(candidate, verdict=candidate.verdict.noted(f"; {ways}"))
 
 
 def _price_plan(saved: SavedPlan, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec) -> "Candidate":
     """A plan document, priced for this cluster and job. Raises ValueError if it is for another model or batch."""
-    from ...planner.answers.check import check
+    from ...planner.answers.check import violations
     from ...planner.answers.search import Candidate
     from ...planner.cost.estimate import estimate
 
@@ -180,11 +183,10 @@ def _price_plan(saved: SavedPlan, profile: ModelProfile, cluster: ClusterSpec, t
         )
     plan = saved.plan.model_copy(update={"cluster": cluster, "training": training})
     found = estimate(plan, profile)
-    violations = check(plan, profile, to_run=False)
-    if violations:
-        fits_not = violations[0].startswith("does not fit")
-        return Candidate(saved.label, None, None, violations[0] if fits_not else f"not legal: {violations[0]}")
-    return Candidate(saved.label, plan, found, "fits", found.step_time_s)
+    violated = violations(plan, profile, to_run=False)
+    if violated:
+        return Candidate(saved.label, None, None, violated[0])
+    return Candidate(saved.label, plan, found, FITS, found.step_time_s)
 
 
 def _against(candidate: "Candidate", planned: "Estimate") -> "Candidate":
@@ -192,7 +194,7 @@ def _against(candidate: "Candidate", planned: "Estimate") -> "Candidate":
     if candidate.estimate is None:
         return candidate
     verdict = compared(candidate.estimate, planned)
-    return replace(candidate, verdict=verdict if candidate.plan is None else priced_only(candidate.plan, verdict))
+    return replace(candidate, verdict=verdict if candidate.plan is None else verdict.noted(priced_mark(candidate.plan)))
 
 
 def measured(
@@ -209,7 +211,7 @@ def measured(
 def save_picture(path: Path, comparison: Comparison, times: "Times | None" = None) -> None:
     """Draw where each set-up's step goes, as stacked bars; the HTML page holds all tables, too, and measured times."""
     if path.suffix == ".html":
-        path.write_text(comparison.page(times))
+        write_file(path, comparison.page(times))
         return
     from ..reporting.compare_png import draw
 

@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
+from pydantic import PositiveFloat, ValidationError
 
 from ...planner.cost.refit import MeasuredStep
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.making import shape_of
+from ...profiler.document import Frozen, in_a_sentence
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_report import WARM_UP_STEPS
 from ..run_document import load_run
@@ -17,10 +18,8 @@ from .measurement import quantile
 _EXAMPLE = '{"plan": "plan.json", "step_time_s": 1.23}'
 
 
-class _Line(BaseModel):
+class _Line(Frozen):
     """One measured plan: its file, and the seconds of a step, or the file that telemetry wrote of a run of it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     plan: Path
     step_time_s: PositiveFloat | None = None
@@ -45,7 +44,7 @@ def load_measured_steps(path: Path, profile_of: Callable[[Plan, str], ModelProfi
         try:
             line = _Line.model_validate(json.loads(text))
         except (json.JSONDecodeError, ValidationError) as error:
-            found = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            found = in_a_sentence(error) if isinstance(error, ValidationError) else str(error)
             raise ValueError(f"{where} is not a measured step ({found}); it should be like {_EXAMPLE}") from None
         plan = load_plan(path.parent / line.plan)
         step_s = _step_s(line, path.parent, where)

@@ -1,17 +1,16 @@
 """Measurement: what a plan's steps really took, as a document."""
 
-from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt
 
-MEASUREMENT_SCHEMA_VERSION = 1
+from ...profiler.document import Document
 
 
-class Measurement(BaseModel):
+class Measurement(Document):
     """Step times and memory of one plan on the devices of one machine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    made_by: ClassVar[str] = "compare(...) and measured(...).save({path})"
 
     schema_version: Literal[1] = 1
     kind: Literal["meshwright-measurement"] = "meshwright-measurement"
@@ -51,12 +50,6 @@ class Measurement(BaseModel):
         """Tokens (or samples) of the global batch per median step."""
         return self.tokens_per_step / self.step_time_s
 
-    def save(self, path: Path) -> None:
-        """Write the document; the file appears whole or not at all."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.model_dump_json(indent=1) + "\n")
-        partial.replace(path)
-
 
 def quantile(values: tuple[float, ...], share: float) -> float:
     """The value below which that share of the values lies, interpolated linearly."""
@@ -65,14 +58,3 @@ def quantile(values: tuple[float, ...], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def load_measurement(path: Path) -> Measurement:
-    """Read a measurement document. Raises ValueError that says what is wrong with the file."""
-    try:
-        return Measurement.model_validate_json(path.read_text())
-    except (ValidationError, UnicodeDecodeError) as error:
-        what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise ValueError(
-            f"{path} is not a measurement this version reads (schema {MEASUREMENT_SCHEMA_VERSION}): {what}"
-        ) from None

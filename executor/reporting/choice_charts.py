@@ -6,6 +6,7 @@ from math import cos, pi, sin
 from ...planner.answers.explain import CAUSES
 from ...planner.answers.search import Candidate
 from ...planner.answers.sensitivity import Shift
+from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.estimate import Estimate
 from ...profiler.machine.units import GIB, format_bytes, format_seconds
 from .drawing import CAUSE_COLOURS, WIDTH, colour_of, cut, figure, legend, line, nice_step, rect, tag, text, ticks
@@ -61,10 +62,10 @@ def scatter(facts: Facts) -> str:
     marks.append(tag("path", d=f"M{corners[0][0]:.1f} {corners[0][1]:.1f}{steps}H{edge:.1f}", class_="front"))
     circles: dict[str, list[str]] = {"other": [], "rule": []}
     for i in reversed(shown[1:]):
-        style, radius = ("rule", 6.0) if _is_rule(priced[i - 1]) else ("other", 4.5)
+        style, radius = ("rule", 6.0) if priced[i - 1].by_rule else ("other", 4.5)
         x, y = place(i)
         circles[style].append(tag("circle", cx=x, cy=y, r=radius, class_=style, data_t=_tip(priced[i - 1])))
-    named = [(*place(i), priced[i - 1].label) for i in shown[1:] if _is_rule(priced[i - 1])]
+    named = [(*place(i), priced[i - 1].label) for i in shown[1:] if priced[i - 1].by_rule]
     x, y = place(0)
     marks += [*circles["other"], *_labels([(x, y, "the plan"), *named], left, right, base), *circles["rule"]]
     tip = f"the plan|{format_seconds(found.step_time_s)}, {format_bytes(mine[0])}"
@@ -73,10 +74,6 @@ def scatter(facts: Facts) -> str:
     marks.append(text(left, top - 5, "step time", class_="note"))
     description = f"the plan and {len(shown) - 1} alternatives; {len(best)} of them on the Pareto front"
     return figure("scatter", "Time against memory", description, WIDTH, base + 42, marks)
-
-
-def _is_rule(candidate: Candidate) -> bool:
-    return ", micro-batch" not in candidate.label
 
 
 def _tip(candidate: Candidate) -> str:
@@ -178,12 +175,12 @@ def loss_bars(candidates: Sequence[Candidate]) -> tuple[str, str]:
             marks += [line(x, 4, x, height, class_="grid"), text(x, height + 14, shown, class_="tick mid")]
     for i, candidate in enumerate(candidates):
         y, x, found = 10 + i * step, left, candidate.estimate
-        chosen = candidate.verdict == "the plan"
+        chosen = candidate.verdict.kind is VerdictKind.PLAN
         marks.append(
             text(left - 10, y + 18, cut(candidate.label, 28), class_="label end strong" if chosen else "label end")
         )
         if found is None:
-            marks.append(text(left + 6, y + 18, cut(candidate.verdict, 100), class_="note"))
+            marks.append(text(left + 6, y + 18, cut(str(candidate.verdict), 100), class_="note"))
             continue
         for name in names:
             seconds = found.breakdown.get(name, 0.0)

@@ -8,6 +8,7 @@ from ...planner.cost.estimate import estimate
 from ...planner.cost.simulate import Event
 from ...planner.plan.document import Plan
 from ...planner.plan.schedules import stage_of
+from ...profiler.document import write_file
 from ...profiler.machine.units import GIB
 from ...profiler.model.model_profile import ModelProfile
 from .report import collapse, gpus_of
@@ -23,7 +24,7 @@ _THREADS = {_PASSES: "passes", _CAUSES: "of which", _ONCE: "once per step"}
 def write_trace(plan: Plan, profile: ModelProfile, path: Path) -> int:
     """Write the trace; the number of its events comes back."""
     events = trace_events(plan, profile)
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n")
+    write_file(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n")
     return len(events)
 
 

@@ -33,7 +33,7 @@ def draw(path: Path, candidates: Sequence[Candidate]) -> None:
     for row, candidate in enumerate(candidates):
         found, left = candidate.estimate, 0.0
         if found is None:
-            axes.text(0, row, f" {candidate.verdict[:90]}", va="center", fontsize=8, color="#5a6275")
+            axes.text(0, row, f" {str(candidate.verdict)[:90]}", va="center", fontsize=8, color="#5a6275")
             continue
         for name in headings[2:]:
             width = scale * found.breakdown.get(name, 0.0)

@@ -67,6 +67,6 @@ def job_in_words(plan: Plan) -> str:
 def verdict_rows(candidates: Sequence[Candidate]) -> list[tuple[str, str, str]]:
     """(set-up, layout, verdict) of each."""
     return [
-        (c.label, "–" if c.plan is None else f"{label_of(c.plan)}, micro-batch {c.plan.micro_batch}", c.verdict)
+        (c.label, "–" if c.plan is None else f"{label_of(c.plan)}, micro-batch {c.plan.micro_batch}", str(c.verdict))
         for c in candidates
     ]

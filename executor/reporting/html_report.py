@@ -82,14 +82,7 @@ def _decision(facts: Facts) -> str:
     why = reason(plan, found, next((c.verdict for c in facts.alternatives if c.label == "DDP"), None))
     sentences.append(escape(f"Why: {why}."))
     if facts.alternatives:
-        against = against_others(plan, found.step_time_s, facts.alternatives)
-        sentences.append(
-            escape(
-                f"It is {against}."
-                if against[0].isdigit() or against.startswith("as ")
-                else f"{against[0].upper()}{against[1:]}."
-            )
-        )
+        sentences.append(escape(against_others(plan, found.step_time_s, facts.alternatives).sentence))
     return tag("p", " ".join(sentences[:3]), class_="lead") + tag("p", " ".join(sentences[3:]))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.expert_place import expert_group
 from ...planner.plan.document import CONTEXT_NAMES, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
 from ...planner.plan.making import shape_of
@@ -74,16 +75,34 @@ def _expert_axes(plan: Plan) -> list[str]:
     return axes
 
 
-def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]) -> str:
-    """Why this plan, against the candidates that were priced beside it; a phrase."""
+@dataclass(frozen=True)
+class Against:
+    """Why this plan and no other, as a phrase. of_the_plan: whether the phrase says what the plan is, as in "7% faster
+    than the next best"."""
+
+    phrase: str
+    of_the_plan: bool
+
+    @property
+    def sentence(self) -> str:
+        """The phrase as a sentence of its own."""
+        return f"It is {self.phrase}." if self.of_the_plan else f"{self.phrase[0].upper()}{self.phrase[1:]}."
+
+
+def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]) -> Against:
+    """Why this plan, against the candidates that were priced beside it."""
     label = label_of(plan)
-    rivals = [c for c in others if c.estimate is not None and c.plan is not None and c.verdict != "the plan"]
+    rivals = [
+        c for c in others if c.estimate is not None and c.plan is not None and c.verdict.kind is not VerdictKind.PLAN
+    ]
     different = [c for c in rivals if c.plan is not None and label_of(c.plan) != label] or rivals
     parts = []
+    of_the_plan = False
     if different:
         best = min(different, key=_step_time)
         name = _name(best) if _name(best) != label else best.label
         ahead = _step_time(best) / step_time_s - 1
+        of_the_plan = ahead > -0.015
         if ahead >= 0.01:
             parts.append(f"{_percent(ahead)} faster than the next best, {name}")
         elif ahead > -0.015:
@@ -92,11 +111,13 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
             parts.append(f"slower than {name} ({format_seconds(_step_time(best))}), which the pins leave out")
     elif others:
         parts.append("nothing else that was priced fits")
-    too_big = list(dict.fromkeys(c.label for c in others if c.plan is None and c.verdict.startswith("does not fit")))
+    too_big = list(
+        dict.fromkeys(c.label for c in others if c.plan is None and c.verdict.kind is VerdictKind.DOES_NOT_FIT)
+    )
     if too_big and different:
         names = " and ".join(too_big) if len(too_big) < 3 else f"{too_big[0]} and {len(too_big) - 1} others"
         parts.append(f"{names} {'does' if len(too_big) == 1 else 'do'} not fit")
-    return "; ".join(parts) or "nothing else was priced"
+    return Against("; ".join(parts) or "nothing else was priced", of_the_plan)
 
 
 def _step_time(candidate: "Candidate") -> float:
@@ -386,7 +407,7 @@ def candidate_document(candidate: "Candidate") -> dict[str, Any]:
     plan, estimate = candidate.plan, candidate.estimate
     return {
         "label": candidate.label,
-        "verdict": candidate.verdict,
+        "verdict": str(candidate.verdict),
         "degrees": None if plan is None else plan.degrees.model_dump(mode="json"),
         "micro_batch": None if plan is None else plan.micro_batch,
         "num_microbatches": None if plan is None else plan.num_microbatches,

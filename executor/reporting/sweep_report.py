@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ...planner.answers.sweep import Point, Price, changes_of_kind
 from ...planner.plan.making import shape_of
+from ...profiler.document import write_file
 from ...profiler.machine.units import GIB, format_count, format_seconds
 from . import terminal
 from .drawing import figure, legend, line, table, tag, text, ticks
@@ -147,12 +148,12 @@ def _named(point: Point) -> str:
 def write(path: Path, points: Sequence[Point], document: dict[str, Any], price_per_hour: float | None) -> None:
     """Write a sweep as its file's name says. Raises ValueError where a picture would be empty."""
     if path.suffix == ".json":
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        write_file(path, json.dumps(document, indent=1) + "\n")
         return
     if all(point.result is None for point in points):
         raise ValueError(f"-o {path}: nothing fits at any point, so there is nothing to draw: {points[0].why}")
     if path.suffix == ".html":
-        path.write_text(_page(points, document, price_per_hour))
+        write_file(path, _page(points, document, price_per_hour))
     else:
         _draw(path, points)
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...planner.answers.explain import CAUSES
+from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.bands import Band, memory_band, no_band, time_band
 from ...planner.plan.document import Plan
 from ...planner.plan.not_run import marked
@@ -136,7 +137,7 @@ def print_choice(
     how sequences and experts are split."""
     sentence = Text(choice_in_words(plan), style="bold green")
     if step_time_s is not None and others is not None:
-        sentence.append(f": {against_others(plan, step_time_s, others)}.", style="not bold default")
+        sentence.append(f": {against_others(plan, step_time_s, others).phrase}.", style="not bold default")
     console.print()
     console.print(sentence)
     if marked(plan):
@@ -330,7 +331,7 @@ def comparison_tables(candidates: Sequence["Candidate"]) -> Group:
     """Set-ups side by side, and where the step of each goes, for rich's print."""
     headings, rows = comparison_rows(candidates, None)
     unit, causes, losses = loss_rows(candidates)
-    verdicts = [(c.label, c.verdict) for c in candidates]
+    verdicts = [(c.label, str(c.verdict)) for c in candidates]
     return Group(
         rows_table(headings, rows),
         Text(f"where the step goes, {unit}"),
@@ -374,7 +375,7 @@ def print_essentials(console: Console, facts: "Facts") -> None:
     table.add_column("then faster")
     for shift in facts.shifts:
         changes = (f"{seconds / found.step_time_s - 1:+.1%}" for seconds in (shift.lower_s, shift.higher_s))
-        table.add_row(shift.name, shift.value, *changes, shift.overtaken_by or "this plan")
+        table.add_row(shift.name, shift.value, *changes, str(shift.overtaken_by or "this plan"))
     print_titled(console, "Step time, if the hardware is not what we think", table)
     console.print(Text(f"  {facts.spare_memory}", style="dim"))
     print_certificate(console, plan)
@@ -536,11 +537,11 @@ def _collapsed(stages: Sequence["StageMemory"]) -> list[tuple[str, "StageMemory"
 
 
 def _candidate_cells(candidate: "Candidate") -> tuple[Text, str, str, Text]:
-    chosen = candidate.verdict == "the plan"
+    chosen = candidate.verdict.kind is VerdictKind.PLAN
     lost = candidate.estimate is None
     step, gib = "-", "-"
     if candidate.estimate is not None:
         step = format_seconds(candidate.estimate.step_time_s)
         gib = _gib(max(stage.device_bytes for stage in candidate.estimate.memory))
     style = "green" if chosen else "dim" if lost else "default"
-    return Text(candidate.label, style=style), step, gib, Text(candidate.verdict, style=style)
+    return Text(candidate.label, style=style), step, gib, Text(str(candidate.verdict), style=style)

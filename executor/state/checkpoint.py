@@ -125,7 +125,7 @@ class Checkpoints:
         partial = folder / f"{_PARTIAL}{name}{f'.{again}' if again else ''}"
         partial.mkdir()
         self._plan.save(partial / "plan.json")
-        (partial / "state.json").write_text(progress.model_dump_json(indent=1) + "\n")
+        progress.save(partial / "state.json")
         return partial
 
     def _load(self, folder: Path, stateful: Mapping[str, Stateful]) -> Progress:

@@ -1,19 +1,20 @@
 """Which checkpoints a run's folder holds, and how far each had come. Needs no torch."""
 
-import json
 import re
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt
+
+from ...profiler.document import Document
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
-class Progress(BaseModel):
+class Progress(Document):
     """How far a run has come."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    made_by: ClassVar[str] = "trainer.save(folder)"
 
     schema_version: Literal[1] = 1
     kind: Literal["meshwright-checkpoint"] = "meshwright-checkpoint"
@@ -39,6 +40,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def read_progress(folder: Path) -> Progress:
     """How far the run had come. Raises ValueError if the folder is no checkpoint that this version reads."""
     try:
-        return Progress.model_validate_json((folder / "state.json").read_text())
-    except (OSError, ValidationError, json.JSONDecodeError) as error:
+        return Progress.load(folder / "state.json")
+    except ValueError as error:
         raise ValueError(f"{folder} is no checkpoint that this version reads: {error}") from None

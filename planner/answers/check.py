@@ -20,25 +20,34 @@ from ..plan.making import shape_of
 from ..plan.not_run import not_run
 from ..plan.schedules import ZERO_BUBBLE
 from .explain import does_not_fit
+from .verdict import Verdict, VerdictKind, not_legal
 
 
 def check(plan: Plan, profile: ModelProfile | None = None, *, to_run: bool = True) -> list[str]:
-    """Violated limits in words; empty if the plan is sound.
+    """Violated limits in words; empty if the plan is sound. See `violations`."""
+    return [
+        found.detail if found.kind is VerdictKind.ILLEGAL else str(found)
+        for found in violations(plan, profile, to_run=to_run)
+    ]
+
+
+def violations(plan: Plan, profile: ModelProfile | None = None, *, to_run: bool = True) -> list[Verdict]:
+    """Violated limits, each illegal, not run or too large; empty if the plan is sound.
 
     Without a profile only what the document itself says is checked. With one: that the plan covers the model's layers
     once and in order, that every cut divides, and that each stage fits its budget. to_run: whether that the executor
     does not run something yet is a violation, too.
     """
-    found = [*_structure(plan), *_consistent(plan)]
+    found = [not_legal(rule) for rule in (*_structure(plan), *_consistent(plan))]
     if to_run:
-        found += [f"priced, not run yet: {what}; the executor runs {runs}" for what, runs in not_run(plan).items()]
+        missing = (f"{what}; the executor runs {runs}" for what, runs in not_run(plan).items())
+        found += [Verdict(VerdictKind.NOT_RUN, each) for each in missing]
     if profile is None:
         return found
     if plan.model.fingerprint != profile.fingerprint:
-        return [*found, f"the plan is for {plan.model.name}, whose layers differ from this {profile.name}"]
-    found += _covers(plan, profile)
-    found += _divides(plan, profile)
-    found += _runs(plan, profile)
+        return [*found, not_legal(f"the plan is for {plan.model.name}, whose layers differ from this {profile.name}")]
+    rules = *_covers(plan, profile), *_divides(plan, profile), *_runs(plan, profile)
+    found += map(not_legal, rules)
     if not found:
         priced = estimate(plan, profile)
         if not priced.fits:

@@ -9,6 +9,7 @@ from ..cost.estimate import Estimate
 from ..cost.stage_models import stage_kinds
 from ..plan.document import Plan, Recompute, parts_in_words, parts_of
 from ..plan.making import shape_of
+from .verdict import Verdict, VerdictKind
 
 CAUSES = {
     "compute": "compute",
@@ -24,16 +25,15 @@ CAUSES = {
 """Breakdown item -> how people call it."""
 
 
-def does_not_fit(found: Estimate) -> str:
-    """Which stage is over its budget, by how much, and its largest item."""
+def does_not_fit(found: Estimate) -> Verdict:
+    """The verdict on what is over its budget: on which stage, by how much, and its largest item."""
     stage, memory = max(enumerate(found.memory), key=lambda pair: pair[1].over_bytes)
     name, size = max(memory.items.items(), key=lambda item: item[1])
     where = f"stage {stage}" if len(found.memory) > 1 else "every GPU"
     where += f" ({memory.device})" if memory.device and len(found.memory) > 1 else ""
-    return (
-        f"does not fit: {where} needs {format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)} "
-        f"({name} {format_bytes(size)})"
-    )
+    needs = f"needs {format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)}"
+    detail = f"{where} {needs} ({name} {format_bytes(size)})"
+    return Verdict(VerdictKind.DOES_NOT_FIT, detail, stage=stage, over_bytes=memory.over_bytes)
 
 
 def causes_apart(other: Estimate, best: Estimate) -> dict[str, float]:
@@ -43,19 +43,18 @@ def causes_apart(other: Estimate, best: Estimate) -> dict[str, float]:
     return dict(sorted(extra.items(), key=lambda item: -item[1]))
 
 
-def compared(other: Estimate, best: Estimate, why_not: str = "less simple or with less memory to spare") -> str:
+def compared(other: Estimate, best: Estimate, why_not: str = "less simple or with less memory to spare") -> Verdict:
     """How much slower `other` is, and the cause that costs it most; if it is faster, why it is not the plan."""
     ratio = other.step_time_s / best.step_time_s - 1.0
     if abs(ratio) < 0.0005:
-        return "as fast as the plan"
-    cause, extra_s = next(iter(causes_apart(other, best).items()))
-    pace = f"{1 + ratio:.1f} times as long" if ratio >= 1 else f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}"
+        return Verdict(VerdictKind.AS_FAST, ratio=ratio)
     if ratio < 0:
-        return f"{pace}, but {why_not}"
-    return f"{pace}: {format_seconds(extra_s)} more {CAUSES[cause]}"
+        return Verdict(VerdictKind.FASTER, why_not, ratio)
+    cause, extra_s = next(iter(causes_apart(other, best).items()))
+    return Verdict(VerdictKind.SLOWER, f"{format_seconds(extra_s)} more {CAUSES[cause]}", ratio)
 
 
-def reason(plan: Plan, found: Estimate, replicas: str | None = None) -> str:
+def reason(plan: Plan, found: Estimate, replicas: Verdict | None = None) -> str:
     """Why the plan's main choices are what they are, in one clause each.
 
     replicas: the verdict on plain data parallelism, if it was priced.
@@ -123,15 +122,13 @@ _RECOMPUTED: dict[Recompute, str] = {
 }
 
 
-def _why_sharded(replicas: str | None) -> str:
+def _why_sharded(replicas: Verdict | None) -> str:
     if replicas is None:
         return "model state is sharded, as every GPU would otherwise hold all of it"
-    if replicas.startswith("does not fit"):
-        return f"replicas (DDP) are out: {replicas.removeprefix('does not fit: ')}"
-    if " slower" in replicas:
-        return f"replicas (DDP) would be {replicas}"
-    if " as long" in replicas:
-        return f"replicas (DDP) would take {replicas}"
+    if replicas.kind is VerdictKind.DOES_NOT_FIT:
+        return f"replicas (DDP) are out: {replicas.detail}"
+    if replicas.kind is VerdictKind.SLOWER:
+        return f"replicas (DDP) would {'take' if replicas.is_times_as_long else 'be'} {replicas}"
     return "sharding the model state costs no time here and leaves more memory free than replicas (DDP)"
 
 

@@ -23,6 +23,7 @@ from ..solve.scan import scan
 from ..solve.space import Space
 from .blame import blamed
 from .explain import does_not_fit
+from .verdict import Verdict, not_legal
 
 MOST_GPUS = 64
 """How many times more GPUs are tried before giving up on the smallest number that would do."""
@@ -176,7 +177,7 @@ def _held(explorer: Explorer, kind: object, shape: Shape, option: LayerOption) -
     return shape.in_flight(0) * cost.kept_bytes + cost.held_bytes
 
 
-def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> str:
+def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> Verdict:
     """Why a pinned set-up has no plan: the rule that excludes it, or what is over its budget."""
     closest = closest_plan(explorer, pins)
     if closest is None:
@@ -185,7 +186,7 @@ def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) ->
             pass
         rules = {rule: count for rule, count in (rejected or space.rejected).items() if count}
         degrees = f"no layout of {explorer.cluster.num_devices} GPUs has these degrees"
-        return f"not legal: {max(rules, key=lambda rule: rules[rule], default=degrees)}"
+        return not_legal(max(rules, key=lambda rule: rules[rule], default=degrees))
     return does_not_fit(closest.estimate)
 
 

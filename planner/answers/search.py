@@ -11,7 +11,7 @@ from ..cost.estimate import Estimate, estimate
 from ..cost.layer_cost import CostModel
 from ..plan.document import Certificate, Plan, Prediction
 from ..plan.making import shape_of
-from ..plan.not_run import priced_only
+from ..plan.not_run import priced_mark
 from ..plan.pins import Pins
 from ..plan.setups import Setup
 from ..plan.training import TrainingSpec
@@ -20,6 +20,7 @@ from ..solve.solver import SolverError
 from .explain import compared
 from .guidance import RuleOfThumb, rules_of_thumb
 from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
+from .verdict import FITS, THE_PLAN, Verdict, VerdictKind, nearest
 
 MORE_TIME = 0.05
 """Of the time limit: how long rules of thumb may be followed beyond it, all together; at least a second."""
@@ -38,13 +39,17 @@ __all__ = ["Candidate", "InfeasibleError", "SearchResult", "SolverError", "price
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout beside the plan; without plan and estimate it does not fit or is not legal, as the verdict says."""
+    """One layout beside the plan; without plan and estimate it does not fit or is not legal, as the verdict says.
+
+    by_rule: whether it is what a rule of thumb or a framework leads to.
+    """
 
     label: str
     plan: Plan | None
     estimate: Estimate | None
-    verdict: str
+    verdict: Verdict
     seconds: float = field(default=float("inf"), compare=False)
+    by_rule: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ def price_setup(
     if outcome.best is None:
         return Candidate(setup.label, None, None, closest_verdict(explorer, pins, outcome.rejected))
     priced = price(explorer, outcome.best)
-    return Candidate(setup.label, priced.plan, priced.estimate, "fits", priced.estimate.step_time_s)
+    return Candidate(setup.label, priced.plan, priced.estimate, FITS, priced.estimate.step_time_s)
 
 
 def pins_of(setup: Setup) -> Pins:
@@ -241,14 +246,13 @@ def _allowed(model: CostModel, pins: Pins, plan: Plan) -> bool:
 
 def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, chosen: _Priced, pins: Pins) -> Candidate:
     if priced is None:
-        verdicts = [closest_verdict(explorer, pins, {}) for pins in rule.attempts]
-        fitting = [verdict for verdict in verdicts if verdict.startswith("does not fit")]
-        return Candidate(rule.name, None, None, (fitting or verdicts)[0])
+        missed = nearest(closest_verdict(explorer, each, {}) for each in rule.attempts)
+        return Candidate(rule.name, None, None, missed, by_rule=True)
     excluded = "excluded by --pin" if pins != Pins() and not _allowed(explorer.model, pins, priced.plan) else None
     verdict = compared(priced.estimate, chosen.estimate, *([excluded] if excluded else []))
-    if shape_of(priced.plan).layout == shape_of(chosen.plan).layout and verdict == "as fast as the plan":
-        verdict = "the plan"
-    return Candidate(rule.name, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s)
+    if shape_of(priced.plan).layout == shape_of(chosen.plan).layout and verdict.kind is VerdictKind.AS_FAST:
+        verdict = THE_PLAN
+    return Candidate(rule.name, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s, by_rule=True)
 
 
 def _at_its_best(explorer: Explorer, solved: Solved, pins: Pins, deadline: float) -> Solved:
@@ -273,7 +277,7 @@ def _runners_up(
         seen |= {first.shape.layout, solved.shape.layout}
         priced = price(explorer, solved)
         label = f"{solved.shape.label}, micro-batch {solved.shape.micro_batch}"
-        verdict = priced_only(priced.plan, compared(priced.estimate, chosen.estimate))
+        verdict = compared(priced.estimate, chosen.estimate).noted(priced_mark(priced.plan))
         result.append(Candidate(label, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s))
         if len(result) == ALTERNATIVES:
             break

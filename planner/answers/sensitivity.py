@@ -14,6 +14,22 @@ _LATENCY = "latency of links"
 
 
 @dataclass(frozen=True)
+class Overtaking:
+    """A layout that would be faster than the plan. factor: what the number of the cluster is multiplied by there."""
+
+    label: str
+    factor: float
+
+    @property
+    def change(self) -> str:
+        """What becomes of the number: "-20%"."""
+        return f"{self.factor - 1:+.0%}"
+
+    def __str__(self) -> str:
+        return f"{self.label} at {self.change}"
+
+
+@dataclass(frozen=True)
 class Shift:
     """Step time when one number of the cluster is 20% lower or higher, the plan unchanged."""
 
@@ -21,7 +37,7 @@ class Shift:
     value: str
     lower_s: float
     higher_s: float
-    overtaken_by: str = ""
+    overtaken_by: Overtaking | None = None
 
 
 def sensitivity(
@@ -45,7 +61,8 @@ def sensitivity(
             name == "links in a host" and cluster.devices_per_host == 1
         ):
             continue
-        seconds, overtaken = [], ""
+        seconds: list[float] = []
+        overtaken: Overtaking | None = None
         for factor in (0.8, 1.2):
             machine = scaled(cluster, name, factor)
             seconds.append(repriced(plan, machine, profile))
@@ -55,7 +72,7 @@ def sensitivity(
                     rival.seconds >= found.step_time_s and repriced(rival.plan, machine, profile) < 0.99 * seconds[-1]
                 )
                 if overtakes and not overtaken:
-                    overtaken = f"{rival.label} at {factor - 1:+.0%}"
+                    overtaken = Overtaking(rival.label, factor)
         shifts.append(Shift(name, value, seconds[0], seconds[1], overtaken))
     return tuple(sorted(shifts, key=lambda shift: -abs(shift.lower_s - shift.higher_s)))
 

@@ -160,9 +160,9 @@ def robustness(point: Point) -> str:
     result = point.result
     others = [*result.runners_up, *result.baselines]
     shifts = sensitivity(result.plan, result.estimate, point.profile, others)
-    overtaken = [(*shift.overtaken_by.rpartition(" at ")[::2], shift.name) for shift in shifts if shift.overtaken_by]
+    overtaken = [(shift.name, shift.overtaken_by) for shift in shifts if shift.overtaken_by is not None]
     if overtaken:
-        cases = (f"with {name} at {factor}, {rival} would be over 1% faster" for rival, factor, name in overtaken)
+        cases = (f"with {name} at {by.change}, {by.label} would be over 1% faster" for name, by in overtaken)
         return f"not the best everywhere within +-20%: {'; '.join(cases)}"
     largest = shifts[0]
     worst = max(largest.lower_s, largest.higher_s) / result.estimate.step_time_s - 1

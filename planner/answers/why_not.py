@@ -3,22 +3,22 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ...profiler.machine.units import format_bytes, format_seconds
 from ..cost.estimate import Estimate, estimate
 from ..plan.document import Plan
 from ..plan.making import shape_of
-from ..plan.not_run import priced_only
+from ..plan.not_run import priced_mark
 from ..plan.pins import Pins
 from ..plan.setups import Setup
 from ..solve.explore import SIMPLE, Explorer
 from .blame import blamed
-from .check import check
+from .check import violations
 from .explain import CAUSES, causes_apart
 from .guidance import RuleOfThumb
 from .infeasible import Closest, closest_plan, closest_verdict
 from .search import Candidate, pins_of
+from .verdict import FITS, VerdictKind, nearest
 
 SMALL = 0.02
 """Share of the plan's step below which a cause is not worth a word."""
@@ -32,7 +32,7 @@ class Answer:
     """Why a set-up is not the plan. plan and estimate: what it leads to at its best, if that is legal and fits."""
 
     asked: str
-    kind: Literal["illegal", "does not fit", "not found", "slower", "as fast", "faster", "the plan"]
+    kind: VerdictKind
     sentence: str
     plan: Plan | None = None
     estimate: Estimate | None = None
@@ -60,10 +60,9 @@ def followed(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> Candidat
     """What a rule of thumb leads to; without plan and estimate where none of its attempts fits."""
     found = first_that_fits(explorer, rule.attempts, deadline)
     if found is not None:
-        return Candidate(rule.name, *found, "fits", found[1].step_time_s)
-    verdicts = [closest_verdict(explorer, pins, {}) for pins in rule.attempts]
-    fitting = [verdict for verdict in verdicts if verdict.startswith("does not fit")]
-    return Candidate(rule.name, None, None, (fitting or verdicts)[0])
+        return Candidate(rule.name, *found, FITS, found[1].step_time_s, by_rule=True)
+    verdict = nearest(closest_verdict(explorer, pins, {}) for pins in rule.attempts)
+    return Candidate(rule.name, None, None, verdict, by_rule=True)
 
 
 def why_not(
@@ -77,7 +76,7 @@ def why_not(
     if other is not None:
         return priced_answer(asked, *other, plan, found)
     answers = [_no_plan(explorer, asked, pins) for pins in attempts]
-    return min(answers, key=lambda answer: answer.kind == "illegal")
+    return min(answers, key=lambda answer: answer.kind is VerdictKind.ILLEGAL)
 
 
 def why_not_setup(explorer: Explorer, setup: Setup, plan: Plan, found: Estimate, seconds: float = 30.0) -> Answer:
@@ -87,10 +86,10 @@ def why_not_setup(explorer: Explorer, setup: Setup, plan: Plan, found: Estimate,
     prices the same with the model's state sharded over them.
     """
     answer = why_not(explorer, setup.label, (pins_of(setup),), plan, found, seconds)
-    if not setup.replicas_assumed or answer.kind == "illegal":
+    if not setup.replicas_assumed or answer.kind is VerdictKind.ILLEGAL:
         return answer
     replicas = f"Nothing is said of the {setup.data_replicate} data ranks, so they are replicas"
-    if answer.kind != "does not fit":
+    if answer.kind is not VerdictKind.DOES_NOT_FIT:
         return replace(answer, sentence=f"{answer.sentence}. {replicas}")
     sharding = replace(
         setup,
@@ -106,7 +105,7 @@ def why_not_setup(explorer: Explorer, setup: Setup, plan: Plan, found: Estimate,
 
 def not_legal(asked: str, rule: str) -> Answer:
     """The answer for what no layout agrees with."""
-    return Answer(asked, "illegal", f"{asked} is not legal: {rule}")
+    return Answer(asked, VerdictKind.ILLEGAL, f"{asked} is not legal: {rule}")
 
 
 def why_not_plan(explorer: Explorer, asked: str, other: Plan, plan: Plan, found: Estimate) -> Answer:
@@ -127,10 +126,9 @@ def why_not_plan(explorer: Explorer, asked: str, other: Plan, plan: Plan, found:
         )
     here = other.model_copy(update={"cluster": plan.cluster, "training": plan.training})
     priced = estimate(here, explorer.profile)
-    violated = [rule for rule in check(here, explorer.profile) if not rule.startswith("does not fit")]
-    outside = [rule for rule in violated if "priced, not run" not in rule]
+    outside = [found.detail for found in violations(here, explorer.profile) if found.kind is VerdictKind.ILLEGAL]
     if outside:
-        return Answer(asked, "illegal", f"{asked} is not legal: {outside[0]}", here, priced)
+        return Answer(asked, VerdictKind.ILLEGAL, f"{asked} is not legal: {outside[0]}", here, priced)
     closest = Closest(here, priced)
     if closest.over_bytes > 0:
         return _over(asked, "as it stands", closest)
@@ -146,21 +144,26 @@ def priced_answer(
     """The answer for a set-up that fits: how much slower, and where the time goes. left_out: why one that is faster is
     not the plan."""
     ratio = priced.step_time_s / found.step_time_s - 1.0
-    leads = priced_only(other, f"{shape_of(other).label}, micro-batch {other.micro_batch}")
+    leads = f"{shape_of(other).label}, micro-batch {other.micro_batch}{priced_mark(other)}"
     times = f"{format_seconds(priced.step_time_s)} against {format_seconds(found.step_time_s)}"
     if abs(ratio) < 0.0005:
         same = shape_of(other).layout == shape_of(plan).layout
         words = "is the plan" if same else f"is as fast as the plan ({times}), which {_SIMPLER}"
-        return Answer(asked, "the plan" if same else "as fast", f"{asked} ({leads}) {words}", other, priced)
+        return Answer(
+            asked, VerdictKind.PLAN if same else VerdictKind.AS_FAST, f"{asked} ({leads}) {words}", other, priced
+        )
     apart = causes_apart(priced, found)
     more = _causes_in_words(apart, found.step_time_s, more=True)
     less = _causes_in_words(apart, found.step_time_s, more=False)
     if ratio < 0:
         why = f"the plan {_SIMPLER}" if ratio >= -SIMPLE else left_out
-        return Answer(asked, "faster", f"{asked} ({leads}) is {-ratio:.1%} faster: {times}, but {why}", other, priced)
+        sentence = f"{asked} ({leads}) is {-ratio:.1%} faster: {times}, but {why}"
+        return Answer(asked, VerdictKind.FASTER, sentence, other, priced)
     pace = f"takes {1 + ratio:.1f} times as long as the plan" if ratio >= 1 else f"is {ratio:.1%} slower than the plan"
     spared = f"; it spares {less}" if less else ""
-    return Answer(asked, "slower", f"{asked} ({leads}) {pace}: {times}. It spends {more}{spared}", other, priced)
+    return Answer(
+        asked, VerdictKind.SLOWER, f"{asked} ({leads}) {pace}: {times}. It spends {more}{spared}", other, priced
+    )
 
 
 def _causes_in_words(apart: dict[str, float], step_s: float, *, more: bool) -> str:
@@ -179,9 +182,10 @@ def _no_plan(explorer: Explorer, asked: str, pins: Pins) -> Answer:
     if closest is None:
         found = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
         rule = None if found is None else found.rule
-        return not_legal(asked, rule or closest_verdict(explorer, pins, {}).removeprefix("not legal: "))
+        return not_legal(asked, rule or closest_verdict(explorer, pins, {}).detail)
     if closest.over_bytes <= 0:
-        return Answer(asked, "not found", f"{asked} may fit, but no plan of it was found in time; try it with --setup")
+        sentence = f"{asked} may fit, but no plan of it was found in time; try it with --setup"
+        return Answer(asked, VerdictKind.NOT_FOUND, sentence)
     return _over(asked, f"at its leanest (micro-batch {closest.plan.micro_batch})", closest)
 
 
@@ -193,7 +197,7 @@ def _over(asked: str, how: str, closest: Closest) -> Answer:
     items = sorted(memory.items.items(), key=lambda item: -item[1])[:3]
     return Answer(
         asked,
-        "does not fit",
+        VerdictKind.DOES_NOT_FIT,
         f"{asked} does not fit: {how} {where} is over by {format_bytes(closest.over_bytes)}, needing "
         f"{format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)} ("
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in items)

@@ -12,7 +12,7 @@ from ..plan.document import Axis
 from ..plan.shape import Shape
 from ..plan.training import TrainingSpec
 from .comm_cost import GroupLinks, collective_s
-from .kept import kept
+from .kept import kept, memo_by
 from .kinds import Kind, kept_with_last
 from .peak import Arrivals
 
@@ -56,20 +56,15 @@ class Crossings:
 
     def __init__(self, model: CrossingModel) -> None:
         self._model = model
-        self._cuts: dict[tuple[object, ...], list[Cut]] = {}
-        self._found_sizes: dict[tuple[object, ...], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
 
+    @memo_by(lambda _, shape: (shape.samples, _slices_of(shape), shape.cuts, shape.pipeline, shape.stride("pipeline")))
     def cuts(self, shape: Shape) -> list[Cut]:
         """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
         between layers, behind the last."""
-        sliced = shape.tensor if shape.sequence else 1
-        key = shape.samples, sliced, shape.cuts, shape.pipeline, shape.stride("pipeline")
-        if key not in self._cuts:
-            links = self._model.axis_links(shape, "pipeline")
-            sizes = self._bytes(shape)
-            cuts = {size: Cut(collective_s("p2p", size, links) if size else 0.0, size) for size in set(sizes)}
-            self._cuts[key] = [cuts[size] for size in sizes]
-        return self._cuts[key]
+        links = self._model.axis_links(shape, "pipeline")
+        sizes = self._bytes(shape)
+        cuts = {size: Cut(collective_s("p2p", size, links) if size else 0.0, size) for size in set(sizes)}
+        return [cuts[size] for size in sizes]
 
     def _on_slices(self, kind: Kind, shape: Shape) -> bool:
         return self._model.mode(kind, shape)[0] == "sequence"
@@ -115,19 +110,22 @@ class Crossings:
         sliced = spans.may_slice & sequence[spans.made_by] & sequence[:, None]
         return np.where(sliced, 1 / shape.tensor, 1.0)
 
+    @memo_by(lambda _, shape: (shape.samples, _slices_of(shape), shape.cuts))
     def _sizes(self, shape: Shape) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[crossing tensor] -> (bytes of one micro-batch of it, those that count with its last reader)."""
-        key = shape.samples, shape.tensor if shape.sequence else 1, shape.cuts
-        if key not in self._found_sizes:
-            batch, element_bytes = shape.samples, self._model.training.compute_bytes
-            whole = [tensor.size.at(batch, element_bytes) for tensor in self._model.profile.tensors]
-            counted = [
-                item.size.at(batch, element_bytes)
-                / (shape.tensor if item.slices and self._on_slices(self._model.kinds[last], shape) else 1)
-                for last, item in kept_with_last(self._model.profile)
-            ]
-            self._found_sizes[key] = np.array(whole), np.array(counted)
-        return self._found_sizes[key]
+        batch, element_bytes = shape.samples, self._model.training.compute_bytes
+        whole = [tensor.size.at(batch, element_bytes) for tensor in self._model.profile.tensors]
+        counted = [
+            item.size.at(batch, element_bytes)
+            / (shape.tensor if item.slices and self._on_slices(self._model.kinds[last], shape) else 1)
+            for last, item in kept_with_last(self._model.profile)
+        ]
+        return np.array(whole), np.array(counted)
+
+
+def _slices_of(shape: Shape) -> int:
+    """Slices that a sequence is cut into where sequence parallelism works."""
+    return shape.tensor if shape.sequence else 1
 
 
 @dataclass(frozen=True)

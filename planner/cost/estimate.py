@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from ...profiler.document import Frozen
 from ...profiler.machine.units import format_bytes, format_count, format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.display import Shown
@@ -31,11 +32,7 @@ MFU_CONVENTION = (
 )
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StageMemory(_Document):
+class StageMemory(Frozen):
     """Peak memory of one rank of a stage, in bytes."""
 
     items: dict[str, float]
@@ -51,7 +48,7 @@ class StageMemory(_Document):
         return self.device_bytes - self.budget_bytes
 
 
-class AxisTraffic(_Document):
+class AxisTraffic(Frozen):
     """What one rank passes to one kind of collective on one mesh axis during a step; full tensors, not shards."""
 
     axis: GroupAxis
@@ -60,7 +57,7 @@ class AxisTraffic(_Document):
     calls: float
 
 
-class Estimate(_Document):
+class Estimate(Frozen):
     """What a plan is predicted to take and hold."""
 
     step_time_s: float = Field(description="event simulation of the schedule")
@@ -127,8 +124,12 @@ def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
             f"the plan was made for {plan.model.name} ({plan.model.fingerprint[:12]}), this is {profile.name} "
             f"({profile.fingerprint[:12]}); make the plan again"
         )
-    model = CostModel(profile, plan.cluster, plan.training)
-    shape = shape_of(plan)
+    return priced_by(CostModel(profile, plan.cluster, plan.training), plan)
+
+
+def priced_by(model: CostModel, plan: Plan) -> Estimate:
+    """Price a plan by a cost model of its profile, cluster and job."""
+    profile, shape = model.profile, shape_of(plan)
     models = stage_models(model, shape)
     stages = _stages(plan, models, shape)
     ranks = _ranks(stages, shape)

@@ -1,12 +1,17 @@
-"""Keeps what was made from a document for as long as that document lives: profiles are large, and priced many times."""
+"""Keeps what was found once: `kept` for as long as the document lives that it was made from, profiles being large and
+priced many times; `memo` and `memo_by` for as long as the object lives whose method found it."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import wraps
-from typing import TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 _Document = TypeVar("_Document")
 _Result = TypeVar("_Result")
+_Self = TypeVar("_Self")
+_Given = TypeVarTuple("_Given")
+
+_UNKNOWN: Any = object()
 
 
 def kept(make: Callable[[_Document], _Result]) -> Callable[[_Document], _Result]:
@@ -24,3 +29,44 @@ def kept(make: Callable[[_Document], _Result]) -> Callable[[_Document], _Result]
         return entry[1]
 
     return found
+
+
+def memo(method: Callable[[_Self, *_Given], _Result]) -> Callable[[_Self, *_Given], _Result]:
+    """A method, called once for each of its arguments; the results lie in the object itself, and go with it."""
+    place = f"memo of {method.__qualname__}"
+
+    @wraps(method)
+    def found(self: _Self, *given: *_Given) -> _Result:
+        known = self.__dict__.get(place)
+        if known is None:
+            known = self.__dict__[place] = {}
+        result: _Result = known.get(given, _UNKNOWN)
+        if result is _UNKNOWN:
+            result = known[given] = method(self, *given)
+        return result
+
+    return found
+
+
+def memo_by(
+    key: Callable[[Any, *_Given], Hashable],
+) -> Callable[[Callable[[_Self, *_Given], _Result]], Callable[[_Self, *_Given], _Result]]:
+    """The same of a method whose results hang on less than its arguments: on what `key` makes of them."""
+
+    def decorated(method: Callable[[_Self, *_Given], _Result]) -> Callable[[_Self, *_Given], _Result]:
+        place = f"memo of {method.__qualname__}"
+
+        @wraps(method)
+        def found(self: _Self, *given: *_Given) -> _Result:
+            known = self.__dict__.get(place)
+            if known is None:
+                known = self.__dict__[place] = {}
+            at = key(self, *given)
+            result: _Result = known.get(at, _UNKNOWN)
+            if result is _UNKNOWN:
+                result = known[at] = method(self, *given)
+            return result
+
+        return found
+
+    return decorated

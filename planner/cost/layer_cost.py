@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
@@ -20,7 +20,7 @@ from .compute_cost import AsRun, Seconds, accumulate_s, amounts_of, host_optimiz
 from .context_cost import NOTHING, ContextCost, context_cost
 from .crossing_cost import Crossings, Cut
 from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
-from .kept import kept
+from .kept import kept, memo, memo_by
 from .kinds import Kind, kinds_of
 from .layer_parts import (
     backward_at,
@@ -34,7 +34,6 @@ from .layer_parts import (
     within,
 )
 from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_buffers, uses_fully_shard
-from .part_cost import part_cost
 from .peak import Arrivals
 from .priced_layer import Held, LayerCost, Traffic
 from .sharding import padded_elements
@@ -67,16 +66,7 @@ class CostModel:
         if training.precision not in self.device.flops:
             known = ", ".join(self.device.flops)
             raise ValueError(f"{self.device.name} has no rate for {training.precision}; its device file has {known}")
-        self._neighbours: dict[tuple[Kind, bool], Kind | None] = {}
         self._seconds: dict[tuple[object, ...], dict[float, Seconds]] = {}
-        self._contexts: dict[tuple[object, ...], ContextCost] = {}
-        self._activations: dict[tuple[object, ...], tuple[float, _Working]] = {}
-        self._part_costs: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._links: dict[tuple[int, int], GroupLinks] = {}
-        self._links_of_stages: dict[tuple[int, int], GroupLinks] = {}
-        self._places: dict[int, tuple[int, ...]] = {}
-        self._held: dict[tuple[object, ...], tuple[Held, ...]] = {}
-        self._kept: dict[tuple[object, ...], float] = {}
         self._modes: dict[tuple[int, int, bool, Cuts | None], _Mode] = {}
 
     @cached_property
@@ -93,45 +83,42 @@ class CostModel:
     def _crossings(self) -> Crossings:
         return Crossings(self)
 
+    @memo
     def links(self, size: int, stride: int) -> GroupLinks:
         """Links of the groups of `size` ranks that lie `stride` apart."""
-        if (size, stride) not in self._links:
-            self._links[size, stride] = GroupLinks(
-                group=self.cluster.group(size, stride),
-                link=self.cluster.link,
-                network=self.software.through(self.cluster.network),
-                devices_per_host=self.cluster.devices_per_host,
-                factors=tuple(sorted(self.device.collective_factors.items())),
-                flat=self.device.flat_rings,
-            )
-        return self._links[size, stride]
+        return GroupLinks(
+            group=self.cluster.group(size, stride),
+            link=self.cluster.link,
+            network=self.software.through(self.cluster.network),
+            devices_per_host=self.cluster.devices_per_host,
+            factors=tuple(sorted(self.device.collective_factors.items())),
+            flat=self.device.flat_rings,
+        )
 
+    @memo
     def links_of_stages(self, size: int, stride: int) -> GroupLinks:
         """The same of groups with ranks of several stages: where those have unequal devices, at the slowest of each."""
         if self.job is self.cluster:
             return self.links(size, stride)
-        if (size, stride) not in self._links_of_stages:
-            devices = [self.software.on(group.device, self.job.num_devices) for group in self.job.hosts]
-            names = sorted({name for device in devices for name in device.collective_factors})
-            self._links_of_stages[size, stride] = GroupLinks(
-                group=self.job.group(size, stride),
-                link=self.job.link,
-                network=self.software.through(self.job.network),
-                devices_per_host=max(group.devices_per_host for group in self.job.hosts),
-                factors=tuple((name, max(d.collective_factors.get(name, 1.0) for d in devices)) for name in names),
-                flat=any(device.flat_rings for device in devices),
-            )
-        return self._links_of_stages[size, stride]
+        devices = [self.software.on(group.device, self.job.num_devices) for group in self.job.hosts]
+        names = sorted({name for device in devices for name in device.collective_factors})
+        return GroupLinks(
+            group=self.job.group(size, stride),
+            link=self.job.link,
+            network=self.software.through(self.job.network),
+            devices_per_host=max(group.devices_per_host for group in self.job.hosts),
+            factors=tuple((name, max(d.collective_factors.get(name, 1.0) for d in devices)) for name in names),
+            flat=any(device.flat_rings for device in devices),
+        )
 
+    @memo
     def places(self, size: int) -> tuple[int, ...]:
         """Strides of groups of `size` ranks that sit differently on the hosts, neighbours first."""
-        if size not in self._places:
-            per_host, apart = self.cluster.devices_per_host, self.job.num_devices // size
-            found: dict[Group, int] = {}
-            for stride in divisors(max(1, apart)):
-                found.setdefault(self.links(size, min(stride, per_host)).group, stride)
-            self._places[size] = tuple(found.values())
-        return self._places[size]
+        per_host, apart = self.cluster.devices_per_host, self.job.num_devices // size
+        found: dict[Group, int] = {}
+        for stride in divisors(max(1, apart)):
+            found.setdefault(self.links(size, min(stride, per_host)).group, stride)
+        return tuple(found.values())
 
     def axis_links(self, shape: Shape, axis: Axis) -> GroupLinks:
         """Links of a mesh axis."""
@@ -157,7 +144,7 @@ class CostModel:
     def _mode(self, kind: Kind, shape: Shape) -> "_Mode":
         """The same, and the cuts that are applied."""
         key = kind.layer_class, shape.tensor, shape.sequence, shape.cuts
-        if key not in self._modes:
+        if key not in self._modes:  # asked for more often than all else: `memo_by` would cost a call more
             self._modes[key] = self._mode_of(self.layer_class(kind), shape)
         return self._modes[key]
 
@@ -167,6 +154,11 @@ class CostModel:
             return "whole", layer_class.whole, 1, ()
         slices = is_sequence_cut(layer_class, shape)
         return "sequence" if slices else "tensor", mode_costs(layer_class, chosen, slices), shape.tensor, chosen
+
+    def _as_run(self, kind: Kind, shape: Shape) -> tuple[object, ...]:
+        """What of a kind and a shape decides which kernels run, and on tensors of which sizes for a sample."""
+        mode, _, tensor, chosen = self._mode(kind, shape)
+        return kind.layer_class, mode, tensor, chosen
 
     def compute(self, kind: Kind, shape: Shape) -> Seconds:
         """Compute seconds of a layer for one micro-batch."""
@@ -222,30 +214,30 @@ class CostModel:
     def held(self, kind: Kind, shape: Shape) -> tuple[Held, ...]:
         """Parameters of a layer as one tensor rank has them."""
         _, _, tensor, chosen = self._mode(kind, shape)
-        key = kind.layer_class, tensor, shape.sharded_over, chosen
-        if key not in self._held:
-            layer_class = self.layer_class(kind)
-            cut_dims = {name: dim for i in chosen for name, dim in layer_class.cuts[i].sharded.items()}
-            partial = {name for i in chosen for name in layer_class.cuts[i].partial}
-            held = []
-            for parameter in layer_class.parameters:
-                local = list(parameter.shape)
-                if parameter.name in cut_dims:
-                    local[cut_dims[parameter.name]] //= tensor
-                elements = padded_elements(tuple(local), shape.sharded_over)
-                is_partial = parameter.name in partial
-                held.append(
-                    Held(parameter.name, elements, parameter.trainable, parameter.name not in cut_dims, is_partial)
-                )
-            self._held[key] = tuple(held)
-        return self._held[key]
+        return self._held_by(kind.layer_class, tensor, shape.sharded_over, chosen)
+
+    @memo
+    def _held_by(self, number: int, tensor: int, sharded_over: int, chosen: tuple[int, ...]) -> tuple[Held, ...]:
+        """[parameter of a class]; chosen: the cuts that are applied."""
+        layer_class = self.profile.classes[number]
+        cut_dims = {name: dim for i in chosen for name, dim in layer_class.cuts[i].sharded.items()}
+        partial = {name for i in chosen for name in layer_class.cuts[i].partial}
+        held = []
+        for parameter in layer_class.parameters:
+            local = list(parameter.shape)
+            if parameter.name in cut_dims:
+                local[cut_dims[parameter.name]] //= tensor
+            elements = padded_elements(tuple(local), sharded_over)
+            is_partial = parameter.name in partial
+            held.append(Held(parameter.name, elements, parameter.trainable, parameter.name not in cut_dims, is_partial))
+        return tuple(held)
 
     def _transients(
         self,
         kind: Kind,
         shape: Shape,
         state: StateBytes,
-        working: "_Working",
+        working: "Working",
         kept: float,
         resharded: bool,
         again: bool,
@@ -286,15 +278,10 @@ class CostModel:
             ending = max(ending, after)
         return between, ending, backward + own + prefetched
 
+    @memo_by(lambda _, kind, shape: (kind, shape.pipeline == 1))
     def fetched_ahead(self, kind: Kind, shape: Shape) -> Kind | None:
         """What fully_shard handles before a layer of this kind: of its own kind if there are several in a row, else the
         next layer before it that has parameters of its own."""
-        key = kind, shape.pipeline == 1
-        if key not in self._neighbours:
-            self._neighbours[key] = self._found_before(kind, shape)
-        return self._neighbours[key]
-
-    def _found_before(self, kind: Kind, shape: Shape) -> Kind | None:
         kinds = self.kinds
         places = [i for i, other in enumerate(kinds) if other == kind]
         if any(i and kinds[i - 1] == kind for i in places):
@@ -320,24 +307,28 @@ class CostModel:
         """Exchanges of a layer's attention between context ranks; stride: between them, if not as the shape has it."""
         if shape.context == 1:
             return NOTHING
-        mode, costs, tensor, chosen = self._mode(kind, shape)
-        apart = shape.stride("context") if stride is None else stride
-        way = shape.micro_batch, shape.context, shape.context_kind, apart
-        key = kind.layer_class, mode, tensor, chosen, *way
-        if key not in self._contexts:
-            self._contexts[key] = context_cost(
-                self.layer_class(kind),
-                costs,
-                shape.micro_batch,
-                self.training.compute_bytes,
-                tensor,
-                shape.context,
-                shape.context_kind,
-                self.links(shape.context, apart),
-                self.device,
-                self.training.precision,
-            )
-        return self._contexts[key]
+        return self._context(kind, shape, shape.stride("context") if stride is None else stride)
+
+    @memo_by(
+        lambda self, kind, shape, apart: (
+            *self._as_run(kind, shape),
+            *(shape.micro_batch, shape.context, shape.context_kind, apart),
+        )
+    )
+    def _context(self, kind: Kind, shape: Shape, apart: int) -> ContextCost:
+        _, costs, tensor = self.mode(kind, shape)
+        return context_cost(
+            self.layer_class(kind),
+            costs,
+            shape.micro_batch,
+            self.training.compute_bytes,
+            tensor,
+            shape.context,
+            shape.context_kind,
+            self.links(shape.context, apart),
+            self.device,
+            self.training.precision,
+        )
 
     def least_context_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
         """Exposed seconds of a layer's exchanges with context ranks in the forward, and in the backward without
@@ -431,15 +422,11 @@ class CostModel:
         own, own_trainable = self.spread_of(kind, shape, kind.held_before(shape))
         data = self._data(shape, resharded, own.reduced, own_trainable.reduced, seconds)
         full = option.recompute == "full"
-        kept, working = self._activation_bytes(kind, shape, option.recompute)
+        kept, working = self.activation_bytes(kind, shape, option.recompute)
         uncast = full and not state.buffers and not uses_fully_shard(shape, self.training)
         held = 0.0 if resharded or uncast else total.gathered * state.gathered
         context = self.context_of(kind, shape)
         expert_s = self.exposed_dispatch_s(self.dispatch_of(kind, shape)[0], kind, shape)
-        again_s, freed = self._parts(kind, shape, option.recompute)
-        freed *= self.software.memory.kept(option.recompute, self.training.precision)
-        if freed:
-            kept, working = kept - freed, replace(working, backward=working.backward + freed)
         attends_again = self.repeats_attention(kind, shape, option.recompute)
         exchanged = attends_again and option.recompute != "attention"  # whatever the exchanges have made comes back
         kept += 0.0 if exchanged else context.kept(option.recompute)
@@ -456,7 +443,7 @@ class CostModel:
             forward_s=seconds.forward + host_s,
             backward_s=seconds.backward + self.accumulated_s(trainable.gathered, shape) + host_s,
             weight_s=seconds.backward_weight,
-            recompute_s=seconds.again(option.recompute) + again_s,
+            recompute_s=seconds.again(option.recompute),
             tensor_forward_s=self.exposed_tensor_s(tensor_s["forward"], seconds.forward, axis_links),
             tensor_backward_s=self.exposed_tensor_s(tensor_s["backward"], seconds.backward, axis_links)
             + self.exposed_tensor_s(repeated_s, seconds.forward, axis_links),
@@ -515,28 +502,6 @@ class CostModel:
             traffic += [Traffic("expert", "all_to_all", float(COUNT_BYTES * count), told, False) for count in counts]
         return tuple(traffic)
 
-    def _parts(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float]:
-        """(seconds, bytes not kept) of the parts of a layer that are recomputed; nothing where all of it is."""
-        if not shape.recompute_parts or recompute == "full":
-            return 0.0, 0.0
-        mode, costs, tensor, chosen = self._mode(kind, shape)
-        element_bytes = self.training.compute_bytes
-        key = kind.layer_class, mode, tensor, chosen, shape.samples, shape.recompute_parts
-        if key not in self._part_costs:
-            self._part_costs[key] = part_cost(
-                costs,
-                shape.recompute_parts,
-                self.device,
-                self.training.precision,
-                element_bytes,
-                shape.samples,
-                tensor,
-            )
-        seconds, returned = self._part_costs[key]
-        kept = kept_at(self.layer_class(kind), costs, recompute, shape.samples, element_bytes, tensor)
-        least = costs.full.at(shape.samples, element_bytes, tensor)
-        return seconds, min(returned, max(0.0, kept - least))
-
     def _away_s(self, num_bytes: float) -> float:
         """Seconds to bring bytes to the host, or back."""
         return num_bytes / self.device.host_bandwidth
@@ -590,16 +555,15 @@ class CostModel:
         each = sum(math.prod(tensor.shape) * _dtype_bytes(tensor.dtype) for tensor in self.profile.batch)
         return float(shape.micro_batch * shape.num_microbatches * each)
 
-    def _activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "_Working"]:
+    @memo_by(
+        lambda self, kind, shape, recompute: (
+            *(kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute),
+            *(uses_buffers(shape, self.training), uses_fully_shard(shape, self.training)),
+        )
+    )
+    def activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "Working"]:
         """(kept bytes, bytes beyond them while at work) for one micro-batch; in the backward recomputed layers pass
         through everything that they would have saved."""
-        buffers, sharded = uses_buffers(shape, self.training), uses_fully_shard(shape, self.training)
-        key = kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute, buffers, sharded
-        if key not in self._activations:
-            self._activations[key] = self._found_activation_bytes(kind, shape, recompute)
-        return self._activations[key]
-
-    def _found_activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "_Working"]:
         batch, element_bytes = shape.samples, self.training.compute_bytes
         _, costs, tensor = self.mode(kind, shape)
         logits = self._logits_bytes(kind, shape)
@@ -631,7 +595,7 @@ class CostModel:
         memory, precision = self.software.memory, self.training.precision
         if logits and memory.logit_bytes is not None:
             made = memory.logit_bytes * self._num_logits(kind, shape)
-            return arriving, _Working(made, made, made, made)
+            return arriving, Working(made, made, made, made)
         again = self._gathered_again(kind, shape)
         saved -= again
         again = self._gathered_again(kind, shape, parts_of(recompute))
@@ -643,17 +607,17 @@ class CostModel:
             backward = max(backward, most + saved + beside - kept)
         else:
             backward += max(0.0, saved - kept)
-        return kept + arriving, _Working(forward, backward, max(saved, kept), logits)
+        return kept + arriving, Working(forward, backward, max(saved, kept), logits)
 
     def least_transient_bytes(self, kind: Kind, shape: Shape) -> float:
         """Bytes that are there only during a layer's turn, at least, whatever its option and however data is split."""
-        working = self._activation_bytes(kind, shape, "none")[1]
+        working = self.activation_bytes(kind, shape, "none")[1]
         return max(working.forward, working.backward)
 
     def working_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, float, float]:
         """Bytes of a layer's activations that are there only during its turn (of its forward, of its backward), and
         what that has let go of when it ends."""
-        working = self._activation_bytes(kind, shape, recompute)[1]
+        working = self.activation_bytes(kind, shape, recompute)[1]
         return working.forward, working.backward, working.passed
 
     def ends_in_loss(self, kind: Kind, shape: Shape) -> bool:
@@ -793,14 +757,11 @@ class CostModel:
         """What a recompute that is pinned for all layers means for those of a kind."""
         return within(self.layer_class(kind), recompute) if kind.can_recompute else "none"
 
+    @memo_by(
+        lambda _, kind, shape, recompute: (kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute)
+    )
     def kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
         """Bytes that a layer keeps of one micro-batch in the model's own numbers."""
-        key = kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute
-        if key not in self._kept:
-            self._kept[key] = self._found_kept_bytes(kind, shape, recompute)
-        return self._kept[key]
-
-    def _found_kept_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
         _, costs, tensor = self.mode(kind, shape)
         layer_class = self.layer_class(kind)
         kept = kept_at(layer_class, costs, recompute, shape.samples, self.training.compute_bytes, tensor)
@@ -848,7 +809,7 @@ def _dtype_bytes(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class _Working:
+class Working:
     """Bytes of activations while a layer is at work, beyond what it keeps. passed: what its backward has let go of when
     it ends. logits: 0 without a loss."""
 

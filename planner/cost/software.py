@@ -5,8 +5,9 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from ...profiler.document import Frozen
 from ...profiler.machine.cluster import Device, Link
 
 _FILE = Path(__file__).with_name("software.toml")
@@ -15,10 +16,8 @@ _MEMORY_KINDS = ("norm", "elementwise", "copy", "loss", "embedding", "other")
 """Kinds of operators that fusion speeds up: all that are neither matmul nor attention."""
 
 
-class StackMemory(BaseModel):
+class StackMemory(Frozen):
     """What a training stack holds, where that differs from FSDP2 and eager kernels: bytes per element, and shares."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     buffers: bool = Field(
         default=False,
@@ -52,10 +51,8 @@ class StackMemory(BaseModel):
         return share * (self.selective if recompute == "selective" else 1.0)
 
 
-class Software(BaseModel):
+class Software(Frozen):
     """A training stack. Shares and factors are relative to the device file's numbers; seconds are the host's."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     description: str

@@ -62,11 +62,6 @@ def export(plan: Plan, target: str) -> Export:
 
 def _refuse_everywhere(plan: Plan, target: Target) -> None:
     name = NAMES[target]
-    if plan.recompute_parts:
-        raise ValueError(
-            f"the plan runs {', '.join(plan.recompute_parts)} again in every layer, which {name} cannot: plan without "
-            "parts, for example --pin recompute=full"
-        )
     of_parts = [layer.recompute for layer in layers_of(plan) if parts_of(layer.recompute)]
     if of_parts and target != "megatron":
         raise ValueError(

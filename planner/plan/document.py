@@ -1,32 +1,27 @@
 """Plan: all that the executor may know, as a versioned document; and what each rank holds of it."""
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
 
+from ...profiler.document import Document, Frozen
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.machine.units import format_bytes, format_seconds
 from ...profiler.model.model_profile import CrossingTensor, Experts, TensorCut
 from .display import Shown
 from .schedules import SCHEDULE_NAMES, Schedule, rank_and_chunk, stage_of
 from .training import TrainingSpec
-
-PLAN_SCHEMA_VERSION = 1
 
 Axis = Literal["pipeline", "data_replicate", "data_shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
@@ -87,11 +82,7 @@ EXECUTES_EXPERTS: bool = True
 default search stays inside; `Pins.everything` and pins by name or degree go beyond."""
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Degrees(_Document):
+class Degrees(Frozen):
     """How many ways each axis splits. All but expert and virtual_stages multiply to the number of GPUs."""
 
     data_replicate: PositiveInt = 1
@@ -143,7 +134,7 @@ def layout_name(degrees: Degrees, schedule: Schedule, sequence: bool, context_ki
     return " + ".join(names) or "one device"
 
 
-class LayerPlan(_Document):
+class LayerPlan(Frozen):
     """One layer of a stage."""
 
     name: str
@@ -156,7 +147,7 @@ class LayerPlan(_Document):
     offload: bool = Field(default=False, description="what is kept for backward waits in the host's memory")
 
 
-class Stage(_Document):
+class Stage(Frozen):
     """Consecutive layers that one pipeline coordinate holds, or one chunk of it, where it has several.
 
     Of equal neighbours those come first whose backward passes through most beyond what they keep: fully recomputed
@@ -167,7 +158,7 @@ class Stage(_Document):
     layers: tuple[LayerPlan, ...] = Field(min_length=1)
 
 
-class ClassPlan(_Document):
+class ClassPlan(Frozen):
     """How tensor parallelism cuts the layers of a class (empty cuts: not at all), and which experts are spread."""
 
     name: str
@@ -176,7 +167,7 @@ class ClassPlan(_Document):
     experts: tuple[Experts, ...] = Field(default=(), description="banks that are spread over the expert ranks")
 
 
-class ModelReference(_Document):
+class ModelReference(Frozen):
     """Which model the plan is for."""
 
     name: str
@@ -192,8 +183,8 @@ class ModelReference(_Document):
     returns_loss: bool = False
 
 
-class Certificate(_Document):
-    """What was proven, by whom, and how far the proof reaches: of simulated steps, within the space that was searched."""
+class Certificate(Frozen):
+    """What was proven, by whom, and how far the proof reaches: of simulated steps, within the space searched."""
 
     step_s: float = Field(description="seconds: the plan's simulated step")
     fastest_s: float = Field(description="seconds: the simulated step of the fastest plan that was found")
@@ -211,7 +202,7 @@ class Certificate(_Document):
         return self.step_s / self.fastest_s - 1.0
 
 
-class Prediction(_Document):
+class Prediction(Frozen):
     """The figures a plan was chosen by; estimate.py gives the whole account."""
 
     step_time_s: float
@@ -226,8 +217,10 @@ class Prediction(_Document):
         return self.stage_budget_bytes[position] if self.stage_budget_bytes else self.budget_bytes
 
 
-class Plan(_Document):
+class Plan(Document):
     """A decided layout: degrees, schedule, and per layer the stage, recompute and resharding."""
+
+    made_by: ClassVar[str] = "plan MODEL -o {path}"
 
     schema_version: Literal[1] = 1
     kind: Literal["meshwright-plan"] = "meshwright-plan"
@@ -243,15 +236,12 @@ class Plan(_Document):
         default="last", description="reduce gradients after every micro-batch, or once after the last"
     )
     context_kind: ContextKind = Field(default="ring", description="how context ranks attend to each other")
-    recompute_parts: tuple[str, ...] = Field(
-        default=(), description="modules, or module:kind of operator, that every layer runs again beside its recompute"
-    )
     offload_optimizer: bool = Field(default=False, description="optimizer state and its step are on the host")
     classes: tuple[ClassPlan, ...] = ()
     stages: tuple[Stage, ...] = Field(min_length=1)
     prediction: Prediction | None = None
     certificate: Certificate | None = None
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _numbers_fit_together(self) -> Self:
@@ -369,14 +359,14 @@ class Plan(_Document):
             rows.append((str(index), span, str(len(layers)), str(recomputed), str(rank), peak))
         return Shown(title, ("stage", "layers", "count", "recomputed", "rank", "memory"), tuple(rows), 2)
 
-    def save(self, path: Path) -> None:
-        """Write the document; the file appears whole or not at all."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.model_dump_json(indent=1) + "\n")
-        partial.replace(path)
+    @classmethod
+    def _not_json(cls, path: Path, error: ValueError) -> str:
+        if path.suffix == ".json":
+            return super()._not_json(path, error)
+        return f"{path} is not a plan; if it is a model, make its plan first: plan {path} -o plan.json"
 
 
-class Placement(_Document):
+class Placement(Frozen):
     """Where one rank sits and what it holds."""
 
     rank: NonNegativeInt
@@ -409,27 +399,4 @@ def placements(plan: Plan) -> Iterator[Placement]:
 
 def load_plan(path: Path) -> Plan:
     """Read a plan document. Raises ValueError for broken, foreign or future-version files."""
-    if not path.exists():
-        raise ValueError(f"no such plan: {path}. Make one with: plan model.py --gpus 8 -o {path}")
-    try:
-        data = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        if path.suffix != ".json":
-            raise ValueError(
-                f"{path} is not a plan; if it is a model, make its plan first: plan {path} -o plan.json"
-            ) from None
-        raise ValueError(f"{path} is not JSON ({error}); make the plan again with: plan MODEL -o {path}") from None
-    if not isinstance(data, dict) or data.get("kind") != "meshwright-plan":
-        raise ValueError(f'{path} is not a Meshwright plan; a plan says "kind": "meshwright-plan"')
-    version = data.get("schema_version")
-    if version != PLAN_SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} has schema_version {version!r}, this version reads {PLAN_SCHEMA_VERSION}: "
-            "update meshwright, or make the plan again with this version"
-        )
-    try:
-        return Plan.model_validate_json(path.read_text())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise ValueError(f"{path} is not a valid plan: {where}: {first['msg']}") from None
+    return Plan.load(path)

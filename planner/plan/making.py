@@ -37,7 +37,6 @@ def make_plan(
         num_microbatches=shape.num_microbatches,
         gradient_sync=shape.gradient_sync,
         context_kind=shape.context_kind,
-        recompute_parts=shape.recompute_parts,
         offload_optimizer=shape.offload_optimizer,
         classes=tuple(
             ClassPlan(
@@ -106,7 +105,6 @@ def shape_of(plan: Plan) -> Shape:
         context_kind=plan.context_kind,
         expert=plan.degrees.expert,
         offload_optimizer=plan.offload_optimizer,
-        recompute_parts=plan.recompute_parts,
         cuts=None
         if plan.degrees.tensor == 1
         else Cuts(tuple((c.name, tuple(cut.name for cut in c.cuts)) for c in plan.classes)),

@@ -22,8 +22,6 @@ def not_run(plan: Plan) -> dict[str, str]:
         found[f"precision {plan.training.precision}"] = " and ".join(EXECUTABLE_PRECISIONS)
     if plan.offload_optimizer or any(layer.offload for layer in layers):
         found["offload to the host"] = "everything on the device"
-    if plan.recompute_parts:
-        found["recompute_parts"] = "recompute of whole layers"
     return found
 
 
@@ -33,6 +31,6 @@ def marked(plan: Plan) -> str:
     return f"not run by the executor yet: {', '.join(found)}" if found else ""
 
 
-def priced_only(plan: Plan, verdict: str) -> str:
-    """A verdict on a plan, with a mark if the executor does not run all of it yet."""
-    return f"{verdict} (priced, not run yet)" if not_run(plan) else verdict
+def priced_mark(plan: Plan) -> str:
+    """What is said after a plan that the executor does not run all of yet; empty if it does."""
+    return " (priced, not run yet)" if not_run(plan) else ""

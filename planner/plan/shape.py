@@ -52,8 +52,6 @@ class Shape:
     context_kind: ContextKind = "ring"
     expert: int = 1
     offload_optimizer: bool = False
-    recompute_parts: tuple[str, ...] = ()
-    """Parts of layers that are run again in backward beside what their recompute says; see part_cost.py."""
     kind_order: tuple[int, ...] = ()
     """Unequal devices, each stage on one kind of them: the kinds by number, from the first stage on. () where devices
     are equal or all count as the slowest, and in shapes of plans, whose cluster is in that order."""

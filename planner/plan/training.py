@@ -3,7 +3,9 @@
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import Field, PositiveInt
+
+from ...profiler.document import Frozen
 
 REFERENCE = "fsdp2-eager"
 """What our executor runs, and what device files are made for."""
@@ -28,14 +30,12 @@ class Objective(StrEnum):
     MIN_GPUS = "min-gpus"
 
 
-class TrainingSpec(BaseModel):
+class TrainingSpec(Frozen):
     """Global batch, precision and optimizer of the job.
 
     bf16 is FSDP2's mixed precision: fp32 parameters, gradients and optimizer state, bf16 compute copies. fp8 and fp4
     are the same with the matmuls of weights in that precision. software: the training stack, see software.py.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     global_batch: PositiveInt = Field(description="samples per optimizer step, over all devices")
     seq_len: PositiveInt | None = Field(default=None, description="None: the model has no sequence")

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
+from ..document import write_file
 from .cluster import Device, Link
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -553,7 +554,5 @@ def _value(value: Any) -> str:
 
 
 def save_device(device: Device, path: Path) -> None:
-    """Write the device TOML; the file appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(device_toml(device))
-    partial.replace(path)
+    """Write the device TOML; the file appears whole or not at all. Raises ValueError where it cannot be written."""
+    write_file(path, device_toml(device))

@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationError
 
+from ..document import Frozen
 from .units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_seconds
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -47,18 +48,14 @@ MatmulSample = tuple[PositiveInt, PositiveInt, PositiveInt, _Share]
 """Rows, inner and columns of a product, and the share of peak that it reached."""
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Link(_Document):
+class Link(Frozen):
     """A way for bytes, in one direction."""
 
     bandwidth: _LinkRate = Field(description="bytes per second that a large collective really gets, one direction")
     latency: _Time = Field(description="seconds per hop of a small message")
 
 
-class Device(_Document):
+class Device(Frozen):
     """One accelerator (or CPU rank): what it computes, holds and is connected by. Every number has a source."""
 
     name: str
@@ -119,7 +116,7 @@ class Device(_Document):
         return self.flops.get("bf16", 0.0) >= self.flops.get("fp32", 0.0)
 
 
-class HostGroup(_Document):
+class HostGroup(Frozen):
     """Equal hosts."""
 
     count: PositiveInt
@@ -135,7 +132,7 @@ class HostGroup(_Document):
         return (self.device, self.link, self.devices_per_host) == (other.device, other.link, other.devices_per_host)
 
 
-class Group(_Document):
+class Group(Frozen):
     """Where the ranks of one communication group sit: the worst of all groups of a mesh axis."""
 
     ranks_per_host: PositiveInt
@@ -147,7 +144,7 @@ class Group(_Document):
         return self.ranks_per_host * self.hosts
 
 
-class ClusterSpec(_Document):
+class ClusterSpec(Frozen):
     """Hosts in rank order, and the network between them."""
 
     name: str

@@ -25,7 +25,6 @@ import platform
 import site
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,8 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
+from ..document import Frozen, replace_file
 from .model_profile import ModelProfile
 
 _MOST_ENTRIES = 200
@@ -72,9 +70,7 @@ class CachedProfile:
     age_s: float
 
 
-class _Dependencies(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _Dependencies(Frozen):
     made_at: float
     contents: dict[str, str]
     """path -> what was in it: sha256 of a file, sha256 of a folder's names, '' where there was nothing"""
@@ -152,15 +148,7 @@ class ProfileCache:
 
     def _write(self, folder: Path, entry: bytes) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(suffix=".partial", dir=folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(entry)
-            os.replace(partial, self._path(folder))
-        except OSError:
-            with suppress(OSError):
-                os.unlink(partial)
-            raise
+        replace_file(self._path(folder), entry)
 
 
 def default_folder() -> Path | None:

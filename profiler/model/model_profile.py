@@ -13,11 +13,11 @@ through the three for every amount: work and memory of a layer grow with 1, s or
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-PROFILE_SCHEMA_VERSION = 3
+from ..document import Document, Frozen
 
 Amount = tuple[float, float, float, float]
 """(fixed, per sample, fixed / tensor, per sample / tensor); see amount_at."""
@@ -39,11 +39,7 @@ def amount_at(amount: Amount, batch: float, tensor: int = 1) -> float:
     return amount[0] + amount[1] * batch + (amount[2] + amount[3] * batch) / tensor
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Bytes(_Document):
+class Bytes(Frozen):
     """Memory that follows the compute dtype (counted in elements) and memory of a dtype of its own (in bytes).
 
     in_fp32: what is added where the compute dtype is fp32; below zero, because casts to and from fp32 are no copies.
@@ -59,7 +55,7 @@ class Bytes(_Document):
         return size + amount_at(self.in_fp32, batch, tensor) if element_bytes == FP32_BYTES else size
 
 
-class OpProfile(_Document):
+class OpProfile(Frozen):
     """One operator of a layer class as one rank runs it for one micro-batch."""
 
     name: str = Field(description="aten operator, for example mm")
@@ -80,7 +76,7 @@ class OpProfile(_Document):
     )
 
 
-class CollectiveProfile(_Document):
+class CollectiveProfile(Frozen):
     """One tensor-parallel collective of a layer class, by one rank, for one micro-batch."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -94,7 +90,7 @@ class CollectiveProfile(_Document):
     )
 
 
-class PartBytes(_Document):
+class PartBytes(Frozen):
     """Tensors of a layer that are kept or not as its parts are recomputed: by torch.utils.checkpoint, which keeps what
     a part is given, and of what its inside saves nothing."""
 
@@ -109,7 +105,7 @@ class PartBytes(_Document):
         return any(part not in parts for part in self.saved_in) or any(part in parts for part in self.given_to)
 
 
-class Costs(_Document):
+class Costs(Frozen):
     """What one layer of a class does and keeps for one micro-batch in one tensor mode."""
 
     operators: tuple[OpProfile, ...]
@@ -139,7 +135,7 @@ class Costs(_Document):
     collectives: tuple[CollectiveProfile, ...] = ()
 
 
-class ParameterProfile(_Document):
+class ParameterProfile(Frozen):
     """One parameter of a layer class, named relative to the layer's root module."""
 
     name: str
@@ -155,7 +151,7 @@ class ParameterProfile(_Document):
         return count
 
 
-class BufferProfile(_Document):
+class BufferProfile(Frozen):
     """One buffer of the model, on every rank that runs its module; never sharded."""
 
     name: str = Field(description="full name")
@@ -163,7 +159,7 @@ class BufferProfile(_Document):
     dtype: str = Field(description="a torch dtype name")
 
 
-class TensorCut(_Document):
+class TensorCut(Frozen):
     """A group of modules that tensor parallelism may cut together; found in the data flow and tried on fake tensors.
 
     columns give each rank a slice of their output features, rows take that slice as input and give a partial sum.
@@ -227,7 +223,7 @@ class TensorCut(_Document):
         return bool(self.entries) and self.inputs.get(column) == ""
 
 
-class Experts(_Document):
+class Experts(Frozen):
     """A bank of experts in one module: parameters stacked over experts, each token run through a few of them."""
 
     module: str = Field(description="relative to the layer's root module")
@@ -243,14 +239,14 @@ class Experts(_Document):
     attributes: tuple[str, ...] = Field(default=(), description="the module's own numbers of experts")
 
 
-class LayerPart(_Document):
+class LayerPart(Frozen):
     """A submodule of a layer that can be run again by itself."""
 
     name: str = Field(description="relative to the layer's root module")
     reads_arriving: bool = Field(default=True, description="it is given a tensor from an earlier layer")
 
 
-class LayerClass(_Document):
+class LayerClass(Frozen):
     """Layers that run the same operators on the same shapes."""
 
     name: str
@@ -283,7 +279,7 @@ class LayerClass(_Document):
     )
 
 
-class Producer(_Document):
+class Producer(Frozen):
     """Where a tensor came from in the model's own forward.
 
     kind "module": output leaf `leaf` of call number `call` of module `name`. kind "glue": result leaf `leaf` of the
@@ -297,7 +293,7 @@ class Producer(_Document):
     leaf: int = 0
 
 
-class CrossingTensor(_Document):
+class CrossingTensor(Frozen):
     """A tensor made in one layer and read in a later one: every cut between them carries it.
 
     Tensors that depend on no parameter (masks, rotary tables, positions) are not listed: every stage holds the batch
@@ -325,7 +321,7 @@ class CrossingTensor(_Document):
     size: Bytes
 
 
-class LayerProfile(_Document):
+class LayerProfile(Frozen):
     """One layer of the chain, in execution order."""
 
     name: str
@@ -335,7 +331,7 @@ class LayerProfile(_Document):
     parameters: tuple[str, ...] = Field(description="full names of the parameters it reads; tied ones in each reader")
 
 
-class BatchTensor(_Document):
+class BatchTensor(Frozen):
     """One tensor of a micro-batch of one sample."""
 
     name: str = Field(description="keyword, or position as a number")
@@ -344,8 +340,10 @@ class BatchTensor(_Document):
     dtype: str
 
 
-class ModelProfile(_Document):
+class ModelProfile(Document):
     """What the planner knows of a model, at one sequence length."""
+
+    made_by: ClassVar[str] = "plan profile MODEL -o {path}"
 
     schema_version: Literal[3] = 3
     kind: Literal["meshwright-profile"] = "meshwright-profile"
@@ -419,23 +417,7 @@ class ModelProfile(_Document):
             for op in self.classes[layer.layer_class].whole.operators
         )
 
-    def save(self, path: Path) -> None:
-        """Write the document; the file appears whole or not at all."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.model_dump_json(indent=1, exclude_defaults=False) + "\n")
-        partial.replace(path)
-
 
 def load_profile(path: Path) -> ModelProfile:
     """Read a profile document. Raises ValueError that says what is wrong with the file."""
-    text = path.read_text()
-    try:
-        return ModelProfile.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        found = f"it is of schema {first['input']}" if where == "schema_version" else f"{where}: {first['msg']}"
-        raise ValueError(
-            f"{path} is not a profile this version reads (schema {PROFILE_SCHEMA_VERSION}): {found}. "
-            "Make it again with: plan profile MODEL -o profile.json"
-        ) from None
+    return ModelProfile.load(path)

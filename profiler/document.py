@@ -1,0 +1,111 @@
+"""Values at file boundaries, frozen and strict; and documents, written whole or not at all, read of one version."""
+
+import json
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class Frozen(BaseModel):
+    """A value that is checked when it is made, knows all its fields and never changes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Document(Frozen):
+    """A file of ours: JSON that says of which kind and of which version it is."""
+
+    schema_version: int
+    kind: str
+
+    made_by: ClassVar[str]
+    """The command that makes such a file, {path}."""
+
+    def save(self, path: Path) -> None:
+        """Write the document; the file appears whole or not at all. Raises ValueError where it cannot be written."""
+        write_file(path, self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a document. Raises ValueError for missing, broken and foreign files and for those of other versions."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ValueError(f"no such {cls.noun()}: {path}. Make one with: {cls._command(path)}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(cls._not_json(path, error)) from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        try:
+            found = cls.model_validate_json(text)
+        except ValidationError as error:
+            cls._check_head(path, text)
+            way_out = f"make it again with: {cls._command(path)}"
+            raise ValueError(f"{path} is not a valid {cls.noun()}: {in_a_sentence(error)}; {way_out}") from None
+        if not {"schema_version", "kind"} <= found.model_fields_set:
+            cls._check_head(path, text)
+        return found
+
+    @classmethod
+    def noun(cls) -> str:
+        """How people call such a document: "plan"."""
+        return str(cls.model_fields["kind"].default).removeprefix("meshwright-")
+
+    @classmethod
+    def _check_head(cls, path: Path, text: str) -> None:
+        """Raises ValueError if the text is no JSON of this kind and version."""
+        noun, kind, version = cls.noun(), cls.model_fields["kind"].default, cls.model_fields["schema_version"].default
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(cls._not_json(path, error)) from None
+        if not isinstance(data, dict) or data.get("kind") != kind:
+            raise ValueError(f'{path} is not a Meshwright {noun}; a {noun} says "kind": "{kind}"')
+        if data.get("schema_version") != version:
+            raise ValueError(
+                f"{path} is not a {noun} this version reads: it has schema_version {data.get('schema_version')!r}, "
+                f"this version reads {version}; update meshwright, or make it again with: {cls._command(path)}"
+            )
+
+    @classmethod
+    def _not_json(cls, path: Path, error: ValueError) -> str:
+        return f"{path} is not JSON ({error}); make the {cls.noun()} again with: {cls._command(path)}"
+
+    @classmethod
+    def _command(cls, path: Path) -> str:
+        return cls.made_by.format(path=path)
+
+
+def in_a_sentence(error: ValidationError) -> str:
+    """The first thing that is wrong: where, and what."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the document"
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}"
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all, as `replace_file` does. Raises ValueError where it cannot be."""
+    try:
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror or error}; choose another place") from None
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Put a file in the place of what is there, at once: readers find the one or the other. Raises OSError, and leaves
+    nothing half-written behind. What is there and is no file, as /dev/stdout, is written to as it is."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)
+        return
+    partial = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(target)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
