@@ -10,6 +10,7 @@ from ...planner.plan import Plan, load_plan
 from ...planner.training import SAMPLES_PER_GPU, TrainingSpec
 from ...profiler.cache import ProfileCache
 from ...profiler.cluster import ClusterSpec, cluster_of, load_cluster, load_device
+from ...profiler.garbage import without_garbage_collection
 from ...profiler.lengths import at_seq_len
 from ...profiler.local import local_gpus, preset_of
 from ...profiler.model_profile import ModelProfile, load_profile
@@ -73,6 +74,7 @@ def whole_number(flag: str, text: str, example: str) -> int:
     return number
 
 
+@without_garbage_collection()
 def read_model(
     source: str,
     seq_len: int | None,
