@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
 from ..planner.cost.sharding import shard_dim
-from ..planner.plan import LayerPlan, Plan
-from ..profiler.cuts.held_tokens import unseen
-from ..profiler.load import without_cache
+from ..planner.plan.document import LayerPlan, Plan
+from ..profiler.model.load import without_cache
+from ..profiler.semantics.token_marks import unseen
 from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers
 from .parallel.context import ContextParallel
 from .parallel.expert import HeldExperts, shard_experts, spread_experts

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from ..planner.cost.memory_cost import state_bytes
 from ..planner.cost.software import load_software
 from ..planner.cost.stage_cost import outside_bytes
-from ..planner.plan import Plan
-from ..planner.strategy import shape_of
-from ..profiler.units import GIB
+from ..planner.plan.document import Plan
+from ..planner.plan.making import shape_of
+from ..profiler.machine.units import GIB
 from .parallel.mesh import RankMesh
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from pydantic import BaseModel
 from torch.nn.parallel import DistributedDataParallel
 
-from ..planner.plan import AXES, Plan
-from ..planner.strategy import shape_of
+from ..planner.plan.document import AXES, Plan
+from ..planner.plan.making import shape_of
 from .parallel.mesh import RankMesh
 from .run_document import AxisSeconds, RunHeader, RunStep
 

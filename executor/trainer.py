@@ -18,18 +18,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, default_collate
 
-from ..planner.not_run import not_run
-from ..planner.plan import Plan, load_plan
-from ..profiler.load import split_inputs
+from ..planner.plan.document import Plan, load_plan
+from ..planner.plan.not_run import not_run
+from ..profiler.model.load import split_inputs
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta
-from .faults import (
-    check_devices,
-    check_finite,
-    check_own_device,
-    held_memory,
-    out_of_memory_message,
-    raise_spoiled,
-)
+from .faults import check_devices, check_finite, check_own_device, held_memory, out_of_memory_message, raise_spoiled
 from .parallel.compiled import backend_of
 from .parallel.gradients import Gradients, local_gradient
 from .parallel.mesh import RankMesh, check_world_size, connect

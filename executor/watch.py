@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..planner.plan import Plan
+from ..planner.plan.document import Plan
 from .measuring.local_ranks import is_echo
 
 HANG_S = 600.0

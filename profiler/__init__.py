@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .cluster import ClusterSpec, cluster_of, load_cluster, load_device
-from .model_profile import ModelProfile, load_profile
+from .machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
+from .model.model_profile import ModelProfile, load_profile
 
 if TYPE_CHECKING:
-    from .load import LoadedModel, load_model
+    from .model.load import LoadedModel, load_model
 
 __all__ = [
     "ClusterSpec",
@@ -23,7 +23,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import torch only when something that needs it is asked for."""
     if name in ("LoadedModel", "load_model"):
-        from . import load
+        from .model import load
 
         return getattr(load, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,11 +6,12 @@ import pytest
 from synthetic import layer_class, profile
 
 from meshwright.executor.cli import main
-from meshwright.planner.plan import AXES, Axis, Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.plan.document import AXES, Axis, Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import ModelProfile
 
 NUM_BLOCKS = 8
 

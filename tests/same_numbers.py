@@ -15,10 +15,11 @@ from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import Trainer, parallelize
-from meshwright.planner.plan import AXES, Plan, Recompute, parts_of
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import Precision, TrainingSpec
-from meshwright.profiler.model_profile import LayerProfile, ModelProfile
+from meshwright.planner.plan.document import AXES, Plan, Recompute, parts_of
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import Precision, TrainingSpec
+from meshwright.profiler.model.model_profile import LayerProfile, ModelProfile
 
 GLOBAL_BATCH = 8
 SEQ_LEN = 16

@@ -16,9 +16,9 @@ from zoo import MODELS
 
 from benchmarks.accuracy.cases import profile_of
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
-from meshwright.planner.plan import Plan
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.plan.document import Plan
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile
 
 GLOBAL_BATCH = 16
 NUM_STEPS = 3

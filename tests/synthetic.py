@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from benchmarks.planning_time.plain_profile import SEQ_LEN as SEQ_LEN
 from benchmarks.planning_time.plain_profile import chain, expert_bank, per_sample
-from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
-from meshwright.profiler.model_profile import (
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
+from meshwright.profiler.model.model_profile import (
     Bytes,
     CollectiveProfile,
     Costs,

@@ -12,9 +12,9 @@ from torch.nn import functional
 from benchmarks.accuracy import cases, counts, flops, interpolation, memory, reality, recompute, report
 from benchmarks.accuracy.predicted import predicted
 from meshwright.planner.cost.layer_parts import ways_of_parts
-from meshwright.planner.training import Precision
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import Bytes
+from meshwright.planner.plan.training import Precision
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import Bytes
 
 CLOSED_FORMS = ("bert_large", "gpt2", "llama3_8b")
 COUNTED = ("lstm", "mixtral", "resnet", "t5", "vit")

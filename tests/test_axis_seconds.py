@@ -3,12 +3,13 @@
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.planner.axis_seconds import axis_seconds
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import Link
+from meshwright.planner.cost.axis_seconds import axis_seconds
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import Link
 
 BLOCK = layer_class("block", 1e12, 1000, saved=1e6, inputs=1e5)
 PROFILE = profile([BLOCK], [0] * 4)

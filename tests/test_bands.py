@@ -13,9 +13,9 @@ from benchmarks.published.fit_bands import OF_FIT, band, time_bands
 from benchmarks.published.pricing import Priced
 from benchmarks.published.settings import setting_of
 from meshwright.executor.reporting.terminal import print_memory, print_no_band, print_speed
-from meshwright.planner.bands import Band, memory_band, no_band, time_band, time_kind
-from meshwright.planner.estimate import StageMemory
-from meshwright.planner.plan import Plan
+from meshwright.planner.cost.bands import Band, memory_band, no_band, time_band, time_kind
+from meshwright.planner.cost.estimate import StageMemory
+from meshwright.planner.plan.document import Plan
 
 GIB = 2**30
 

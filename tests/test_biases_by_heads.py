@@ -10,11 +10,13 @@ from small_models import GLOBAL_BATCH, small_model, small_profile
 from synthetic import cluster
 
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
-from meshwright.planner.plan import Plan, Recompute
-from meshwright.planner.strategy import Cuts, LayerOption, Shape, can_recompute, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cuts.tensor_rank import OwnHeads
-from meshwright.profiler.model_profile import TensorCut
+from meshwright.planner.plan.document import Plan, Recompute
+from meshwright.planner.plan.legality import can_recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.model_profile import TensorCut
+from meshwright.profiler.tensor_cuts.tensor_rank import OwnHeads
 
 NUM_STEPS = 5
 HEADS, LENGTH = 4, 16

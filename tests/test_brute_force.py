@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.planning_time.brute_force import Agreement, agreement, every_plan, every_shape, instances, num_plans
 from benchmarks.planning_time.instances import Instance, chunked_instance, instance
-from meshwright.planner.cost.simulate import is_chunked
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Schedule, parts_of
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import parts_of
+from meshwright.planner.plan.schedules import Schedule, is_chunked
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
 

@@ -14,11 +14,11 @@ from test_architecture import modules_after
 
 from meshwright.executor.commands import inputs
 from meshwright.executor.reporting import terminal
-from meshwright.planner.plan import load_plan
-from meshwright.profiler import cache as cache_module
-from meshwright.profiler import trace as trace_module
-from meshwright.profiler.cache import ProfileCache, default_folder
-from meshwright.profiler.load import load_model
+from meshwright.planner.plan.document import load_plan
+from meshwright.profiler.model import cache as cache_module
+from meshwright.profiler.model import trace as trace_module
+from meshwright.profiler.model.cache import ProfileCache, default_folder
+from meshwright.profiler.model.load import load_model
 
 MODEL = """
 import json

@@ -15,8 +15,8 @@ from meshwright.executor.measuring import reference_steps
 from meshwright.executor.measuring.calibrate import calibrate, check_device_output
 from meshwright.executor.measuring.reference_steps import references
 from meshwright.planner.cost.compute_cost import measured_efficiency, moving_s, operator_s, optimizer_s
-from meshwright.profiler import calibrate as profiler
-from meshwright.profiler.calibrate import (
+from meshwright.profiler.machine import calibrate as profiler
+from meshwright.profiler.machine.calibrate import (
     EFFORTS,
     OPTIMIZERS,
     Clock,
@@ -31,8 +31,8 @@ from meshwright.profiler.calibrate import (
     save_device,
     summary,
 )
-from meshwright.profiler.cluster import Device, load_device
-from meshwright.profiler.model_profile import Bytes, OpProfile
+from meshwright.profiler.machine.cluster import Device, load_device
+from meshwright.profiler.model.model_profile import Bytes, OpProfile
 
 PEAK = 2e11
 BANDWIDTH = 3e10
@@ -339,8 +339,8 @@ def test_the_command_writes_a_device_that_plans_are_made_for(
 
 @pytest.mark.usefixtures("tiny_effort")
 def test_layers_of_a_model_are_priced_and_timed(tmp_path: Path) -> None:
-    from meshwright.profiler.load import load_model
-    from meshwright.profiler.trace import trace
+    from meshwright.profiler.model.load import load_model
+    from meshwright.profiler.model.trace import trace
 
     (tmp_path / "model.py").write_text(MODEL)
     loaded = load_model(str(tmp_path / "model.py"))

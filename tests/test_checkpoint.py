@@ -19,12 +19,14 @@ from meshwright.executor import parallelize
 from meshwright.executor.state import checkpoint
 from meshwright.executor.state.boxes import Box
 from meshwright.executor.state.checkpoint_folder import complete_checkpoints, latest_checkpoint, read_progress
-from meshwright.planner.plan import Plan, Schedule
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.schedules import Schedule
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 WIDTH, VOCABULARY, LENGTH, GLOBAL_BATCH = 16, 30, 8, 8
 

@@ -18,9 +18,9 @@ from meshwright.executor.cli import route
 from meshwright.executor.commands.options import Optimizer
 from meshwright.executor.measuring.measurement import Measurement
 from meshwright.executor.reporting.report import collapse, comparison_rows, gpus_of, joined_notes
-from meshwright.planner import search as search_module
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import load_plan
+from meshwright.planner.answers import search as search_module
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import load_plan
 
 DEGREES = {"data_replicate", "data_shard", "tensor", "context", "expert", "pipeline", "virtual_stages"}
 
@@ -484,7 +484,7 @@ def test_verify_reports_and_its_exit_code_says_whether_numbers_agree(
     report = SimpleNamespace(ok=ok, lines=["loss agrees [within 1e-4]"])
     fake = SimpleNamespace(verify=lambda *_, **__: report)
     monkeypatch.setitem(sys.modules, "meshwright.executor.measuring.verify", fake)
-    monkeypatch.setattr("meshwright.profiler.load.load_model", lambda *_, **__: None)
+    monkeypatch.setattr("meshwright.profiler.model.load.load_model", lambda *_, **__: None)
 
     assert run_plan("verify", "plan.json", "--model", "model.py") == code
     assert "loss agrees [within 1e-4]" in capsys.readouterr().out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.profiler.cluster import (
+from meshwright.profiler.machine.cluster import (
     HARDWARE_FOLDER,
     ClusterSpec,
     cluster_of,
@@ -14,7 +14,7 @@ from meshwright.profiler.cluster import (
     load_cluster,
     load_device,
 )
-from meshwright.profiler.local import preset_of
+from meshwright.profiler.machine.local import preset_of
 
 PROMISED = {"v100-32gb", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "rtx-4090", "cpu"}
 

@@ -18,12 +18,13 @@ from torch._dynamo.utils import counters
 from meshwright.executor import parallelize
 from meshwright.executor.parallel.compiled import backend_of, compile_around_parts, compile_layers
 from meshwright.executor.parallel.recompute import recompute
-from meshwright.planner.plan import Plan, Recompute
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Plan, Recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 SOFTWARE = "fsdp2-compile"
 

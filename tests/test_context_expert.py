@@ -8,19 +8,22 @@ from hypothesis import strategies as st
 from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile, with_experts
 from test_properties import ROUNDING, any_links, factors, log_floats, plans, priced, sizes
 
-from meshwright.planner.check import check
+from meshwright.planner.answers.blame import blamed
+from meshwright.planner.answers.check import check
 from meshwright.planner.cost.comm_cost import GroupLinks, collective_s
 from meshwright.planner.cost.context_cost import attention_bytes, context_cost, exchanges
+from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.expert_cost import exchange_of, network_share, spread
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.cost.software import REFERENCE, load_software
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.pins import blamed
-from meshwright.planner.plan import ContextKind, Plan
-from meshwright.planner.strategy import LayerOption, Pins, Shape, context_rule, expert_rule, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec, Group, Link
-from meshwright.profiler.model_profile import (
+from meshwright.planner.cost.software import load_software
+from meshwright.planner.plan.document import ContextKind, Plan
+from meshwright.planner.plan.legality import context_rule, expert_rule
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import REFERENCE, TrainingSpec
+from meshwright.profiler.machine.cluster import ClusterSpec, Group, Link
+from meshwright.profiler.model.model_profile import (
     Bytes,
     LayerClass,
     ModelProfile,

@@ -19,10 +19,12 @@ from meshwright.executor.parallel import attention_kernels
 from meshwright.executor.parallel.attention_kernels import attention_backward, attention_forward
 from meshwright.executor.parallel.context_attention import ContextAttention, own_spans
 from meshwright.executor.trainer import parallelize
-from meshwright.planner.plan import ContextKind, Plan, Recompute
-from meshwright.planner.strategy import LayerOption, Shape, can_recompute, context_rule, make_plan
-from meshwright.planner.training import Precision, TrainingSpec
-from meshwright.profiler.cuts.held_tokens import Held, num_tokens, taken
+from meshwright.planner.plan.document import ContextKind, Plan, Recompute
+from meshwright.planner.plan.legality import can_recompute, context_rule
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import Precision, TrainingSpec
+from meshwright.profiler.semantics.token_marks import Held, num_tokens, taken
 
 KINDS: tuple[ContextKind, ...] = ("ring", "all_gather", "all_to_all")
 NUM_STEPS = 3

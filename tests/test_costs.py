@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
+from meshwright.planner.cost.chain import unbeaten
 from meshwright.planner.cost.comm_cost import GroupLinks, collective_s, exposed_s
 from meshwright.planner.cost.compute_cost import (
     UNHIDDEN_TRAFFIC,
@@ -17,19 +18,20 @@ from meshwright.planner.cost.compute_cost import (
     optimizer_s,
     tile_efficiency,
 )
+from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.cost.simulate import in_flight, simulated_step_s, table
+from meshwright.planner.cost.simulate import simulated_step_s
 from meshwright.planner.cost.stage_cost import closed_form_s
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.schedules import in_flight, table
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve import knapsack
-from meshwright.planner.solve.columns import unbeaten
 from meshwright.planner.solve.knapsack import Group, Turns, least_weight, lightest
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import Group as Ranks
-from meshwright.profiler.cluster import Link
-from meshwright.profiler.model_profile import Bytes, ModelProfile, OpProfile
+from meshwright.profiler.machine.cluster import Group as Ranks
+from meshwright.profiler.machine.cluster import Link
+from meshwright.profiler.model.model_profile import Bytes, ModelProfile, OpProfile
 
 GIB = 2**30
 

@@ -17,13 +17,14 @@ from benchmarks.accuracy.cases import small
 from benchmarks.accuracy.counters import Traffic
 from meshwright.executor import parallelize
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Plan
-from meshwright.planner.strategy import Cuts, LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import ModelProfile, TensorCut
-from meshwright.profiler.trace import trace
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile, TensorCut
+from meshwright.profiler.model.trace import trace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -35,11 +35,11 @@ from zoo import zoo_module
 
 from meshwright.executor import Trainer
 from meshwright.executor.parallel.tensor_forwards import SharedInput
-from meshwright.planner.plan import Axis, Plan, Recompute
-from meshwright.planner.strategy import Cuts
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Axis, Plan, Recompute
+from meshwright.planner.plan.shape import Cuts
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.execution import drawn, matrix
-from meshwright.planner.strategy import shape_of
+from meshwright.planner.plan.making import shape_of
 
 
 def test_draws_differ_from_each_other_and_not_from_run_to_run() -> None:

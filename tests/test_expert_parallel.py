@@ -35,12 +35,12 @@ from torch import nn
 from benchmarks.accuracy.counters import PeakMeter, Traffic
 from benchmarks.accuracy.played import SMALLEST_BYTES, by_axis
 from meshwright.executor import Trainer
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Axis, Plan
-from meshwright.planner.strategy import expert_rule
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import Axis, Plan
+from meshwright.planner.plan.legality import expert_rule
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 transformers = pytest.importorskip("transformers")

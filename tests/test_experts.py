@@ -9,8 +9,8 @@ from test_published import row
 from benchmarks.published.experts import Beside, answered, fastest, outside_of_space, questions, summary
 from benchmarks.published.pricing import Pricer
 from benchmarks.published.rows import Row
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.solve.explore import Explorer, Outcome
-from meshwright.planner.strategy import Pins
 
 
 def chosen(**changes: object) -> Row:

@@ -11,13 +11,11 @@ import pytest
 from cli_support import run_plan, save_profile, small_profile, some_plan
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.planner.check import check
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.pins import blamed, is_legal, read_pins
-from meshwright.planner.plan import Plan, placement
-from meshwright.planner.questions.asked import best_of, why_not, why_not_plan, why_not_setup
-from meshwright.planner.questions.explain import CAUSES, causes_apart, compared, reason
-from meshwright.planner.questions.guidance import (
+from meshwright.planner.answers.blame import blamed, is_legal
+from meshwright.planner.answers.check import check
+from meshwright.planner.answers.decision_path import Step, walk
+from meshwright.planner.answers.explain import CAUSES, causes_apart, compared, reason
+from meshwright.planner.answers.guidance import (
     FEWER_SPLITS,
     IN_THE_NODE,
     LONG,
@@ -27,8 +25,9 @@ from meshwright.planner.questions.guidance import (
     no_candidates,
     rules_of_thumb,
 )
-from meshwright.planner.questions.infeasible import closest_plan, grown
-from meshwright.planner.questions.sweep import (
+from meshwright.planner.answers.infeasible import closest_plan, grown
+from meshwright.planner.answers.search import pins_of, search
+from meshwright.planner.answers.sweep import (
     Point,
     changes_of_kind,
     cluster_for,
@@ -37,17 +36,21 @@ from meshwright.planner.questions.sweep import (
     robustness,
     sweep,
 )
-from meshwright.planner.questions.tutorial import lessons
-from meshwright.planner.questions.walk import Step, walk
-from meshwright.planner.search import pins_of, search
-from meshwright.planner.setups import parse_setup
+from meshwright.planner.answers.tutorial import lessons
+from meshwright.planner.answers.why_not import best_of, why_not, why_not_plan, why_not_setup
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.plan.document import Plan, placement
+from meshwright.planner.plan.legality import context_rule, tensor_rule
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.pin_texts import read_pins
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.setups import parse_setup
+from meshwright.planner.plan.training import Objective, TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
-from meshwright.planner.strategy import Pins, context_rule, shape_of, tensor_rule
-from meshwright.planner.training import Objective, TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.units import format_seconds
+from meshwright.profiler.machine.cluster import ClusterSpec
+from meshwright.profiler.machine.units import format_seconds
+from meshwright.profiler.model.model_profile import ModelProfile
 
 BATCH = 24
 

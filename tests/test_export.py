@@ -14,7 +14,7 @@ import pytest
 from cli_support import run_plan, some_plan
 from synthetic import layer_class, profile
 
-from meshwright.planner.estimate import estimate
+from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.exchange.accelerate import KEYS as ACCELERATE_KEYS
 from meshwright.planner.exchange.accelerate import read_accelerate
 from meshwright.planner.exchange.block_row import BlockRow, block_row
@@ -30,11 +30,12 @@ from meshwright.planner.exchange.megatron_layout import parse_layout
 from meshwright.planner.exchange.targets import TARGETS, VERSIONS
 from meshwright.planner.exchange.torchtitan import FLAGS as TORCHTITAN_FLAGS
 from meshwright.planner.exchange.torchtitan import read_torchtitan
-from meshwright.planner.plan import Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import LayerPart, ModelProfile
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import LayerPart, ModelProfile
 
 NUM_BLOCKS = 8
 

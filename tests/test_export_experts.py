@@ -13,11 +13,11 @@ from meshwright.planner.exchange.imports import Layout, imported
 from meshwright.planner.exchange.megatron import read_megatron
 from meshwright.planner.exchange.targets import TARGETS
 from meshwright.planner.exchange.torchtitan import read_torchtitan
-from meshwright.planner.plan import ContextKind
-from meshwright.planner.strategy import Shape
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import Experts, ModelProfile
+from meshwright.planner.plan.document import ContextKind
+from meshwright.planner.plan.shape import Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import Experts, ModelProfile
 
 
 def mixture() -> ModelProfile:

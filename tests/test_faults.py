@@ -19,10 +19,10 @@ from meshwright.executor import faults, parallelize, watch
 from meshwright.executor.faults import Held, NonFiniteError, out_of_memory_message
 from meshwright.planner.cost.software import load_software
 from meshwright.planner.cost.stage_cost import outside_bytes
-from meshwright.planner.plan import Plan, Prediction
-from meshwright.planner.strategy import shape_of
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.units import GIB
+from meshwright.planner.plan.document import Plan, Prediction
+from meshwright.planner.plan.making import shape_of
+from meshwright.profiler.machine.units import GIB
+from meshwright.profiler.model.model_profile import ModelProfile
 
 HANG_S = 3.0
 SOON_S = 150.0

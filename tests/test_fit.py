@@ -9,12 +9,13 @@ from test_published import row
 
 from benchmarks.published.constants import CONSTANTS, Constant, applies, factors_of, on_cluster, tried
 from benchmarks.published.fit import Case, Fit
+from meshwright.planner.cost.estimate import estimate, step_seconds
 from meshwright.planner.cost.kept import kept
-from meshwright.planner.estimate import estimate, step_seconds
-from meshwright.planner.plan import Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import Precision, TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import Precision, TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
 
 MODEL = profile([layer_class("block", 1e12, 10_000_000, saved=1e6, inputs=1e6, heads=8)], [0] * 4)
 

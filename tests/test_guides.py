@@ -5,12 +5,12 @@ import time
 import pytest
 from zoo import zoo_profile
 
-from meshwright.planner.questions.asked import followed
-from meshwright.planner.questions.guidance import named_rules, rules_of_thumb
-from meshwright.planner.search import search
+from meshwright.planner.answers.guidance import named_rules, rules_of_thumb
+from meshwright.planner.answers.search import search
+from meshwright.planner.answers.why_not import followed
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
+from meshwright.profiler.machine.cluster import cluster_of, load_device
 
 MOST_SLOWER = 1.01
 

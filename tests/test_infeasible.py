@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.planner.check import check
-from meshwright.planner.estimate import estimate
-from meshwright.planner.questions.asked import best_of
-from meshwright.planner.questions.infeasible import (
+from meshwright.planner.answers.check import check
+from meshwright.planner.answers.infeasible import (
     PRECISE,
     InfeasibleError,
     closest_of_all,
@@ -20,13 +18,15 @@ from meshwright.planner.questions.infeasible import (
     grown,
     offloaded,
 )
-from meshwright.planner.questions.sweep import cluster_for
-from meshwright.planner.search import search
+from meshwright.planner.answers.search import search
+from meshwright.planner.answers.sweep import cluster_for
+from meshwright.planner.answers.why_not import best_of
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.training import Objective, TrainingSpec
 from meshwright.planner.solve.explore import Explorer
-from meshwright.planner.strategy import Pins
-from meshwright.planner.training import Objective, TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import ClusterSpec
+from meshwright.profiler.model.model_profile import ModelProfile
 
 
 def chain(parameters: int = 100_000_000, layers: int = 4) -> ModelProfile:

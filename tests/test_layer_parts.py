@@ -12,17 +12,19 @@ from benchmarks.accuracy import cases
 from benchmarks.planning_time.layer_wise import SHAPE, options_of_a_block
 from benchmarks.planning_time.plain_profile import Part, with_parts
 from meshwright.executor.reporting.report import choice_in_words
-from meshwright.planner.check import check
+from meshwright.planner.answers.check import check
+from meshwright.planner.answers.search import search
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.layer_parts import ways_of_parts
-from meshwright.planner.not_run import not_run
-from meshwright.planner.plan import Recompute, parts_of
-from meshwright.planner.search import search
+from meshwright.planner.plan.document import Recompute, parts_of
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.not_run import not_run
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
-from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import LayerClass, ModelProfile
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import LayerClass, ModelProfile
 
 NORM = Part("norm", freed=0.1, given=0.0, forward=0.05, reads_arriving=True)
 MLP = Part("mlp", freed=0.5, given=0.05, forward=0.6)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.profiler import load
-from meshwright.profiler.load import load_model, split_inputs
+from meshwright.profiler.model import load
+from meshwright.profiler.model.load import load_model, split_inputs
 
 MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
 

@@ -12,12 +12,13 @@ from meshwright.executor.measuring import measure as measure_module
 from meshwright.executor.measuring.measure import measure
 from meshwright.executor.measuring.measurement import Measurement, load_measurement, quantile
 from meshwright.executor.parallel.stage_module import StageModule
-from meshwright.planner.plan import Plan, Prediction
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Plan, Prediction
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 MLP = Path(__file__).parent.parent / "benchmarks" / "models" / "mlp.py"
 

@@ -8,11 +8,12 @@ from cli_support import run_plan
 from synthetic import cluster, device, layer_class, profile
 
 from meshwright.executor.measuring.measured_steps import load_measured_steps
-from meshwright.planner.estimate import estimate
-from meshwright.planner.refit import on_device, turned
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import load_device
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.cost.refit import on_device, turned
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import load_device
 
 MODEL = profile([layer_class("block", 2e11, 4_000_000, 2e6, 1e6)], [0] * 4)
 DEVICE = device(matmul_efficiency=0.6, sources={"matmul_efficiency": "assumption: large matmuls"})

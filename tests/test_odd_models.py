@@ -11,11 +11,14 @@ from torch import nn
 
 from meshwright.executor import parallelize
 from meshwright.executor.parallel.recompute import recompute
-from meshwright.planner.check import check
-from meshwright.planner.plan import Plan
+from meshwright.planner.answers.check import check
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.legality import can_recompute, sharding_rule
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.planner.solve.space import Space
-from meshwright.planner.strategy import LayerOption, Pins, Shape, can_recompute, make_plan, sharding_rule
-from meshwright.planner.training import Precision, TrainingSpec
 
 KEPT = LayerOption()
 REPEATED = LayerOption(recompute="full")

@@ -12,14 +12,14 @@ from cli_support import small_profile, some_plan
 from benchmarks.one_gpu.__main__ import Failure, Row, markdown, rows_of
 from benchmarks.one_gpu.composed import composed_step_s, kernels_s
 from benchmarks.one_gpu.rank import RankRun, run_rank
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Plan
-from meshwright.planner.search import price_setup
-from meshwright.planner.setups import parse_setup
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.trace import trace
+from meshwright.planner.answers.search import price_setup
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.setups import parse_setup
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.trace import trace
 
 GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
 

@@ -54,5 +54,5 @@ def test_a_sub_package_that_is_not_listed_is_missed(copied_tree: Path, tmp_path:
 def test_presets_and_type_markers_are_among_them() -> None:
     files = expected_files(ROOT)
 
-    assert "meshwright/profiler/hardware/h100-80gb.toml" in files
+    assert "meshwright/profiler/machine/hardware/h100-80gb.toml" in files
     assert {f"meshwright/{package}/py.typed" for package in PACKAGES} <= files

@@ -27,12 +27,13 @@ from meshwright.executor.parallel.pipeline import PipelineRunner
 from meshwright.executor.parallel.recompute import recompute
 from meshwright.executor.parallel.stage_module import StageModule
 from meshwright.executor.parallel.tensor import crosses_sliced
-from meshwright.planner.plan import Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.load import LoadedModel, load_model, split_inputs
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.load import LoadedModel, load_model, split_inputs
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 ZOO = Path(__file__).parent.parent / "benchmarks" / "models"
 MICRO_BATCH = 2

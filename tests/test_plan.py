@@ -8,8 +8,8 @@ from cli_support import some_plan
 from pydantic import ValidationError
 
 from meshwright.executor.reporting.report import axis_rows, rank_runs
-from meshwright.planner.check import check
-from meshwright.planner.plan import AXES, Plan, load_plan, parts_of, placement, placements, recompute_of_parts
+from meshwright.planner.answers.check import check
+from meshwright.planner.plan.document import AXES, Plan, load_plan, parts_of, placement, placements, recompute_of_parts
 
 PIPELINE_INSIDE = ("data_replicate", "data_shard", "pipeline", "context", "tensor")
 

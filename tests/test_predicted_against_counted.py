@@ -18,13 +18,14 @@ from zoo import zoo_module
 from benchmarks.accuracy.counters import Passed, PeakMeter, Traffic
 from meshwright.executor import Trainer, parallelize
 from meshwright.planner.cost.comm_cost import Collective
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.plan import AXES, Axis, Plan, Recompute
-from meshwright.planner.strategy import Cuts, LayerOption, Shape, make_plan
-from meshwright.planner.training import Precision, TrainingSpec
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.plan.document import AXES, Axis, Plan, Recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
+from meshwright.planner.plan.training import Precision, TrainingSpec
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._C import _len_torch_function_stack
 
-from meshwright.profiler.layers.producers import Producers
-from meshwright.profiler.model_profile import Producer
+from meshwright.profiler.model.model_profile import Producer
+from meshwright.profiler.semantics.producers import Producers
 
 
 class _Twice(nn.Module):

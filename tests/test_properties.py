@@ -10,20 +10,23 @@ from hypothesis import strategies as st
 from synthetic import SEQ_LEN, cluster, device, layer_class, profile
 from zoo import zoo_profile
 
-from meshwright.planner.bands import memory_band, time_band
+from meshwright.planner.cost.bands import memory_band, time_band
 from meshwright.planner.cost.comm_cost import Collective, GroupLinks, collective_s, exchange_s, exposed_s
 from meshwright.planner.cost.compute_cost import accumulate_s, host_optimizer_s, layer_seconds, moving_s, optimizer_s
+from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.memory_cost import state_bytes
 from meshwright.planner.cost.stage_cost import allocatable_bytes, budget_bytes, closed_form_s, outside_bytes
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.plan import Recompute, Schedule
+from meshwright.planner.plan.document import Recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import Schedule
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
-from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec, Device, Group, Link, cluster_of, load_device
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, Group, Link, cluster_of, load_device
+from meshwright.profiler.model.model_profile import ModelProfile
 
 GIB = 2**30
 

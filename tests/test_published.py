@@ -16,7 +16,7 @@ from benchmarks.published.models import Latent, Mixture, Sizes, loaded
 from benchmarks.published.pricing import Priced, Pricer
 from benchmarks.published.rows import DATA, Row, parse_row, read_folders
 from benchmarks.published.settings import CannotPriceError, setting_of
-from meshwright.profiler.trace import trace
+from meshwright.profiler.model.trace import trace
 
 BASE: dict[str, Any] = {
     "id": "one",

@@ -11,14 +11,16 @@ import pytest
 from small_models import GLOBAL_BATCH, MAKERS, small_profile, verified
 from synthetic import cluster
 
-from meshwright.planner.check import check
+from meshwright.planner.answers.check import check
+from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.cost.simulate import ZERO_BUBBLE
-from meshwright.planner.plan import Plan, Recompute
-from meshwright.planner.solve.columns import Chain
+from meshwright.planner.plan.document import Plan, Recompute
+from meshwright.planner.plan.making import make_plan, shape_of
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import ZERO_BUBBLE
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.space import Space
-from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
-from meshwright.planner.training import TrainingSpec
 
 BF16_TOLERANCE = 0.05
 """Of loss and gradient norm, where a plan computes in bf16 and the one process in fp32."""

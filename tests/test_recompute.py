@@ -15,12 +15,14 @@ from torch.utils._pytree import tree_leaves
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.executor.parallel.recompute import check_recompute, recompute
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.plan import LayerPlan, Recompute
-from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import LayerPlan, Recompute
+from meshwright.planner.plan.legality import can_recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 SAMPLES, LENGTH, WIDTH, HEADS = 3, 16, 32, 4
 MODES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.planner.estimate import estimate
-from meshwright.planner.refit import MeasuredStep, on_device, refit, turned
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import Device
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.cost.refit import MeasuredStep, on_device, refit, turned
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import Device
 
 PRESET = device(matmul_efficiency=0.6, overlap=0.0)
 TRUTH = {"matmul": 0.7, "link bandwidth": 0.5, "optimizer": 0.6}

@@ -4,9 +4,9 @@ from itertools import combinations_with_replacement, product
 
 import numpy as np
 
+from meshwright.planner.plan.shape import Shape
 from meshwright.planner.solve.chunked import Chunking
 from meshwright.planner.solve.relaxed import least_slowest_of_whole_s
-from meshwright.planner.strategy import Shape
 
 
 def least_of_a_stage_s(number: int, each: float, again: list[float], held: list[float], turn: list[float]) -> float:

@@ -7,7 +7,7 @@ from cli_support import run_plan, save_profile, some_plan
 from test_architecture import modules_after
 
 from meshwright.executor.state.checkpoint_folder import Progress
-from meshwright.planner.plan import load_plan
+from meshwright.planner.plan.document import load_plan
 
 
 @pytest.fixture

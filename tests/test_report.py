@@ -29,15 +29,16 @@ from meshwright.executor.reporting.report import axis_rows
 from meshwright.executor.reporting.report_facts import Facts, front, gather, host_patterns, played
 from meshwright.executor.reporting.terminal import make_console, print_difference
 from meshwright.executor.run_document import RunHeader, RunStep
-from meshwright.planner.estimate import estimate
+from meshwright.planner.answers.search import price_setup
+from meshwright.planner.answers.sensitivity import scaled, sensitivity
+from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.exchange.export import export
 from meshwright.planner.exchange.targets import NAMES
-from meshwright.planner.plan import AXES, Axis, Plan, placements
-from meshwright.planner.questions.sensitivity import scaled, sensitivity
-from meshwright.planner.search import price_setup
-from meshwright.planner.setups import parse_setup, setup_words
-from meshwright.planner.strategy import Shape, shape_of
-from meshwright.profiler.units import GIB
+from meshwright.planner.plan.document import AXES, Axis, Plan, placements
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.setups import parse_setup, setup_words
+from meshwright.planner.plan.shape import Shape
+from meshwright.profiler.machine.units import GIB
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -621,7 +622,9 @@ def test_a_comparison_is_drawn_as_png(comparison: Comparison, tmp_path: Path) ->
 
 def test_what_shows_plans_imports_rich_only_then(tmp_path: Path) -> None:
     some_plan(shard=4).save(tmp_path / "plan.json")
-    code = "from pathlib import Path\nfrom meshwright.planner.plan import load_plan\nload_plan(Path('plan.json'))"
+    code = (
+        "from pathlib import Path\nfrom meshwright.planner.plan.document import load_plan\nload_plan(Path('plan.json'))"
+    )
 
     assert "rich" not in modules_after(f"{code}._repr_html_()", tmp_path)
     assert "rich.table" in modules_after(f"{code}.__rich__()", tmp_path)

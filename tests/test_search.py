@@ -12,23 +12,26 @@ import pytest
 import slow
 from synthetic import cluster, device, layer_class, profile, random_class
 
-from meshwright.planner.check import check
+from meshwright.planner.answers.check import check
+from meshwright.planner.answers.search import InfeasibleError, SolverError, finalists, price, search, simplest
+from meshwright.planner.cost.chain import Chain, Composition
+from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Plan, Recompute
-from meshwright.planner.search import InfeasibleError, SolverError, finalists, price, search, simplest
+from meshwright.planner.plan.document import Plan, Recompute
+from meshwright.planner.plan.making import make_plan, shape_of
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import ZERO_BUBBLE, is_chunked
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.chunked import choice_of
-from meshwright.planner.solve.columns import Chain, Composition, StagePrices
+from meshwright.planner.solve.columns import StagePrices
 from meshwright.planner.solve.explore import WINDOW, Explorer
 from meshwright.planner.solve.ilp import solve_master
 from meshwright.planner.solve.scan import scan
 from meshwright.planner.solve.space import Space
 from meshwright.planner.solve.tensor_choice import CutChoice
-from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec, Link
-from meshwright.profiler.model_profile import LayerClass, ModelProfile
+from meshwright.profiler.machine.cluster import ClusterSpec, Link
+from meshwright.profiler.model.model_profile import LayerClass, ModelProfile
 
 NUM_RANDOM = 200
 

@@ -16,16 +16,17 @@ from synthetic import cluster, device, profile, random_class
 
 from benchmarks.planning_time.instances import Instance, instance
 from meshwright.planner.cost.comm_cost import Collective, GroupLinks, collective_s, seconds_at_places
-from meshwright.planner.cost.simulate import ZERO_BUBBLE
-from meshwright.planner.plan import Recompute
+from meshwright.planner.plan.document import Recompute
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import ZERO_BUBBLE
+from meshwright.planner.plan.shape import Shape
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.chunked import Recomputable
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.least_work import LeastWork
 from meshwright.planner.solve.shape_bounds import ShapeBounds
 from meshwright.planner.solve.space import Family, Space
-from meshwright.planner.strategy import Pins, Shape
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import Group, Link
+from meshwright.profiler.machine.cluster import Group, Link
 
 NETWORK = Link(bandwidth=5e10, latency=1e-5)
 TABLES = ("microbatch_s", "forward_s", "once_s", "step_s")

@@ -14,17 +14,16 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from meshwright.planner.cost.simulate import (
+from meshwright.planner.cost.simulate import Event, least_step_s, simulate, simulated_step_s
+from meshwright.planner.plan.schedules import (
     ZERO_BUBBLE,
-    Event,
+    Schedule,
     held_at_peak,
-    least_step_s,
+    rank_and_chunk,
     rank_in_flight,
-    simulate,
-    simulated_step_s,
+    stage_of,
     table,
 )
-from meshwright.planner.plan import Schedule, rank_and_chunk, stage_of
 
 Pass = tuple[int, str, int]
 """Stage, F or B, micro-batch."""

@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.planner.check import check
+from meshwright.planner.answers.check import check
+from meshwright.planner.answers.search import SearchResult, search
+from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.plan import Plan
-from meshwright.planner.search import SearchResult, search
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.legality import MOST_COUNTS, MOST_STARTS, stage_starts
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve import knapsack
-from meshwright.planner.solve.columns import Chain
 from meshwright.planner.solve.explore import Explorer
-from meshwright.planner.strategy import MOST_COUNTS, MOST_STARTS, Pins, stage_starts
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import cluster_of
+from meshwright.profiler.model.model_profile import ModelProfile
 
 SMALL = layer_class("small", 1e9, 10_000, saved=1e4, inputs=1e3)
 OTHER = layer_class("other", 2e9, 20_000, saved=1e4, inputs=1e3)

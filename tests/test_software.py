@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 from synthetic import cluster, device, layer_class, profile
 
-from meshwright.planner.cost.software import REFERENCE, Software, all_software, load_software
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import load_device
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.cost.software import Software, all_software, load_software
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import REFERENCE, TrainingSpec
+from meshwright.profiler.machine.cluster import load_device
 
 
 def _plan(software: str, num_microbatches: int = 1, tensor: int = 1) -> Plan:

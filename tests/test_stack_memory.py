@@ -6,13 +6,14 @@ import pytest
 from synthetic import cluster, layer_class, profile
 
 from benchmarks.published.fit_memory import SHARES, tried
+from meshwright.planner.answers.search import search
 from meshwright.planner.cost import software
+from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.memory_cost import state_bytes
-from meshwright.planner.cost.software import REFERENCE, load_software
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.search import search
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
+from meshwright.planner.cost.software import load_software
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import REFERENCE, TrainingSpec
 
 ELEMENTS, SAVED, LAYERS = 10_000_000, 1e6, 4
 

@@ -15,8 +15,8 @@ from meshwright.executor import parallelize
 from meshwright.executor.reporting.run_report import run_table
 from meshwright.executor.run_document import load_run
 from meshwright.executor.telemetry import CommunicationClock, covered_s
-from meshwright.planner.plan import Plan, Prediction
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.plan.document import Plan, Prediction
+from meshwright.profiler.model.model_profile import ModelProfile
 
 
 @pytest.fixture(scope="module")

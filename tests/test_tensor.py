@@ -14,12 +14,13 @@ from meshwright.executor import parallelize
 from meshwright.executor.parallel import tensor_collectives
 from meshwright.executor.parallel.shared_gradients import SharedGradients, unwatched
 from meshwright.executor.parallel.tensor_layout import ParameterCut, TensorLayout
-from meshwright.planner.plan import ClassPlan, Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import ClassPlan, Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 VOCABULARY, SEQ_LEN = 1024, 16
 

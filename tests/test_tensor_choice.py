@@ -12,17 +12,19 @@ from small_models import small_profile
 from synthetic import cluster, device
 from zoo import MODELS, zoo_profile
 
+from meshwright.planner.answers.search import search
 from meshwright.planner.cost.comm_cost import collective_s
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.tensor_costs import mode_costs
-from meshwright.planner.search import search
+from meshwright.planner.plan.legality import divides, runs_on_slices, tensor_rule
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import Cuts, Shape
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.tensor_choice import CutChoice, Way, added_s, best_ways, tied_cuts
-from meshwright.planner.strategy import Cuts, Pins, Shape, divides, runs_on_slices, tensor_rule
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec, Link
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile, amount_at
-from meshwright.profiler.trace import trace
+from meshwright.profiler.machine.cluster import ClusterSpec, Link
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile, amount_at
+from meshwright.profiler.model.trace import trace
 
 NAMES = st.sampled_from("abcde")
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 from zoo import zoo_profile
 
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import LayerClass, TensorCut, amount_at
-from meshwright.profiler.trace import trace
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import LayerClass, TensorCut, amount_at
+from meshwright.profiler.model.trace import trace
 
 
 def _block(name: str) -> LayerClass:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from meshwright.profiler.cuts.held_tokens import SHARE, Held, clipped, joined, mark_of, part_of, set_mark, taken
-from meshwright.profiler.cuts.token_slices import MixedTokensError, TokenSlices
+from meshwright.profiler.semantics.token_marks import SHARE, Held, clipped, joined, mark_of, part_of, set_mark, taken
+from meshwright.profiler.semantics.token_slices import MixedTokensError, TokenSlices
 
 LENGTH, WIDTH, RANKS = 8, 6, 2
 SPANS = ((0, 2), (6, 8))

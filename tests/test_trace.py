@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional
 from zoo import zoo_profile
 
-from meshwright.planner.strategy import legal_cuts, sharding_rule
-from meshwright.profiler.dimensions import dimensions
-from meshwright.profiler.lengths import at_seq_len
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile, amount_at, load_profile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.legality import legal_cuts, sharding_rule
+from meshwright.profiler.model.dimensions import dimensions
+from meshwright.profiler.model.lengths import at_seq_len
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile, amount_at, load_profile
+from meshwright.profiler.model.trace import trace
 
 
 def _of_module(module: nn.Module, *shape: int) -> ModelProfile:
@@ -259,7 +259,7 @@ def test_a_model_that_decides_by_values_is_neither_sharded_nor_cut() -> None:
 
 
 def test_a_large_model_that_decides_by_values_is_refused_with_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.profiler.trace._MOST_REAL_ELEMENTS", 50)
+    monkeypatch.setattr("meshwright.profiler.model.trace._MOST_REAL_ELEMENTS", 50)
 
     with pytest.raises(ValueError, match=r"test_trace.py:\d+ .*72 parameters are too many"):
         _of_module(_Decides(), 8)

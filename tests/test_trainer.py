@@ -18,12 +18,13 @@ from meshwright.executor.parallel.tensor_layout import ParameterCut
 from meshwright.executor.state import initialise
 from meshwright.executor.state.initialise import Materialiser, initial_values
 from meshwright.planner.cost.expert_place import ExpertPlace
-from meshwright.planner.plan import Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 WIDTH, CLASSES, GLOBAL_BATCH = 16, 8, 8
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from test_trainer import GLOBAL_BATCH, Net, batch_of, loss, sgd
 
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.load import load_model
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.trace import trace
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,22 +16,24 @@ from test_search import plans_of
 from meshwright.executor.reporting.report import gpus_of
 from meshwright.executor.reporting.report_facts import host_patterns
 from meshwright.executor.reporting.terminal import print_memory, print_placement
-from meshwright.planner.check import check
-from meshwright.planner.cost.simulate import is_chunked
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Plan, placements
-from meshwright.planner.questions.explain import reason
-from meshwright.planner.questions.infeasible import closest_plan
-from meshwright.planner.search import InfeasibleError, search
+from meshwright.planner.answers.check import check
+from meshwright.planner.answers.explain import reason
+from meshwright.planner.answers.infeasible import closest_plan
+from meshwright.planner.answers.search import InfeasibleError, search
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.cost.stage_models import stage_kinds
+from meshwright.planner.plan.document import Plan, placements
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import is_chunked
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.ilp import solve_master
 from meshwright.planner.solve.scan import scan
 from meshwright.planner.solve.space import Space
-from meshwright.planner.solve.unequal import stage_kinds
-from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
+from meshwright.profiler.model.model_profile import ModelProfile
 
 FAST = device(name="fast", flops={"bf16": 200e12, "fp32": 100e12})
 SLOW = device(name="slow")

@@ -15,11 +15,13 @@ from test_unequal import mixed
 
 from meshwright.executor import faults
 from meshwright.executor.parallel.mesh import RankMesh, plan_ranks
-from meshwright.planner.plan import Plan, Prediction, placement
-from meshwright.planner.search import search
-from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.units import GIB
+from meshwright.planner.answers.search import search
+from meshwright.planner.plan.document import Plan, Prediction, placement
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.units import GIB
 
 FAST = device(name="a100-80gb", memory=80e9, bandwidth=5e10, flops={"bf16": 5e10, "fp32": 5e10})
 SLOW = device(name="a100-40gb", memory=40e9, bandwidth=1e10, flops={"bf16": 1e10, "fp32": 1e10})

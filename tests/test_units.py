@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.profiler.units import (
+from meshwright.profiler.machine.units import (
     format_bytes,
     format_count,
     format_flops_per_s,

@@ -31,12 +31,14 @@ from meshwright.executor.measuring.verify import (
 )
 from meshwright.executor.parallel import gradients
 from meshwright.executor.parallel.stage_module import StageModule
-from meshwright.planner.plan import Degrees, LayerPlan, Plan, Recompute, Schedule, Stage
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Degrees, LayerPlan, Plan, Recompute, Stage
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.schedules import Schedule
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
 

@@ -18,13 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.executor import parallelize
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.executor.parallel.tensor_loss import RanksOfGroup
-from meshwright.planner.plan import Plan, Recompute
-from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
-from meshwright.planner.training import Precision, TrainingSpec
-from meshwright.profiler.cuts.logit_shards import shard_logits
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import ModelProfile, TensorCut
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Plan, Recompute
+from meshwright.planner.plan.legality import can_recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import Precision, TrainingSpec
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile, TensorCut
+from meshwright.profiler.model.trace import trace
+from meshwright.profiler.semantics.logit_shards import shard_logits
 
 NUM_STEPS = 5
 ROWS, LENGTH, TOTAL = 3, 5, 8

@@ -16,10 +16,10 @@ from benchmarks.faults.launched import Ending, launch
 from meshwright.executor import Trainer, parallelize, watch
 from meshwright.executor.state import box_files
 from meshwright.executor.watch import Beat
-from meshwright.planner.plan import Plan
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Plan
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 from meshwright.executor import apply, parallelize
 from meshwright.executor.state import weights
 from meshwright.executor.state.weights import Weights
-from meshwright.planner.plan import Plan
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Plan
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 
 @pytest.fixture(scope="module")

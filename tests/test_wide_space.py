@@ -12,39 +12,25 @@ from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile
 from test_search import plans_of
 
 from meshwright.executor.reporting.report import splits_in_words
-from meshwright.planner.check import check
-from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.not_run import not_run
-from meshwright.planner.plan import AXES, EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Axis, ContextKind, Plan
-from meshwright.planner.questions.asked import why_not
-from meshwright.planner.questions.guidance import LONG, LONG_SEQUENCE
-from meshwright.planner.questions.walk import walk
-from meshwright.planner.search import pins_of, search
-from meshwright.planner.setups import parse_setup
+from meshwright.planner.answers.check import check
+from meshwright.planner.answers.decision_path import walk
+from meshwright.planner.answers.guidance import LONG, LONG_SEQUENCE
+from meshwright.planner.answers.search import pins_of, search
+from meshwright.planner.answers.why_not import why_not
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.plan.document import AXES, EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Axis, ContextKind, Plan
+from meshwright.planner.plan.legality import context_rule, divisors, expert_rule, sequence_rule, tensor_rule
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.not_run import not_run
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import ZERO_BUBBLE, is_chunked
+from meshwright.planner.plan.setups import parse_setup
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
-from meshwright.planner.strategy import (
-    LayerOption,
-    Pins,
-    Shape,
-    context_rule,
-    divisors,
-    expert_rule,
-    make_plan,
-    sequence_rule,
-    tensor_rule,
-)
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec, Link
-from meshwright.profiler.model_profile import (
-    Bytes,
-    LayerClass,
-    ModelProfile,
-    OpPart,
-    OpProfile,
-    TensorCut,
-)
+from meshwright.profiler.machine.cluster import ClusterSpec, Link
+from meshwright.profiler.model.model_profile import Bytes, LayerClass, ModelProfile, OpPart, OpProfile, TensorCut
 
 KINDS: tuple[ContextKind, ...] = ("ring", "all_to_all", "all_gather")
 EVERYTHING = Pins(everything=True)

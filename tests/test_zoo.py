@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from zoo import MODELS, zoo_profile
 
-from meshwright.profiler.load import LoadedModel, load_model, split_inputs
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.model.load import LoadedModel, load_model, split_inputs
+from meshwright.profiler.model.model_profile import ModelProfile
 
 PARAMETERS = {
     "albert_xlarge": 54_821_040,

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from benchmarks.accuracy.cases import profile_of, whole
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.model.model_profile import ModelProfile
 
 MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
 

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.planner.cost.comm_cost import Collective
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.plan import Axis, ContextKind, Plan, Schedule
-from meshwright.planner.strategy import LayerOption, Shape, can_recompute, legal_cuts, make_plan, shape_of
-from meshwright.planner.training import Precision, TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.load import LoadedModel, load_model
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.plan.document import Axis, ContextKind, Plan
+from meshwright.planner.plan.legality import can_recompute, legal_cuts
+from meshwright.planner.plan.making import make_plan, shape_of
+from meshwright.planner.plan.schedules import Schedule
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import Precision, TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.load import LoadedModel, load_model
 
 from .cases import MODELS, profile_of, whole
 from .played import SMALLEST_BYTES, Played, play, ranks_to_play

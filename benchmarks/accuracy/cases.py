@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.executor.measuring.verify import small_model
-from meshwright.planner.plan import Degrees, ModelReference, Plan
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Degrees, ModelReference, Plan
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 MODELS = Path(__file__).parents[1] / "models"
 

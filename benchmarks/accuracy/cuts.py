@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.planner.cost.tensor_costs import mode_costs
-from meshwright.planner.strategy import Shape, chosen_cuts, is_sequence_cut
-from meshwright.profiler.model_profile import Costs, LayerClass, ModelProfile, TensorCut, amount_at
+from meshwright.planner.plan.legality import chosen_cuts, is_sequence_cut
+from meshwright.planner.plan.shape import Shape
+from meshwright.profiler.model.model_profile import Costs, LayerClass, ModelProfile, TensorCut, amount_at
 
 from . import cases
 from .report import Check, publish

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from meshwright.profiler.lengths import at_seq_len
-from meshwright.profiler.load import LoadedModel
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.profiler.model.lengths import at_seq_len
+from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 from . import cases, reality
 from .predicted import flops, predicted

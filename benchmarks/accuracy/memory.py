@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from meshwright.planner.training import Precision
-from meshwright.profiler.load import LoadedModel
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.plan.training import Precision
+from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
 
 from . import cases, reality
 from .predicted import predicted

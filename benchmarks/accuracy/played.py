@@ -24,8 +24,8 @@ from meshwright.executor.parallel.expert_exchange import Rows, count_rows
 from meshwright.executor.state.initialise import Values
 from meshwright.executor.torch_compat import data_parallel
 from meshwright.planner.cost.comm_cost import Collective
-from meshwright.planner.plan import AXES, GroupAxis, Plan
-from meshwright.profiler.load import LoadedModel
+from meshwright.planner.plan.document import AXES, GroupAxis, Plan
+from meshwright.profiler.model.load import LoadedModel
 
 from .counters import Passed, PeakMeter, Traffic
 

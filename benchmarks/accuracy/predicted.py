@@ -3,13 +3,15 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Recompute, parts_of
-from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan
-from meshwright.planner.training import Precision, TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import ModelProfile, OpProfile, amount_at
+from meshwright.planner.plan.document import Recompute, parts_of
+from meshwright.planner.plan.legality import can_recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import Precision, TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import ModelProfile, OpProfile, amount_at
 
 
 @dataclass(frozen=True)

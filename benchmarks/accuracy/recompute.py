@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from meshwright.planner.cost.layer_parts import kept_at
-from meshwright.planner.plan import Recompute, parts_of, recompute_of_parts
-from meshwright.profiler.load import LoadedModel
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.plan.document import Recompute, parts_of, recompute_of_parts
+from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
 
 from . import cases, reality
 from .predicted import Predicted, predicted, recomputable, repeated_flops

@@ -13,19 +13,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.accuracy import cases
-from meshwright.planner.check import check
+from meshwright.planner.answers.check import check
+from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.kinds import Kind as LayerKind
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.cost.simulate import ZERO_BUBBLE
-from meshwright.planner.cost.software import COMPILING
-from meshwright.planner.plan import AXES, EXECUTABLE_RECOMPUTES, Plan, Recompute, parts_of
-from meshwright.planner.solve.columns import Chain
+from meshwright.planner.plan.document import AXES, EXECUTABLE_RECOMPUTES, Plan, Recompute, parts_of
+from meshwright.planner.plan.making import make_plan, shape_of
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import ZERO_BUBBLE
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import COMPILING, TrainingSpec
 from meshwright.planner.solve.space import Family, Space
-from meshwright.planner.strategy import LayerOption, Pins, Shape, make_plan, shape_of
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import HostGroup, cluster_of, load_device
-from meshwright.profiler.load import LoadedModel
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import HostGroup, cluster_of, load_device
+from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
 
 GLOBAL_BATCH = 16
 

@@ -29,12 +29,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.accuracy import played
 from benchmarks.accuracy.cases import MODELS
 from meshwright.executor import parallelize
-from meshwright.planner.plan import Plan, Schedule
-from meshwright.planner.strategy import LayerOption, Shape, can_recompute, make_plan, shape_of
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.legality import can_recompute
+from meshwright.planner.plan.making import make_plan, shape_of
+from meshwright.planner.plan.schedules import Schedule
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.trace import trace
 
 RESULTS = Path(__file__).parent / "results"
 MOST_S, MOST_BYTES = 60.0, 2 * 2**30

@@ -24,12 +24,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.executor import parallelize
 from meshwright.executor.measuring.local_ranks import run_local_ranks
-from meshwright.planner.plan import Plan
-from meshwright.planner.strategy import LayerOption, Shape, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.load import load_model
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.trace import trace
 
 from . import by_hand
 

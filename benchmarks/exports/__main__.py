@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.accuracy import cases
 from benchmarks.exports import targets
+from meshwright.planner.answers.search import InfeasibleError, SolverError, price_setup, search
 from meshwright.planner.exchange.accelerate import read_accelerate
 from meshwright.planner.exchange.deepspeed import read_deepspeed
 from meshwright.planner.exchange.export import Export, export
@@ -18,13 +19,13 @@ from meshwright.planner.exchange.imports import plan_of
 from meshwright.planner.exchange.megatron import read_megatron
 from meshwright.planner.exchange.targets import TARGETS
 from meshwright.planner.exchange.torchtitan import read_torchtitan
-from meshwright.planner.plan import Plan
-from meshwright.planner.search import InfeasibleError, SolverError, price_setup, search
-from meshwright.planner.setups import parse_setup
-from meshwright.planner.strategy import Pins, shape_of
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.setups import parse_setup
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import ModelProfile
 
 RESULTS = Path(__file__).with_name("results")
 DEVICE = "h100-80gb"

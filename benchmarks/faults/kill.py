@@ -23,7 +23,7 @@ import torch
 
 from meshwright.executor import parallelize, watch
 from meshwright.executor.state.checkpoint_folder import complete_checkpoints
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan.document import Plan
 
 from . import runs
 from .launched import start

@@ -16,7 +16,7 @@ import torch
 
 from meshwright.executor import parallelize
 from meshwright.executor.measuring.local_ranks import run_local_ranks
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan.document import Plan
 
 from . import runs
 

@@ -24,16 +24,16 @@ from benchmarks.accuracy import cases
 from benchmarks.accuracy.played import ranks_to_play
 from benchmarks.one_gpu.composed import composed_step_s, kernels_s
 from benchmarks.one_gpu.rank import RankRun, run_rank
-from meshwright.planner.estimate import Estimate
-from meshwright.planner.plan import Plan, load_plan
-from meshwright.planner.search import InfeasibleError, price_setup, search
-from meshwright.planner.setups import parse_setup
-from meshwright.planner.strategy import shape_of
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.load import LoadedModel
-from meshwright.profiler.local import local_gpus, preset_of
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.answers.search import InfeasibleError, price_setup, search
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.plan.document import Plan, load_plan
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.setups import parse_setup
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.machine.local import local_gpus, preset_of
+from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
 
 RESULTS = Path(__file__).with_name("results")
 MODELS = ("gpt", "bert_large", "llama3_8b")

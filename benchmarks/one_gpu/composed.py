@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
+from meshwright.planner.cost.estimate import Estimate, priced_stages
 from meshwright.planner.cost.simulate import simulate
-from meshwright.planner.estimate import Estimate, priced_stages
-from meshwright.planner.plan import Plan
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.plan.document import Plan
+from meshwright.profiler.model.model_profile import ModelProfile
 
 
 def kernels_s(plan: Plan, profile: ModelProfile, found: Estimate, position: int) -> float:

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 from benchmarks.accuracy import played
 from meshwright.executor import parallelize, trainer
 from meshwright.executor.parallel import expert_exchange
-from meshwright.planner.plan import Plan
-from meshwright.profiler.load import LoadedModel
+from meshwright.planner.plan.document import Plan
+from meshwright.profiler.model.load import LoadedModel
 
 WARM_UP_STEPS = 3
 """The first two steps allocate and make optimizer state; the third is the first of its kind."""

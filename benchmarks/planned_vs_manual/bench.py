@@ -11,16 +11,16 @@ from benchmarks.planned_vs_manual.hosts import Host, emulated
 from benchmarks.planned_vs_manual.jobs import Job, Task, run
 from benchmarks.planned_vs_manual.models import REFERENCES, Case
 from meshwright.executor.measuring.compare import compare, read_setups
-from meshwright.planner.plan import Plan
-from meshwright.planner.refit import MeasuredStep, refit
-from meshwright.planner.search import price_setup
-from meshwright.planner.setups import parse_setup
-from meshwright.planner.strategy import shape_of
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, load_device
-from meshwright.profiler.load import LoadedModel
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.planner.answers.search import price_setup
+from meshwright.planner.cost.refit import MeasuredStep, refit
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.setups import parse_setup
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, load_device
+from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 DEVICE = Path(__file__).with_name("device.toml")
 

@@ -25,10 +25,10 @@ from meshwright.executor import parallelize
 from meshwright.executor.measuring.local_ranks import RankError, run_local_ranks
 from meshwright.executor.parallel.micro_batches import split_micro_batches
 from meshwright.executor.trainer import Trainer
-from meshwright.planner.plan import Plan
-from meshwright.profiler.cluster import Device
-from meshwright.profiler.load import LoadedModel
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.plan.document import Plan
+from meshwright.profiler.machine.cluster import Device
+from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
 
 STEP_LIMIT_S = 60.0
 """A set-up whose start, or one of whose steps, takes longer is given up, and the others are run without it."""

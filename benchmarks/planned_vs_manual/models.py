@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshwright.profiler.load import LoadedModel, load_model
+from meshwright.profiler.model.load import LoadedModel, load_model
 
 
 def _loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -19,14 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.executor.parallel.stage_module import stages_in
 from meshwright.executor.trainer import Trainer
+from meshwright.planner.cost.estimate import priced_stages
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.cost.simulate import ZERO_BUBBLE
-from meshwright.planner.estimate import priced_stages
-from meshwright.planner.plan import Plan
-from meshwright.planner.refit import on_device
-from meshwright.planner.strategy import LayerOption, shape_of
-from meshwright.profiler.cluster import Device
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.cost.refit import on_device
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.schedules import ZERO_BUBBLE
+from meshwright.planner.plan.shape import LayerOption
+from meshwright.profiler.machine.cluster import Device
+from meshwright.profiler.model.model_profile import ModelProfile
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.planned_vs_manual.bench import TOPOLOGIES, Calibrated, Residual, Topology
 from benchmarks.planned_vs_manual.figures import Result, Row
 from benchmarks.planned_vs_manual.models import CASES, Case
-from meshwright.profiler.cluster import Device
+from meshwright.profiler.machine.cluster import Device
 
 
 @dataclass(frozen=True)

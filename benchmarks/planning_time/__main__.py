@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.planner.strategy import Pins
-from meshwright.profiler.model_profile import load_profile
+from meshwright.planner.plan.pins import Pins
+from meshwright.profiler.model.model_profile import load_profile
 
 from .cases import CASES, LAYER_WISE, MOST_GROWTH, SCALES, Case
 from .layer_wise import Choice, choice

@@ -2,10 +2,10 @@
 
     python -m benchmarks.planning_time.brute_force --instances 500 [--out FOLDER]
 
-Brute force writes down shapes and cuts with loops of its own, and prices each plan with planner/estimate.py; it knows
-no bound, no column, no composition and none of the space's shortcuts (GPipe where 1F1B does as well, orders of axes
-that place every group alike). Beside it: the search, the scan of every shape (exact dynamic programming), and one ILP
-over all shapes, by HiGHS and by CBC.
+Brute force writes down shapes and cuts with loops of its own, and prices each plan with planner/cost/estimate.py; it
+knows no bound, no column, no composition and none of the space's shortcuts (GPipe where 1F1B does as well, orders of
+axes that place every group alike). Beside it: the search, the scan of every shape (exact dynamic programming), and one
+ILP over all shapes, by HiGHS and by CBC.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from itertools import chain, combinations, pairwise, permutations, product
 from pathlib import Path
 from typing import get_args
 
+from meshwright.planner.cost.chain import Chain
+from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.cost.simulate import ZERO_BUBBLE, is_chunked
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import (
+from meshwright.planner.plan.document import (
     AXES,
     EXECUTABLE_CONTEXTS,
     EXECUTABLE_RECOMPUTES,
@@ -32,30 +32,26 @@ from meshwright.planner.plan import (
     ContextKind,
     Plan,
     Recompute,
-    Schedule,
     parts_of,
-    rank_and_chunk,
     recompute_of_parts,
 )
-from meshwright.planner.solve.columns import Chain, StagePrices
-from meshwright.planner.solve.explore import Explorer
-from meshwright.planner.solve.ilp import solve_master
-from meshwright.planner.solve.scan import scan
-from meshwright.planner.solve.space import MOST_CHUNKS, Space
-from meshwright.planner.strategy import (
-    Cuts,
-    LayerOption,
-    Shape,
+from meshwright.planner.plan.legality import (
     can_recompute,
     context_rule,
     divisors,
     expert_rule,
     has_experts,
-    make_plan,
     sequence_rule,
-    shape_of,
     tensor_rule,
 )
+from meshwright.planner.plan.making import make_plan, shape_of
+from meshwright.planner.plan.schedules import ZERO_BUBBLE, Schedule, is_chunked, rank_and_chunk
+from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
+from meshwright.planner.solve.columns import StagePrices
+from meshwright.planner.solve.explore import Explorer
+from meshwright.planner.solve.ilp import solve_master
+from meshwright.planner.solve.scan import scan
+from meshwright.planner.solve.space import MOST_CHUNKS, Space
 
 from .instances import Instance, instance
 

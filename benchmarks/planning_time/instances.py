@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.plan import Schedule, recompute_of_parts
+from meshwright.planner.plan.document import recompute_of_parts
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import Schedule
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.tensor_choice import CutChoice
-from meshwright.planner.strategy import Pins
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
-from meshwright.profiler.model_profile import (
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
+from meshwright.profiler.model.model_profile import (
     Amount,
     Bytes,
     CollectiveProfile,

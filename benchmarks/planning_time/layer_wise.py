@@ -4,13 +4,15 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.solve.columns import Chain, StagePrices
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.shape import Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.planner.solve.columns import StagePrices
 from meshwright.planner.solve.scan import scan
-from meshwright.planner.strategy import Pins, Shape
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import cluster_of, load_device
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.model_profile import ModelProfile
 
 SHAPE = Shape(1, 8, 1, 1, micro_batch=1, num_microbatches=8, gradient_sync="every")
 """Eight GPUs that share their shards, as little as possible of each micro-batch."""

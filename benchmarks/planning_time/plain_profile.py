@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.profiler.model_profile import (
+from meshwright.profiler.model.model_profile import (
     Amount,
     Bytes,
     Costs,

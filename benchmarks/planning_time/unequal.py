@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from meshwright.planner.estimate import estimate
-from meshwright.planner.plan import Plan
-from meshwright.planner.search import InfeasibleError, SearchResult, search
+from meshwright.planner.answers.search import InfeasibleError, SearchResult, search
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.unequal import kind_orders
-from meshwright.planner.strategy import shape_of
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec, HostGroup, load_device
-from meshwright.profiler.load import load_model
-from meshwright.profiler.model_profile import ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.profiler.machine.cluster import ClusterSpec, HostGroup, load_device
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 
 MODELS = Path(__file__).parent.parent / "models"
 

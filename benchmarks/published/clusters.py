@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from meshwright.profiler.cluster import ClusterSpec, Device, Link, cluster_of, load_device
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, Link, cluster_of, load_device
 
 from .rows import Row
 
 GIB = 2**30
 
 LINK_EFFICIENCY = 0.7677
-"""Of a link's one-direction peak inside a host: as in the presets (profiler/hardware)."""
+"""Of a link's one-direction peak inside a host: as in the presets (profiler/machine/hardware)."""
 
 NETWORK_EFFICIENCY = {"omni-path": 0.1979, "": 1.0}
 """Of a host's nominal network bandwidth, by a word of the text: as in the presets; Omni-Path by the same fit."""

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 from meshwright.planner.cost import compute_cost, layer_cost, software, stage_cost
 from meshwright.planner.cost.compute_cost import LOW_PRECISIONS
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan.document import Plan
 from meshwright.planner.solve import columns
-from meshwright.profiler.cluster import ClusterSpec, Device, HostGroup, Link
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
 
 Where = Literal["device", "software", "link", "network", "omni-path", "module"]
 

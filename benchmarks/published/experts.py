@@ -4,9 +4,9 @@
 
 Of the published rows of Megatron, Megatron-Bridge, NeMo, MLPerf, torchtitan and Llama 3, the fastest per GPU of each
 model and framework is taken for what its authors found best; rows that publish TFLOP/s only, as Llama 3's, are all
-asked. Both plans are priced by planner/estimate.py. Theirs ran, so the device is taken to hold what theirs is predicted
-to need. Our pick is the fastest plan of the space by its closed form; `plan` may emit a simpler one that is up to 1%
-slower. Where theirs has context or expert ranks that the executor does not run, the space is the full one.
+asked. Both plans are priced by planner/cost/estimate.py. Theirs ran, so the device is taken to hold what theirs is
+predicted to need. Our pick is the fastest plan of the space by its closed form; `plan` may emit a simpler one that is
+up to 1% slower. Where theirs has context or expert ranks that the executor does not run, the space is the full one.
 
 First the best plan of their layout is looked for, with their degrees, schedule and micro-batch pinned; then a faster
 one in the whole space. Where time runs out, the best so far is the answer, and the gap to the bound is told.
@@ -25,13 +25,15 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.plan import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Plan
-from meshwright.planner.questions.asked import priced_answer
+from meshwright.planner.answers.why_not import priced_answer
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.plan.document import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Plan
+from meshwright.planner.plan.legality import context_rule, expert_rule, sequence_rule, tensor_rule
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.solve.explore import Explorer, Solved
-from meshwright.planner.strategy import Pins, context_rule, expert_rule, sequence_rule, shape_of, tensor_rule
-from meshwright.profiler.cluster import ClusterSpec
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.profiler.machine.cluster import ClusterSpec
+from meshwright.profiler.model.model_profile import ModelProfile
 
 from .clusters import place
 from .pricing import Pricer

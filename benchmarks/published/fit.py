@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.estimate import step_seconds
-from meshwright.planner.plan import Plan
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.cost.estimate import step_seconds
+from meshwright.planner.plan.document import Plan
+from meshwright.profiler.model.model_profile import ModelProfile
 
 from .clusters import place
 from .constants import CONSTANTS, Constant, applies, factors_of, on_cluster, tried

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from meshwright.planner import bands
-from meshwright.planner.bands import Band, time_kind
+from meshwright.planner.cost import bands
+from meshwright.planner.cost.bands import Band, time_kind
 
 from .clusters import place
 from .metrics import memory_error, quantile, time_error

@@ -11,9 +11,9 @@ from typing import TypeAlias
 from unittest.mock import patch
 
 from meshwright.planner.cost import software
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.plan import Plan
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.plan.document import Plan
+from meshwright.profiler.model.model_profile import ModelProfile
 
 from .clusters import place
 from .metrics import Spread, spread

@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from meshwright.profiler.model_profile import CrossingTensor, LayerProfile, ModelProfile
-from meshwright.profiler.trace import trace
+from meshwright.profiler.model.model_profile import CrossingTensor, LayerProfile, ModelProfile
+from meshwright.profiler.model.trace import trace
 
 from .models import Sizes, loaded
 

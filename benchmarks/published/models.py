@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshwright.profiler.load import LoadedModel, load_model
+from meshwright.profiler.model.load import LoadedModel, load_model
 
 
 @dataclass(frozen=True)

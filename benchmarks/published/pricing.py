@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.plan import Plan, Recompute
-from meshwright.planner.strategy import LayerOption, make_plan
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import ClusterSpec
-from meshwright.profiler.model_profile import ModelProfile
+from meshwright.planner.plan.document import Plan, Recompute
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import ClusterSpec
+from meshwright.profiler.model.model_profile import ModelProfile
 
 from .clusters import place
 from .grow import profile_of

@@ -5,9 +5,10 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from meshwright.planner.plan import EXECUTABLE_RECOMPUTES, ContextKind, Recompute, Schedule
-from meshwright.planner.strategy import Shape
-from meshwright.planner.training import Precision
+from meshwright.planner.plan.document import EXECUTABLE_RECOMPUTES, ContextKind, Recompute
+from meshwright.planner.plan.schedules import Schedule
+from meshwright.planner.plan.shape import Shape
+from meshwright.planner.plan.training import Precision
 
 from .known import KNOWN, Known, like_parameters
 from .models import Latent, Mixture, Sizes, StateSpace

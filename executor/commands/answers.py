@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ...planner.not_run import not_run
-from ...planner.plan import Plan
-from ...planner.training import TrainingSpec
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
+from ...planner.plan.document import Plan
+from ...planner.plan.not_run import not_run
+from ...planner.plan.training import TrainingSpec
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
 from ..reporting import terminal
 from ..reporting.report import joined_notes, launch_command
 
 if TYPE_CHECKING:
-    from ...planner.estimate import Estimate
-    from ...planner.search import SearchResult
-    from ...planner.strategy import Pins
+    from ...planner.answers.search import SearchResult
+    from ...planner.cost.estimate import Estimate
+    from ...planner.plan.pins import Pins
 
 DIFFERENT_NUMBERS = 1
 BAD_INPUT = 2
@@ -42,7 +42,7 @@ def searched(
     waiting: terminal.Waiting,
 ) -> "SearchResult":
     """The plan that a search finds, checked. Exits with a sentence where there is none."""
-    from ...planner.search import search
+    from ...planner.answers.search import search
 
     waiting("searching")
     with named_outcomes():
@@ -54,7 +54,7 @@ def searched(
 @contextmanager
 def named_outcomes() -> Iterator[None]:
     """Exit codes and sentences for what a search can end with."""
-    from ...planner.search import InfeasibleError, SolverError
+    from ...planner.answers.search import InfeasibleError, SolverError
 
     try:
         yield
@@ -69,7 +69,7 @@ def named_outcomes() -> Iterator[None]:
 def _check_result(result: "SearchResult", profile: ModelProfile, pins: "Pins") -> None:
     """The independent check, before anything is written: a violation is a mistake of the planner, never the user's.
     That the executor does not run something yet is one, too, unless it was asked for."""
-    from ...planner.check import check
+    from ...planner.answers.check import check
 
     violations = check(result.plan, profile, to_run=not pins.may_go_beyond)
     if violations:
@@ -85,7 +85,7 @@ def print_plan(
     quiet: bool,
 ) -> None:
     """A plan that was just made, with all that was weighed; quiet: the choice only. target: the file it went to."""
-    from ...planner.questions.explain import batch_advice
+    from ...planner.answers.explain import batch_advice
 
     plan, estimate = result.plan, result.estimate
     terminal.print_assumptions(console, assumptions)
@@ -110,8 +110,8 @@ def print_plan(
 
 def print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas: str | None = None) -> None:
     """Time with its parts and reasons, and memory by item. replicas: the verdict on a copy of the model per GPU."""
-    from ...planner.bands import memory_band, time_band
-    from ...planner.questions.explain import reason
+    from ...planner.answers.explain import reason
+    from ...planner.cost.bands import memory_band, time_band
 
     rate, band = _rate_name(plan), time_band(plan)
     terminal.print_speed(
@@ -125,7 +125,7 @@ def print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas:
 
 def print_prediction(console: Console, plan: Plan) -> None:
     """What a plan document says of itself: time, and memory in sum."""
-    from ...planner.estimate import MFU_CONVENTION
+    from ...planner.cost.estimate import MFU_CONVENTION
 
     prediction = plan.prediction
     if prediction is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ...planner.cost.software import REFERENCE
+from ...planner.plan.training import REFERENCE
 from ..reporting import terminal
 from ..reporting.output_files import check_writable
 from ..reporting.report import candidate_document

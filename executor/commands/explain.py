@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...planner.cost.software import REFERENCE
+from ...planner.plan.training import REFERENCE
 from ..reporting import terminal
 from ..reporting.documents import json_kind
 from ..reporting.explain_report import Explanation, explanation_document, print_explanation
@@ -14,10 +14,10 @@ from . import inputs, options
 from .answers import at_work, searched
 
 if TYPE_CHECKING:
-    from ...planner.estimate import Estimate
-    from ...planner.plan import Plan
-    from ...planner.questions.asked import Answer
-    from ...profiler.model_profile import ModelProfile
+    from ...planner.answers.why_not import Answer
+    from ...planner.cost.estimate import Estimate
+    from ...planner.plan.document import Plan
+    from ...profiler.model.model_profile import ModelProfile
 
 explain_app = options.new_app()
 
@@ -70,7 +70,7 @@ def _explain_command(
 
     With --why-not: why a layout is not the plan: illegal by which rule, over memory on which stage, or how much slower.
     """
-    from ...planner.pins import read_pins
+    from ...planner.plan.pin_texts import read_pins
 
     assumptions: list[str] = []
     with at_work(quiet or as_json) as waiting:
@@ -105,7 +105,7 @@ def _of_plan(
     path: Path, model: str | None, waiting: terminal.Waiting, no_cache: bool
 ) -> "tuple[Plan, Estimate, ModelProfile]":
     """A saved plan, priced, with its model's profile."""
-    from ...planner.estimate import estimate
+    from ...planner.cost.estimate import estimate
 
     plan = inputs.read_plan(path)
     profile = inputs.profile_of(plan, path, model, waiting, no_cache)
@@ -116,9 +116,9 @@ def _explained(
     plan: "Plan", found: "Estimate", profile: "ModelProfile", why_not: list[str], seconds: float
 ) -> Explanation:
     """Why the plan is not each of these layouts; without any, all that people are told to ask."""
-    from ...planner.questions.guidance import no_candidates
-    from ...planner.questions.tutorial import lessons
-    from ...planner.questions.walk import walk
+    from ...planner.answers.decision_path import walk
+    from ...planner.answers.guidance import no_candidates
+    from ...planner.answers.tutorial import lessons
 
     excluded = no_candidates(_BYTES_PER_PARAMETER * profile.num_parameters, plan.cluster.num_devices)
     if why_not:
@@ -132,10 +132,10 @@ def _answers(
     texts: list[str], plan: "Plan", found: "Estimate", profile: "ModelProfile", seconds: float
 ) -> "tuple[Answer, ...]":
     """Why the plan is not each of these layouts. Raises ValueError that says which word is wrong."""
-    from ...planner.plan import load_plan
-    from ...planner.questions.asked import not_legal, why_not, why_not_plan, why_not_setup
-    from ...planner.questions.guidance import named_rules
-    from ...planner.setups import IllegalSetupError, parse_setup
+    from ...planner.answers.guidance import named_rules
+    from ...planner.answers.why_not import not_legal, why_not, why_not_plan, why_not_setup
+    from ...planner.plan.document import load_plan
+    from ...planner.plan.setups import IllegalSetupError, parse_setup
     from ...planner.solve.explore import Explorer
 
     explorer = Explorer(profile, plan.cluster, plan.training)

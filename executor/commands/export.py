@@ -10,18 +10,18 @@ from rich.text import Text
 
 from ...planner.cost.software import load_software
 from ...planner.exchange.targets import NAMES, TARGETS
-from ...planner.training import TrainingSpec
-from ...profiler.units import format_bytes, format_seconds
+from ...planner.plan.training import TrainingSpec
+from ...profiler.machine.units import format_bytes, format_seconds
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from . import inputs, options
 from .answers import DOES_NOT_FIT, at_work
 
 if TYPE_CHECKING:
+    from ...planner.answers.search import Candidate, SearchResult
     from ...planner.exchange.imports import Imported, Layout
-    from ...planner.search import Candidate, SearchResult
-    from ...profiler.cluster import ClusterSpec
-    from ...profiler.model_profile import ModelProfile
+    from ...profiler.machine.cluster import ClusterSpec
+    from ...profiler.model.model_profile import ModelProfile
 
 export_app, check_app = (options.new_app() for _ in range(2))
 
@@ -38,7 +38,7 @@ def _export_command(
     """Write PLAN as settings of another framework: Megatron-LM arguments, torchtitan flags, an Accelerate YAML (FSDP2)
     or a DeepSpeed JSON. What the target cannot do is refused with a reason; what its settings do not say is printed."""
     from ...planner.exchange.export import export
-    from ...planner.plan import load_plan
+    from ...planner.plan.document import load_plan
 
     document = load_plan(plan)
     found = export(document, to)
@@ -182,7 +182,7 @@ def _better(
     waiting: terminal.Waiting,
 ) -> "SearchResult | str":
     """The best plan for the same job, or why there is none."""
-    from ...planner.search import InfeasibleError, SolverError, search
+    from ...planner.answers.search import InfeasibleError, SolverError, search
 
     waiting("searching")
     try:
@@ -193,8 +193,8 @@ def _better(
 
 def _candidates(name: str, found: "Imported", result: "SearchResult | str") -> "list[Candidate]":
     """The planned layout, and the set-up beside it with its verdict."""
-    from ...planner.questions.explain import compared, does_not_fit
-    from ...planner.search import Candidate
+    from ...planner.answers.explain import compared, does_not_fit
+    from ...planner.answers.search import Candidate
 
     if not found.estimate.fits:
         verdict = does_not_fit(found.estimate)

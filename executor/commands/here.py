@@ -110,7 +110,7 @@ def _verify_command(
     source = model or document.model.source
     inputs.check_source(source, "--model says where the model is")
     with at_work(quiet) as waiting:
-        from ...profiler.load import load_model
+        from ...profiler.model.load import load_model
         from ..measuring.verify import verify
 
         waiting("loading the model")

@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...planner.cost.software import load_software
-from ...planner.plan import Plan, load_plan
-from ...planner.training import SAMPLES_PER_GPU, TrainingSpec
-from ...profiler.cache import ProfileCache
-from ...profiler.cluster import ClusterSpec, cluster_of, load_cluster, load_device
+from ...planner.plan.document import Plan, load_plan
+from ...planner.plan.training import SAMPLES_PER_GPU, TrainingSpec
 from ...profiler.garbage import without_garbage_collection
-from ...profiler.lengths import at_seq_len
-from ...profiler.local import local_gpus, preset_of
-from ...profiler.model_profile import ModelProfile, load_profile
+from ...profiler.machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
+from ...profiler.machine.local import local_gpus, preset_of
+from ...profiler.model.cache import ProfileCache
+from ...profiler.model.lengths import at_seq_len
+from ...profiler.model.model_profile import ModelProfile, load_profile
 from ..reporting import terminal
 from ..reporting.documents import json_kind
 from . import options
 
 if TYPE_CHECKING:
-    from ...profiler.load import LoadedModel
+    from ...profiler.model.load import LoadedModel
 
 DEFAULT_DEVICE = "h100-80gb"
 MODEL_RULE = "MODEL is a model.py, file.py:function, config.json or profile.json"
@@ -102,8 +102,8 @@ def read_model(
         if not needs_model:
             return kept.profile, None
     waiting("loading torch and the model")
-    from ...profiler.load import load_model
-    from ...profiler.trace import trace
+    from ...profiler.model.load import load_model
+    from ...profiler.model.trace import trace
 
     if kept is not None:
         return kept.profile, load_model(source, seq_len)
@@ -168,7 +168,7 @@ def read_training(
 
 def read_plan(path: Path, *, to_run: bool = False) -> Plan:
     """A plan that passes the independent check. to_run: also that the executor runs all of it."""
-    from ...planner.check import check
+    from ...planner.answers.check import check
 
     document = load_plan(path)
     violations = check(document, to_run=to_run)

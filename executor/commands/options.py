@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ...planner.training import Objective
+from ...planner.plan.training import Objective
 
 
 def new_app() -> typer.Typer:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...planner.cost.software import REFERENCE
-from ...planner.training import Objective
-from ...profiler.cluster import device_names, load_device
+from ...planner.plan.training import REFERENCE, Objective
+from ...profiler.machine.cluster import device_names, load_device
 from ..reporting import terminal
 from ..reporting.documents import check_document, json_kind
 from ..reporting.report import json_document
@@ -17,10 +16,10 @@ from . import inputs, options
 from .answers import at_work, print_estimate, print_plan, print_prediction, searched
 
 if TYPE_CHECKING:
-    from ...planner.strategy import Pins
-    from ...planner.training import TrainingSpec
-    from ...profiler.cluster import ClusterSpec
-    from ...profiler.model_profile import ModelProfile
+    from ...planner.plan.pins import Pins
+    from ...planner.plan.training import TrainingSpec
+    from ...profiler.machine.cluster import ClusterSpec
+    from ...profiler.model.model_profile import ModelProfile
 
 plan_app, profile_app, show_app, devices_app = (options.new_app() for _ in range(4))
 
@@ -71,7 +70,7 @@ def _plan_command(
 
     Needs no GPU: the model runs on fake tensors, the machine is a preset or a cluster file.
     """
-    from ...planner.pins import read_pins
+    from ...planner.plan.pin_texts import read_pins
 
     target = output or (None if as_json else Path("plan.json"))
     check_document(target, "meshwright-plan")
@@ -107,7 +106,7 @@ def _part_for(
     waiting: terminal.Waiting,
 ) -> "tuple[ClusterSpec, str]":
     """(the part of the machine that the objective asks for, a sentence that says so)."""
-    from ...planner.questions.sweep import cluster_for, objective_in_words
+    from ...planner.answers.sweep import cluster_for, objective_in_words
 
     waiting(f"looking for the number of GPUs ({objective.value})")
     part = cluster_for(objective, profile, machine, training, pins)
@@ -166,7 +165,7 @@ def _show_command(
     document = inputs.read_plan(plan)
     estimate = None
     if model is not None:
-        from ...planner.estimate import estimate as estimate_plan
+        from ...planner.cost.estimate import estimate as estimate_plan
 
         with at_work(as_json) as waiting:
             profile = inputs.profile_of(document, plan, model, waiting, no_cache)

@@ -41,7 +41,7 @@ def _report_command(
 ) -> None:
     """Draw PLAN as one HTML file that needs no network: who holds what, memory, a step's timeline, where its time goes,
     alternatives, sensitivity and proof."""
-    from ...planner.axis_seconds import axis_seconds
+    from ...planner.cost.axis_seconds import axis_seconds
     from ..reporting.html_report import report_page
     from ..reporting.report_facts import gather
     from ..reporting.run_report import run_table
@@ -83,7 +83,7 @@ def _diff_command(
     Each plan is priced for its own cluster and job. Where the model is not found, only what the plans say of themselves
     is compared.
     """
-    from ...planner.estimate import estimate
+    from ...planner.cost.estimate import estimate
     from ..reporting.plan_diff import difference
 
     plans = inputs.read_plan(first), inputs.read_plan(second)

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from ...planner.pins import read_pins
-from ...planner.plan import Plan, load_plan
-from ...planner.strategy import shape_of
-from ...profiler.cluster import ClusterSpec, cluster_of
+from ...planner.plan.document import Plan, load_plan
+from ...planner.plan.making import shape_of
+from ...planner.plan.pin_texts import read_pins
+from ...profiler.machine.cluster import ClusterSpec, cluster_of
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from ..state.checkpoint_folder import latest_checkpoint, read_progress

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ...planner.cost.software import REFERENCE
+from ...planner.plan.training import REFERENCE
 from ..reporting import terminal
 from . import inputs, options
 from .answers import at_work
@@ -78,8 +78,8 @@ def _sweep_command(
 
     The global batch is the same at all points unless you give one for each number of GPUs, or --scale-batch.
     """
-    from ...planner.pins import read_pins
-    from ...planner.questions.sweep import marginal_prices, robustness, sweep
+    from ...planner.answers.sweep import marginal_prices, robustness, sweep
+    from ...planner.plan.pin_texts import read_pins
     from ..reporting.sweep_report import Worth, check_target, print_sweep, sweep_document, write
     from .sweep_grid import batches_of, machines_of, numbers_of
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ...planner.questions.infeasible import grown
-from ...planner.training import SAMPLES_PER_GPU
-from ...profiler.cluster import ClusterSpec
+from ...planner.answers.infeasible import grown
+from ...planner.plan.training import SAMPLES_PER_GPU
+from ...profiler.machine.cluster import ClusterSpec
 from . import inputs
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.cost.compute_cost import layer_seconds
-from ...planner.refit import MeasuredStep, refit
-from ...profiler.calibrate import (
+from ...planner.cost.refit import MeasuredStep, refit
+from ...profiler.machine.calibrate import (
     DTYPES,
     EFFORTS,
     WARM_UPS,
@@ -35,11 +35,11 @@ from ...profiler.calibrate import (
     save_device,
     summary,
 )
-from ...profiler.cluster import Device, load_device
-from ...profiler.load import LoadedModel, split_inputs
-from ...profiler.local import local_gpus, preset_of
-from ...profiler.model_profile import ModelProfile
-from ...profiler.units import format_flops_per_s, format_seconds
+from ...profiler.machine.cluster import Device, load_device
+from ...profiler.machine.local import local_gpus, preset_of
+from ...profiler.machine.units import format_flops_per_s, format_seconds
+from ...profiler.model.load import LoadedModel, split_inputs
+from ...profiler.model.model_profile import ModelProfile
 from ..parallel.micro_batches import loss_of
 from .local_ranks import RankError, run_local_ranks
 from .reference_steps import reference_steps

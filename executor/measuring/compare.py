@@ -6,21 +6,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...planner.not_run import marked, priced_only
-from ...planner.plan import Plan, load_plan
-from ...planner.questions.explain import compared
-from ...planner.questions.guidance import RuleOfThumb, named_rules
-from ...planner.setups import IllegalSetupError, Setup, parse_setup
-from ...planner.training import TrainingSpec
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
+from ...planner.answers.explain import compared
+from ...planner.answers.guidance import RuleOfThumb, named_rules
+from ...planner.plan.document import Plan, load_plan
+from ...planner.plan.not_run import marked, priced_only
+from ...planner.plan.setups import IllegalSetupError, Setup, parse_setup
+from ...planner.plan.training import TrainingSpec
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ...planner.estimate import Estimate
-    from ...planner.search import Candidate, SearchResult
-    from ...profiler.load import LoadedModel
+    from ...planner.answers.search import Candidate, SearchResult
+    from ...planner.cost.estimate import Estimate
+    from ...profiler.model.load import LoadedModel
     from ..reporting.measured_report import Times
     from .measurement import Measurement
 
@@ -126,8 +126,8 @@ def compare(
 
     all_baselines: beside the set-ups the rules of thumb and what every framework leads to, those named before left out.
     """
-    from ...planner.questions.asked import followed
-    from ...planner.search import Candidate, InfeasibleError, price_setup, search
+    from ...planner.answers.search import Candidate, InfeasibleError, price_setup, search
+    from ...planner.answers.why_not import followed
     from ...planner.solve.explore import Explorer
 
     planned: SearchResult | None = None
@@ -168,9 +168,9 @@ def _with_its_replicas(setup: Setup, candidate: "Candidate") -> "Candidate":
 
 def _price_plan(saved: SavedPlan, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec) -> "Candidate":
     """A plan document, priced for this cluster and job. Raises ValueError if it is for another model or batch."""
-    from ...planner.check import check
-    from ...planner.estimate import estimate
-    from ...planner.search import Candidate
+    from ...planner.answers.check import check
+    from ...planner.answers.search import Candidate
+    from ...planner.cost.estimate import estimate
 
     if saved.plan.training.global_batch != training.global_batch:
         raise ValueError(

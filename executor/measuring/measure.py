@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...planner.plan import Plan
-from ...planner.strategy import shape_of
-from ...profiler.load import Batch, LoadedModel
+from ...planner.plan.document import Plan
+from ...planner.plan.making import shape_of
+from ...profiler.model.load import Batch, LoadedModel
 from ..parallel.micro_batches import split_micro_batches
 from ..trainer import parallelize
 from .local_ranks import RankError, run_local_ranks

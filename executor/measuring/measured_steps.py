@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
-from ...planner.plan import Plan, load_plan
-from ...planner.refit import MeasuredStep
-from ...planner.strategy import shape_of
-from ...profiler.model_profile import ModelProfile
+from ...planner.cost.refit import MeasuredStep
+from ...planner.plan.document import Plan, load_plan
+from ...planner.plan.making import shape_of
+from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_report import WARM_UP_STEPS
 from ..run_document import load_run
 from .measurement import quantile

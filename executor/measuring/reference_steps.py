@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...planner.refit import MeasuredStep
-from ...planner.search import price_setup
-from ...planner.setups import parse_setup
-from ...planner.training import TrainingSpec
-from ...profiler.cluster import Device, cluster_of
-from ...profiler.load import LoadedModel, load_model
-from ...profiler.trace import trace
+from ...planner.answers.search import price_setup
+from ...planner.cost.refit import MeasuredStep
+from ...planner.plan.setups import parse_setup
+from ...planner.plan.training import TrainingSpec
+from ...profiler.machine.cluster import Device, cluster_of
+from ...profiler.model.load import LoadedModel, load_model
+from ...profiler.model.trace import trace
 from .measure import measure
 from .measurement import Measurement
 

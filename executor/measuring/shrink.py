@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...planner.plan import Degrees
+from ...planner.plan.document import Degrees
 
 MAX_EXPERTS = 4
 

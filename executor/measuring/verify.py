@@ -19,24 +19,22 @@ from torch import nn
 from torch.nn import functional
 
 from ...planner.cost.layer_parts import within
-from ...planner.plan import Degrees, LayerPlan, Plan, Recompute, Stage, parts_of
-from ...planner.strategy import (
-    LayerOption,
-    Shape,
+from ...planner.plan.document import Degrees, LayerPlan, Plan, Recompute, Stage, parts_of
+from ...planner.plan.legality import (
     can_recompute,
     context_rule,
     divisors,
     expert_rule,
     legal_cuts,
-    make_plan,
     sequence_rule,
-    shape_of,
     tensor_rule,
 )
-from ...profiler.cluster import cluster_of
-from ...profiler.load import Batch, LoadedModel, load_model, split_inputs
-from ...profiler.model_profile import ModelProfile
-from ...profiler.trace import trace
+from ...planner.plan.making import make_plan, shape_of
+from ...planner.plan.shape import LayerOption, Shape
+from ...profiler.machine.cluster import cluster_of
+from ...profiler.model.load import Batch, LoadedModel, load_model, split_inputs
+from ...profiler.model.model_profile import ModelProfile
+from ...profiler.model.trace import trace
 from ..parallel.micro_batches import loss_of, split_micro_batches
 from ..trainer import parallelize
 from .local_ranks import RankError, run_local_ranks

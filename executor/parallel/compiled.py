@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...planner.cost.simulate import ZERO_BUBBLE
-from ...planner.cost.software import COMPILING
-from ...planner.plan import LayerPlan, Plan, parts_of
+from ...planner.plan.document import LayerPlan, Plan, parts_of
+from ...planner.plan.schedules import ZERO_BUBBLE
+from ...planner.plan.training import COMPILING
 from .tensor_loss import keeps_logits_apart
 
 

@@ -11,10 +11,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...planner.plan import Plan
-from ...profiler.cuts.context_trial import rehearsed_attention
-from ...profiler.cuts.held_tokens import Held, Mark, divided, mark_of, set_mark, taken
-from ...profiler.cuts.token_slices import TokenSlices, run_token_by_token
+from ...planner.plan.document import Plan
+from ...profiler.semantics.token_marks import Held, Mark, divided, mark_of, set_mark, taken
+from ...profiler.semantics.token_slices import TokenSlices, run_token_by_token
+from ...profiler.tensor_cuts.context_trial import rehearsed_attention
 from .context_attention import ContextAttention
 from .mesh import RankMesh
 

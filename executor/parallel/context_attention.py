@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function, once_differentiable
 
-from ...planner.plan import ContextKind
-from ...profiler.cuts.held_tokens import Held, Spans, joined, taken
+from ...planner.plan.document import ContextKind
+from ...profiler.semantics.token_marks import Held, Spans, joined, taken
 from ..torch_compat import all_gather_single, group_of_name, reduce_scatter_single
 from .attention_kernels import attention_backward, attention_forward
 from .shared_gradients import hand_on_difference

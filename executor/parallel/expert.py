@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard
 
 from ...planner.cost.expert_place import ExpertPlace
 from ...planner.cost.sharding import shard_dim
-from ...planner.plan import LayerPlan, Plan
-from ...profiler.model_profile import Experts
+from ...planner.plan.document import LayerPlan, Plan
+from ...profiler.model.model_profile import Experts
 from ..torch_compat import hide_from_selective_recompute, in_backward, set_gradient_divisor
 from .expert_exchange import run_spread
 from .mesh import RankMesh

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.autograd.function import Function, once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...profiler.cuts.expert_banks import routing_of
-from ...profiler.model_profile import Experts
+from ...profiler.model.expert_banks import routing_of
+from ...profiler.model.model_profile import Experts
 
 
 class _Exchange(Function):

@@ -5,7 +5,7 @@ import math
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...planner.plan import AXES, Plan
+from ...planner.plan.document import AXES, Plan
 
 
 def expert_mesh(plan: Plan, device_type: str, processes: tuple[int, ...]) -> DeviceMesh | None:

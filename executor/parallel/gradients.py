@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...planner.cost.traffic import BUCKET_ELEMENTS
-from ...planner.plan import Axis, Plan
+from ...planner.plan.document import Axis, Plan
 from ..apply import AppliedModel
 from .mesh import RankMesh
 from .norms import norms_of

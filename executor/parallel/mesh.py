@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...planner.cost.expert_place import ExpertPlace, expert_place
-from ...planner.plan import AXES, Axis, Plan
-from ...profiler.local import preset_of
+from ...planner.plan.document import AXES, Axis, Plan
+from ...profiler.machine.local import preset_of
 from ..torch_compat import accelerator, joined_axes, side_by_side
 from .expert_mesh import expert_mesh
 

@@ -5,8 +5,8 @@ from collections import Counter
 import torch
 from torch import nn
 
-from ...planner.plan import Plan
-from ...profiler.model_profile import CrossingTensor
+from ...planner.plan.document import Plan
+from ...profiler.model.model_profile import CrossingTensor
 
 STALE = "the model is not the one the plan was made for; make the plan again"
 

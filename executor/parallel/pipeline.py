@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from ...planner.cost.simulate import ZERO_BUBBLE, table
-from ...planner.plan import Plan, stage_of
+from ...planner.plan.document import Plan
+from ...planner.plan.schedules import ZERO_BUBBLE, stage_of, table
 from ..torch_compat import LeanPipelineStage, custom_schedule, reduce_gradients
 from .micro_batches import MicroBatch, split_micro_batches
 from .stage_module import StageModule

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ...planner.cost.compute_cost import SELECTIVELY_KEPT
-from ...planner.plan import LayerPlan, Recompute, parts_of
-from ...profiler.meters import op_kind
+from ...planner.plan.document import LayerPlan, Recompute, parts_of
+from ...profiler.model.meters import op_kind
 from ..torch_compat import detached, forward_with_hooks
 from .context import ContextParallel
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ...planner.plan import Plan
-from ...profiler.cuts.held_tokens import Mark, mark_of, set_mark
-from ...profiler.cuts.token_slices import TokenSlices
-from ...profiler.layers.producers import Producers
-from ...profiler.model_profile import Producer
+from ...planner.plan.document import Plan
+from ...profiler.model.model_profile import Producer
+from ...profiler.semantics.producers import Producers
+from ...profiler.semantics.token_marks import Mark, mark_of, set_mark
+from ...profiler.semantics.token_slices import TokenSlices
 from .context import ContextParallel
 from .micro_batches import MicroBatch
 from .shared_gradients import out_of_sight

@@ -2,7 +2,7 @@
 
 A stage keeps the model's whole structure, so that its forward runs unchanged, but
 - layer modules of other stages return placeholders, and their parameters are gone;
-- tensors that cross the cut into the stage replace what their producers return (see profiler/layers/producers.py);
+- tensors that cross the cut into the stage replace what their producers return (see profiler/semantics/producers.py);
 - the run ends as soon as all that the next stage needs has been produced.
 What depends on no parameter (masks, positions, rotary tables) every stage computes for itself from the batch, which is
 therefore given to all stages alike.
@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...planner.cost.simulate import ZERO_BUBBLE
-from ...planner.plan import Plan
-from ...profiler.cuts.held_tokens import own_shape, set_mark
-from ...profiler.layers.producers import Producers
-from ...profiler.model_profile import CrossingTensor, Producer
+from ...planner.plan.document import Plan
+from ...planner.plan.schedules import ZERO_BUBBLE
+from ...profiler.model.model_profile import CrossingTensor, Producer
+from ...profiler.semantics.producers import Producers
+from ...profiler.semantics.token_marks import own_shape, set_mark
 from ..torch_compat import solid, unit_of
 from .context import ContextParallel
 from .micro_batches import Loss, MicroBatch, loss_of, own_copy, shapes_in

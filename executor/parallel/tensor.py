@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ...planner.plan import LayerPlan, Plan, parts_of
-from ...profiler.cuts.held_tokens import own_shape
-from ...profiler.model_profile import CrossingTensor, TensorCut
+from ...planner.plan.document import LayerPlan, Plan, parts_of
+from ...profiler.model.model_profile import CrossingTensor, TensorCut
+from ...profiler.semantics.token_marks import own_shape
 from ..torch_compat import in_backward
 from .tensor_collectives import Alike, GatherAlike, GatherSum, Slice, SumAlike, SumSlice, call
 from .tensor_forwards import (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import Function, once_differentiable
 
-from ...profiler.cuts.held_tokens import Held, Mark, divided, mark_of, set_mark
+from ...profiler.semantics.token_marks import Held, Mark, divided, mark_of, set_mark
 from ..torch_compat import all_gather_single, reduce_scatter_single
 
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ...profiler.cuts.tensor_rank import OwnHeads
-from ...profiler.model_profile import TensorCut
+from ...profiler.model.model_profile import TensorCut
+from ...profiler.tensor_cuts.tensor_rank import OwnHeads
 from .shared_gradients import unwatched
 from .tensor_collectives import GatherAlike, Slice, SumAlike, call
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...profiler.cuts.logit_shards import shard_logits
+from ...profiler.semantics.logit_shards import shard_logits
 from .shared_gradients import unwatched
 from .tensor_collectives import GatherAlike, call
 from .tensor_forwards import SharedInput

@@ -3,25 +3,12 @@
 from collections.abc import Sequence
 from math import cos, pi, sin
 
-from ...planner.estimate import Estimate
-from ...planner.questions.explain import CAUSES
-from ...planner.questions.sensitivity import Shift
-from ...planner.search import Candidate
-from ...profiler.units import GIB, format_bytes, format_seconds
-from .drawing import (
-    CAUSE_COLOURS,
-    WIDTH,
-    colour_of,
-    cut,
-    figure,
-    legend,
-    line,
-    nice_step,
-    rect,
-    tag,
-    text,
-    ticks,
-)
+from ...planner.answers.explain import CAUSES
+from ...planner.answers.search import Candidate
+from ...planner.answers.sensitivity import Shift
+from ...planner.cost.estimate import Estimate
+from ...profiler.machine.units import GIB, format_bytes, format_seconds
+from .drawing import CAUSE_COLOURS, WIDTH, colour_of, cut, figure, legend, line, nice_step, rect, tag, text, ticks
 from .report_facts import Facts, front
 
 

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ...planner.cost.estimate import estimate
 from ...planner.cost.simulate import Event
-from ...planner.estimate import estimate
-from ...planner.plan import Plan, stage_of
-from ...profiler.model_profile import ModelProfile
-from ...profiler.units import GIB
+from ...planner.plan.document import Plan
+from ...planner.plan.schedules import stage_of
+from ...profiler.machine.units import GIB
+from ...profiler.model.model_profile import ModelProfile
 from .report import collapse, gpus_of
 from .report_facts import Played, played
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
-from ...planner.plan import Plan
-from ...planner.search import Candidate
+from ...planner.answers.search import Candidate
+from ...planner.plan.document import Plan
 from .choice_charts import loss_bars
 from .drawing import table, tag
 from .html_page import job_in_words, page, section, verdict_rows, wide

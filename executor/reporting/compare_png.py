@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...planner.questions.explain import CAUSES
-from ...planner.search import Candidate
-from ...profiler.units import format_seconds
+from ...planner.answers.explain import CAUSES
+from ...planner.answers.search import Candidate
+from ...profiler.machine.units import format_seconds
 from .report import loss_rows
 
 _COLOURS = {

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ...planner.estimate import Estimate
-from ...planner.plan import Plan
-from ...planner.strategy import shape_of
+from ...planner.cost.estimate import Estimate
+from ...planner.plan.document import Plan
+from ...planner.plan.making import shape_of
 from . import terminal
 
 if TYPE_CHECKING:
-    from ...planner.questions.asked import Answer
-    from ...planner.questions.guidance import NoCandidate
-    from ...planner.questions.tutorial import Lesson
-    from ...planner.questions.walk import Step
+    from ...planner.answers.decision_path import Step
+    from ...planner.answers.guidance import NoCandidate
+    from ...planner.answers.tutorial import Lesson
+    from ...planner.answers.why_not import Answer
 
 _STYLES = {
     "illegal": "red",

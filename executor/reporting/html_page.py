@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from ...planner.plan import Plan
-from ...planner.search import Candidate
-from ...profiler.units import format_count
+from ...planner.answers.search import Candidate
+from ...planner.plan.document import Plan
+from ...profiler.machine.units import format_count
 from .drawing import tag
 from .report import label_of
 

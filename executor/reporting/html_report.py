@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from ...planner.bands import Band, memory_band, no_band, time_band
-from ...planner.estimate import MFU_CONVENTION
+from ...planner.answers.explain import CAUSES, reason
+from ...planner.cost.bands import Band, memory_band, no_band, time_band
+from ...planner.cost.estimate import MFU_CONVENTION
 from ...planner.exchange.export import export
 from ...planner.exchange.targets import NAMES, TARGETS
-from ...planner.not_run import marked
-from ...planner.plan import Plan
-from ...planner.questions.explain import CAUSES, reason
-from ...planner.setups import setup_words
-from ...profiler.units import GIB, format_bytes, format_count, format_seconds
+from ...planner.plan.document import Plan
+from ...planner.plan.not_run import marked
+from ...planner.plan.setups import setup_words
+from ...profiler.machine.units import GIB, format_bytes, format_count, format_seconds
 from .choice_charts import scatter, tornado
 from .drawing import legend, table, tag
 from .html_page import folded, job_in_words, page, section, verdict_rows, wide

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...profiler.units import format_seconds
+from ...profiler.machine.units import format_seconds
 from ..measuring.measurement import Measurement
-from ..measuring.ties import CONFIDENCE, Apart, Standing, standing
+from ..measuring.significance import CONFIDENCE, Apart, Standing, standing
 
 if TYPE_CHECKING:
-    from ...planner.search import Candidate
+    from ...planner.answers.search import Candidate
 
 Times = Mapping[str, Measurement | str]
 """Label -> what a set-up really took, or why it was not run."""

@@ -5,18 +5,8 @@ from dataclasses import dataclass
 from math import gcd
 
 from ...planner.cost.expert_place import expert_place
-from ...planner.plan import Axis, Plan, parts_in_words
-from .drawing import (
-    WIDTH,
-    colour_of,
-    cut,
-    figure,
-    legend,
-    rect,
-    stage_colour,
-    tag,
-    text,
-)
+from ...planner.plan.document import Axis, Plan, parts_in_words
+from .drawing import WIDTH, colour_of, cut, figure, legend, rect, stage_colour, tag, text
 from .report import collapse, gpus_of
 from .report_facts import Facts, HostPattern
 

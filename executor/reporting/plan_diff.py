@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ...planner.estimate import Estimate
-from ...planner.plan import Plan, parts_in_words
+from ...planner.cost.estimate import Estimate
+from ...planner.plan.document import Plan, parts_in_words
 from .report import collapse, label_of
 
 

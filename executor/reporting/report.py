@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...planner.cost.expert_place import expert_group
-from ...planner.not_run import not_run
-from ...planner.plan import GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
-from ...planner.strategy import CONTEXT_NAMES, shape_of
-from ...profiler.units import GIB, format_count, format_seconds
+from ...planner.plan.document import CONTEXT_NAMES, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
+from ...planner.plan.making import shape_of
+from ...planner.plan.not_run import not_run
+from ...profiler.machine.units import GIB, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from ...planner.search import Candidate, SearchResult
+    from ...planner.answers.search import Candidate, SearchResult
 
 _BRACKETS = re.compile(r" \(.*\)")
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")

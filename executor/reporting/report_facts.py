@@ -4,18 +4,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+from ...planner.answers.explain import compared
+from ...planner.answers.guidance import named_rules, rules_of_thumb
+from ...planner.answers.search import Candidate
+from ...planner.answers.sensitivity import Shift, sensitivity
+from ...planner.answers.why_not import best_of, followed
+from ...planner.cost.estimate import Estimate, StageMemory, estimate, priced_stages
 from ...planner.cost.priced_layer import LayerCost
 from ...planner.cost.simulate import Event, simulate
-from ...planner.estimate import Estimate, StageMemory, estimate, priced_stages
-from ...planner.plan import Plan, stage_of
-from ...planner.questions.asked import best_of, followed
-from ...planner.questions.explain import compared
-from ...planner.questions.guidance import named_rules, rules_of_thumb
-from ...planner.questions.sensitivity import Shift, sensitivity
-from ...planner.search import Candidate
+from ...planner.plan.document import Plan
+from ...planner.plan.legality import divisors
+from ...planner.plan.making import shape_of
+from ...planner.plan.pins import Pins
+from ...planner.plan.schedules import stage_of
 from ...planner.solve.explore import Explorer
-from ...planner.strategy import Pins, divisors, shape_of
-from ...profiler.model_profile import ModelProfile
+from ...profiler.model.model_profile import ModelProfile
 
 DRAWN_PASSES = 5000
 """Passes of micro-batches in a timeline, unless one round of the pipeline has more: what a browser draws at once."""

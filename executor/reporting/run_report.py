@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...planner.plan import GroupAxis, Plan
-from ...planner.strategy import shape_of
-from ...profiler.units import GIB
+from ...planner.plan.document import GroupAxis, Plan
+from ...planner.plan.making import shape_of
+from ...profiler.machine.units import GIB
 from ..measuring.measurement import quantile
 from ..run_document import RunStep, load_run
 

@@ -2,20 +2,9 @@
 
 import json
 
-from ...planner.questions.explain import CAUSES
-from ...profiler.units import GIB, format_bytes, format_seconds
-from .drawing import (
-    CAUSE_COLOURS,
-    ITEM_COLOURS,
-    WIDTH,
-    colour_of,
-    figure,
-    legend,
-    line,
-    rect,
-    text,
-    ticks,
-)
+from ...planner.answers.explain import CAUSES
+from ...profiler.machine.units import GIB, format_bytes, format_seconds
+from .drawing import CAUSE_COLOURS, ITEM_COLOURS, WIDTH, colour_of, figure, legend, line, rect, text, ticks
 from .report_facts import Facts, collapsed, stage_of_event
 
 _PASS_COLOURS = {"forward": "blue", "backward": "green", "weight": "violet", "end": "orange"}

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ...planner.questions.sweep import Point, Price, changes_of_kind
-from ...planner.strategy import shape_of
-from ...profiler.units import GIB, format_count, format_seconds
+from ...planner.answers.sweep import Point, Price, changes_of_kind
+from ...planner.plan.making import shape_of
+from ...profiler.machine.units import GIB, format_count, format_seconds
 from . import terminal
 from .drawing import figure, legend, line, table, tag, text, ticks
 from .output_files import check_replaceable, check_writable

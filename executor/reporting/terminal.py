@@ -13,12 +13,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from ...planner.bands import Band, memory_band, no_band, time_band
-from ...planner.not_run import marked
-from ...planner.plan import Plan
-from ...planner.questions.explain import CAUSES
-from ...profiler.cluster import Device
-from ...profiler.units import GIB, format_count, format_seconds
+from ...planner.answers.explain import CAUSES
+from ...planner.cost.bands import Band, memory_band, no_band, time_band
+from ...planner.plan.document import Plan
+from ...planner.plan.not_run import marked
+from ...profiler.machine.cluster import Device
+from ...profiler.machine.units import GIB, format_count, format_seconds
 from .report import (
     against_others,
     axis_rows,
@@ -33,8 +33,8 @@ from .report import (
 )
 
 if TYPE_CHECKING:
-    from ...planner.estimate import Estimate, StageMemory
-    from ...planner.search import Candidate, InfeasibleError
+    from ...planner.answers.search import Candidate, InfeasibleError
+    from ...planner.cost.estimate import Estimate, StageMemory
     from .measured_report import MeasuredTable
     from .plan_diff import Cost, Difference
     from .report_facts import Facts

@@ -4,9 +4,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...profiler.dimensions import dimensions
-from ...profiler.model_profile import ModelProfile, amount_at
-from ...profiler.units import format_bytes, format_count, format_flops_per_s
+from ...profiler.machine.units import format_bytes, format_count, format_flops_per_s
+from ...profiler.model.dimensions import dimensions
+from ...profiler.model.model_profile import ModelProfile, amount_at
 from .report import collapse
 from .terminal import hanging, make_table, print_notes, print_titled
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ...planner.plan import Plan, load_plan
+from ...planner.plan.document import Plan, load_plan
 from ..parallel.mesh import RankMesh
 from ..watch import Watch
 from .box_files import Writes, read_boxes, write_boxes

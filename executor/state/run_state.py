@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from ...planner.plan import Plan
+from ...planner.plan.document import Plan
 from ..apply import AppliedModel
 from ..parallel.mesh import RankMesh
 from .boxes import Box, boxes

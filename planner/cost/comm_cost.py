@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...profiler.cluster import Group, Link
+from ...profiler.machine.cluster import Group, Link
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "all_to_all"]
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ...profiler.cluster import Device, MatmulSample
-from ...profiler.model_profile import Amount, Costs, OpProfile
-from ..plan import Recompute, parts_of
+from ...profiler.machine.cluster import Device, MatmulSample
+from ...profiler.model.model_profile import Amount, Costs, OpProfile
+from ..plan.document import Recompute, parts_of
 from .kept import kept
 
 Floats = NDArray[np.float64]

@@ -7,9 +7,9 @@ over samples but not over positions (a classifier behind pooling) is divided, to
 
 from dataclasses import dataclass
 
-from ...profiler.cluster import Device
-from ...profiler.model_profile import Costs, LayerClass, amount_at
-from ..plan import ContextKind, Recompute
+from ...profiler.machine.cluster import Device
+from ...profiler.model.model_profile import Costs, LayerClass, amount_at
+from ..plan.document import ContextKind, Recompute
 from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
 from .compute_cost import operator_s
 

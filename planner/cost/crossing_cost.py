@@ -1,20 +1,20 @@
 """What crosses from one pipeline stage to the next: seconds and bytes at every place of the chain."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...profiler.model_profile import ModelProfile
-from ..strategy import Shape
-from .comm_cost import collective_s
+from ...profiler.model.model_profile import Costs, ModelProfile
+from ..plan.document import Axis
+from ..plan.shape import Shape
+from ..plan.training import TrainingSpec
+from .comm_cost import GroupLinks, collective_s
 from .kept import kept
 from .kinds import Kind, kept_with_last
 from .peak import Arrivals
-
-if TYPE_CHECKING:
-    from .layer_cost import CostModel
 
 P2P_EXPOSED = 0.269
 """Share of a transfer between stages that its receiver waits for. Fit to published runs, see
@@ -29,10 +29,32 @@ class Cut:
     bytes: float
 
 
+class CrossingModel(Protocol):
+    """What of a cost model says what crosses, and over which links."""
+
+    @property
+    def profile(self) -> ModelProfile:
+        """The model."""
+
+    @property
+    def training(self) -> TrainingSpec:
+        """The job."""
+
+    @property
+    def kinds(self) -> Sequence[Kind]:
+        """[layer] -> its kind."""
+
+    def mode(self, kind: Kind, shape: Shape) -> tuple[str, Costs, int]:
+        """(name, observed costs, tensor degree) that a kind runs with under a shape."""
+
+    def axis_links(self, shape: Shape, axis: Axis) -> GroupLinks:
+        """Links of a mesh axis."""
+
+
 class Crossings:
     """What crosses between the layers of one model on one cluster, with caches."""
 
-    def __init__(self, model: "CostModel") -> None:
+    def __init__(self, model: CrossingModel) -> None:
         self._model = model
         self._cuts: dict[tuple[object, ...], list[Cut]] = {}
         self._found_sizes: dict[tuple[object, ...], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}

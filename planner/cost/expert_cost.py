@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...profiler.cluster import Device
-from ...profiler.model_profile import Costs, Experts, LayerClass, amount_at
-from ..strategy import Shape
+from ...profiler.machine.cluster import Device
+from ...profiler.model.model_profile import Costs, Experts, LayerClass, amount_at
+from ..plan.shape import Shape
 from .comm_cost import GroupLinks, exchange_s
 from .compute_cost import Amounts, Flags, Floats, OperatorTable, amounts_of
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..plan import Axis, Plan
+from ..plan.document import Axis, Plan
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...profiler.model_profile import FP32_BYTES, Bytes, CrossingTensor, ModelProfile
-from ..strategy import Shape, can_recompute
+from ...profiler.model.model_profile import FP32_BYTES, Bytes, CrossingTensor, ModelProfile
+from ..plan.legality import can_recompute
+from ..plan.shape import Shape
 from .kept import kept
 
 

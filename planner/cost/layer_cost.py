@@ -9,21 +9,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ...profiler.cluster import ClusterSpec, Device, Group
-from ...profiler.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
-from ..plan import EXECUTABLE_RECOMPUTES, Axis, Recompute, parts_of
-from ..strategy import NOTHING_MORE, Cuts, LayerOption, Offered, Shape, chosen_cuts, divisors, is_sequence_cut
-from ..training import TrainingSpec
+from ...profiler.machine.cluster import ClusterSpec, Device, Group
+from ...profiler.model.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
+from ..plan.document import EXECUTABLE_RECOMPUTES, Axis, Recompute, parts_of
+from ..plan.legality import chosen_cuts, divisors, is_sequence_cut
+from ..plan.shape import NO_EXTRAS, Cuts, LayerOption, Offered, Shape
+from ..plan.training import TrainingSpec
 from .comm_cost import GroupLinks, collective_s, exposed_s
-from .compute_cost import (
-    AsRun,
-    Seconds,
-    accumulate_s,
-    amounts_of,
-    host_optimizer_s,
-    layer_seconds_of_each,
-    optimizer_s,
-)
+from .compute_cost import AsRun, Seconds, accumulate_s, amounts_of, host_optimizer_s, layer_seconds_of_each, optimizer_s
 from .context_cost import NOTHING, ContextCost, context_cost
 from .crossing_cost import Crossings, Cut
 from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
@@ -767,7 +760,7 @@ class CostModel:
         shape: Shape,
         recompute: Recompute | None = None,
         reshard: bool | None = None,
-        offered: Offered = NOTHING_MORE,
+        offered: Offered = NO_EXTRAS,
     ) -> list[LayerOption]:
         """The options of a layer of this kind under a shape, restricted to what is pinned: every kind of recompute that
         the executor runs, where the layer is a module and has saved something to give up, and giving back parameters.

@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from itertools import combinations
 
-from ...profiler.model_profile import Costs, Experts, LayerClass, PartBytes
-from ..plan import Recompute, parts_of, recompute_of_parts
+from ...profiler.model.model_profile import Costs, Experts, LayerClass, PartBytes
+from ..plan.document import Recompute, parts_of, recompute_of_parts
 from .kept import kept
 
 

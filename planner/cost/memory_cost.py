@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..strategy import Shape
-from ..training import TrainingSpec
+from ..plan.shape import Shape
+from ..plan.training import TrainingSpec
 from .software import load_software
 
 MASTER_BYTES = 4

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ...profiler.cluster import Device
-from ...profiler.model_profile import Costs, OpProfile, amount_at
+from ...profiler.machine.cluster import Device
+from ...profiler.model.model_profile import Costs, OpProfile, amount_at
 from .compute_cost import operators_s, table_of
 
 

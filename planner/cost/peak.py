@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..strategy import Shape
+from ..plan.shape import Shape
 from .memory_cost import StateBytes
 from .priced_layer import LayerCost
 

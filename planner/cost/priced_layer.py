@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ..plan import GroupAxis
+from ..plan.document import GroupAxis
 from .comm_cost import Collective
 
 

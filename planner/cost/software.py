@@ -7,13 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...profiler.cluster import Device, Link
-
-REFERENCE = "fsdp2-eager"
-"""What our executor runs, and what device files are made for."""
-
-COMPILING = "fsdp2-compile"
-"""The same with layers that are compiled one by one."""
+from ...profiler.machine.cluster import Device, Link
 
 _FILE = Path(__file__).with_name("software.toml")
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...profiler.cluster import Device
-from ..plan import Axis
-from ..strategy import Shape
-from ..training import TrainingSpec
+from ...profiler.machine.cluster import Device
+from ..plan.document import Axis
+from ..plan.shape import Shape
+from ..plan.training import TrainingSpec
 from .compute_cost import host_optimizer_s, optimizer_s
 from .crossing_cost import P2P_EXPOSED, Cut
 from .memory_cost import StateBytes

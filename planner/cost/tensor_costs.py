@@ -6,7 +6,7 @@ amount changes by what each cut changes alone; only the highest of several peaks
 
 from collections import Counter
 
-from ...profiler.model_profile import Amount, Bytes, CollectiveProfile, Costs, LayerClass, OpProfile, PartBytes
+from ...profiler.model.model_profile import Amount, Bytes, CollectiveProfile, Costs, LayerClass, OpProfile, PartBytes
 from .kept import kept
 
 _Key = tuple[str, str, str, int]

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from ...profiler.model_profile import ModelProfile
-from ..plan import GroupAxis, Plan
-from ..strategy import Shape
+from ...profiler.model.model_profile import ModelProfile
+from ..plan.document import GroupAxis, Plan
+from ..plan.shape import Shape
 from .comm_cost import Collective
 from .kept import kept
 from .kinds import kinds_of

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..plan import AXES, Plan
-from ..training import Precision
+from ..plan.document import AXES, Plan
+from ..plan.training import Precision
 from .block_row import BlockRow, block_row
 from .export_notes import (
     Settings,

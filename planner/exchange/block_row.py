@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...profiler.model_profile import LayerProfile
-from ..plan import LayerPlan
+from ...profiler.model.model_profile import LayerProfile
+from ..plan.document import LayerPlan
 
 _NUMBERED = re.compile(r"(.+)\.(\d+)")
 

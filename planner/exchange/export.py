@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...profiler.units import format_seconds
-from ..plan import Plan, parts_in_words, parts_of
-from ..strategy import shape_of
+from ...profiler.machine.units import format_seconds
+from ..plan.document import Plan, parts_in_words, parts_of
+from ..plan.making import shape_of
 from .accelerate import accelerate_settings
 from .deepspeed import deepspeed_settings
 from .export_notes import Settings, layers_of

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any, Literal
 
-from ..plan import AXES, Axis, LayerPlan, Plan, Recompute, parts_in_words
+from ..plan.document import AXES, Axis, LayerPlan, Plan, Recompute, parts_in_words
 from .block_row import BlockRow, block_row
 from .targets import NAMES, Target
 

@@ -4,24 +4,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
-from ..estimate import Estimate, estimate
-from ..plan import AXES, Axis, ContextKind, Plan, Recompute, Schedule
-from ..strategy import (
-    LayerOption,
-    Shape,
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
+from ..cost.estimate import Estimate, estimate
+from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute
+from ..plan.legality import (
     can_recompute,
     context_rule,
     divisors,
     expert_rule,
     legal_cuts,
-    make_plan,
     sequence_rule,
     sharding_rule,
     tensor_rule,
 )
-from ..training import Precision, TrainingSpec
+from ..plan.making import make_plan
+from ..plan.schedules import Schedule
+from ..plan.shape import LayerOption, Shape
+from ..plan.training import Precision, TrainingSpec
 from .block_row import BlockRow, block_row
 from .targets import NAMES, Target
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from ...profiler.model_profile import ModelProfile
-from ..plan import AXES, Axis, ContextKind, Plan, Recompute, parts_in_words, parts_of, recompute_of_parts
-from ..strategy import has_experts
-from ..training import Precision
+from ...profiler.model.model_profile import ModelProfile
+from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute, parts_in_words, parts_of, recompute_of_parts
+from ..plan.legality import has_experts
+from ..plan.training import Precision
 from .block_row import BlockRow, block_row
 from .export_notes import (
     blocks_by_stage,

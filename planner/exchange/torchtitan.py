@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from ...profiler.model_profile import ModelProfile
-from ..plan import AXES, Plan, Recompute, Schedule
-from ..strategy import has_experts
-from ..training import Precision
+from ...profiler.model.model_profile import ModelProfile
+from ..plan.document import AXES, Plan, Recompute
+from ..plan.legality import has_experts
+from ..plan.schedules import Schedule
+from ..plan.training import Precision
 from .block_row import BlockRow, block_row
 from .export_notes import (
     blocks_by_stage,

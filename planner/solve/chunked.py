@@ -16,11 +16,13 @@ from itertools import combinations, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost.simulate import ZERO_BUBBLE, least_step_s, simulated_step_s
+from ..cost.chain import Chain
+from ..cost.simulate import least_step_s, simulated_step_s
 from ..cost.stage_cost import StageCost, allocated_on_one
-from ..plan import Recompute, Schedule, stage_of
-from ..strategy import LayerOption, Shape
-from .columns import ROUNDING, Chain, Choice, Prices, StagePrices
+from ..plan.document import Recompute
+from ..plan.schedules import ZERO_BUBBLE, Schedule, stage_of
+from ..plan.shape import LayerOption, Shape
+from .columns import ROUNDING, Choice, Prices, StagePrices
 from .knapsack import tie_prices
 from .scan import Assignment
 

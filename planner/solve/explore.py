@@ -10,17 +10,20 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ...profiler.cluster import ClusterSpec
-from ...profiler.model_profile import ModelProfile
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
+from ..cost.chain import Chain
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
-from ..cost.simulate import ZERO_BUBBLE, is_chunked
 from ..cost.stage_cost import allocatable_bytes
-from ..plan import ContextKind, Plan, Recompute
-from ..strategy import NOTHING_MORE, Offered, Pins, Shape, make_plan
-from ..training import TrainingSpec
+from ..plan.document import ContextKind, Plan, Recompute
+from ..plan.making import make_plan
+from ..plan.pins import Pins
+from ..plan.schedules import ZERO_BUBBLE, is_chunked
+from ..plan.shape import NO_EXTRAS, Offered, Shape
+from ..plan.training import TrainingSpec
 from .chunked import Chunking, Chunkings, Cuts, HeldByRank, best_chunking
-from .columns import ROUNDING, Chain, StagePrices
+from .columns import ROUNDING, StagePrices
 from .ilp import solve_master
 from .least_work import Least, LeastWork
 from .memory_bounds import MemoryBounds
@@ -389,7 +392,7 @@ class Explorer:
         queue.shapes, queue.bounds = some[order].tolist(), seconds[order].tolist()
 
     def priced(
-        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered = NOTHING_MORE
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered = NO_EXTRAS
     ) -> StagePrices | UnequalPrices:
         """Prices of a shape's stages, on unequal devices each on its own."""
         if shape.kind_order and self.kinds is not None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost.chain import Chain
 from ..cost.comm_cost import seconds_at_places
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
-from ..strategy import NOTHING_MORE, Offered, Shape
-from .columns import Chain
+from ..plan.shape import NO_EXTRAS, Offered, Shape
 
 Floats = NDArray[np.float64]
 
@@ -66,7 +66,7 @@ class LeastWork:
             known.update(zip(missing, np.stack([found[kind] for kind in kinds], axis=1), strict=True))
         return np.array([known[each] for each in samples])
 
-    def of(self, shape: Shape, room: float, offered: Offered = NOTHING_MORE) -> Least | None:
+    def of(self, shape: Shape, room: float, offered: Offered = NO_EXTRAS) -> Least | None:
         """What a family's layers take, whose shape has everything sharded over all data ranks; None if their memory
         does not do. room: bytes that the allocator may hand out on one rank of every stage together. offered:
         options of layers beyond the usual."""

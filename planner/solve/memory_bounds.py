@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes, uses_fully_shard
-from ..cost.simulate import ZERO_BUBBLE, is_chunked
-from ..plan import Recompute
-from ..strategy import Offered, Pins, Shape
+from ..plan.document import Recompute
+from ..plan.pins import Pins
+from ..plan.schedules import ZERO_BUBBLE, is_chunked
+from ..plan.shape import Offered, Shape
 from .chunked import Chunking, Cuts, LeastRecompute, Recomputable
 from .relaxed import least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
 from .shape_bounds import Fastest, ShapeBounds

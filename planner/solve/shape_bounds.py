@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost.chain import Chain
 from ..cost.comm_cost import Collective, collective_s, ring_rates
 from ..cost.compute_cost import accumulate_s
 from ..cost.crossing_cost import P2P_EXPOSED
 from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes
-from ..cost.simulate import is_chunked
 from ..cost.stage_cost import allocatable_bytes
-from ..plan import Recompute, parts_of
-from ..strategy import Shape
+from ..plan.document import Recompute, parts_of
+from ..plan.schedules import is_chunked
+from ..plan.shape import Shape
 from .chunked import Chunking, Cuts
-from .columns import Chain
 from .least_work import LeastWork
 from .space import Family, Leaf, Leaves
 

@@ -12,17 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Literal, NamedTuple, get_args
 
-from ...profiler.cluster import ClusterSpec, Group
-from ...profiler.model_profile import ModelProfile
-from ..cost.simulate import ZERO_BUBBLE, is_chunked
-from ..cost.software import COMPILING
-from ..plan import AXES, EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Axis, ContextKind, Schedule
-from ..strategy import (
-    NOTHING_MORE,
-    Cuts,
-    Offered,
-    Pins,
-    Shape,
+from ...profiler.machine.cluster import ClusterSpec, Group
+from ...profiler.model.model_profile import ModelProfile
+from ..plan.document import AXES, EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Axis, ContextKind
+from ..plan.legality import (
     check_parts,
     context_rule,
     divisors,
@@ -35,7 +28,10 @@ from ..strategy import (
     tensor_rule,
     zero_bubble_rule,
 )
-from ..training import TrainingSpec
+from ..plan.pins import Pins
+from ..plan.schedules import ZERO_BUBBLE, Schedule, is_chunked
+from ..plan.shape import NO_EXTRAS, Cuts, Offered, Shape
+from ..plan.training import COMPILING, TrainingSpec
 from .unequal import have_own, kind_orders
 
 
@@ -76,7 +72,7 @@ class Family:
     context_kind: ContextKind = "ring"
     expert: int = 1
     cuts: Cuts | None = None
-    offered: Offered = NOTHING_MORE
+    offered: Offered = NO_EXTRAS
     """Options of layers beyond the usual."""
 
     @property

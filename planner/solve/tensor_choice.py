@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 
 import pulp
 
-from ...profiler.model_profile import Costs, ModelProfile
+from ...profiler.model.model_profile import Costs, ModelProfile
 from ..cost.comm_cost import collective_s
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
-from ..strategy import Cuts, Shape, chosen_cuts, runs_on_slices
+from ..plan.legality import chosen_cuts, runs_on_slices
+from ..plan.shape import Cuts, Shape
 from .solver import solve
 
 MS = 1e3

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import MASTER_BYTES
-from ..plan import Recompute
-from ..strategy import Shape
+from ..plan.document import Recompute
+from ..plan.shape import Shape
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]

@@ -8,56 +8,25 @@ for the slowest: those are priced as if every device were the slowest, with the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, permutations
+from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...profiler.cluster import ClusterSpec
+from ...profiler.machine.cluster import ClusterSpec
+from ..cost.chain import Chain
 from ..cost.layer_cost import CostModel
 from ..cost.stage_cost import allocatable_bytes
-from ..plan import Recompute, rank_and_chunk
-from ..strategy import Offered, Shape
-from .columns import Chain, StagePrices, Work
+from ..plan.document import Recompute
+from ..plan.schedules import rank_and_chunk
+from ..plan.shape import Offered, Shape
+from .columns import StagePrices, Work
 from .relaxed import Stage, least_slowest_of_unequal_s
 
 Floats = NDArray[np.float64]
 
 MOST_KINDS = 4
 """Kinds of devices whose orders are all tried."""
-
-
-def stage_kinds(cluster: ClusterSpec, shape: Shape) -> tuple[int, ...] | None:
-    """[pipeline coordinate] -> the kind of its devices, by number; None where devices are equal, or some stage has
-    devices of several kinds."""
-    cluster = cluster.in_order(shape.kind_order)
-    kinds = cluster.kinds
-    if len(kinds) == 1 or shape.pipeline == 1 or shape.stride("pipeline") * shape.pipeline != cluster.num_devices:
-        return None
-    of_group = [next(k for k, kind in enumerate(kinds) if kind.hosts[0].is_like(group)) for group in cluster.hosts]
-    each = zip(of_group, cluster.hosts, strict=True)
-    found: list[int] = []
-    for kind, run in groupby(each, key=lambda pair: pair[0]):
-        stages, rest = divmod(sum(g.count * g.devices_per_host for _, g in run), shape.stride("pipeline"))
-        if rest:
-            return None
-        found += [kind] * stages
-    return tuple(found)
-
-
-def stage_models(model: CostModel, shape: Shape) -> list[CostModel]:
-    """[pipeline coordinate] -> the cost model of its devices. model: of the whole cluster."""
-    kinds = stage_kinds(model.cluster, shape)
-    if kinds is None:
-        return [model] * shape.pipeline
-    parts = model.cluster.in_order(shape.kind_order).kinds
-    models = [CostModel(model.profile, part, model.training, model.cluster) for part in parts]
-    return [models[kind] for kind in kinds]
-
-
-def peak_flops_per_s(cluster: ClusterSpec, precision: str) -> float:
-    """Dense peak of all devices together."""
-    return sum(group.count * group.devices_per_host * group.device.flops[precision] for group in cluster.hosts)
 
 
 def have_own(kinds: Sequence[ClusterSpec], pipeline: int) -> bool:

@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.executor.measuring.calibrate import calibrate
 from meshwright.planner.cost.compute_cost import operator_s
-from meshwright.profiler.cluster import Device
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.trace import trace
+from meshwright.profiler.machine.cluster import Device
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.trace import trace
 
 FOLDER = Path(__file__).parent
 CASES = (("train_gpt", 8), ("mlp", 256))

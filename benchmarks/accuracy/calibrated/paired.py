@@ -23,12 +23,12 @@ from meshwright.executor.measuring.compare import compare
 from meshwright.executor.measuring.local_ranks import run_local_ranks
 from meshwright.executor.parallel.micro_batches import split_micro_batches
 from meshwright.executor.trainer import parallelize
-from meshwright.planner.plan import Plan
-from meshwright.planner.setups import parse_setup
-from meshwright.planner.training import TrainingSpec
-from meshwright.profiler.cluster import Device, cluster_of, load_device
-from meshwright.profiler.load import LoadedModel, load_model
-from meshwright.profiler.trace import trace
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.setups import parse_setup
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import Device, cluster_of, load_device
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.trace import trace
 
 FOLDER = Path(__file__).parent
 MODELS = FOLDER.parent.parent / "models"

@@ -1,0 +1,1 @@
+"""What users ask: the best plan, why this one and not another, why nothing fits, what if."""

@@ -1,0 +1,74 @@
+"""Which of the user's pins leave no legal shape, and the rule that excludes what they allow."""
+
+import math
+from dataclasses import dataclass
+
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.model.model_profile import ModelProfile
+from ..plan.legality import expert_rule, sharding_rule
+from ..plan.pin_texts import in_words
+from ..plan.pins import Pins
+from ..plan.setups import nearest_divisors
+from ..plan.training import TrainingSpec
+from ..solve.space import Space
+
+
+def is_legal(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> bool:
+    """Whether any shape agrees with the pins and breaks no rule."""
+    return next(Space(profile, cluster, training, pins).families(), None) is not None
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The few pins that leave no legal shape, in words, and the rule that excludes what they allow."""
+
+    pins: tuple[str, ...]
+    rule: str
+
+
+def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> Blame | None:
+    """Which pins leave no legal shape, and why; None where pins are not to blame."""
+    anything = Pins(everything=pins.everything, parts=pins.parts)
+    if not in_words(pins) or not is_legal(profile, cluster, training, anything):
+        return None
+    left = pins
+    for words in in_words(pins):
+        fewer = in_words(left)[words]
+        if not is_legal(profile, cluster, training, fewer):
+            left = fewer
+    space = Space(profile, cluster, training, left)
+    assert next(space.families(), None) is None
+    rules = sorted((rule for rule, count in space.rejected.items() if count), key=lambda rule: -space.rejected[rule])
+    if left.expert not in (None, 1):  # where no ranks may be shards there is no shape that could be rejected for it
+        own = expert_rule(profile, left.expert) or sharding_rule(profile, training.precision)
+        rules = [own, *rules] if own else rules
+    why = rules[0] if rules else _unreachable(left, cluster, training)
+    return Blame(tuple(in_words(left)), why)
+
+
+def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> str:
+    """Why the space has no shape with these pins, not even one that a rule excludes."""
+    if pins.sequence_ways not in (None, 1):
+        ways, space = pins.sequence_ways, "" if pins.everything else " (--space full prices that, too)"
+        return (
+            f"tokens are split {ways} ways by tensor={ways} with sequence parallelism, or by context parallelism{space}"
+        )
+    if pins.expert not in (None, 1):
+        return (
+            f"experts can be spread {pins.expert} ways only over so many ranks that hold tokens of their own: "
+            "data_shard x context, and x tensor under sequence parallelism"
+        )
+    degrees = ("tensor", "context", "pipeline", "data_replicate", "data_shard")
+    pinned = [value for name in degrees if (value := getattr(pins, name)) is not None]
+    product, count = math.prod(pinned), cluster.num_devices
+    if count % product:
+        near = nearest_divisors(count, product)
+        return f"{' x '.join(map(str, pinned))} does not divide {count} GPUs, as {near} would"
+    size, batch = pins.micro_batch, training.global_batch
+    if size is not None and batch % size:
+        near = nearest_divisors(batch, size)
+        return f"micro-batches of {size} do not divide the global batch of {batch}, as {near} would"
+    return (
+        f"tensor x pipeline x data ranks must be the {cluster.num_devices} GPUs, and data ranks x micro-batch x "
+        f"micro-batches the global batch of {training.global_batch}"
+    )

@@ -1,0 +1,147 @@
+"""Why one plan and not another, in words with numbers."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from ...profiler.machine.units import format_bytes, format_seconds
+from ..cost.estimate import Estimate
+from ..cost.stage_models import stage_kinds
+from ..plan.document import Plan, Recompute, parts_in_words, parts_of
+from ..plan.making import shape_of
+
+CAUSES = {
+    "compute": "compute",
+    "recompute": "recompute",
+    "tensor": "tensor-parallel communication",
+    "context": "context-parallel communication",
+    "expert": "exchange of tokens with experts",
+    "offload": "waiting for the host's memory",
+    "data": "exposed gradient and parameter communication",
+    "pipeline": "pipeline bubble and waiting",
+    "optimizer": "optimizer step",
+}
+"""Breakdown item -> how people call it."""
+
+
+def does_not_fit(found: Estimate) -> str:
+    """Which stage is over its budget, by how much, and its largest item."""
+    stage, memory = max(enumerate(found.memory), key=lambda pair: pair[1].over_bytes)
+    name, size = max(memory.items.items(), key=lambda item: item[1])
+    where = f"stage {stage}" if len(found.memory) > 1 else "every GPU"
+    where += f" ({memory.device})" if memory.device and len(found.memory) > 1 else ""
+    return (
+        f"does not fit: {where} needs {format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)} "
+        f"({name} {format_bytes(size)})"
+    )
+
+
+def causes_apart(other: Estimate, best: Estimate) -> dict[str, float]:
+    """Item of a breakdown -> seconds that `other` spends more on it than `best`, largest first; less is negative."""
+    names = (name for name in CAUSES if name in other.breakdown or name in best.breakdown)
+    extra = {name: other.breakdown.get(name, 0.0) - best.breakdown.get(name, 0.0) for name in names}
+    return dict(sorted(extra.items(), key=lambda item: -item[1]))
+
+
+def compared(other: Estimate, best: Estimate, why_not: str = "less simple or with less memory to spare") -> str:
+    """How much slower `other` is, and the cause that costs it most; if it is faster, why it is not the plan."""
+    ratio = other.step_time_s / best.step_time_s - 1.0
+    if abs(ratio) < 0.0005:
+        return "as fast as the plan"
+    cause, extra_s = next(iter(causes_apart(other, best).items()))
+    pace = f"{1 + ratio:.1f} times as long" if ratio >= 1 else f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}"
+    if ratio < 0:
+        return f"{pace}, but {why_not}"
+    return f"{pace}: {format_seconds(extra_s)} more {CAUSES[cause]}"
+
+
+def reason(plan: Plan, found: Estimate, replicas: str | None = None) -> str:
+    """Why the plan's main choices are what they are, in one clause each.
+
+    replicas: the verdict on plain data parallelism, if it was priced.
+    """
+    degrees, reasons = plan.degrees, list(_why_on_kinds(plan, found))
+    if degrees.sharded_over > 1:
+        reasons.append(_why_sharded(replicas))
+    if degrees.tensor > 1:
+        inside = plan.cluster.group(degrees.tensor, plan.stride("tensor")).hosts == 1
+        reasons.append(f"tensor parallelism {'stays inside a node' if inside else 'runs across nodes'}")
+    if degrees.context > 1:
+        tokens = (plan.training.seq_len or 0) // degrees.context
+        reasons.append(
+            f"context parallelism leaves {tokens:,} tokens of each sequence to a GPU, and waiting for keys and values "
+            f"costs {found.breakdown.get('context', 0.0) / found.step_time_s:.0%}"
+        )
+    if degrees.expert > 1:
+        share = found.breakdown.get("expert", 0.0) / found.step_time_s
+        reasons.append(
+            f"each GPU holds 1 of {degrees.expert} parts of the experts, and sending it tokens costs {share:.0%}"
+        )
+    if degrees.pipeline > 1:
+        reasons.append(
+            f"stages send only activations; the bubble costs {found.breakdown['pipeline'] / found.step_time_s:.0%}"
+        )
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    for kind, words in _RECOMPUTED.items():
+        recomputed = sum(layer.recompute == kind for layer in layers)
+        if recomputed:
+            reasons.append(f"{recomputed} of {len(layers)} layers {words} to fit")
+    of_parts = Counter(parts_in_words(layer.recompute) for layer in layers if parts_of(layer.recompute))
+    reasons += [f"{count} of {len(layers)} layers recompute their {names} to fit" for names, count in of_parts.items()]
+    return "; ".join(reasons) or "everything fits without sharding, and replicas communicate least"
+
+
+def _why_on_kinds(plan: Plan, found: Estimate) -> Iterator[str]:
+    """What becomes of unequal devices; nothing where they are equal."""
+    cluster = plan.cluster
+    if len(cluster.kinds) == 1:
+        return
+    shape = shape_of(plan)
+    kinds = stage_kinds(cluster, shape)
+    if kinds is None:
+        slowest, smallest = cluster.device.name, format_bytes(cluster.device.memory)
+        own = cluster.num_devices // math.gcd(*(part.num_devices for part in cluster.kinds))
+        yield (
+            f"every stage has devices of several kinds, so all count as the slowest ({slowest}) with the least memory "
+            f"({smallest}); a pipeline of {own} stages, or a multiple, would give each its own kind"
+        )
+        return
+    held: dict[str, tuple[int, int]] = {}
+    for position, kind in enumerate(kinds):
+        name = cluster.kinds[kind].device.name
+        stages, layers = held.get(name, (0, 0))
+        here = sum(len(plan.stages[stage].layers) for stage in plan.stages_of(position))
+        held[name] = stages + 1, layers + here
+    parts = (f"{layers} layers in {n} stage{'s' if n > 1 else ''} on {name}" for name, (n, layers) in held.items())
+    yield f"each stage is on one kind of device: {', '.join(parts)}"
+
+
+_RECOMPUTED: dict[Recompute, str] = {
+    "full": "are recomputed",
+    "selective": "recompute all but matmuls and attention",
+    "attention": "recompute their attention",
+}
+
+
+def _why_sharded(replicas: str | None) -> str:
+    if replicas is None:
+        return "model state is sharded, as every GPU would otherwise hold all of it"
+    if replicas.startswith("does not fit"):
+        return f"replicas (DDP) are out: {replicas.removeprefix('does not fit: ')}"
+    if " slower" in replicas:
+        return f"replicas (DDP) would be {replicas}"
+    if " as long" in replicas:
+        return f"replicas (DDP) would take {replicas}"
+    return "sharding the model state costs no time here and leaves more memory free than replicas (DDP)"
+
+
+def batch_advice(plan: Plan) -> list[str]:
+    """A sentence where the global batch keeps data parallelism off some of the GPUs, with batches that would not."""
+    gpus, batch = plan.degrees.num_devices, plan.training.global_batch
+    if batch % gpus == 0 or plan.degrees.data == gpus:
+        return []
+    near = [size for size in (batch // gpus * gpus, (batch // gpus + 1) * gpus) if size]
+    return [
+        f"{batch} samples do not split over {gpus} data ranks, so that plans of data parallelism alone are left out; "
+        f"--global-batch {' or '.join(map(str, near))} would"
+    ]

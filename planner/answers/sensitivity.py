@@ -1,0 +1,88 @@
+"""How the step time hangs on each number of the cluster, the plan unchanged: what is robust, and what overtakes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
+from ...profiler.machine.units import format_flops_per_s, format_seconds
+from ...profiler.model.model_profile import ModelProfile
+from ..cost.estimate import Estimate, step_seconds
+from ..plan.document import Plan
+from .search import Candidate
+
+_LATENCY = "latency of links"
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Step time when one number of the cluster is 20% lower or higher, the plan unchanged."""
+
+    name: str
+    value: str
+    lower_s: float
+    higher_s: float
+    overtaken_by: str = ""
+
+
+def sensitivity(
+    plan: Plan, found: Estimate, profile: ModelProfile, others: Sequence[Candidate] = ()
+) -> tuple[Shift, ...]:
+    """Step time of the plan with each number of its cluster 20% lower and higher, largest effect first; and which of
+    the other layouts would then be faster by more than 1%."""
+    cluster, precision = plan.cluster, plan.training.precision
+    device = cluster.device
+    rates = {
+        "compute": format_flops_per_s(device.flops[precision]),
+        "device memory": f"{device.bandwidth / 1e9:,.0f} GB/s",
+        "links in a host": f"{cluster.link.bandwidth / 1e9:,.3g} GB/s",
+        "network": f"{cluster.network.bandwidth / 1e9:,.3g} GB/s per host",
+        _LATENCY: format_seconds(cluster.network.latency),
+    }
+    rivals = [c for c in others if c.plan is not None and c.seconds < 1.25 * found.step_time_s]
+    shifts = []
+    for name, value in rates.items():
+        if (name == "network" and cluster.num_hosts == 1) or (
+            name == "links in a host" and cluster.devices_per_host == 1
+        ):
+            continue
+        seconds, overtaken = [], ""
+        for factor in (0.8, 1.2):
+            machine = scaled(cluster, name, factor)
+            seconds.append(repriced(plan, machine, profile))
+            for rival in rivals:
+                assert rival.plan is not None
+                overtakes = (
+                    rival.seconds >= found.step_time_s and repriced(rival.plan, machine, profile) < 0.99 * seconds[-1]
+                )
+                if overtakes and not overtaken:
+                    overtaken = f"{rival.label} at {factor - 1:+.0%}"
+        shifts.append(Shift(name, value, seconds[0], seconds[1], overtaken))
+    return tuple(sorted(shifts, key=lambda shift: -abs(shift.lower_s - shift.higher_s)))
+
+
+def repriced(plan: Plan, cluster: ClusterSpec, profile: ModelProfile) -> float:
+    """Seconds of a plan's step on another cluster of as many devices."""
+    return step_seconds(plan.model_copy(update={"cluster": cluster}), profile)
+
+
+def scaled(cluster: ClusterSpec, name: str, factor: float) -> ClusterSpec:
+    """The cluster with one number of every device or link multiplied."""
+
+    def link(old: Link, changes: str) -> Link:
+        if name == _LATENCY:
+            return old.model_copy(update={"latency": old.latency * factor})
+        return old.model_copy(update={"bandwidth": old.bandwidth * factor}) if name == changes else old
+
+    def device(old: Device) -> Device:
+        changes: dict[str, object] = {"link": link(old.link, "links in a host")}
+        if name == "compute":
+            changes["flops"] = {dtype: rate * factor for dtype, rate in old.flops.items()}
+        if name == "device memory":
+            changes["bandwidth"] = old.bandwidth * factor
+        return old.model_copy(update=changes)
+
+    def group(old: HostGroup) -> HostGroup:
+        return old.model_copy(update={"device": device(old.device), "link": link(old.link, "links in a host")})
+
+    hosts = tuple(group(old) for old in cluster.hosts)
+    return cluster.model_copy(update={"hosts": hosts, "network": link(cluster.network, "network")})

@@ -1,0 +1,216 @@
+"""The best plan at each of several points (GPUs, sequence length, batch): what it costs, where its kind changes, and
+what more of each resource would be worth there."""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.machine.units import GIB
+from ...profiler.model.model_profile import ModelProfile
+from ..cost.estimate import estimate
+from ..plan.document import Plan
+from ..plan.making import shape_of
+from ..plan.pins import Pins
+from ..plan.training import Objective, TrainingSpec
+from ..solve.explore import Explorer
+from .infeasible import SEARCHED_S, fewest, fits, grown
+from .search import InfeasibleError, SearchResult, SolverError, search
+from .sensitivity import scaled, sensitivity
+from .why_not import best_of
+
+ALMOST = 0.999
+"""A price is right to a tenth of a percent: only plans that are faster by more than that are looked for."""
+
+_NUMBERS = re.compile(r" \d+(?:x\d+)?(?: x \d+)?| \([^)]*\)| with sequence parallel")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One question of a sweep, and its answer: a result, or why there is none."""
+
+    profile: ModelProfile
+    cluster: ClusterSpec
+    training: TrainingSpec
+    result: SearchResult | None
+    why: str = ""
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs of the point."""
+        return self.cluster.num_devices
+
+    @property
+    def kind(self) -> str:
+        """Kinds of parallelism of the plan, without their degrees: "FSDP + TP"; or that nothing fits."""
+        return "nothing fits" if self.result is None else kind_in_words(self.result.plan)
+
+    def cost_per_million(self, price_per_hour: float) -> float | None:
+        """US dollars for a million tokens (samples, where there is no sequence) at the price of one device."""
+        if self.result is None:
+            return None
+        return self.num_devices * price_per_hour / 3600 / self.result.estimate.tokens_per_s * 1e6
+
+
+@dataclass(frozen=True)
+class Price:
+    """Share by which the step gets longer (negative: shorter) where there is more of something, planned anew."""
+
+    name: str
+    share: float
+
+
+def kind_in_words(plan: Plan) -> str:
+    """Kinds of parallelism of a plan, without degrees and schedules: "HSDP + TP + PP"."""
+    return _NUMBERS.sub("", shape_of(plan).label)
+
+
+def sweep(
+    jobs: Iterable[tuple[ModelProfile, ClusterSpec, TrainingSpec]],
+    pins: Pins,
+    time_limit_s: float = 60.0,
+    progress: Callable[[str, float | None], None] = lambda *_: None,
+) -> tuple[Point, ...]:
+    """The answer at every point, in order; what fits or is legal nowhere says why."""
+    points = []
+    for profile, cluster, training in jobs:
+        length = "" if profile.seq_len is None else f", {profile.seq_len:,} tokens"
+        progress(f"{cluster.num_devices:,} GPUs{length}", None)
+        result, why = None, ""
+        try:
+            result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s)
+        except (InfeasibleError, SolverError) as error:
+            why = str(error)
+        except ValueError as error:
+            if type(error) is not ValueError:
+                raise
+            why = str(error)
+        points.append(Point(profile, cluster, training, result, why))
+    return tuple(points)
+
+
+def changes_of_kind(points: Sequence[Point]) -> list[str]:
+    """Per sequence length, in a sentence, which kind of plan is best from how many GPUs on."""
+    sentences = []
+    for length in dict.fromkeys(point.profile.seq_len for point in points):
+        line = sorted((p for p in points if p.profile.seq_len == length), key=lambda p: p.num_devices)
+        runs = [(kind, [p.num_devices for p in same]) for kind, same in groupby(line, key=lambda p: p.kind)]
+        words = [
+            f"{kind} {'at' if len(counts) == 1 else 'from'} {counts[0]:,}{f' to {counts[-1]:,}' if counts[1:] else ''}"
+            for kind, counts in runs
+        ]
+        where = "" if length is None else f"{length:,} tokens: "
+        changes = f"the kind changes {_times(len(runs) - 1)}" if len(runs) > 1 else "one kind throughout"
+        sentences.append(f"{where}{changes}: {', '.join(words)} GPUs")
+    return sentences
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def marginal_prices(point: Point, pins: Pins, seconds: float = 30.0) -> tuple[Price, ...]:
+    """What more of each resource is worth at a point, planned anew with it; most first. Empty where nothing fits.
+
+    seconds: for all searches together.
+    """
+    if point.result is None:
+        return ()
+    deadline = time.monotonic() + seconds
+    cluster = point.cluster
+    known = [point.result.plan, *(each.plan for each in point.result.runners_up if each.plan is not None)]
+    base_s = min(point.result.estimate.step_time_s, *(each.seconds for each in point.result.runners_up), float("inf"))
+    richer = {"1 GiB more per GPU": _with_memory(cluster, GIB), "2x compute": scaled(cluster, "compute", 2.0)}
+    richer["2x device memory bandwidth"] = scaled(cluster, "device memory", 2.0)
+    if cluster.devices_per_host > 1:
+        richer["2x link bandwidth inside hosts"] = scaled(cluster, "links in a host", 2.0)
+    if cluster.num_hosts > 1:
+        richer["2x network bandwidth"] = scaled(cluster, "network", 2.0)
+    prices = [Price(name, _best_s(point, more, known, pins, deadline) / base_s - 1) for name, more in richer.items()]
+    return tuple(sorted(prices, key=lambda price: price.share))
+
+
+def _best_s(point: Point, cluster: ClusterSpec, known: Sequence[Plan], pins: Pins, deadline: float) -> float:
+    """Seconds of the fastest step on a cluster: that of the plans known from a poorer one, which fit there as well, or
+    of a faster one, which alone is searched for."""
+    moved = [estimate(plan.model_copy(update={"cluster": cluster}), point.profile) for plan in known]
+    best = min(moved, key=lambda found: found.closed_form_s)
+    explorer = Explorer(point.profile, cluster, point.training)
+    other = best_of(explorer, pins, deadline, ALMOST * best.closed_form_s)
+    found = [each.step_time_s for each in moved]
+    return min(found if other is None else [*found, other[1].step_time_s])
+
+
+def _with_memory(cluster: ClusterSpec, more_bytes: float) -> ClusterSpec:
+    hosts = tuple(
+        group.model_copy(
+            update={"device": group.device.model_copy(update={"memory": group.device.memory + more_bytes})}
+        )
+        for group in cluster.hosts
+    )
+    return cluster.model_copy(update={"hosts": hosts})
+
+
+def robustness(point: Point) -> str:
+    """Whether the plan stays the best of those priced when each constant of the cluster is 20% lower or higher."""
+    if point.result is None:
+        return ""
+    result = point.result
+    others = [*result.runners_up, *result.baselines]
+    shifts = sensitivity(result.plan, result.estimate, point.profile, others)
+    overtaken = [(*shift.overtaken_by.rpartition(" at ")[::2], shift.name) for shift in shifts if shift.overtaken_by]
+    if overtaken:
+        cases = (f"with {name} at {factor}, {rival} would be over 1% faster" for rival, factor, name in overtaken)
+        return f"not the best everywhere within +-20%: {'; '.join(cases)}"
+    largest = shifts[0]
+    worst = max(largest.lower_s, largest.higher_s) / result.estimate.step_time_s - 1
+    return (
+        "robust: with any number of the cluster 20% lower or higher, no other layout that was priced is over 1% "
+        f"faster; the step hangs most on {largest.name} (up to {worst:+.0%})"
+    )
+
+
+def cluster_for(
+    objective: Objective, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins
+) -> ClusterSpec:
+    """The part of a cluster that an objective asks for, of equal devices and full hosts; at an unchanged batch.
+
+    throughput: all of it. min-gpus: the fewest on which anything fits. cost: those on which a token costs least; the
+    price of a device does not matter, as all are alike. The whole cluster where nothing smaller does.
+    """
+    if objective is Objective.THROUGHPUT:
+        return cluster
+    if any(group.device != cluster.hosts[0].device for group in cluster.hosts):
+        raise ValueError(
+            f"--objective {objective} chooses among equal devices; {cluster.name} has several kinds: give --gpus and "
+            "--device of one"
+        )
+    counts = _counts(cluster)
+    if objective is Objective.MIN_GPUS:
+        deadline = time.monotonic() + SEARCHED_S
+        found = fewest(counts, lambda count: fits(Explorer(profile, grown(cluster, count), training), pins, deadline))
+        return cluster if found is None else grown(cluster, found)
+    cost: dict[int, float] = {}
+    for count in (count for count in counts if count & (count - 1) == 0 or count == cluster.num_devices):
+        explorer = Explorer(profile, grown(cluster, count), training)
+        other = best_of(explorer, pins, time.monotonic() + 10.0)
+        if other is not None:
+            cost[count] = count * other[1].step_time_s
+    # Where nothing fits, the whole cluster's search says why.
+    return grown(cluster, min(cost, key=lambda count: cost[count], default=cluster.num_devices))
+
+
+def objective_in_words(objective: Objective, cluster: ClusterSpec, part: ClusterSpec) -> str:
+    """What an objective chose, in a phrase."""
+    used = f"{part.num_devices:,} of {cluster.num_devices:,} GPUs"
+    if objective is Objective.MIN_GPUS:
+        return f"{used}: the fewest that this job fits on (--objective min-gpus)"
+    return f"{used}: a token costs least there, of the powers of two up to all of them (--objective cost)"
+
+
+def _counts(cluster: ClusterSpec) -> list[int]:
+    """Numbers of devices that fill hosts, ascending; inside a host any number."""
+    per_host, most = cluster.devices_per_host, cluster.num_devices
+    return [*range(1, min(per_host, most) + 1), *range(2 * per_host, most + 1, per_host)]

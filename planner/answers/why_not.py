@@ -1,0 +1,201 @@
+"""What a set-up leads to, and why it is not the plan: illegal by a rule, over memory on a stage, or slower."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ...profiler.machine.units import format_bytes, format_seconds
+from ..cost.estimate import Estimate, estimate
+from ..plan.document import Plan
+from ..plan.making import shape_of
+from ..plan.not_run import priced_only
+from ..plan.pins import Pins
+from ..plan.setups import Setup
+from ..solve.explore import SIMPLE, Explorer
+from .blame import blamed
+from .check import check
+from .explain import CAUSES, causes_apart
+from .guidance import RuleOfThumb
+from .infeasible import Closest, closest_plan, closest_verdict
+from .search import Candidate, pins_of
+
+SMALL = 0.02
+"""Share of the plan's step below which a cause is not worth a word."""
+
+
+_SIMPLER = "is simpler or leaves more memory free"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Why a set-up is not the plan. plan and estimate: what it leads to at its best, if that is legal and fits."""
+
+    asked: str
+    kind: Literal["illegal", "does not fit", "not found", "slower", "as fast", "faster", "the plan"]
+    sentence: str
+    plan: Plan | None = None
+    estimate: Estimate | None = None
+
+
+def best_of(
+    explorer: Explorer, pins: Pins, deadline: float, cutoff_s: float = float("inf")
+) -> tuple[Plan, Estimate] | None:
+    """The fastest plan under these pins, priced; None if none fits, none has a closed form below `cutoff_s`, or none
+    was found until time.monotonic() is `deadline` (at least a second from now)."""
+    outcome = explorer.explore(pins, max(deadline, time.monotonic() + 1.0), near=0, cutoff_s=cutoff_s)
+    if outcome.best is None:
+        return None
+    plan = explorer.plan_of(outcome.best)
+    return plan, estimate(plan, explorer.profile)
+
+
+def first_that_fits(explorer: Explorer, attempts: Sequence[Pins], deadline: float) -> tuple[Plan, Estimate] | None:
+    """The fastest plan under the first of these pins that has one."""
+    found = (best_of(explorer, pins, deadline) for pins in attempts)
+    return next((each for each in found if each is not None), None)
+
+
+def followed(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> Candidate:
+    """What a rule of thumb leads to; without plan and estimate where none of its attempts fits."""
+    found = first_that_fits(explorer, rule.attempts, deadline)
+    if found is not None:
+        return Candidate(rule.name, *found, "fits", found[1].step_time_s)
+    verdicts = [closest_verdict(explorer, pins, {}) for pins in rule.attempts]
+    fitting = [verdict for verdict in verdicts if verdict.startswith("does not fit")]
+    return Candidate(rule.name, None, None, (fitting or verdicts)[0])
+
+
+def why_not(
+    explorer: Explorer, asked: str, attempts: Sequence[Pins], plan: Plan, found: Estimate, seconds: float = 30.0
+) -> Answer:
+    """Why the plan is not this set-up.
+
+    attempts: what the set-up pins; where there are several, the first that fits is meant. seconds: for pricing it.
+    """
+    other = first_that_fits(explorer, attempts, time.monotonic() + seconds)
+    if other is not None:
+        return priced_answer(asked, *other, plan, found)
+    answers = [_no_plan(explorer, asked, pins) for pins in attempts]
+    return min(answers, key=lambda answer: answer.kind == "illegal")
+
+
+def why_not_setup(explorer: Explorer, setup: Setup, plan: Plan, found: Estimate, seconds: float = 30.0) -> Answer:
+    """Why the plan is not this set-up, which leaves nothing out of account but what it does not say.
+
+    Where nothing is said of the data ranks they are replicas, as the answer says; where these do not fit it also
+    prices the same with the model's state sharded over them.
+    """
+    answer = why_not(explorer, setup.label, (pins_of(setup),), plan, found, seconds)
+    if not setup.replicas_assumed or answer.kind == "illegal":
+        return answer
+    replicas = f"Nothing is said of the {setup.data_replicate} data ranks, so they are replicas"
+    if answer.kind != "does not fit":
+        return replace(answer, sentence=f"{answer.sentence}. {replicas}")
+    sharding = replace(
+        setup,
+        label=f"{setup.label} fsdp",
+        data_replicate=1,
+        data_shard=setup.data_replicate,
+        reshard=True,
+        gradient_sync="every",
+    )
+    sharded = why_not(explorer, sharding.label, (pins_of(sharding),), plan, found, seconds)
+    return replace(answer, sentence=f"{answer.sentence}. {replicas}. With shards instead, {sharded.sentence}")
+
+
+def not_legal(asked: str, rule: str) -> Answer:
+    """The answer for what no layout agrees with."""
+    return Answer(asked, "illegal", f"{asked} is not legal: {rule}")
+
+
+def why_not_plan(explorer: Explorer, asked: str, other: Plan, plan: Plan, found: Estimate) -> Answer:
+    """Why the plan is not this other plan of the same model, as the other stands: on the plan's cluster, for its job.
+
+    Raises ValueError where the other is of another model, number of GPUs or global batch.
+    """
+    count, batch = plan.cluster.num_devices, plan.training.global_batch
+    if other.degrees.num_devices != count:
+        raise ValueError(
+            f"{asked} is for {other.degrees.num_devices} GPUs, the plan for {count}: give one for as many GPUs, or "
+            f"plan again with --gpus {other.degrees.num_devices}"
+        )
+    if other.training.global_batch != batch:
+        raise ValueError(
+            f"{asked} takes {other.training.global_batch} samples a step, the plan {batch}: steps compare at one batch "
+            f"only; make it again with --global-batch {batch}"
+        )
+    here = other.model_copy(update={"cluster": plan.cluster, "training": plan.training})
+    priced = estimate(here, explorer.profile)
+    violated = [rule for rule in check(here, explorer.profile) if not rule.startswith("does not fit")]
+    outside = [rule for rule in violated if "priced, not run" not in rule]
+    if outside:
+        return Answer(asked, "illegal", f"{asked} is not legal: {outside[0]}", here, priced)
+    closest = Closest(here, priced)
+    if closest.over_bytes > 0:
+        return _over(asked, "as it stands", closest)
+    return priced_answer(asked, here, priced, plan, found)
+
+
+_NOT_SEARCHED = "it was pinned away or not searched when this was planned"
+
+
+def priced_answer(
+    asked: str, other: Plan, priced: Estimate, plan: Plan, found: Estimate, left_out: str = _NOT_SEARCHED
+) -> Answer:
+    """The answer for a set-up that fits: how much slower, and where the time goes. left_out: why one that is faster is
+    not the plan."""
+    ratio = priced.step_time_s / found.step_time_s - 1.0
+    leads = priced_only(other, f"{shape_of(other).label}, micro-batch {other.micro_batch}")
+    times = f"{format_seconds(priced.step_time_s)} against {format_seconds(found.step_time_s)}"
+    if abs(ratio) < 0.0005:
+        same = shape_of(other).layout == shape_of(plan).layout
+        words = "is the plan" if same else f"is as fast as the plan ({times}), which {_SIMPLER}"
+        return Answer(asked, "the plan" if same else "as fast", f"{asked} ({leads}) {words}", other, priced)
+    apart = causes_apart(priced, found)
+    more = _causes_in_words(apart, found.step_time_s, more=True)
+    less = _causes_in_words(apart, found.step_time_s, more=False)
+    if ratio < 0:
+        why = f"the plan {_SIMPLER}" if ratio >= -SIMPLE else left_out
+        return Answer(asked, "faster", f"{asked} ({leads}) is {-ratio:.1%} faster: {times}, but {why}", other, priced)
+    pace = f"takes {1 + ratio:.1f} times as long as the plan" if ratio >= 1 else f"is {ratio:.1%} slower than the plan"
+    spared = f"; it spares {less}" if less else ""
+    return Answer(asked, "slower", f"{asked} ({leads}) {pace}: {times}. It spends {more}{spared}", other, priced)
+
+
+def _causes_in_words(apart: dict[str, float], step_s: float, *, more: bool) -> str:
+    sign = 1.0 if more else -1.0
+    shown = {name: sign * seconds for name, seconds in apart.items() if sign * seconds > 0}
+    large = {name: seconds for name, seconds in shown.items() if seconds > SMALL * step_s}
+    if more and not large:
+        large = dict(list(shown.items())[:1])
+    ranked = sorted(large.items(), key=lambda item: -item[1])
+    return ", ".join(f"{format_seconds(s)}{' more' if more else ''} on {CAUSES[name]}" for name, s in ranked)
+
+
+def _no_plan(explorer: Explorer, asked: str, pins: Pins) -> Answer:
+    """The answer for a set-up that has no plan."""
+    closest = closest_plan(explorer, pins)
+    if closest is None:
+        found = blamed(explorer.profile, explorer.cluster, explorer.training, pins)
+        rule = None if found is None else found.rule
+        return not_legal(asked, rule or closest_verdict(explorer, pins, {}).removeprefix("not legal: "))
+    if closest.over_bytes <= 0:
+        return Answer(asked, "not found", f"{asked} may fit, but no plan of it was found in time; try it with --setup")
+    return _over(asked, f"at its leanest (micro-batch {closest.plan.micro_batch})", closest)
+
+
+def _over(asked: str, how: str, closest: Closest) -> Answer:
+    """The answer for what is over its budget: on which stage, by how much, and what it holds there."""
+    memory = closest.estimate.memory[closest.stage]
+    num_stages = len(closest.estimate.memory)
+    where = f"stage {closest.stage} of {num_stages}" if num_stages > 1 else "every GPU"
+    items = sorted(memory.items.items(), key=lambda item: -item[1])[:3]
+    return Answer(
+        asked,
+        "does not fit",
+        f"{asked} does not fit: {how} {where} is over by {format_bytes(closest.over_bytes)}, needing "
+        f"{format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)} ("
+        + ", ".join(f"{name} {format_bytes(size)}" for name, size in items)
+        + ")",
+    )

@@ -1,0 +1,299 @@
+"""The chain of layers as runs of equal neighbours, its intervals, and the options of layers that no other beats."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...profiler.model.model_profile import CrossingTensor, ModelProfile
+from ..plan.document import Recompute
+from ..plan.legality import stage_starts
+from ..plan.schedules import is_chunked
+from ..plan.shape import LayerOption, Offered, Shape
+from .kept import kept
+from .kinds import Kind, kinds_of, shared_groups
+from .layer_cost import CostModel
+from .priced_layer import LayerCost
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring layers that are alike in kind, in what crosses on both sides, and in the weights they share."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Intervals of the chain that hold the same number of layers of each run."""
+
+    first_run: int
+    counts: tuple[int, ...]
+
+    @property
+    def last_run(self) -> int:
+        """The last run with layers in the interval."""
+        return self.first_run + len(self.counts) - 1
+
+
+@kept
+def _runs(profile: ModelProfile) -> tuple[Run, ...]:
+    kinds, groups = kinds_of(profile), shared_groups(profile)
+    can_slice = [profile.classes[layer.layer_class].sequence is not None for layer in profile.layers]
+    crossing: list[list[tuple[object, ...]]] = [[] for _ in range(len(kinds) + 1)]
+    for t in profile.tensors:
+        for position in range(t.made_by + 1, t.last_used_by + 1):
+            sliced = can_slice[t.made_by] and position < len(kinds) and can_slice[position]
+            crossing[position].append((t.shape, t.dims, t.dtype, t.requires_grad, sliced))
+    crossings = [sorted(found) for found in crossing]
+    runs = [Run(0, 1)]
+    for i in range(1, len(kinds)):
+        start = runs[-1].start
+        alike = crossings[i] == crossings[start] and crossings[i + 1] == crossings[start + 1]
+        if kinds[i] == kinds[start] and alike and groups[i] == groups[start]:
+            runs[-1] = Run(start, runs[-1].length + 1)
+        else:
+            runs.append(Run(i, 1))
+    return tuple(runs)
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """[run] -> least seconds of a layer: per micro-batch, of its forward, of reductions and gathers once per step, and
+    of a whole step on one stage."""
+
+    microbatch_s: Floats
+    forward_s: Floats
+    once_s: Floats
+    step_s: Floats
+
+
+class Chain:
+    """The model's chain as runs, with every interval's composition; the same for all shapes."""
+
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
+        self.num_layers = len(model.profile.layers)
+        self.deadline_s = math.inf
+        """time.monotonic() at which the best options are no longer looked for, but some that fit."""
+        self.was_late = False
+        self._fastest: dict[tuple[object, ...], Fastest] = {}
+        self._costs: dict[object, tuple[list[list[LayerOption]], list[list[LayerCost]]]] = {}
+
+    def priced(
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered
+    ) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
+        """([run] -> options of its layers that no other beats, what a layer costs with each): the same for all
+        schedules of a pipeline, but that where ranks hold several stages (chunked.py), which recompute in one way, no
+        part that some layer could recompute is left out."""
+        alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
+        every = "parts" in offered and is_chunked(shape.schedule)
+        key = alike, recompute, reshard, offered, every
+        if key not in self._costs:
+            by_kind: dict[Kind, tuple[list[LayerOption], list[LayerCost]]] = {}
+            for kind in {self.model.kinds[run.start] for run in self.runs}:
+                options = self.model.options(kind, shape, recompute, reshard, offered)
+                costs = [self.model.cost(kind, shape, option) for option in options]
+                best = list(range(len(costs))) if every else unbeaten(costs)
+                by_kind[kind] = [options[i] for i in best], [costs[i] for i in best]
+            found = [by_kind[self.model.kinds[run.start]] for run in self.runs]
+            waiting = self.waiting_bytes(shape)
+            self._costs[key] = (
+                [options for options, _ in found],
+                [[cost.with_waiting(size) for cost in costs] for (_, costs), size in zip(found, waiting, strict=True)],
+            )
+        return self._costs[key]
+
+    def fastest(self, shape: Shape, recompute: Recompute | None, reshard: bool | None) -> "Fastest":
+        """What layers take at least, at the options that are fastest: nothing is run again unless that is pinned."""
+        alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
+        key = alike, recompute, reshard
+        if key not in self._fastest:
+            by_kind: dict[Kind, list[LayerCost]] = {}
+            for kind in {self.model.kinds[run.start] for run in self.runs}:
+                options = self.model.options(kind, shape, recompute or "none", reshard)
+                by_kind[kind] = [self.model.cost(kind, shape, option) for option in options]
+            costs, count = [by_kind[self.model.kinds[run.start]] for run in self.runs], shape.num_microbatches
+            self._fastest[key] = Fastest(
+                np.array([min(c.microbatch_s for c in row) for row in costs]),
+                np.array([min(c.forward_total_s for c in row) for row in costs]),
+                np.array([min(c.once_data_s for c in row) for row in costs]),
+                np.array([min(count * c.microbatch_s + c.once_s for c in row) for row in costs]),
+            )
+        return self._fastest[key]
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Runs in order."""
+        return _runs(self.model.profile)
+
+    @cached_property
+    def lengths(self) -> Floats:
+        """[run] -> layers."""
+        return np.array([run.length for run in self.runs], dtype=float)
+
+    @cached_property
+    def shared_groups(self) -> list[list[int]]:
+        """[layer] -> tie groups it reads."""
+        return shared_groups(self.model.profile)
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Layers before which a stage may begin, from the first on, and the end of the chain."""
+        return [0, *stage_starts(self.model.profile), self.num_layers]
+
+    def shared_weights(self, shape: Shape) -> list[tuple[list[int], float]]:
+        """Per group of layers that read one weight: those layers, and its padded elements on one tensor rank."""
+        profile = self.model.profile
+        result = []
+        for group in sorted({g for groups in self.shared_groups for g in groups}):
+            layers = [i for i, groups in enumerate(self.shared_groups) if group in groups]
+            first = profile.layers[layers[0]]
+            names = (
+                set(profile.ties[group])
+                if group < len(profile.ties)
+                else set.intersection(*(set(profile.layers[i].parameters) for i in layers))
+            )
+            prefix = f"{first.root}." if first.root else ""
+            held = self.model.held(self.model.kinds[layers[0]], shape)
+            result.append((layers, float(sum(item.elements for item in held if prefix + item.name in names))))
+        return result
+
+    def waiting_bytes(self, shape: Shape) -> list[float]:
+        """[run] -> bytes of tensors that pass by a layer while it has its turn: gradients of what later layers have
+        read already and an earlier one has made, and what is kept of it, where that counts with its last reader. Of
+        stages of a pipeline none: what passes by them is sent."""
+        if shape.pipeline > 1:
+            return [0.0] * len(self.runs)
+        at = np.array([1.0, shape.samples, 1.0, shape.samples])
+        elements, other_bytes = _passing(self.model.profile)
+        there = (self.model.training.compute_bytes * elements + other_bytes) @ at
+        return [float(there[run.start : run.start + run.length].max()) for run in self.runs]
+
+    @cached_property
+    def run_of(self) -> Ints:
+        """[layer] -> run."""
+        return np.repeat(np.arange(len(self.runs)), [run.length for run in self.runs])
+
+    @cached_property
+    def compositions(self) -> tuple[Composition, ...]:
+        """Every composition an interval can have."""
+        return self._intervals[0]
+
+    @cached_property
+    def composition_of(self) -> Ints:
+        """[start][end], by number of the place -> composition of the layers between them; -1 for an empty interval."""
+        return self._intervals[1]
+
+    @cached_property
+    def _intervals(self) -> tuple[tuple[Composition, ...], Ints]:
+        index: dict[Composition, int] = {}
+        table = np.full((len(self.places), len(self.places)), -1, dtype=np.int64)
+        between = [np.unique(self.run_of[a:b], return_counts=True) for a, b in pairwise(self.places)]
+        steps = [list(zip(runs.tolist(), counts.tolist(), strict=True)) for runs, counts in between]
+        for start in range(len(steps)):
+            first = steps[start][0][0]
+            counts: list[int] = []
+            for end in range(start + 1, len(self.places)):
+                for run, number in steps[end - 1]:
+                    if run - first == len(counts):
+                        counts.append(0)
+                    counts[run - first] += number
+                key = Composition(first, tuple(counts))
+                table[start, end] = index.setdefault(key, len(index))
+        return tuple(index), table
+
+    @cached_property
+    def examples(self) -> tuple[Ints, Ints]:
+        """([composition] -> first layer of one of its intervals, the layer behind its last)."""
+        found, where = np.unique(self.composition_of, return_index=True)
+        where, places = where[found >= 0], np.array(self.places)
+        return places[where // len(places)], places[where % len(places)]
+
+    @cached_property
+    def first_runs(self) -> Ints:
+        """[composition] -> its first run."""
+        return np.array([c.first_run for c in self.compositions])
+
+    @cached_property
+    def last_runs(self) -> Ints:
+        """[composition] -> its last run."""
+        return np.array([c.last_run for c in self.compositions])
+
+    @cached_property
+    def at_start(self) -> NDArray[np.bool_]:
+        """[composition] -> whether some interval of it begins the chain."""
+        return self._seen(self.composition_of[0])
+
+    @cached_property
+    def at_end(self) -> NDArray[np.bool_]:
+        """[composition] -> whether some interval of it ends the chain."""
+        return self._seen(self.composition_of[:, -1])
+
+    def _seen(self, compositions: Ints) -> NDArray[np.bool_]:
+        seen = np.zeros(len(self.compositions), dtype=bool)
+        seen[compositions[compositions >= 0]] = True
+        return seen
+
+    @cached_property
+    def counts(self) -> Floats:
+        """[composition][run] -> layers."""
+        table = np.zeros((len(self.compositions), len(self.runs)))
+        for i, composition in enumerate(self.compositions):
+            table[i, composition.first_run : composition.last_run + 1] = composition.counts
+        return table
+
+
+def unbeaten(costs: Sequence[LayerCost]) -> list[int]:
+    """Options, by their costs, that no other matches in time and in bytes at every moment; of equals the first."""
+    table = np.array([_felt(cost) for cost in costs])
+    no_worse = (table[:, None, :] <= table[None, :, :]).all(axis=2)
+    order = np.arange(len(costs))
+    beats = no_worse & (~no_worse.T | (order[:, None] < order[None, :]))
+    return [int(i) for i in np.flatnonzero(~beats.any(axis=0))]
+
+
+def _felt(cost: LayerCost) -> tuple[float, ...]:
+    """All that a stage feels of an option: less of each is better. What a layer keeps counts with and without what has
+    arrived, which stands in for what the stage holds of it anyway."""
+    return (
+        cost.forward_total_s,
+        cost.backward_total_s,
+        -cost.weight_s,
+        cost.once_s,
+        cost.kept_bytes,
+        cost.kept_bytes - cost.arrived_bytes,
+        cost.held_bytes,
+        cost.held_bytes - cost.released_bytes,
+        cost.accumulated_bytes,
+        cost.root_bytes,
+        cost.root_end_bytes,
+        cost.transient_bytes,
+        cost.ending_bytes,
+        cost.waiting_bytes,
+    )
+
+
+@kept
+def _passing(profile: ModelProfile) -> tuple[Floats, Floats]:
+    """[layer] -> coefficients of elements, and of bytes of other dtypes, that pass by it."""
+    groups: dict[int, list[CrossingTensor]] = {}
+    for i, tensor in enumerate(profile.tensors):
+        groups.setdefault(i if tensor.same_as is None else tensor.same_as, []).append(tensor)
+    elements, other_bytes = np.zeros((len(profile.layers), 4)), np.zeros((len(profile.layers), 4))
+    for group in groups.values():
+        savers = [reader for tensor in group for reader in tensor.saved_by]
+        size = group[0].size
+        for layer in range(group[0].made_by + 1, max(tensor.last_used_by for tensor in group)):
+            times = group[0].requires_grad + (min(savers, default=len(profile.layers)) <= layer)
+            elements[layer] += times * np.array(size.elements)
+            other_bytes[layer] += times * np.array(size.other_bytes)
+    return elements, other_bytes

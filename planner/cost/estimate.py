@@ -1,0 +1,309 @@
+"""The one evaluator: (Plan, ModelProfile) -> Estimate of step time, memory by stage and item, and traffic."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...profiler.machine.units import format_bytes, format_count, format_seconds
+from ...profiler.model.model_profile import ModelProfile
+from ..plan.display import Shown
+from ..plan.document import GroupAxis, Plan, Recompute
+from ..plan.making import shape_of
+from ..plan.schedules import is_chunked, stage_of
+from ..plan.shape import LayerOption, Shape
+from .chain import Chain
+from .comm_cost import Collective
+from .kept import kept
+from .layer_cost import CostModel
+from .memory_cost import state_bytes
+from .priced_layer import LayerCost
+from .simulate import simulated_step_s
+from .stage_cost import StageCost, budget_bytes, closed_form_s, combine, on_one_rank, outside_bytes
+from .stage_models import peak_flops_per_s, stage_models
+from .traffic import add_layers, rank_tallies
+
+MFU_CONVENTION = (
+    "model FLOPs of forward and backward as traced, causal attention at half, recompute not counted, "
+    "over the dense peak"
+)
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StageMemory(_Document):
+    """Peak memory of one rank of a stage, in bytes."""
+
+    items: dict[str, float]
+    allocated_bytes: float = Field(description="what the allocator has handed out at the peak")
+    reserved_bytes: float = Field(description="what it holds, fragmentation included")
+    device_bytes: float = Field(description="with context and communicators: what nvidia-smi shows")
+    budget_bytes: float
+    device: str = Field(default="", description="name of the rank's device, where devices are unequal")
+
+    @property
+    def over_bytes(self) -> float:
+        """Bytes above the budget; negative where there is room."""
+        return self.device_bytes - self.budget_bytes
+
+
+class AxisTraffic(_Document):
+    """What one rank passes to one kind of collective on one mesh axis during a step; full tensors, not shards."""
+
+    axis: GroupAxis
+    kind: Collective
+    bytes: float
+    calls: float
+
+
+class Estimate(_Document):
+    """What a plan is predicted to take and hold."""
+
+    step_time_s: float = Field(description="event simulation of the schedule")
+    closed_form_s: float = Field(
+        description="what the search minimises: (m - 1) slowest + one pass + slowest end; if chunked, the simulation"
+    )
+    tokens_per_s: float
+    samples_per_s: float
+    mfu: float
+    mfu_convention: str = MFU_CONVENTION
+    breakdown: dict[str, float] = Field(description="seconds of the slowest stage's step by cause; adds up to the step")
+    stage_forward_s: tuple[float, ...]
+    stage_backward_s: tuple[float, ...]
+    stage_once_s: tuple[float, ...]
+    memory: tuple[StageMemory, ...]
+    collectives: tuple[AxisTraffic, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage stays within its budget."""
+        return all(stage.over_bytes <= 0 for stage in self.memory)
+
+    def __rich__(self) -> object:
+        """A table for rich's print."""
+        return self._table().rich()
+
+    def _repr_html_(self) -> str:
+        """A table for a notebook's cell."""
+        return self._table().html()
+
+    def _table(self) -> Shown:
+        """Where a step goes, and the memory of the fullest rank."""
+        title = (
+            f"{format_seconds(self.step_time_s)} a step, {format_count(self.tokens_per_s)} tokens/s, MFU {self.mfu:.1%}"
+        )
+        fullest = max(self.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
+        times = [
+            (f"time: {name}", format_seconds(seconds), f"{seconds / self.step_time_s:.1%}")
+            for name, seconds in self.breakdown.items()
+            if seconds > 0
+        ]
+        sizes = [
+            (f"memory: {name}", format_bytes(size), f"{size / fullest.budget_bytes:.1%}")
+            for name, size in fullest.items.items()
+        ]
+        total = (
+            "memory: fullest GPU",
+            format_bytes(fullest.device_bytes),
+            f"{fullest.device_bytes / fullest.budget_bytes:.1%}",
+        )
+        return Shown(title, ("", "", "of step or budget"), (*times, *sizes, total))
+
+
+@dataclass(frozen=True)
+class _Stage:
+    cost: StageCost
+    layers: tuple[LayerCost, ...]
+
+
+def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
+    """Price a plan. Raises ValueError when the plan is for another model."""
+    if plan.model.fingerprint != profile.fingerprint:
+        raise ValueError(
+            f"the plan was made for {plan.model.name} ({plan.model.fingerprint[:12]}), this is {profile.name} "
+            f"({profile.fingerprint[:12]}); make the plan again"
+        )
+    model = CostModel(profile, plan.cluster, plan.training)
+    shape = shape_of(plan)
+    models = stage_models(model, shape)
+    stages = _stages(plan, models, shape)
+    ranks = _ranks(stages, shape)
+    once = [rank.cost.once_s for rank in ranks]
+    step_s = _step_s(plan, model, stages, ranks)
+    peak = peak_flops_per_s(plan.cluster, plan.training.precision)
+    samples_per_s = plan.training.global_batch / step_s
+    return Estimate(
+        step_time_s=step_s,
+        closed_form_s=step_s - model.software.step_s
+        if is_chunked(plan.schedule)
+        else closed_form_s([rank.cost.microbatch_s for rank in ranks], once, plan.num_microbatches),
+        tokens_per_s=samples_per_s * profile.tokens_per_sample,
+        samples_per_s=samples_per_s,
+        mfu=_model_flops(profile) * samples_per_s / peak,
+        breakdown=_breakdown(ranks, plan.num_microbatches, step_s),
+        stage_forward_s=tuple(rank.cost.forward_s for rank in ranks),
+        stage_backward_s=tuple(rank.cost.backward_s for rank in ranks),
+        stage_once_s=tuple(once),
+        memory=tuple(_memory(rank.cost, shape, of) for rank, of in zip(ranks, models, strict=True)),
+        collectives=_traffic(ranks, model, shape, plan),
+    )
+
+
+def step_seconds(plan: Plan, profile: ModelProfile) -> float:
+    """Seconds of one step, as `estimate` gives them."""
+    model, shape = CostModel(profile, plan.cluster, plan.training), shape_of(plan)
+    stages = _stages(plan, stage_models(model, shape), shape)
+    return _step_s(plan, model, stages, _ranks(stages, shape))
+
+
+def _step_s(plan: Plan, model: CostModel, stages: list[_Stage], ranks: list[_Stage]) -> float:
+    costs = [stage.cost for stage in stages]
+    simulated_s = simulated_step_s(
+        plan.schedule,
+        [c.forward_s for c in costs],
+        [c.backward_s for c in costs],
+        [rank.cost.once_s for rank in ranks],
+        plan.num_microbatches,
+        [c.weight_s for c in costs],
+    )
+    return simulated_s + model.software.step_s
+
+
+@kept
+def _model_flops(profile: ModelProfile) -> float:
+    return profile.flops_per_sample()
+
+
+def _ranks(stages: list[_Stage], shape: Shape) -> list[_Stage]:
+    """What each rank of the pipeline holds: its one stage, or several as one."""
+    if shape.virtual_stages == 1:
+        return stages
+    ranks = []
+    for rank in range(shape.pipeline):
+        chunks = range(shape.virtual_stages)
+        held = [stages[stage_of(shape.schedule, rank, chunk, shape.pipeline)] for chunk in chunks]
+        layers = tuple(layer for stage in held for layer in stage.layers)
+        ranks.append(_Stage(on_one_rank([stage.cost for stage in held]), layers))
+    return ranks
+
+
+def _stages(plan: Plan, models: Sequence[CostModel], shape: Shape) -> list[_Stage]:
+    """models: [pipeline coordinate] -> of its devices."""
+    model, chain = models[0], Chain(models[0])
+    shared, waiting = chain.shared_weights(shape), chain.waiting_bytes(shape)
+    crossings = model.crossings(shape)
+    ends = np.cumsum([len(stage.layers) for stage in plan.stages])
+    arrivals = model.arrivals(shape, ends - [len(stage.layers) for stage in plan.stages], ends)
+    state = state_bytes(shape, plan.training)
+    priced: dict[tuple[int, int, Recompute, bool, bool, float], LayerCost] = {}
+    stages, first = [], 0
+    for index, stage in enumerate(plan.stages):
+        costs: list[LayerCost] = []
+        model = models[plan.position_of(index)]
+        for offset, layer in enumerate(stage.layers):
+            kind = model.kinds[first + offset]
+            passes = waiting[chain.run_of[first + offset]]
+            key = id(model), id(kind), layer.recompute, layer.reshard, layer.offload, passes
+            if key not in priced:
+                option = LayerOption(layer.recompute, layer.reshard, layer.offload)
+                priced[key] = model.cost(kind, shape, option).with_waiting(passes)
+            costs.append(priced[key])
+        last = first + len(costs)
+        here = [(sum(first <= layer < last for layer in layers), layers, elements) for layers, elements in shared]
+        tied = sum(elements for count, layers, elements in here if 0 < count < len(layers))
+        total = combine(
+            _in_order(costs),
+            shape.in_flight(index),
+            crossings[first],
+            crossings[last],
+            arrivals.at(index),
+            sum(elements * max(0, count - 1) for count, _, elements in here),
+            model.tie_s(tied, shape),
+            state,
+            plan.training,
+            model.device,
+            shape,
+            model.batch_bytes(shape),
+        )
+        stages.append(_Stage(total, tuple(costs)))
+        first = last
+    return stages
+
+
+def _in_order(layers: Sequence[LayerCost]) -> list[tuple[LayerCost, int]]:
+    """Neighbours that share a cost, with their number."""
+    runs = [list(same) for _, same in itertools.groupby(layers, key=id)]
+    return [(same[0], len(same)) for same in runs]
+
+
+def _counted(layers: Sequence[LayerCost]) -> list[tuple[LayerCost, int]]:
+    """Each layer's cost once, with how many of `layers` share that object."""
+    counts: dict[int, int] = {}
+    for layer in layers:
+        counts[id(layer)] = counts.get(id(layer), 0) + 1
+    return [(layer, counts.pop(id(layer))) for layer in layers if id(layer) in counts]
+
+
+def _memory(cost: StageCost, shape: Shape, model: CostModel) -> StageMemory:
+    device = model.device
+    allocated = cost.allocated_bytes
+    reserved = allocated * (1.0 + device.fragmentation)
+    outside = outside_bytes(shape, device)
+    items = dict(cost.items)
+    items["fragmentation"] = reserved - allocated
+    items["context"] = outside
+    return StageMemory(
+        items=items,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        device_bytes=reserved + outside,
+        budget_bytes=budget_bytes(device, model.training),
+        device=device.name if len(model.job.kinds) > 1 else "",
+    )
+
+
+def _breakdown(stages: list[_Stage], num_microbatches: int, step_s: float) -> dict[str, float]:
+    """Where the step goes, on the stage that computes longest; what it waits for others is `pipeline`."""
+    slowest = max(stages, key=lambda stage: num_microbatches * stage.cost.microbatch_s + stage.cost.once_s)
+    layers = slowest.layers
+    per_microbatch = {
+        "compute": sum(c.forward_s + c.backward_s for c in layers),
+        "recompute": sum(c.recompute_s for c in layers),
+        "tensor": sum(c.tensor_forward_s + c.tensor_backward_s for c in layers),
+        "data": sum(c.data_forward_s + c.data_backward_s for c in layers),
+    }
+    per_microbatch |= {
+        name: seconds
+        for name, seconds in {
+            "context": sum(c.context_forward_s + c.context_backward_s for c in layers),
+            "expert": sum(c.expert_forward_s + c.expert_backward_s for c in layers),
+            "offload": sum(c.offload_forward_s + c.offload_backward_s for c in layers),
+        }.items()
+        if seconds
+    }
+    parts = {name: num_microbatches * seconds for name, seconds in per_microbatch.items()}
+    parts["data"] += slowest.cost.once_s - slowest.cost.optimizer_s
+    parts["optimizer"] = slowest.cost.optimizer_s
+    parts["pipeline"] = max(0.0, step_s - sum(parts.values()))
+    return parts
+
+
+def _traffic(ranks: list[_Stage], model: CostModel, shape: Shape, plan: Plan) -> tuple[AxisTraffic, ...]:
+    """Traffic of the rank that passes most, by axis and kind."""
+    most: dict[tuple[GroupAxis, Collective], tuple[float, float]] = {}
+    for rank, total in zip(ranks, rank_tallies(plan, model, shape), strict=True):
+        add_layers(total, _counted(rank.layers), plan.num_microbatches)
+        for key, value in total.passed.items():
+            most[key] = max(most.get(key, (0.0, 0.0)), value)
+    return tuple(AxisTraffic(axis=a, kind=k, bytes=b, calls=c) for (a, k), (b, c) in sorted(most.items()) if b)
+
+
+def priced_stages(plan: Plan, profile: ModelProfile) -> list[tuple[StageCost, tuple[LayerCost, ...]]]:
+    """[stage] -> its cost, with that of each of its layers: what the plan's schedule is played with."""
+    model = CostModel(profile, plan.cluster, plan.training)
+    shape = shape_of(plan)
+    return [(stage.cost, stage.layers) for stage in _stages(plan, stage_models(model, shape), shape)]

@@ -1,0 +1,248 @@
+"""Corrects a device's constants by measured steps: a handful of runs of one's own machine say more than any preset."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...profiler.machine.cluster import ClusterSpec, Device, Link
+from ...profiler.model.model_profile import ModelProfile
+from ..plan.document import Plan
+from .compute_cost import OPTIMIZER_BYTES
+from .estimate import estimate
+
+Floats = NDArray[np.float64]
+
+NOISE = 0.05
+"""Standard deviation of the logarithm of a measured step time around a right model. Repeats of published runs differ by
+1 to 6% (benchmarks/published/data/README.md)."""
+
+HUBER = 2.0
+"""Residual, in NOISE, from which a run pulls no harder: one slow run must not bend the rest."""
+
+ROUNDS = 6
+STEP = 0.05
+"""Change of a logarithm for its derivative."""
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A constant that may be off by a factor. spread: standard deviation of its logarithm before any run is seen.
+    fields: what changes in the device, as its sources name it."""
+
+    name: str
+    fields: tuple[str, ...]
+    spread: float
+    turn: Callable[[Device, float], Device]
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A plan that was run, and the seconds of one of its steps."""
+
+    label: str
+    plan: Plan
+    profile: ModelProfile
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Refit:
+    """The corrected device, the factor on each constant that the runs speak of, and log(predicted / measured) of every
+    run before and after."""
+
+    device: Device
+    runs: tuple[MeasuredStep, ...]
+    factors: dict[str, float]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+def refit(device: Device, runs: Sequence[MeasuredStep], names: Sequence[str] | None = None) -> Refit:
+    """`device` with its constants moved to where the runs are predicted best, and no further than runs and priors bear.
+    names: of the KNOBS that may move, None for all; what is known exactly had better stay.
+
+    Minimises sum rho((log predicted - log measured) / NOISE) + sum (log factor / spread)^2 by Gauss-Newton, rho being
+    Huber's. All plans must be for clusters of this device. Raises ValueError without runs.
+    """
+    if not runs:
+        raise ValueError("there is no measured step to fit to; give at least one run")
+    measured = np.log([run.step_s for run in runs])
+    knobs = [knob for knob in KNOBS if names is None or knob.name in names]
+    spreads = np.array([knob.spread for knob in knobs])
+    point = np.zeros(len(knobs))
+    first = here = _predicted(device, runs, knobs, point)
+    for _ in range(ROUNDS):
+        slopes = np.stack(
+            [(_predicted(device, runs, knobs, point + step) - here) / STEP for step in STEP * np.eye(len(knobs))], 1
+        )
+        move = _move(here - measured, slopes, point, spreads)
+        here, point = _best_on_the_way(device, runs, knobs, measured, point, move, spreads, here)
+        if np.abs(move).max() < 1e-3:
+            break
+    found = {knob: math.exp(value) for knob, value in zip(knobs, point, strict=True) if abs(value) > 1e-3}
+    factors = {knob.name: factor for knob, factor in found.items()}
+    sources = dict(device.sources)
+    for knob, factor in found.items():
+        for field in knob.fields:
+            told = f"{knob.name} x {factor:.2f}, fitted to {len(runs)} measured steps"
+            sources[field] = f"{sources[field]}; {told}" if field in sources else told
+    return Refit(
+        turned(device, factors).model_copy(update={"sources": sources}),
+        tuple(runs),
+        factors,
+        tuple((first - measured).tolist()),
+        tuple((here - measured).tolist()),
+    )
+
+
+def turned(device: Device, factors: Mapping[str, float]) -> Device:
+    """The device with each named constant times its factor; shares stay at most 1."""
+    for knob in KNOBS:
+        if knob.name in factors:
+            device = knob.turn(device, factors[knob.name])
+    return device
+
+
+def on_device(plan: Plan, device: Device) -> Plan:
+    """The plan on the same hosts with another device in them, links included."""
+    cluster: ClusterSpec = plan.cluster
+    hosts = tuple(group.model_copy(update={"device": device, "link": device.link}) for group in cluster.hosts)
+    moved = cluster.model_copy(update={"hosts": hosts, "network": device.network})
+    return plan.model_copy(update={"cluster": moved})
+
+
+def _predicted(device: Device, runs: Sequence[MeasuredStep], knobs: Sequence[Knob], point: Floats) -> Floats:
+    factors = {knob.name: math.exp(value) for knob, value in zip(knobs, point, strict=True)}
+    moved = turned(device, factors)
+    return np.log([estimate(on_device(run.plan, moved), run.profile).step_time_s for run in runs])
+
+
+def _loss(residuals: Floats, point: Floats, spreads: Floats) -> float:
+    size = np.abs(residuals) / NOISE
+    rho = np.where(size <= HUBER, size**2, HUBER * (2 * size - HUBER))
+    return float(rho.sum() + ((point / spreads) ** 2).sum())
+
+
+def _move(residuals: Floats, slopes: Floats, point: Floats, spreads: Floats) -> Floats:
+    """The move of least loss under the linearised model, by reweighted least squares."""
+    move: Floats = np.zeros(len(point))
+    for _ in range(30):
+        left = np.abs(residuals + slopes @ move) / NOISE
+        pull = np.minimum(1.0, HUBER / np.maximum(left, 1e-9)) / NOISE**2
+        matrix = slopes.T @ (pull[:, None] * slopes) + np.diag(1 / spreads**2)
+        best = np.linalg.solve(matrix, slopes.T @ (pull * residuals) + point / spreads**2)
+        move = -np.asarray(best, dtype=np.float64)
+    clipped: Floats = np.clip(move, -0.7, 0.7)
+    return clipped
+
+
+def _best_on_the_way(
+    device: Device,
+    runs: Sequence[MeasuredStep],
+    knobs: Sequence[Knob],
+    measured: Floats,
+    point: Floats,
+    move: Floats,
+    spreads: Floats,
+    here: Floats,
+) -> tuple[Floats, Floats]:
+    """(predictions, point) of the first of the whole move, half of it, ... that lessens the loss; else no move."""
+    loss = _loss(here - measured, point, spreads)
+    for share in (1.0, 0.5, 0.25, 0.125):
+        there = _predicted(device, runs, knobs, point + share * move)
+        if _loss(there - measured, point + share * move, spreads) < loss:
+            return there, point + share * move
+    return here, point
+
+
+def _share(value: float, factor: float) -> float:
+    return min(1.0, value * factor)
+
+
+def _matmul(device: Device, factor: float) -> Device:
+    samples = {
+        dtype: tuple((*sides, _share(share, factor)) for *sides, share in points)
+        for dtype, points in device.matmul_samples.items()
+    }
+    return device.model_copy(
+        update={
+            "matmul_efficiency": _share(device.matmul_efficiency, factor),
+            "low_precision_efficiency": _share(device.low_precision_efficiency, factor),
+            "matmul_samples": samples,
+        }
+    )
+
+
+def _attention(device: Device, factor: float) -> Device:
+    backward = device.attention_backward_efficiency
+    return device.model_copy(
+        update={
+            "attention_efficiency": _share(device.attention_efficiency, factor),
+            "attention_backward_efficiency": None if backward is None else _share(backward, factor),
+        }
+    )
+
+
+def _traffic(device: Device, factor: float) -> Device:
+    kernels = {
+        name: share if name in OPTIMIZER_BYTES else _share(share, factor)
+        for name, share in device.kernel_efficiency.items()
+    }
+    usual = _share(device.bandwidth_efficiency, factor)
+    return device.model_copy(update={"bandwidth_efficiency": usual, "kernel_efficiency": kernels})
+
+
+def _optimizer(device: Device, factor: float) -> Device:
+    kernels = {
+        name: _share(device.kernel_efficiency.get(name, device.bandwidth_efficiency), factor)
+        for name in OPTIMIZER_BYTES
+    }
+    return device.model_copy(update={"kernel_efficiency": {**device.kernel_efficiency, **kernels}})
+
+
+def _launch(device: Device, factor: float) -> Device:
+    return device.model_copy(update={"launch": device.launch * factor})
+
+
+def _replica_overlap(device: Device, factor: float) -> Device:
+    if device.replica_overlap is None:
+        return device
+    return device.model_copy(update={"replica_overlap": _share(device.replica_overlap, factor)})
+
+
+def _link(field: str, part: str) -> Callable[[Device, float], Device]:
+    def turn(device: Device, factor: float) -> Device:
+        link: Link = getattr(device, field)
+        return device.model_copy(update={field: link.model_copy(update={part: getattr(link, part) * factor})})
+
+    return turn
+
+
+def _collective(kind: str) -> Callable[[Device, float], Device]:
+    def turn(device: Device, factor: float) -> Device:
+        factors = {**device.collective_factors, kind: device.collective_factors.get(kind, 1.0) * factor}
+        return device.model_copy(update={"collective_factors": factors})
+
+    return turn
+
+
+KNOBS: tuple[Knob, ...] = (
+    Knob("matmul", ("matmul_efficiency", "matmul_samples"), 0.3, _matmul),
+    Knob("attention", ("attention_efficiency", "attention_backward_efficiency"), 0.4, _attention),
+    Knob("memory traffic", ("bandwidth_efficiency", "kernel_efficiency"), 0.4, _traffic),
+    Knob("optimizer", ("kernel_efficiency",), 0.4, _optimizer),
+    Knob("launch", ("launch",), 0.5, _launch),
+    Knob("link bandwidth", ("link.bandwidth",), 0.3, _link("link", "bandwidth")),
+    Knob("link latency", ("link.latency",), 1.0, _link("link", "latency")),
+    Knob("network bandwidth", ("network.bandwidth",), 0.3, _link("network", "bandwidth")),
+    Knob("network latency", ("network.latency",), 1.0, _link("network", "latency")),
+    Knob("replica overlap", ("replica_overlap",), 1.0, _replica_overlap),
+    *(Knob(kind, ("collective_factors",), 0.4, _collective(kind)) for kind in COLLECTIVES),
+)
+"""What may be off. Spreads: assumptions, about as wide as the priors of the fit to published runs
+(benchmarks/published/constants.py), and wider for latencies, which a backend decides."""

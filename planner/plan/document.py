@@ -1,0 +1,430 @@
+"""Plan: all that the executor may know, as a versioned document; and what each rank holds of it."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.machine.units import format_bytes, format_seconds
+from ...profiler.model.model_profile import CrossingTensor, Experts, TensorCut
+from .display import Shown
+from .schedules import SCHEDULE_NAMES, Schedule, rank_and_chunk, stage_of
+from .training import TrainingSpec
+
+PLAN_SCHEMA_VERSION = 1
+
+Axis = Literal["pipeline", "data_replicate", "data_shard", "context", "tensor"]
+AXES: tuple[Axis, ...] = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
+
+PARTS = "parts:"
+"""What the recompute of parts begins with."""
+
+_PART_NAMES = re.compile(rf"{PARTS}[^\s+]+(\+[^\s+]+)*")
+
+
+def known_recompute(value: str) -> str:
+    """The value, if it is a kind of recompute or names parts none of which lies inside of another; else ValueError."""
+    if value in EXECUTABLE_RECOMPUTES:
+        return value
+    if not _PART_NAMES.fullmatch(value):
+        kinds = ", ".join(EXECUTABLE_RECOMPUTES)
+        raise ValueError(f"recompute={value!r} is not one of {kinds}, or {PARTS}NAME+NAME of submodules of the layer")
+    for inner, outer in permutations(parts_of(value), 2):
+        if f"{inner}.".startswith(f"{outer}."):
+            raise ValueError(f"recompute={value!r}: {inner} runs again with {outer} already; leave it out")
+    return value
+
+
+Recompute = Annotated[str, AfterValidator(known_recompute)]
+"""What backward runs again: none; attention, from scores to output; selective, all but matmuls and attention; full; or
+"parts:NAME+NAME", whole submodules of the layer by their names in it, in the order in which the profile lists them."""
+
+
+def parts_of(recompute: Recompute) -> tuple[str, ...]:
+    """The submodules of a layer that run again as a whole each; () where it is a kind of its own."""
+    return tuple(recompute.removeprefix(PARTS).split("+")) if recompute.startswith(PARTS) else ()
+
+
+def parts_in_words(recompute: Recompute) -> str:
+    """The parts by their names, for people; empty where it is a kind of its own."""
+    return " + ".join(parts_of(recompute))
+
+
+def recompute_of_parts(parts: Sequence[str]) -> Recompute:
+    """The recompute that runs these submodules of a layer again; none for no part."""
+    return PARTS + "+".join(parts) if parts else "none"
+
+
+ContextKind = Literal["ring", "all_to_all", "all_gather"]
+"""How ranks that hold parts of one sequence attend to each other: keys and values go round, hidden behind attention;
+all change between parts of the sequence and heads (Ulysses); or each gathers all keys and values (Llama 3)."""
+
+CONTEXT_NAMES: dict[ContextKind, str] = {"ring": "ring", "all_to_all": "all-to-all", "all_gather": "all-gather"}
+
+GroupAxis = Axis | Literal["expert"]
+"""A mesh axis, or the groups over which experts are spread, which run along other axes."""
+
+EXECUTABLE_RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
+EXECUTABLE_SCHEDULES: tuple[Schedule, ...] = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+EXECUTABLE_CONTEXTS: tuple[ContextKind, ...] = ("ring", "all_to_all", "all_gather")
+EXECUTES_EXPERTS: bool = True
+"""What the executor runs: kinds of recompute, schedules, kinds of context parallelism, and expert parallelism. The
+default search stays inside; `Pins.everything` and pins by name or degree go beyond."""
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Degrees(_Document):
+    """How many ways each axis splits. All but expert and virtual_stages multiply to the number of GPUs."""
+
+    data_replicate: PositiveInt = 1
+    data_shard: PositiveInt = 1
+    tensor: PositiveInt = 1
+    context: PositiveInt = Field(default=1, description="ranks that hold parts of the same sequences")
+    expert: PositiveInt = Field(default=1, description="ranks over which the experts of a layer are spread")
+    pipeline: PositiveInt = 1
+    virtual_stages: PositiveInt = Field(default=1, description="stages of each pipeline rank")
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the job."""
+        return self.data_replicate * self.data_shard * self.tensor * self.context * self.pipeline
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different samples."""
+        return self.data_replicate * self.data_shard
+
+    @property
+    def sharded_over(self) -> int:
+        """Ranks that parameters are sharded over: those of data_shard, each with the context ranks of its samples."""
+        return self.data_shard * self.context
+
+    def of(self, axis: Axis) -> int:
+        """Degree of a mesh axis."""
+        degree: int = getattr(self, axis)
+        return degree
+
+
+def layout_name(degrees: Degrees, schedule: Schedule, sequence: bool, context_kind: ContextKind) -> str:
+    """How people call a layout: DDP, FSDP, HSDP 2x4, TP 4, PP 2, joined by ' + '."""
+    names = []
+    if degrees.data_shard > 1:
+        hybrid = f"HSDP {degrees.data_replicate}x{degrees.data_shard}"
+        names.append(hybrid if degrees.data_replicate > 1 else f"FSDP {degrees.data_shard}")
+    elif degrees.data_replicate > 1:
+        names.append(f"DDP {degrees.data_replicate}")
+    if degrees.tensor > 1:
+        names.append(f"TP {degrees.tensor}" + (" with sequence parallel" if sequence else ""))
+    if degrees.context > 1:
+        names.append(f"CP {degrees.context} ({CONTEXT_NAMES[context_kind]})")
+    if degrees.expert > 1:
+        names.append(f"EP {degrees.expert}")
+    if degrees.pipeline > 1:
+        chunks = f" x {degrees.virtual_stages}" if degrees.virtual_stages > 1 else ""
+        names.append(f"PP {degrees.pipeline}{chunks} ({SCHEDULE_NAMES[schedule]})")
+    return " + ".join(names) or "one device"
+
+
+class LayerPlan(_Document):
+    """One layer of a stage."""
+
+    name: str
+    layer_class: str
+    root: str = Field(description="module that the class's relative names start from; '' for the model itself")
+    modules: tuple[str, ...] = Field(description="full names of the outermost modules of this layer")
+    parameters: tuple[str, ...] = Field(description="full names")
+    recompute: Recompute
+    reshard: bool = Field(description="give gathered parameters back after forward (ZeRO-3); False keeps them")
+    offload: bool = Field(default=False, description="what is kept for backward waits in the host's memory")
+
+
+class Stage(_Document):
+    """Consecutive layers that one pipeline coordinate holds, or one chunk of it, where it has several.
+
+    Of equal neighbours those come first whose backward passes through most beyond what they keep: fully recomputed
+    ones, then those that recompute less, then those that keep everything. Their backward comes last, when least is
+    there. That is how the search orders them; the executor does with each layer what the layer says.
+    """
+
+    layers: tuple[LayerPlan, ...] = Field(min_length=1)
+
+
+class ClassPlan(_Document):
+    """How tensor parallelism cuts the layers of a class (empty cuts: not at all), and which experts are spread."""
+
+    name: str
+    cuts: tuple[TensorCut, ...] = ()
+    sequence: bool = Field(default=False, description="between the cuts each rank holds a slice of the sequence")
+    experts: tuple[Experts, ...] = Field(default=(), description="banks that are spread over the expert ranks")
+
+
+class ModelReference(_Document):
+    """Which model the plan is for."""
+
+    name: str
+    source: str
+    fingerprint: str
+    num_parameters: int
+    ties: tuple[tuple[str, ...], ...] = ()
+    tensors: tuple[CrossingTensor, ...] = Field(default=(), description="everything that can cross a cut")
+    layer_modules: tuple[str, ...] = Field(description="outermost modules of all layers: what producers.py counts")
+    attention_modules: tuple[str, ...] = ()
+    expert_modules: tuple[str, ...] = Field(default=(), description="banks of experts; each token runs by itself there")
+    decides_by_values: bool = Field(default=False, description="ranks may run different layers in the same step")
+    returns_loss: bool = False
+
+
+class Certificate(_Document):
+    """What was proven, by whom, and how far the proof reaches."""
+
+    objective: float = Field(description="seconds: the closed form of the plan's step time")
+    bound: float = Field(description="seconds: no plan in the space has a smaller closed form")
+    gap: float = Field(description="(objective - bound) / objective")
+    simulated_s: float = Field(description="step time of the plan by event simulation of its schedule")
+    status: Literal["optimal", "feasible"]
+    solver: str
+    search_seconds: float
+    shapes: dict[Literal["total", "rejected", "pruned", "solved"], int]
+    rejected: dict[str, int] = Field(default={}, description="rule -> shapes it excluded")
+
+
+class Prediction(_Document):
+    """The figures a plan was chosen by; estimate.py gives the whole account."""
+
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float
+    stage_memory_bytes: tuple[float, ...]
+    budget_bytes: float = Field(description="of the first stage")
+    stage_budget_bytes: tuple[float, ...] = Field(default=(), description="of every stage, where devices are unequal")
+
+    def budget_of(self, position: int) -> float:
+        """Bytes that a plan may use of the devices of a pipeline coordinate."""
+        return self.stage_budget_bytes[position] if self.stage_budget_bytes else self.budget_bytes
+
+
+class Plan(_Document):
+    """A decided layout: degrees, schedule, and per layer the stage, recompute and resharding."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["meshwright-plan"] = "meshwright-plan"
+    model: ModelReference
+    cluster: ClusterSpec
+    training: TrainingSpec
+    degrees: Degrees
+    mesh_axes: tuple[Axis, ...] = Field(default=AXES, description="outermost first; the last runs over neighbours")
+    schedule: Schedule = "none"
+    micro_batch: PositiveInt = Field(description="samples of one data rank per forward")
+    num_microbatches: PositiveInt
+    gradient_sync: Literal["every", "last"] = Field(
+        default="last", description="reduce gradients after every micro-batch, or once after the last"
+    )
+    context_kind: ContextKind = Field(default="ring", description="how context ranks attend to each other")
+    recompute_parts: tuple[str, ...] = Field(
+        default=(), description="modules, or module:kind of operator, that every layer runs again beside its recompute"
+    )
+    offload_optimizer: bool = Field(default=False, description="optimizer state and its step are on the host")
+    classes: tuple[ClassPlan, ...] = ()
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    prediction: Prediction | None = None
+    certificate: Certificate | None = None
+    versions: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _numbers_fit_together(self) -> Self:
+        degrees = self.degrees
+        if degrees.num_devices != self.cluster.num_devices:
+            raise ValueError(
+                f"degrees multiply to {degrees.num_devices} ranks, the cluster has {self.cluster.num_devices} devices"
+            )
+        if sorted(self.mesh_axes) != sorted(AXES):
+            raise ValueError(f"mesh_axes must order {', '.join(AXES)}; found {', '.join(self.mesh_axes)}")
+        if len(self.stages) != degrees.pipeline * degrees.virtual_stages:
+            raise ValueError(
+                f"pipeline={degrees.pipeline} with {degrees.virtual_stages} stages on each rank needs "
+                f"{degrees.pipeline * degrees.virtual_stages} stages; found {len(self.stages)}"
+            )
+        samples = self.micro_batch * self.num_microbatches * degrees.data
+        if samples != self.training.global_batch:
+            raise ValueError(
+                f"micro_batch x num_microbatches x data ranks = {self.micro_batch} x {self.num_microbatches} x "
+                f"{degrees.data} = {samples} samples, but global_batch is {self.training.global_batch}"
+            )
+        if (self.schedule == "none") != (degrees.pipeline == 1):
+            raise ValueError(f"schedule={self.schedule!r} does not go with pipeline={degrees.pipeline}")
+        follows = self.mesh_axes.index("context") == self.mesh_axes.index("data_shard") + 1
+        if degrees.context > 1 and not follows:
+            raise ValueError(
+                "parameters are sharded over data_shard and context together, so context must follow data_shard in "
+                f"mesh_axes; found {', '.join(self.mesh_axes)}"
+            )
+        if self.experts_over % degrees.expert:
+            raise ValueError(
+                f"expert={degrees.expert} does not divide the {self.experts_over} ranks that hold tokens of their own: "
+                "data_shard x context, and x tensor under sequence parallelism"
+            )
+        chunks = degrees.virtual_stages
+        if (self.schedule in ("none", "gpipe", "1f1b") and chunks > 1) or (self.schedule == "zb-v" and chunks != 2):
+            raise ValueError(
+                f"schedule={self.schedule!r} gives each rank {2 if self.schedule == 'zb-v' else 1} stage(s), not "
+                f"virtual_stages={chunks}; interleaved, zb-h1 and zb-h2 take any number"
+            )
+        rounds = max(1, self.num_microbatches // degrees.pipeline)
+        in_rounds = self.schedule == "interleaved" or (self.schedule in ("zb-h1", "zb-h2") and chunks > 1)
+        if in_rounds and self.num_microbatches % rounds:
+            raise ValueError(
+                f"an interleaved schedule takes micro-batches in equal rounds of about pipeline={degrees.pipeline}; "
+                f"{self.num_microbatches} do not make {rounds} such rounds: use a multiple of {degrees.pipeline}"
+            )
+        return self
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether any class runs sequence-parallel between its tensor cuts."""
+        return any(c.sequence for c in self.classes)
+
+    @property
+    def token_axes(self) -> tuple[Axis, ...]:
+        """Axes along which ranks of a stage hold different tokens and share experts, outermost first. (Replicas of the
+        data hold different tokens, too, but all experts each.)"""
+        spread = ("data_shard", "context", "tensor") if self.sequence_parallel else ("data_shard", "context")
+        return tuple(axis for axis in self.mesh_axes if axis in spread)
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks of a stage that hold different tokens, and share the experts between them."""
+        return math.prod(self.degrees.of(axis) for axis in self.token_axes)
+
+    def class_plan(self, name: str) -> ClassPlan:
+        """How a layer class is cut; an empty ClassPlan if it stays whole."""
+        return next((c for c in self.classes if c.name == name), ClassPlan(name=name))
+
+    def stages_of(self, position: int) -> tuple[int, ...]:
+        """Stages that a pipeline coordinate holds, in the order of its chunks."""
+        degrees = self.degrees
+        chunks = range(degrees.virtual_stages)
+        return tuple(stage_of(self.schedule, position, chunk, degrees.pipeline) for chunk in chunks)
+
+    def position_of(self, stage: int) -> int:
+        """The pipeline coordinate that holds a stage."""
+        return rank_and_chunk(self.schedule, stage, self.degrees.pipeline)[0]
+
+    def stride(self, axis: Axis) -> int:
+        """Distance in ranks between neighbours on a mesh axis."""
+        inner = self.mesh_axes[self.mesh_axes.index(axis) + 1 :]
+        return math.prod(self.degrees.of(a) for a in inner)
+
+    def coordinates(self, rank: int) -> dict[Axis, int]:
+        """Position of a rank on every mesh axis."""
+        return {axis: rank // self.stride(axis) % self.degrees.of(axis) for axis in self.mesh_axes}
+
+    def __rich__(self) -> object:
+        """A table for rich's print."""
+        return self._table().rich()
+
+    def _repr_html_(self) -> str:
+        """A table for a notebook's cell."""
+        return self._table().html()
+
+    def _table(self) -> Shown:
+        """The layout of a plan, a row for each stage."""
+        layout = layout_name(self.degrees, self.schedule, self.sequence_parallel, self.context_kind)
+        title = (
+            f"{self.model.name} on {self.cluster.devices}: {layout}, "
+            f"micro-batch {self.micro_batch} x {self.num_microbatches}"
+        )
+        predicted = self.prediction
+        if predicted is not None:
+            title += f", {format_seconds(predicted.step_time_s)} a step, MFU {predicted.mfu:.1%}"
+        rows = []
+        for index, stage in enumerate(self.stages):
+            rank = self.position_of(index)
+            layers = stage.layers
+            span = layers[0].name if len(layers) == 1 else f"{layers[0].name} to {layers[-1].name}"
+            peak = "" if predicted is None else format_bytes(predicted.stage_memory_bytes[rank])
+            recomputed = sum(layer.recompute != "none" for layer in layers)
+            rows.append((str(index), span, str(len(layers)), str(recomputed), str(rank), peak))
+        return Shown(title, ("stage", "layers", "count", "recomputed", "rank", "memory"), tuple(rows), 2)
+
+    def save(self, path: Path) -> None:
+        """Write the document; the file appears whole or not at all."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.model_dump_json(indent=1) + "\n")
+        partial.replace(path)
+
+
+class Placement(_Document):
+    """Where one rank sits and what it holds."""
+
+    rank: NonNegativeInt
+    host: NonNegativeInt
+    device: NonNegativeInt
+    device_name: str
+    coordinates: dict[Axis, int]
+    layers: tuple[str, ...]
+
+
+def placement(plan: Plan, rank: int) -> Placement:
+    """Host, device, mesh coordinates and layers of a rank: the one place where they are derived."""
+    host, device = plan.cluster.host_of(rank)
+    coordinates = plan.coordinates(rank)
+    stages = plan.stages_of(coordinates["pipeline"])
+    return Placement(
+        rank=rank,
+        host=host,
+        device=device,
+        device_name=plan.cluster.device_of(rank).name,
+        coordinates=coordinates,
+        layers=tuple(layer.name for stage in stages for layer in plan.stages[stage].layers),
+    )
+
+
+def placements(plan: Plan) -> Iterator[Placement]:
+    """Every rank's placement, in rank order."""
+    return (placement(plan, rank) for rank in range(plan.degrees.num_devices))
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan document. Raises ValueError for broken, foreign or future-version files."""
+    if not path.exists():
+        raise ValueError(f"no such plan: {path}. Make one with: plan model.py --gpus 8 -o {path}")
+    try:
+        data = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        if path.suffix != ".json":
+            raise ValueError(
+                f"{path} is not a plan; if it is a model, make its plan first: plan {path} -o plan.json"
+            ) from None
+        raise ValueError(f"{path} is not JSON ({error}); make the plan again with: plan MODEL -o {path}") from None
+    if not isinstance(data, dict) or data.get("kind") != "meshwright-plan":
+        raise ValueError(f'{path} is not a Meshwright plan; a plan says "kind": "meshwright-plan"')
+    version = data.get("schema_version")
+    if version != PLAN_SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema_version {version!r}, this version reads {PLAN_SCHEMA_VERSION}: "
+            "update meshwright, or make the plan again with this version"
+        )
+    try:
+        return Plan.model_validate_json(path.read_text())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise ValueError(f"{path} is not a valid plan: {where}: {first['msg']}") from None

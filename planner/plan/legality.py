@@ -1,0 +1,278 @@
+"""What is legal: the rule that excludes a degree, a schedule, a cut of the chain or recompute of a layer."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ...profiler.model.model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
+from .document import ContextKind, Recompute, parts_of
+from .module_list_experts import listed_experts
+from .shape import Shape
+from .training import Precision, TrainingSpec
+
+
+def divides(cut: TensorCut, tensor: int) -> bool:
+    """Whether a cut divides into `tensor` parts: heads, widths, and each part of fused modules."""
+    return not any(size % tensor for size in divided(cut))
+
+
+def _counted(cut: TensorCut, size: int) -> str:
+    """What a cut has so many of."""
+    if cut.kind in ("embedding", "head"):
+        return "words"
+    whole = size == max(cut.units) or size not in cut.units
+    if cut.kind == "attention" and size in cut.units:
+        return "heads" if whole else "key-value heads"
+    return "features" if whole else "groups"
+
+
+def divided(cut: TensorCut) -> list[int]:
+    """Numbers that a tensor degree must divide for this cut."""
+    return [*cut.units, *(size for sizes in cut.parts.values() for size in sizes)]
+
+
+def chosen_cuts(layer_class: LayerClass, shape: Shape) -> tuple[int, ...]:
+    """Which cuts of a class, by index, are applied under a shape: of those that the degree divides, the wanted ones."""
+    if shape.tensor == 1 or layer_class.tensor is None:
+        return ()
+    wanted = None if shape.cuts is None else shape.cuts.of(layer_class.name)
+    return tuple(
+        i
+        for i, cut in enumerate(layer_class.cuts)
+        if divides(cut, shape.tensor) and (wanted is None or cut.name in wanted)
+    )
+
+
+def is_cut(layer_class: LayerClass, shape: Shape) -> bool:
+    """Whether the layers of a class are cut by tensor parallelism under a shape."""
+    return bool(chosen_cuts(layer_class, shape))
+
+
+def is_sequence_cut(layer_class: LayerClass, shape: Shape) -> bool:
+    """Whether the layers of a class run on slices of the sequence between their cuts."""
+    chosen = chosen_cuts(layer_class, shape) if shape.sequence else ()
+    return bool(chosen) and runs_on_slices(layer_class, chosen)
+
+
+def runs_on_slices(layer_class: LayerClass, chosen: Sequence[int]) -> bool:
+    """Whether the layers of a class run on slices of the sequence with these cuts applied, and the rest left whole."""
+    if layer_class.sequence is None:
+        return False
+    left = [i for i in range(len(layer_class.cuts)) if i not in chosen]
+    return all(layer_class.sequence_without and layer_class.sequence_without[i] is not None for i in left)
+
+
+def tensor_rule(profile: ModelProfile, tensor: int) -> str | None:
+    """The rule that excludes a tensor degree, or None if it is legal.
+
+    A degree that leaves some cuts whole is legal only where no part of it divides them all: 8 heads on 16 ranks are cut
+    in 8, but 25 heads stay whole on 2, 4 or 8, and what lies beside them is cut.
+    """
+    if tensor == 1:
+        return None
+    cuts = inner_cuts(profile)
+    if not cuts:
+        return "tensor: no layer can be cut"
+    undivided = _undivided(cuts, tensor)
+    if undivided is None:
+        return None
+    smaller = any(_undivided(cuts, part) is None for part in divisors(tensor) if part > 1)
+    return undivided if smaller or not any(divides(cut, tensor) for _, cut in cuts) else None
+
+
+def inner_cuts(profile: ModelProfile) -> list[tuple[str, TensorCut]]:
+    """(class, cut) of what lies between embedding and head."""
+    return [(c.name, cut) for c in profile.classes for cut in c.cuts if cut.kind in ("attention", "mlp", "table")]
+
+
+def _undivided(cuts: Sequence[tuple[str, TensorCut]], tensor: int) -> str | None:
+    """The first cut that a degree does not divide, in words."""
+    for name, cut in cuts:
+        for size in divided(cut):
+            if size % tensor:
+                return f"tensor={tensor} does not divide {size} {_counted(cut, size)} ({cut.kind} of {name})"
+    return None
+
+
+def sequence_rule(profile: ModelProfile, tensor: int, context: int = 1) -> str | None:
+    """The rule that excludes sequence parallelism beside a tensor and a context degree, or None if it is legal."""
+    able = [c for c in profile.classes if c.sequence is not None]
+    if not able:
+        return "sequence: no layer runs on a slice of its sequence"
+    if profile.seq_len is None or profile.seq_len % tensor:
+        return f"sequence: tensor={tensor} does not divide the sequence of {profile.seq_len}"
+    if profile.seq_len // context % tensor:
+        return f"sequence: tensor={tensor} does not divide the {profile.seq_len // context} tokens of a context rank"
+    for c in able:
+        divided_ones = [i for i, cut in enumerate(c.cuts) if divides(cut, tensor)]
+        if not divided_ones or not runs_on_slices(c, divided_ones):
+            return f"sequence: {_undivided([(c.name, cut) for cut in c.cuts], tensor)}, and whole it needs all of it"
+    both = _names_read(profile, sliced=True) & _names_read(profile, sliced=False)
+    if both:
+        return f"sequence: {min(both)} is read on slices of the sequence and on the whole of it"
+    return None
+
+
+def has_sequence_attention(profile: ModelProfile) -> bool:
+    """Whether there is attention over a sequence, which context parallelism splits."""
+    return profile.seq_len is not None and bool(profile.attention_modules)
+
+
+def has_experts(profile: ModelProfile) -> bool:
+    """Whether any layer has a bank of experts."""
+    return any(c.experts for c in profile.classes)
+
+
+def context_rule(profile: ModelProfile, context: int, tensor: int, kind: ContextKind) -> str | None:
+    """The rule that excludes a context degree beside a tensor degree, or None if it is legal."""
+    if context == 1:
+        return None
+    if profile.seq_len is None or not has_sequence_attention(profile):
+        return "context: the model has no attention over a sequence"
+    if profile.context_problem:
+        return f"context: {profile.context_problem}"
+    if profile.seq_len % (2 * context):
+        return (
+            f"context={context} does not divide the sequence of {profile.seq_len} into two chunks for each rank, "
+            "an early one and a late one, which balance causal attention"
+        )
+    units = {unit for c in profile.classes for cut in c.cuts if cut.kind == "attention" for unit in cut.units}
+    if kind == "all_to_all" and any(unit % (tensor * context) for unit in units):
+        return f"context={context} x tensor={tensor} does not divide {min(units)} heads, which all-to-all spreads"
+    return None
+
+
+def expert_rule(profile: ModelProfile, expert: int, sequence: bool = False) -> str | None:
+    """The rule that excludes an expert degree, with sequence parallelism or without, or None if it is legal."""
+    if expert == 1:
+        return None
+    classes = [c for c in profile.classes if c.experts]
+    banks = [(c, bank) for c in classes for bank in c.experts]
+    if not banks:
+        listed = listed_experts(profile.classes)
+        return "expert: the model has no banks of experts" + (
+            f": {listed[0]} is a list of {listed[1]} modules that are called one by one, with no one place from which "
+            "tokens could be sent to other ranks; keep their weights in one tensor [experts, ...], as transformers "
+            "does from version 5 on"
+            if listed
+            else ""
+        )
+    undivided = sorted(bank.count for _, bank in banks if bank.count % expert)
+    if undivided:
+        return f"expert={expert} does not divide {undivided[0]} experts"
+    for layer_class, bank in banks:
+        if not bank.called:
+            return (
+                f"expert: {bank.module or layer_class.name} is not called with tokens, the experts of each and their "
+                "weights, by which it multiplies what its experts return, nor with as many tokens for each expert, so "
+                "no rank can run a part of it"
+            )
+    whole = [c.name for c in classes if c.sequence is None]
+    if sequence and whole:
+        return f"expert: sequence-parallel ranks hold the same tokens in {whole[0]}, which needs the whole sequence"
+    read = Counter(name for layer in profile.layers for name in _expert_parameters(profile, layer))
+    several = [name for name, count in read.items() if count > 1 or any(name in group for group in profile.ties)]
+    return f"expert: {several[0]} is read in several places, each of which would run a part of it" if several else None
+
+
+def _expert_parameters(profile: ModelProfile, layer: LayerProfile) -> list[str]:
+    prefix = f"{layer.root}." if layer.root else ""
+    return [prefix + name for bank in profile.classes[layer.layer_class].experts for name in bank.parameters]
+
+
+def _names_read(profile: ModelProfile, sliced: bool) -> set[str]:
+    """Uncut parameters that layers read which can (or cannot) run on slices; tied ones under each of their names."""
+    names: set[str] = set()
+    for layer in profile.layers:
+        layer_class = profile.classes[layer.layer_class]
+        if (layer_class.sequence is not None) == sliced:
+            prefix = f"{layer.root}." if layer.root else ""
+            cut = {prefix + name for c in layer_class.cuts for name in c.sharded}
+            names |= set(layer.parameters) - cut
+    return names | {name for group in profile.ties if names.intersection(group) for name in group}
+
+
+def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
+    """The rule that excludes torch's fully_shard: it takes no parameter without dims, hooks itself onto what goes into
+    a layer, where nothing may be written in place, and casts parameters, but no buffers."""
+    if profile.decides_by_values:
+        return (
+            f"data_shard: {profile.decides_by_values} decides by values, so ranks may run different layers and wait "
+            "for each other's parameters for ever; replicas (DDP) are fine"
+        )
+    if precision != "fp32" and profile.mixed_precision_problem:
+        return (
+            f"data_shard: parameters in bf16 meet tensors in fp32 ({profile.mixed_precision_problem}); "
+            "cast buffers where they are used (.to(x.dtype)), or plan in fp32"
+        )
+    for layer_class in profile.classes:
+        if layer_class.writes_input and layer_class.parameters:
+            return f"data_shard: {layer_class.name} writes into its input; use relu(x) for relu_(x), x + y for x += y"
+        for parameter in layer_class.parameters:
+            if not parameter.shape:
+                return f"data_shard: {parameter.name} of {layer_class.name} has no dims; make it a tensor of one"
+    return None
+
+
+def zero_bubble_rule(profile: ModelProfile, training: TrainingSpec) -> str | None:
+    """The rule that excludes zero-bubble schedules, or None if they are legal: gradients of weights that several layers
+    read come at several times then, and fully_shard finds some in fp32 and some in bf16 (seen in torch 2.13)."""
+    names = [name for layer in profile.layers for name in set(layer.parameters)]
+    if training.is_mixed and len(set(names)) < len(names):
+        return "zero-bubble schedules run layers that share weights in fp32 only"
+    return None
+
+
+def can_recompute(profile: ModelProfile, layer: LayerProfile) -> bool:
+    """Whether a layer's forward can be repeated: it is one module, and still finds what it was given."""
+    is_one_module = layer.root != "" and layer.modules == (layer.root,)
+    return is_one_module and not profile.classes[layer.layer_class].input_overwritten
+
+
+def check_parts(profile: ModelProfile, recompute: Recompute | None) -> None:
+    """Raise ValueError for parts to recompute that no layer has."""
+    known = dict.fromkeys(part.name for layer_class in profile.classes for part in layer_class.parts)
+    missing = [name for name in parts_of(recompute or "none") if name not in known]
+    if missing:
+        raise ValueError(
+            f"recompute={recompute}: no layer of {profile.name} has a part {missing[0]} that can be run again by "
+            f"itself; there are {', '.join(known) or 'none'}"
+        )
+
+
+def legal_cuts(profile: ModelProfile) -> list[int]:
+    """Layers before which a stage may begin: not between two that read one parameter under one name, which lives on one
+    stage. (Tied weights have two names, and a copy on each side.) A model that decides by values stays whole: the other
+    stages have no values to decide by."""
+    if profile.decides_by_values:
+        return []
+    first: dict[str, int] = {}
+    inside: set[int] = set()
+    for i, layer in enumerate(profile.layers):
+        for name in layer.parameters:
+            inside.update(range(first.setdefault(name, i) + 1, i + 1))
+    return [i for i in range(1, len(profile.layers)) if i not in inside]
+
+
+MOST_STARTS = 500
+"""Layers at which the search lets a stage begin, at most: a stage of 64 then has 8 between its ends."""
+
+MOST_COUNTS = 2_000_000
+"""Numbers that say how many layers of each run of equal ones an interval of the chain holds, over all intervals."""
+
+
+def stage_starts(profile: ModelProfile) -> list[int]:
+    """Layers before which the search lets a stage begin: before all that it may, or in chains of very many layers
+    before one in so many, so that intervals stay few."""
+    legal = legal_cuts(profile)
+    num_runs = 1 + sum(a.layer_class != b.layer_class for a, b in pairwise(profile.layers))
+    most = min(MOST_STARTS, math.isqrt(2 * MOST_COUNTS // num_runs))
+    step = -(-len(legal) // most)
+    return legal[step - 1 :: step] if step > 1 else legal
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors in ascending order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

@@ -1,0 +1,161 @@
+"""What a user decides beforehand, from the words of the flags: read, checked against each other, and named again."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import cast, get_args
+
+from .pins import Pins
+from .schedules import ZERO_BUBBLE, Schedule
+from .setups import parse_limits, parse_pins
+
+_FORBIDDEN: dict[str, tuple[tuple[str, object], ...]] = {
+    "tensor": (("tensor", 1),),
+    "pipeline": (("pipeline", 1),),
+    "context": (("context", 1),),
+    "expert": (("expert", 1),),
+    "sequence": (("sequence_ways", 1),),
+    "data": (("data_replicate", 1), ("data_shard", 1)),
+    "ddp": (("data_replicate", 1),),
+    "data_replicate": (("data_replicate", 1),),
+    "fsdp": (("data_shard", 1),),
+    "data_shard": (("data_shard", 1),),
+    "recompute": (("recompute", "none"),),
+    "virtual_stages": (("virtual_stages", 1),),
+}
+"""--forbid NAME -> what that pins."""
+
+_FORBIDDEN_SCHEDULES: dict[str, tuple[Schedule, ...]] = {
+    **{name: (name,) for name in get_args(Schedule) if name != "none"},
+    "zero-bubble": ZERO_BUBBLE,
+}
+"""--forbid NAME -> schedules that are out."""
+
+_OF_SCHEDULE: dict[str, tuple[int, int | None]] = {
+    "1f1b": (1, 1),
+    "gpipe": (1, 1),
+    "zb-h1": (1, 1),
+    "zb-h2": (1, 1),
+    "zb-v": (2, 2),
+    "interleaved": (2, None),
+}
+"""Schedule -> fewest and most stages of each rank."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One thing that was said: the flag as it was written, and what it means."""
+
+    words: str
+    name: str
+    value: object
+
+
+def read_pins(
+    pin: Sequence[str] = (),
+    most: Sequence[str] = (),
+    forbid: Sequence[str] = (),
+    recompute: str | None = None,
+    micro_batch: int | None = None,
+    everything: bool = False,
+) -> Pins:
+    """The pins that --pin, --max, --forbid, --recompute and --micro-batch say together; everything: --space full.
+
+    Raises ValueError that says which word is wrong, or which two contradict each other.
+    """
+    said = [_Choice(f"--pin {text}", name, value) for text in pin for name, value in parse_pins([text]).items()]
+    if recompute is not None:
+        ((name, value),) = parse_pins([f"recompute={recompute}"], "--recompute").items()
+        said.append(_Choice(f"--recompute {recompute}", name, value))
+    if micro_batch is not None:
+        said.append(_Choice(f"--micro-batch {micro_batch}", "micro_batch", micro_batch))
+    without: list[_Choice] = []
+    for name in forbid:
+        for choice in _forbidden(name):
+            (without if choice.name == "without" else said).append(choice)
+    limits = [_Choice(f"--max {text}", name, value) for text in most for name, value in parse_limits(text).items()]
+    for first, second in _contradictions(said, limits, without):
+        raise ValueError(f"{first.words} contradicts {second.words}: leave out one of them")
+    values = {choice.name: choice.value for choice in said}
+    return Pins(
+        everything=everything,
+        **values,  # type: ignore[arg-type]
+        most=tuple(sorted({(choice.name, cast(int, choice.value)) for choice in limits})),
+        without=tuple(dict.fromkeys(cast(Schedule, choice.value) for choice in without)),
+    )
+
+
+def _forbidden(name: str) -> Iterator[_Choice]:
+    key = name.strip().lower()
+    words = f"--forbid {name}"
+    pinned = _FORBIDDEN.get(key.replace("-", "_"), ())
+    schedules = _FORBIDDEN_SCHEDULES.get(key.replace("_", "-"), ())
+    if not pinned and not schedules:
+        known = ", ".join(dict.fromkeys((*_FORBIDDEN, *_FORBIDDEN_SCHEDULES)))
+        raise ValueError(f"{words}: there is nothing of that name; choose one of {known}")
+    yield from (_Choice(words, field, value) for field, value in pinned)
+    yield from (_Choice(words, "without", schedule) for schedule in schedules)
+
+
+def _contradictions(
+    said: Sequence[_Choice], limits: Sequence[_Choice], without: Sequence[_Choice]
+) -> Iterator[tuple[_Choice, _Choice]]:
+    """Pairs that no plan of any cluster agrees with."""
+    for i, second in enumerate(said):
+        yield from ((first, second) for first in said[:i] if first.name == second.name and first.value != second.value)
+        yield from ((second, limit) for limit in limits if limit.name == second.name and _above(second, limit))
+        yield from ((second, other) for other in without if second.name == "schedule" and second.value == other.value)
+    by_name = {choice.name: choice for choice in said}
+
+    def both(first: str, second: str, clash: bool) -> Iterator[tuple[_Choice, _Choice]]:
+        if clash:
+            yield by_name[first], by_name[second]
+
+    value = {name: choice.value for name, choice in by_name.items()}
+    schedule, chunks, stages = (value.get(name) for name in ("schedule", "virtual_stages", "pipeline"))
+    if schedule is not None and stages is not None:
+        yield from both("pipeline", "schedule", (schedule == "none") != (stages == 1))
+    if chunks is not None and stages is not None:
+        yield from both("pipeline", "virtual_stages", stages == 1 and chunks != 1)
+    if chunks is not None and schedule is not None and schedule != "none":
+        fewest, most = _OF_SCHEDULE[cast(str, schedule)]
+        outside = cast(int, chunks) < fewest or (most is not None and cast(int, chunks) > most)
+        yield from both("schedule", "virtual_stages", outside)
+    if "recompute" in value and "parts" in value:
+        yield from both("recompute", "parts", True)
+    if "recompute" in value and schedule is not None:
+        yield from both("recompute", "schedule", value["recompute"] != "none" and schedule in ZERO_BUBBLE)
+    if "sequence" in value and "tensor" in value:
+        yield from both("sequence", "tensor", value["sequence"] is True and value["tensor"] == 1)
+    if "context_kind" in value and "context" in value:
+        yield from both("context_kind", "context", value["context"] == 1)
+    ways = value.get("sequence_ways")
+    if ways is None:
+        return
+    if "sequence" in value:
+        yield from both("sequence", "sequence_ways", value["sequence"] is True and ways == 1)
+    if "context" in value:
+        yield from both("context", "sequence_ways", cast(int, ways) % cast(int, value["context"]) != 0)
+    if "tensor" in value and "context" in value:
+        context, tensor = cast(int, value["context"]), cast(int, value["tensor"])
+        yield from both("tensor", "sequence_ways", ways not in (context, context * tensor))
+
+
+def _above(choice: _Choice, limit: _Choice) -> bool:
+    return isinstance(choice.value, int) and choice.value > cast(int, limit.value)
+
+
+def in_words(pins: Pins) -> dict[str, Pins]:
+    """What is pinned, in words -> the pins without it."""
+    found: dict[str, Pins] = {}
+    for field in fields(pins):
+        value = getattr(pins, field.name)
+        if field.name in ("most", "without", "everything", "parts") or value is None:
+            continue
+        name = "sequence" if field.name == "sequence_ways" else field.name
+        shown = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+        found[f"{name}={shown}"] = replace(pins, **{field.name: None})  # type: ignore[arg-type]
+    for name, limit in pins.most:
+        found[f"{name} at most {limit}"] = replace(pins, most=tuple(m for m in pins.most if m != (name, limit)))
+    for schedule in pins.without:
+        found[f"no {schedule}"] = replace(pins, without=tuple(s for s in pins.without if s != schedule))
+    return found

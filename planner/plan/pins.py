@@ -1,0 +1,90 @@
+"""Pins: what the user has decided already."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .document import ContextKind, Recompute
+from .schedules import Schedule
+from .shape import NO_EXTRAS, Offered, Shape
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user (or a manual set-up) has decided already; None leaves it to the search."""
+
+    data_replicate: int | None = None
+    data_shard: int | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    micro_batch: int | None = None
+    sequence: bool | None = None
+    schedule: Schedule | None = None
+    virtual_stages: int | None = None
+    gradient_sync: Literal["every", "last"] | None = None
+    recompute: Recompute | None = None
+    reshard: bool | None = None
+    parts: bool = False
+    """Layers may recompute any of their parts, too."""
+    everything: bool = False
+    """Also what is priced but not run yet, and all options that a layer has."""
+    context: int | None = None
+    context_kind: ContextKind | None = None
+    expert: int | None = None
+    most: tuple[tuple[str, int], ...] = ()
+    """(name, largest value) of numbers that are bounded, not fixed."""
+    without: tuple[Schedule, ...] = ()
+    """Schedules that are forbidden."""
+    sequence_ways: int | None = None
+    """Ranks between which the tokens of a sample are split, by sequence parallelism, context parallelism or both."""
+
+    @property
+    def may_go_beyond(self) -> bool:
+        """Whether what the executor does not run yet was asked for: all of it, or by name or degree."""
+        degrees = (self.context or 1) * (self.expert or 1)
+        return self.everything or degrees > 1 or self.context_kind is not None or self.schedule is not None
+
+    @property
+    def offered(self) -> Offered:
+        """Options of layers that the search tries beyond the usual."""
+        if self.everything:
+            return frozenset({"parts", "offload"})
+        return frozenset({"parts"}) if self.parts else NO_EXTRAS
+
+    def as_in(self, shape: Shape) -> "Pins":
+        """These pins and how a shape splits the model, its sequences and its experts, by which schedule; how data ranks
+        share their state, the micro-batch and recompute are left open."""
+        return replace(
+            self,
+            tensor=shape.tensor,
+            sequence=shape.sequence if shape.tensor > 1 else None,
+            context=shape.context,
+            context_kind=shape.context_kind if shape.context > 1 else None,
+            expert=shape.expert,
+            pipeline=shape.pipeline,
+            schedule=shape.schedule,
+            virtual_stages=shape.virtual_stages if shape.pipeline > 1 else None,
+        )
+
+    def allows(self, name: str, value: object) -> bool:
+        """Whether a choice agrees with what is pinned."""
+        pinned = getattr(self, name)
+        if pinned is not None and pinned != value:
+            return False
+        if name == "schedule" and value in self.without:
+            return False
+        return all(limited != name or (isinstance(value, int) and value <= limit) for limited, limit in self.most)
+
+    def splits_sequences(self, tensor: int, sequence: bool, context: int = 1) -> bool:
+        """Whether that sequence parallelism, on or off beside a tensor degree, agrees with what is pinned."""
+        ways = (tensor if sequence else 1) * context
+        return (tensor == 1 or self.allows("sequence", sequence)) and self.sequence_ways in (None, ways)
+
+    def allows_shape(self, shape: Shape) -> bool:
+        """Whether all of a shape agrees with what is pinned."""
+        names = ("data_replicate", "data_shard", "tensor", "pipeline", "context", "expert", "micro_batch")
+        return (
+            all(self.allows(name, getattr(shape, name)) for name in (*names, "schedule"))
+            and (shape.pipeline == 1 or self.allows("virtual_stages", shape.virtual_stages))
+            and (shape.context == 1 or self.allows("context_kind", shape.context_kind))
+            and self.splits_sequences(shape.tensor, shape.sequence, shape.context)
+        )

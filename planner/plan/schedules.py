@@ -1,0 +1,209 @@
+"""Pipeline schedules: which rank holds which stage, and the table of what each rank does in which order."""
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple
+
+Schedule = Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]
+
+
+def stage_of(schedule: Schedule, rank: int, chunk: int, num_ranks: int) -> int:
+    """The stage that a rank's chunk is: chunks go round the ranks, in ZB-V there and back."""
+    if schedule == "zb-v" and chunk == 1:
+        return 2 * num_ranks - 1 - rank
+    return chunk * num_ranks + rank
+
+
+def rank_and_chunk(schedule: Schedule, stage: int, num_ranks: int) -> tuple[int, int]:
+    """(rank, chunk) of a stage."""
+    chunk, rank = divmod(stage, num_ranks)
+    return (num_ranks - 1 - rank if schedule == "zb-v" and chunk == 1 else rank), chunk
+
+
+ZERO_BUBBLE: tuple[Schedule, ...] = ("zb-h1", "zb-h2", "zb-v")
+"""Schedules whose backward is in two parts, for inputs and for weights."""
+
+
+def is_chunked(schedule: Schedule) -> bool:
+    """Whether ranks hold several stages or split their backward: then only the simulation tells the step time."""
+    return schedule == "interleaved" or schedule in ZERO_BUBBLE
+
+
+Kind = Literal["forward", "backward", "weight"]
+
+_KINDS: tuple[Kind, ...] = ("forward", "backward", "weight")
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one chunk (the stages of a rank, in order). In zero-bubble schedules
+    "backward" is for inputs only."""
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+
+@lru_cache(maxsize=64)
+def table(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int = 1) -> tuple[list[Action], ...]:
+    """[rank] -> its actions in order: what the executor runs and what is priced.
+
+    1F1B: as many forwards ahead as stages follow, then in turn (Narayanan et al., SC21, section 2.2). Interleaved: the
+    same with chunks, micro-batches in rounds of as many as there are ranks (section 2.2.2 there; rounds of unequal
+    numbers as in torch.distributed.pipelining). GPipe and a single stage: all forwards first, or in turn. Zero bubbles:
+    see _zero_bubble and _there_and_back.
+    """
+    ranks = range(num_ranks)
+    if schedule == "interleaved":
+        return tuple(_interleaved(rank, num_ranks, num_microbatches, virtual) for rank in ranks)
+    if schedule in ("zb-h1", "zb-h2"):
+        return tuple(_zero_bubble(schedule, rank, num_ranks, num_microbatches, virtual) for rank in ranks)
+    if schedule == "zb-v":
+        return tuple(_there_and_back(rank, num_ranks, num_microbatches) for rank in ranks)
+    order = []
+    forwards = [Action("forward", i) for i in range(num_microbatches)]
+    backwards = [Action("backward", i) for i in range(num_microbatches)]
+    for rank in ranks:
+        ahead = num_microbatches if schedule == "gpipe" else min(num_microbatches, num_ranks - rank)
+        order.append(_in_turn(forwards, backwards, ahead))
+    return tuple(order)
+
+
+def _interleaved(rank: int, num_ranks: int, num_microbatches: int, virtual: int) -> list[Action]:
+    forwards, backwards = _in_rounds(num_ranks, num_microbatches, virtual)
+    ahead, _ = _ahead("interleaved", rank, num_ranks, num_microbatches, virtual)
+    return _in_turn(forwards, backwards, ahead)
+
+
+def _ahead(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[int, int]:
+    """(forwards before the first backward, backwards before the first weights) of a schedule in rounds, unless there
+    are fewer."""
+    hops = 1 if schedule == "zb-h1" else 2
+    behind = hops * rank if schedule in ZERO_BUBBLE else 0
+    return (virtual - 1) * _in_round(num_ranks, num_microbatches) + hops * (num_ranks - 1 - rank) + 1, behind
+
+
+def _in_round(num_ranks: int, num_microbatches: int) -> int:
+    """Micro-batches of a round: about as many as there are ranks."""
+    return -(-num_microbatches // max(1, num_microbatches // num_ranks))
+
+
+@lru_cache(maxsize=4)
+def _in_rounds(num_ranks: int, num_microbatches: int, virtual: int) -> tuple[list[Action], list[Action]]:
+    """(forwards, backwards) of a rank, the same for all: each round goes through all chunks before the next begins."""
+    in_round = _in_round(num_ranks, num_microbatches)
+    forwards, backwards = [], []
+    for first in range(0, num_microbatches, in_round):
+        microbatches = range(first, min(first + in_round, num_microbatches))
+        for chunk in range(virtual):
+            forwards += [Action("forward", i, chunk) for i in microbatches]
+            backwards += [Action("backward", i, virtual - 1 - chunk) for i in microbatches]
+    return forwards, backwards
+
+
+def _zero_bubble(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int, virtual: int) -> list[Action]:
+    """One forward ahead (ZB-H2: two) for each rank that follows, and weights as many behind for each before.
+
+    ZB-H1 holds no more than 1F1B's first rank, ZB-H2 nearly twice as much (Qi et al., Zero Bubble Pipeline Parallelism,
+    ICLR 2024, section 2). The order of ZB-H1 is that of torch's ScheduleInterleavedZeroBubble, with its chunks.
+    """
+    forwards, backwards = _in_rounds(num_ranks, num_microbatches, virtual)
+    ahead, behind = _ahead(schedule, rank, num_ranks, num_microbatches, virtual)
+    order = list(forwards[:ahead])
+    weights = [Action("weight", action.microbatch, action.chunk) for action in backwards]
+    for i, backward in enumerate(backwards):
+        order.append(backward)
+        order += weights[i - behind : i - behind + 1] if i >= behind else []
+        order += forwards[ahead + i : ahead + i + 1]
+    return order + weights[max(0, len(weights) - behind) :]
+
+
+def _there_and_back(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+    """ZB-V: chunk 0 goes down the ranks and chunk 1 back up (Qi et al., Pipeline Parallelism with Controllable Memory,
+    NeurIPS 2024). The order is that of torch's ScheduleZBVZeroBubble: one for 2p - 1 or more micro-batches, of which
+    those are left out that are not there.
+    """
+    count = max(2 * num_ranks - 1, num_microbatches)
+    down, up = (tuple(iter(_of_each(kind, chunk, count)) for kind in _KINDS) for chunk in (0, 1))
+    early = 2 * num_ranks - 1 - rank
+    turns = [down[0]] * (early - rank) + [up[0], down[0]] * rank + [*up] * (num_ranks - rank)
+    turns += [*down, *up] * (count - early) + [*down[1:], *up] * (early - num_ranks)
+    turns += [down[1], up[1]] * rank + [*down[1:]] * (num_ranks - rank) + [up[2]] * rank + [down[2]] * rank
+    order = [next(upcoming) for upcoming in turns]
+    return [action for action in order if action.microbatch < num_microbatches]
+
+
+@lru_cache(maxsize=8)
+def _of_each(kind: Kind, chunk: int, num_microbatches: int) -> tuple[Action, ...]:
+    """A pass of every micro-batch."""
+    return tuple(Action(kind, i, chunk) for i in range(num_microbatches))
+
+
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
+    """`ahead` forwards, then a backward and a forward in turn."""
+    ahead = min(ahead, len(forwards))
+    order = list(forwards[:ahead])
+    for i, backward in enumerate(backwards):
+        order.append(backward)
+        order += forwards[ahead + i : ahead + i + 1]
+    return order
+
+
+def in_flight(actions: Sequence[Action]) -> int:
+    """Largest number of micro-batches (of any chunk) whose activations a rank holds at once."""
+    return sum(held_at_peak(actions))
+
+
+def held_at_peak(actions: Sequence[Action]) -> tuple[int, ...]:
+    """[chunk] -> micro-batches whose activations a rank holds when it holds most. Zero-bubble schedules hold them
+    until the weights' backward."""
+    frees = "weight" if any(action.kind == "weight" for action in actions) else "backward"
+    held = [0] * (1 + max((action.chunk for action in actions), default=0))
+    most, total, largest = tuple(held), 0, 0
+    for action in actions:
+        if action.kind == "forward":
+            held[action.chunk] += 1
+            total += 1
+        elif action.kind == frees:
+            held[action.chunk] -= 1
+            total -= 1
+        if total > largest:
+            most, largest = tuple(held), total
+    return most
+
+
+@cache
+def rank_in_flight(
+    schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
+) -> tuple[tuple[int, ...], ...]:
+    """[rank][chunk] -> micro-batches in flight at the peak, as the table has them: what goes ahead of the first
+    backward and, where weights come last, until the first of those frees something; then as many come as go."""
+    if schedule == "gpipe":
+        return ((num_microbatches,),) * num_ranks
+    ahead: list[tuple[int, ...]]
+    if schedule == "1f1b":
+        ahead = [(num_ranks - rank,) for rank in range(num_ranks)]
+    elif schedule == "zb-v":
+        ahead = [(2 * num_ranks - 1 - rank, rank + 1) for rank in range(num_ranks)]
+    else:
+        of_rank = [_ahead(schedule, rank, num_ranks, num_microbatches, virtual) for rank in range(num_ranks)]
+        return tuple(_first_in_rounds(sum(passes), num_ranks, num_microbatches, virtual) for passes in of_rank)
+    return tuple(tuple(min(num_microbatches, count) for count in counts) for counts in ahead)
+
+
+def _first_in_rounds(passes: int, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[int, ...]:
+    """[chunk] -> how many of a rank's first passes are through it."""
+    in_round = _in_round(num_ranks, num_microbatches)
+    rounds, rest = divmod(min(passes, num_microbatches * virtual), in_round * virtual)
+    last = min(in_round, num_microbatches - rounds * in_round)
+    return tuple(rounds * in_round + min(last, max(0, rest - chunk * last)) for chunk in range(virtual))
+
+
+SCHEDULE_NAMES: dict[Schedule, str] = {
+    "none": "",
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "zb-h1": "ZB-H1",
+    "zb-h2": "ZB-H2",
+    "zb-v": "ZB-V",
+}

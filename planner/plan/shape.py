@@ -1,0 +1,163 @@
+"""Shapes (one choice of degrees, schedule and micro-batch) and per-layer options."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from .document import AXES, Axis, ContextKind, Degrees, Recompute, layout_name
+from .schedules import Schedule, rank_and_chunk, rank_in_flight
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Which of the cuts that were found tensor parallelism applies: (class, names of its cuts), of classes that are
+    cut at all."""
+
+    by_class: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.by_class)
+
+    @cached_property
+    def _names(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.by_class)
+
+    def of(self, layer_class: str) -> tuple[str, ...]:
+        """Names of the cuts of a class."""
+        return self._names.get(layer_class, ())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All of a plan but the assignment of layers: what the ILP's y_k chooses between."""
+
+    data_replicate: int
+    data_shard: int
+    tensor: int
+    pipeline: int
+    micro_batch: int
+    num_microbatches: int
+    sequence: bool = False
+    schedule: Schedule = "none"
+    virtual_stages: int = 1
+    gradient_sync: Literal["every", "last"] = "last"
+    reshard: bool = False
+    """Pipelines only: all layers give gathered parameters back after forward. Without a pipeline each layer chooses."""
+    mesh_axes: tuple[Axis, ...] = AXES
+    context: int = 1
+    context_kind: ContextKind = "ring"
+    expert: int = 1
+    offload_optimizer: bool = False
+    recompute_parts: tuple[str, ...] = ()
+    """Parts of layers that are run again in backward beside what their recompute says; see part_cost.py."""
+    kind_order: tuple[int, ...] = ()
+    """Unequal devices, each stage on one kind of them: the kinds by number, from the first stage on. () where devices
+    are equal or all count as the slowest, and in shapes of plans, whose cluster is in that order."""
+    cuts: Cuts | None = None
+    """Cuts of tensor parallelism; None: all that the degree divides."""
+
+    @property
+    def samples(self) -> float:
+        """Samples' worth of work that a rank has of one micro-batch: context ranks share each sample's tokens and, of
+        its s^2 scores, s^2 / context."""
+        return self.micro_batch / self.context
+
+    @property
+    def sharded_over(self) -> int:
+        """Ranks that parameters are sharded over."""
+        return self.data_shard * self.context
+
+    @property
+    def shard_stride(self) -> int:
+        """Distance in ranks between neighbours of that group."""
+        return self.stride("data_shard" if self.context == 1 else "context")
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks of a stage that hold different tokens, and share the experts between them."""
+        return self.sharded_over * (self.tensor if self.sequence else 1)
+
+    @property
+    def same_experts(self) -> int:
+        """Ranks of those that hold the same experts, and shard them."""
+        return self.experts_over // self.expert
+
+    @property
+    def expert_stride(self) -> int:
+        """Distance in ranks between neighbours over which experts are spread: the nearest that hold other tokens."""
+        axes: tuple[Axis, ...] = ("data_shard", "context", "tensor")
+        spread = axes if self.sequence else axes[:2]
+        return min((self.stride(axis) for axis in spread if self.degree(axis) > 1), default=1)
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different samples."""
+        return self.data_replicate * self.data_shard
+
+    @property
+    def degrees(self) -> Degrees:
+        """The degrees as the plan states them."""
+        return Degrees(
+            data_replicate=self.data_replicate,
+            data_shard=self.data_shard,
+            tensor=self.tensor,
+            context=self.context,
+            expert=self.expert,
+            pipeline=self.pipeline,
+            virtual_stages=self.virtual_stages,
+        )
+
+    def degree(self, axis: Axis) -> int:
+        """Degree of a mesh axis."""
+        return int(getattr(self, axis))
+
+    def stride(self, axis: Axis) -> int:
+        """Distance in ranks between neighbours on a mesh axis."""
+        return self._strides[axis]
+
+    @cached_property
+    def _strides(self) -> dict[Axis, int]:
+        found, stride = {}, 1
+        for axis in reversed(self.mesh_axes):
+            found[axis], stride = stride, stride * self.degree(axis)
+        return found
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations a stage holds when its rank holds most; counted from the schedule's table."""
+        if self.schedule == "1f1b":
+            return min(self.num_microbatches, self.pipeline - stage)
+        if self.schedule in ("none", "gpipe"):
+            return self.num_microbatches if self.schedule == "gpipe" else 1
+        rank, chunk = rank_and_chunk(self.schedule, stage, self.pipeline)
+        held = rank_in_flight(self.schedule, self.pipeline, self.num_microbatches, self.virtual_stages)[rank]
+        return held[chunk] if chunk < len(held) else 0
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What makes two shapes the same to a reader."""
+        return self.degrees, self.schedule, self.micro_batch, self.sequence, self.context_kind
+
+    @property
+    def label(self) -> str:
+        """How people call it: DDP, FSDP, HSDP 2x4, TP 4, PP 2, joined by ' + '."""
+        return layout_name(self.degrees, self.schedule, self.sequence, self.context_kind)
+
+
+@dataclass(frozen=True)
+class LayerOption:
+    """What is decided per layer: recompute, and whether gathered parameters are given back after forward."""
+
+    recompute: Recompute = "none"
+    reshard: bool = False
+    offload: bool = False
+    """What the layer keeps for its backward waits in the host's memory."""
+
+
+Offered = frozenset[Literal["parts", "offload"]]
+"""Options of layers beyond the usual: recompute of any of their parts, activations in the host's memory."""
+
+NO_EXTRAS: Offered = frozenset()

@@ -1,1 +1,0 @@
-"""What users ask of a plan: why, why not, what if, why nothing fits, and what rules of thumb say."""

@@ -1,0 +1,1 @@
+"""The machine: clusters and their devices, calibrated or from files, and units."""

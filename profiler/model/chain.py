@@ -1,0 +1,381 @@
+"""The chain of layers of a model, and the tensors that cross from one to a later one, seen in one forward run.
+
+Layers follow the elements of the outermost ModuleLists, ModuleDicts and Sequentials; what runs before, between and
+after them makes a layer per gap. An element that itself holds several blocks of one type (a stage of a ResNet or Swin,
+a level of a U-Net) is opened, unless more bytes cross between its blocks than around it (the experts of a mixture).
+Without any container every child with parameters is a layer. Code between layer modules ("glue") joins a neighbour,
+where the fewest bytes cross.
+"""
+
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import nn
+
+from ..semantics.producers import Producers
+from .chain_watch import Cursor, Event, Key, Watch, recording_outputs, stubbed
+from .fake import FakeModel
+from .layer_graph import bytes_over, maker_of, tensors_of, wired
+from .layer_units import Units, find_units
+from .load import Batch
+from .model_profile import Producer
+from .positions import Positions
+from .run_shapes import Shapes, TensorSpec
+
+_MORE_BYTES = 1.1
+"""Cutting between the blocks of an opened element may carry this many times what is carried around it."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that is made in one layer and read in a later one."""
+
+    producer: Producer
+    made_by: int
+    last_used_by: int
+    used_by: frozenset[int]
+    spec: TensorSpec
+    storage: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the run in which it was seen."""
+        return torch.Size(self.spec.shape).numel() * self.spec.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: events first .. last of the run."""
+
+    name: str
+    root: str
+    units: tuple[str, ...]
+    calls: tuple[tuple[str, int], ...]
+    parameters: tuple[str, ...]
+    first: int
+    last: int
+    last_key: Key
+    writes_input: bool
+    input_overwritten: bool
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The layers of a model in the order in which they run. graph: of them and the crossings, by their numbers."""
+
+    units: Units
+    layers: tuple[Layer, ...]
+    crossings: tuple[Crossing, ...]
+    graph: nx.DiGraph
+    signatures: tuple[Any, ...]
+    shapes: Shapes
+    notes: tuple[str, ...]
+
+    def arriving(self, layer: int) -> list[Crossing]:
+        """The tensors from earlier layers that a layer reads, in the order in which they are made."""
+        return [self.crossings[number] for _, number in self.graph.predecessors(layer)]
+
+    def leaving(self, layer: int) -> list[Crossing]:
+        """The tensors that a layer makes for later ones, in that order."""
+        return [self.crossings[number] for _, number in self.graph.successors(layer)]
+
+    def representatives(self) -> tuple[int, ...]:
+        """For each layer the first layer of its class."""
+        first: dict[Any, int] = {}
+        return tuple(first.setdefault(signature, i) for i, signature in enumerate(self.signatures))
+
+
+def observe(fake: FakeModel, size: int, seq_len: int | None) -> Chain:
+    """Run the whole model forward (once, and once more if stages were opened in vain) and read off its chain."""
+    units = find_units(fake.module)
+    buffers = {name: (buffer, buffer._version) for name, buffer in fake.module.named_buffers()}
+    parameters = {name: (parameter, parameter._version) for name, parameter in fake.module.named_parameters()}
+    chain = _observe(fake, units, size, seq_len)
+    if closed := _opened_in_vain(fake, chain):
+        units = find_units(fake.module, closed)
+        chain = _observe(fake, units, size, seq_len)
+    written = [name for name, (buffer, version) in buffers.items() if buffer._version != version]
+    for name, (parameter, version) in parameters.items():
+        if parameter._version != version:
+            raise ValueError(
+                f"the forward writes into the parameter {name}, which under sharding is not there as a whole; change "
+                "parameters between steps, in the training loop"
+            )
+    return replace(chain, notes=(*chain.notes, *_stateful(fake.module, written)))
+
+
+def _observe(fake: FakeModel, units: Units, size: int, seq_len: int | None) -> Chain:
+    batch = fake.batch(size, seq_len)
+    with fake.running():
+        watch = Watch(fake, units)
+        with watch, watch.producers:
+            fake.loss(batch, before_loss=watch.start_loss)
+    return _build_chain(fake.module, units, watch)
+
+
+def _opened_in_vain(fake: FakeModel, chain: Chain) -> frozenset[str]:
+    """Opened elements of containers within which every cut carries more bytes than those around them."""
+    crossing = bytes_over(chain.graph)
+    in_vain = set()
+    blocks = [{u for u in layer.units if u in chain.units.elements} for layer in chain.layers]
+    for name in chain.units.opened:
+        inside = [i for i, layer in enumerate(chain.layers) if any(u.startswith(f"{name}.") for u in layer.units)]
+        first, last = min(inside, default=0), max(inside, default=0)
+        within = [crossing[i] for i in range(first + 1, last + 1) if blocks[i - 1] and blocks[i]]
+        if not within or min(within) > _MORE_BYTES * max(crossing[first], crossing[last + 1]):
+            in_vain.add(name)
+    return frozenset(in_vain)
+
+
+def _stateful(root: nn.Module, written: list[str]) -> tuple[str, ...]:
+    """A note on buffers that the forward writes into; those of batch norms, which it does not read, are told apart."""
+    owners = {name: root.get_submodule(name.rpartition(".")[0]) for name in written}
+    names = [name for name, owner in owners.items() if not isinstance(owner, nn.modules.batchnorm._NormBase)]
+    if not names:
+        return ()
+    return (
+        f"{names[0]} (and {len(names) - 1} more buffers) is written in every forward, on each data rank by its own, so "
+        "the numbers may change with data parallelism, as in any framework",
+    )
+
+
+def shapes_at(fake: FakeModel, chain: Chain, size: int, seq_len: int | None) -> Shapes:
+    """Shapes at another batch size or length; of each class only the first layer really runs."""
+    positions = Positions(fake.module)
+    shapes = run_first_of_each_class(fake, chain, fake.batch(size, seq_len), positions)
+    shapes.furthest = positions.furthest
+    return shapes
+
+
+def run_first_of_each_class(
+    fake: FakeModel, chain: Chain, batch: Batch, watch: AbstractContextManager[Any] | None = None
+) -> Shapes:
+    """What one forward of `batch` produces, under `watch`; other layers return what the first of their class did."""
+    shapes = Shapes()
+    cursor = Cursor()
+    stand_ins = {}
+    for i, first in enumerate(chain.representatives()):
+        if i != first:
+            pairs = zip(chain.layers[i].calls, chain.layers[first].calls, strict=True)
+            stand_ins.update({call: like for call, like in pairs if call != like})
+
+    def produced(producer: Producer, tensor: torch.Tensor) -> None:
+        cursor.end()
+        shapes.tensors[producer] = TensorSpec.of(tensor)
+
+    producers = Producers(fake.module, chain.units.names, on_produced=produced, on_start=cursor.start)
+
+    def stub(name: str, call: int) -> Any:
+        like = stand_ins.get((name, call))
+        return None if like is None else shapes.outputs[like].empty()
+
+    with (
+        fake.running() as refusals,
+        watch or nullcontext(),
+        recording_outputs(fake.module, chain.units.names, cursor, shapes),
+        stubbed(fake.module, {name for name, _ in stand_ins}, producers, stub),
+        producers,
+    ):
+        fake.loss(batch)
+    shapes.refused = bool(refusals)
+    return shapes
+
+
+def _build_chain(root: nn.Module, units: Units, watch: Watch) -> Chain:
+    events, run = watch.events, watch.graph()
+    spans = _spans(units, events, bytes_over(run))
+    notes = list(units.notes)
+    spans = _collapse_repeats(units, events, spans, notes)
+    spans = _collapse_leaks(watch, run, spans, notes)
+    crossings = _crossings(watch, spans)
+    layers = _layers(root, units, watch, spans, notes)
+    graph = wired(len(layers), ((c.made_by, c.used_by, c.num_bytes) for c in crossings))
+    chain = Chain(units, layers, crossings, graph, (), watch.shapes, tuple(notes))
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    signatures = tuple(_signature(root, parameters, events, chain, index) for index in range(len(layers)))
+    return replace(chain, signatures=signatures)
+
+
+def _spans(units: Units, events: list[Event], crossing: list[float]) -> list[tuple[int, int]]:
+    """(first, last) event of each layer, before any have to be joined. crossing: [event] -> bytes over a cut before."""
+    groups: list[tuple[str, int, int]] = []
+    for i, event in enumerate(events):
+        kind, name, _ = event.key
+        if kind != "module":
+            continue
+        slot = name if name in units.elements else ""
+        if groups and groups[-1][0] == slot:
+            groups[-1] = (slot, groups[-1][1], i)
+        else:
+            groups.append((slot, i, i))
+    if not groups:
+        return [(0, len(events) - 1)]
+    lasts = [
+        _cheapest_cut(crossing, before[2], after[1], early=before[0] != "" and after[0] == "")
+        for before, after in pairwise(groups)
+    ] + [len(events) - 1]
+    firsts = [0] + [last + 1 for last in lasts[:-1]]
+    return list(zip(firsts, lasts, strict=True))
+
+
+def _cheapest_cut(crossing: list[float], before: int, after: int, early: bool) -> int:
+    """Last event of the earlier layer, between the two layer modules at `before` and `after`: fewest bytes cross."""
+    least = min(crossing[before + 1 : after + 1])
+    cuts = [event for event in range(before, after) if crossing[event + 1] == least]
+    return cuts[0] if early else cuts[-1]
+
+
+def _collapse_repeats(
+    units: Units, events: list[Event], spans: list[tuple[int, int]], notes: list[str]
+) -> list[tuple[int, int]]:
+    """An element that runs again later cannot be in two places of the chain: join all from its first to last run."""
+    runs: dict[str, list[int]] = defaultdict(list)
+    for i, event in enumerate(events):
+        kind, name, _ = event.key
+        if kind == "module" and name in units.elements:
+            runs[name].append(i)
+    for name, places in runs.items():
+        if _span_of(spans, places[0]) != _span_of(spans, places[-1]):
+            spans = _joined(spans, places[0], places[-1])
+            notes.append(f"{name} runs {len(places)} times, so all from its first to its last run is one layer")
+    return spans
+
+
+def _collapse_leaks(
+    watch: Watch, run: nx.DiGraph, spans: list[tuple[int, int]], notes: list[str]
+) -> list[tuple[int, int]]:
+    """A tensor kept aside inside a layer module and read in a later layer cannot be sent: join the layers."""
+    visible = {watch.storages.number(t) for t in watch.tensors.values()}
+    for tensor in tensors_of(run):
+        if run.nodes[tensor]["storage"] in visible:
+            continue
+        made, last = maker_of(run, tensor), max(run.successors(tensor))
+        if _span_of(spans, made) != _span_of(spans, last):
+            spans = _joined(spans, made, last)
+            notes.append(
+                f"{watch.events[made].key[1]} keeps a tensor aside that {watch.events[last].key[1]} reads, "
+                "so all between them is one layer"
+            )
+    return spans
+
+
+def _span_of(spans: list[tuple[int, int]], event: int) -> int:
+    return next(i for i, (first, last) in enumerate(spans) if first <= event <= last)
+
+
+def _joined(spans: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    start, end = _span_of(spans, first), _span_of(spans, last)
+    return [*spans[:start], (spans[start][0], spans[end][1]), *spans[end + 1 :]]
+
+
+def _crossings(watch: Watch, spans: list[tuple[int, int]]) -> tuple[Crossing, ...]:
+    layer_of = [i for i, (first, last) in enumerate(spans) for _ in range(first, last + 1)]
+    used: dict[Producer, set[int]] = defaultdict(set)
+    made_by: dict[Producer, int] = {}
+    covered: set[tuple[int, int]] = set()
+    by_storage: dict[int, list[tuple[Producer, int]]] = defaultdict(list)
+    for key, made in watch.made.items():
+        number = watch.storages.number(watch.tensors[key])
+        if number not in watch.from_parameters:
+            continue
+        by_storage[number] += made
+        for read in watch.reads.get(key, ()):
+            _use(made, layer_of, read, used, made_by)
+            covered.add((number, layer_of[read]))
+    for number, reads in watch.storage_reads.items():
+        for read in reads:
+            if (number, layer_of[read]) not in covered and layer_of[watch.storage_made[number]] < layer_of[read]:
+                _use(sorted(by_storage.get(number, ()), key=lambda m: m[1]), layer_of, read, used, made_by)
+    specs = watch.shapes.tensors
+    storage_of = {producer: number for number, made in by_storage.items() for producer, _ in made}
+    found = [Crossing(p, made_by[p], max(used[p]), frozenset(used[p]), specs[p], storage_of[p]) for p in used]
+    order = {p: i for i, p in enumerate(specs)}
+    return tuple(sorted(found, key=lambda c: order[c.producer]))
+
+
+def _use(
+    made: list[tuple[Producer, int]],
+    layer_of: list[int],
+    read: int,
+    used: dict[Producer, set[int]],
+    made_by: dict[Producer, int],
+) -> None:
+    """Book a read on the last producer in an earlier layer; none, if it was made again in the reading layer."""
+    reader = layer_of[read]
+    earlier = [(producer, event) for producer, event in made if event <= read]
+    if earlier and layer_of[earlier[-1][1]] < reader:
+        producer, event = earlier[-1]
+    else:
+        before = [(producer, event) for producer, event in made if layer_of[event] < reader]
+        if not before:
+            return
+        producer, event = before[-1]
+    used[producer].add(reader)
+    made_by[producer] = layer_of[event]
+
+
+def _layers(
+    root: nn.Module, units: Units, watch: Watch, spans: list[tuple[int, int]], notes: list[str]
+) -> tuple[Layer, ...]:
+    names = dict(root.named_parameters(remove_duplicate=False))
+    canonical = {id(p): name for name, p in root.named_parameters()}
+    read_anywhere: set[int] = set()
+    lost = watch.inputs.overwritten()
+    layers = []
+    for first, last in spans:
+        span = watch.events[first : last + 1]
+        calls = tuple((e.key[1], e.key[2]) for e in span if e.key[0] == "module")
+        own = tuple(dict.fromkeys(name for name, _ in calls))
+        parameters = {n: p for unit in own for n, p in names.items() if n.startswith(unit + ".")}
+        present = {id(p) for p in parameters.values()}
+        for event in span:
+            for name in event.parameters:
+                if id(names[name]) not in present:
+                    parameters[canonical[id(names[name])]] = names[name]
+        read_anywhere |= {id(p) for p in parameters.values()}
+        single = len(own) == 1 and all(n.startswith(own[0] + ".") for n in parameters)
+        root_name = own[0] if single else ""
+        read = tuple(n for n in names if n in parameters)
+        writes, overwritten = (not names.isdisjoint(own) for names in (watch.inputs.writers, lost))
+        layers.append(Layer("", root_name, own, calls, read, first, last, span[-1].key, writes, overwritten))
+    unread = tuple(name for name, p in names.items() if id(p) not in read_anywhere)
+    if unread:
+        notes.append(f"never used by the forward, kept with the last layer: {', '.join(unread)}")
+        layers[-1] = replace(layers[-1], root="", parameters=(*layers[-1].parameters, *unread))
+    return tuple(replace(layer, name=_name(layer, i, len(layers), units, root)) for i, layer in enumerate(layers))
+
+
+def _name(layer: Layer, index: int, num_layers: int, units: Units, root: nn.Module) -> str:
+    if not layer.units:
+        return type(root).__name__
+    loose = bool(units.elements) and not any(unit in units.elements for unit in layer.units)
+    if loose and index == num_layers - 1:
+        return "head"
+    if len(layer.units) == 1:
+        return layer.units[0]
+    embeds = any(isinstance(m, nn.Embedding) for unit in layer.units for m in root.get_submodule(unit).modules())
+    if loose and index == 0 and embeds:
+        return "embedding"
+    return "+".join(layer.units) if len(layer.units) <= 3 else f"{layer.units[0]}..{layer.units[-1]}"
+
+
+def _signature(
+    root: nn.Module, parameters: dict[str, nn.Parameter], events: list[Event], chain: Chain, index: int
+) -> tuple[Any, ...]:
+    """What two layers of one class have in common."""
+    layer = chain.layers[index]
+    prefix = layer.root + "." if layer.root else ""
+    return (
+        tuple(type(root.get_submodule(unit)) for unit in layer.units),
+        tuple(tuple(e.operators) for e in events[layer.first : layer.last + 1]),
+        tuple((n.removeprefix(prefix), parameters[n].shape, parameters[n].requires_grad) for n in layer.parameters),
+        tuple(crossing.spec for crossing in chain.arriving(index)),
+        tuple(crossing.spec for crossing in chain.leaving(index)),
+        layer.writes_input,
+        layer.input_overwritten,
+    )

@@ -1,0 +1,247 @@
+"""Watches a whole model run once: which layer module or function makes and reads which tensor."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ..semantics.producers import Producers
+from .fake import FakeModel
+from .gpu_kernel_emulation import Mode
+from .layer_graph import wired
+from .layer_units import Units
+from .meters import NOTHING, Storages
+from .model_profile import Producer
+from .run_shapes import OutputSpec, Shapes, TensorSpec
+
+Key = tuple[str, str, int]
+"""(kind, name, call) of something that ran: a layer module, a glue function, or the loss."""
+
+LOSS: Key = ("loss", "loss", 0)
+
+
+@dataclass
+class Event:
+    """One layer module call, glue function call, or the loss."""
+
+    key: Key
+    operators: list[Any] = field(default_factory=list)
+    parameters: set[str] = field(default_factory=set)
+
+
+class Cursor:
+    """Which event is running, and in which layer of a chain.
+
+    Events are found again by their key, not by counting: at another batch size a helper may run that is not needed
+    at this one.
+    """
+
+    def __init__(self, last_keys: Sequence[Key] = ()) -> None:
+        """last_keys: of the last event of each layer."""
+        self.index = -1
+        self.key: Key = ("start", "", 0)
+        self.layer = 0
+        self._ended = True
+        self._after = {key: i + 1 for i, key in enumerate(last_keys)}
+
+    def start(self, kind: str, name: str, call: int) -> None:
+        """Go on to the next event, unless the last one was a function that returned no tensor."""
+        if self._ended:
+            self.index += 1
+            self.layer = self._after.get(self.key, self.layer)
+        self.key = (kind, name, call)
+        self._ended = False
+
+    def end(self) -> None:
+        """The running event has produced a tensor."""
+        self._ended = True
+
+
+@contextmanager
+def stubbed(
+    root: nn.Module, names: set[str], producers: Producers, stub: Callable[[str, int], Any | None]
+) -> Iterator[None]:
+    """Layer modules return stub(name, call) instead of running, where that is not None."""
+    modules = {name: root.get_submodule(name) for name in names}
+    for name, module in modules.items():
+        module.__dict__["forward"] = _stub_forward(name, module.forward, producers, stub)
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            del module.__dict__["forward"]
+
+
+def _stub_forward(
+    name: str, forward: Callable[..., Any], producers: Producers, stub: Callable[[str, int], Any | None]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = stub(name, producers.calls(name)) if producers.depth == 1 else None
+        return forward(*args, **kwargs) if output is None else output
+
+    return run
+
+
+@contextmanager
+def recording_outputs(root: nn.Module, names: tuple[str, ...], cursor: Cursor, shapes: Shapes) -> Iterator[None]:
+    """While it lasts, what each call of the named modules returns is noted in `shapes`, without its numbers."""
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            kind, running, call = cursor.key
+            if (kind, running) == ("module", name):
+                shapes.outputs[name, call] = OutputSpec.of(output)
+
+        return hook
+
+    handles = [root.get_submodule(name).register_forward_hook(record(name)) for name in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Inputs:
+    """Notes which modules write into a tensor they are given, and whose tensors anything writes into afterwards."""
+
+    def __init__(self, root: nn.Module, names: tuple[str, ...]) -> None:
+        self._modules = {name: root.get_submodule(name) for name in names}
+        self._given: list[tuple[str, torch.Tensor, int]] = []
+        self._running: list[int] = []
+        self.writers: set[str] = set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the model runs."""
+        handles: list[RemovableHandle] = []
+        for name, module in self._modules.items():
+            handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._after, name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def overwritten(self) -> set[str]:
+        """Modules of which some input is no longer what it was when they began."""
+        return {name for name, tensor, version in self._given if tensor._version != version}
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._running.append(len(self._given))
+        self._given += [(name, x, x._version) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if any(x._version != version for own, x, version in self._given[self._running.pop() :] if own == name):
+            self.writers.add(name)
+
+
+class Watch(Mode):
+    """Notes, per event, what is read and made while the whole model runs once."""
+
+    def __init__(self, fake: FakeModel, units: Units) -> None:
+        super().__init__()
+        self.cursor = Cursor()
+        self.events: list[Event] = []
+        self.shapes = Shapes()
+        self.storages = Storages(fake.dtype)
+        self.made: dict[int, list[tuple[Producer, int]]] = defaultdict(list)
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.reads: dict[int, set[int]] = defaultdict(set)
+        self.storage_made: dict[int, int] = {}
+        self.storage_reads: dict[int, set[int]] = defaultdict(set)
+        self.from_parameters: set[int] = set()
+        self.producers = Producers(fake.module, units.names, on_produced=self._produced, on_start=self._start)
+        self._parameters = {self.storages.number(p): name for name, p in reversed(list(fake.module.named_parameters()))}
+        self.inputs = Inputs(fake.module, units.names)
+        self._outputs = recording_outputs(fake.module, units.names, self.cursor, self.shapes)
+        self._inputs = self.inputs.watched()
+
+    def __enter__(self) -> "Watch":
+        self._outputs.__enter__()
+        self._inputs.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._inputs.__exit__(*error)
+        self._outputs.__exit__(*error)
+
+    def start_loss(self) -> None:
+        """The module has returned; what follows is the loss."""
+        self._start(*LOSS)
+
+    def graph(self) -> nx.DiGraph:
+        """The events by number, and the tensors that are read behind the event that made them; each node of one has the
+        number of its `storage`. What depends on no parameter is left out: every stage makes it itself."""
+        found = {}
+        for number, made in self.storage_made.items():
+            readers = {event for event in self.storage_reads.get(number, ()) if event > made}
+            if readers and number in self.from_parameters:
+                size = self.storages.sizes.get(number, NOTHING)
+                found[number] = made, readers, 2 * size.elements + size.other_bytes
+        graph = wired(len(self.events), found.values())
+        nx.set_node_attributes(graph, {("tensor", i): number for i, number in enumerate(found)}, "storage")
+        return graph
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim" or not self.events:
+            return out
+        event = self.events[-1]
+        here = self.cursor.index
+        shapes = []
+        tainted = False
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                number = self.storages.number(tensor)
+                shapes.append(tensor.shape)
+                if number in self._parameters:
+                    event.parameters.add(self._parameters[number])
+                    tainted = True
+                    continue
+                tainted |= number in self.from_parameters
+                if number in self.storage_made:
+                    self.storage_reads[number].add(here)
+                if id(tensor) in self.made:
+                    self.reads[id(tensor)].add(here)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                number = self.storages.number(tensor, made=True)
+                shapes.append(tensor.shape)
+                if number not in self._parameters:
+                    self.storage_made.setdefault(number, here)
+                    if tainted:
+                        self.from_parameters.add(number)
+        event.operators.append((func, tuple(shapes)))
+        return out
+
+    def _start(self, kind: str, name: str, call: int) -> None:
+        self.cursor.start(kind, name, call)
+        if self.cursor.index == len(self.events):
+            self.events.append(Event(self.cursor.key))
+        self.events[-1].key = self.cursor.key
+
+    def _produced(self, producer: Producer, tensor: torch.Tensor) -> None:
+        self.cursor.end()
+        here = self.cursor.index
+        if id(tensor) in self.made:
+            self.reads[id(tensor)].add(here)  # handed on unchanged
+        self.made[id(tensor)].append((producer, here))
+        self.tensors[id(tensor)] = tensor
+        self.shapes.tensors[producer] = TensorSpec.of(tensor)
+        if producer.kind == "module":
+            self.from_parameters.add(self.storages.number(tensor))

@@ -1,0 +1,178 @@
+"""One class of layers: its first layer run alone, whole and in the cuts of tensor parallelism."""
+
+from collections.abc import Callable, Sequence
+
+from ..tensor_cuts.tensor_cuts import Found, common_degree, gathering_ways
+from ..tensor_cuts.tensor_rank import run_cut
+from ..tensor_cuts.tensor_trial import sequence_problem
+from .chain import Chain, Layer
+from .fake import FakeModel
+from .fitted_costs import fitted_costs, fitted_experts
+from .layer_run import LayerRun, Observation
+from .model_profile import Costs, LayerClass, LayerPart, ParameterProfile, Producer, TensorCut
+from .run_sizes import RunSizes
+
+_Like = Callable[[tuple[TensorCut, ...]], Sequence[Observation]]
+"""Cuts that are applied -> runs of the layer to compare with."""
+
+
+def layer_class_of(
+    fake: FakeModel, chain: Chain, sizes: RunSizes, index: int, found: Found
+) -> tuple[LayerClass, Observation]:
+    """The class of layer `index`, and what the layer did in its first run. found: what tensor parallelism may cut."""
+    layer = chain.layers[index]
+    whole = _whole_runs(fake, chain, sizes, index)
+    tensor = sequence = None
+    alone: tuple[Costs, ...] = ()
+    without: tuple[Costs | None, ...] = ()
+    cuts, parts = found.cuts, _parts(layer, whole)
+    names = tuple(part.name for part in parts)
+    if cuts:
+        degree = common_degree(found.cuts)
+        assert degree is not None
+        like = _runs_like(fake, chain, sizes, index, cuts, whole)
+
+        def costs(applied: tuple[TensorCut, ...]) -> Costs:
+            runs = _cut_runs(fake, chain, sizes, index, applied, degree, whole)
+            return fitted_costs(like(applied), runs, degree, names)
+
+        tensor = costs(cuts)
+        if len(cuts) > 1:
+            alone = tuple(costs((cut,)) for cut in cuts)
+        cuts, sequence, without = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole, like, names)
+    layer_class = LayerClass(
+        name=_class_name(fake, layer),
+        parameters=_parameters(fake, layer),
+        whole=fitted_costs(whole, parts=names),
+        cuts=cuts,
+        tensor=tensor,
+        sequence=sequence,
+        tensor_alone=alone,
+        sequence_without=without,
+        experts=fitted_experts(whole),
+        parts=parts,
+        writes_input=layer.writes_input,
+        writes_into_kept=whole[0].writes_into_kept,
+        writes_into_attention=whole[0].writes_into_attention,
+        input_overwritten=layer.input_overwritten,
+    )
+    return layer_class, whole[0]
+
+
+def _parts(layer: Layer, whole: Sequence[Observation]) -> tuple[LayerPart, ...]:
+    """Submodules of a layer that can be recomputed by themselves: where it is one module, and alike in all runs."""
+    if layer.units != (layer.root,):
+        return ()
+    runs = [(run.calls, [op for op in run.ops if not op.backward]) for run in whole]
+    found = [calls.parts(forward) for calls, forward in runs if calls is not None]
+    first = whole[0].calls
+    if first is None or any(names != found[0] for names in found):
+        return ()
+    return tuple(LayerPart(name=name, reads_arriving=first.reads_arriving(name)) for name in found[0])
+
+
+def _whole_runs(fake: FakeModel, chain: Chain, sizes: RunSizes, index: int) -> list[Observation]:
+    """Runs of a layer at two batch sizes: one and two samples, or two and three where one sample is copied less often
+    (a transposed batch of one is as contiguous as before), which no other batch would follow."""
+
+    def run(size: int) -> Observation:
+        return LayerRun(fake, chain, index, sizes.at(size), size, sizes.seq_len).run()
+
+    one, two = run(1), run(2)
+    alike = [op.name for op in one.ops if not op.is_view] == [op.name for op in two.ops if not op.is_view]
+    return [one, two] if alike else [two, run(3)]
+
+
+def _runs_like(
+    fake: FakeModel,
+    chain: Chain,
+    sizes: RunSizes,
+    index: int,
+    cuts: tuple[TensorCut, ...],
+    whole: Sequence[Observation],
+) -> _Like:
+    """What runs with some of the cuts are compared with: the whole layer, or (where logits stay cut, whose loss takes
+    other operators) the layer with those cut between one rank."""
+    apart = tuple(cut for cut in cuts if cut.stays_cut)
+    alone = _cut_runs(fake, chain, sizes, index, apart, 1, whole) if apart else whole
+    return lambda applied: alone if any(cut.stays_cut for cut in applied) else whole
+
+
+def _cut_runs(
+    fake: FakeModel,
+    chain: Chain,
+    sizes: RunSizes,
+    index: int,
+    cuts: tuple[TensorCut, ...],
+    degree: int,
+    like: Sequence[Observation],
+    sequence_dims: dict[Producer, int] | None = None,
+) -> list[Observation]:
+    """The runs of a layer in one cut of it, at the batch sizes of `like`."""
+    return [
+        run_cut(fake, chain, index, sizes.at(run.size), run.size, sizes.seq_len, cuts, degree, sequence_dims)
+        for run in like
+    ]
+
+
+def _sequence_costs(
+    fake: FakeModel,
+    chain: Chain,
+    sizes: RunSizes,
+    index: int,
+    cuts: tuple[TensorCut, ...],
+    degree: int,
+    whole: Sequence[Observation],
+    like: _Like,
+    parts: tuple[str, ...],
+) -> tuple[tuple[TensorCut, ...], Costs | None, tuple[Costs | None, ...]]:
+    """Cuts that say where to gather, costs with the rest on a slice of the sequence, and [cut] -> those with that one
+    left whole. None where no trial works."""
+    if sizes.seq_len is None or sizes.seq_len % degree or not any(cut.rows for cut in cuts):
+        return cuts, None, ()
+    if any(
+        cut.door or cut.tables for cut in cuts
+    ):  # a bias for each pair of tokens goes on to layers that need it whole
+        return cuts, None, ()
+    arriving = [crossing for crossing in chain.arriving(index) if crossing.spec.requires_grad]
+    dims = {c.producer: sizes.sequence_dim(c) for c in arriving}
+    leaving = [sizes.sequence_dim(crossing) for crossing in chain.leaving(index)]
+    positions = set(dims.values())
+    if len(positions) != 1 or None in positions:
+        return cuts, None, ()
+    sequence_dims = {producer: dim for producer, dim in dims.items() if dim is not None}
+
+    def tried(way: tuple[TensorCut, ...]) -> Costs | None:
+        try:
+            runs = _cut_runs(fake, chain, sizes, index, way, degree, whole, sequence_dims)
+        except ValueError:
+            return None
+        if sequence_problem(like(way)[0], runs[0], way, degree, leaving):
+            return None
+        return fitted_costs(like(way), runs, degree, parts)
+
+    for way in gathering_ways(fake, chain, index, cuts):
+        found = tried(way)
+        if found is not None:
+            rest = [tuple(other for other in way if other is not cut) for cut in way]
+            return way, found, tuple(tried(others) if others else None for others in rest)
+    return cuts, None, ()
+
+
+def _class_name(fake: FakeModel, layer: Layer) -> str:
+    if layer.root:
+        return type(fake.module.get_submodule(layer.root)).__name__
+    if layer.units and layer.name not in ("embedding", "head"):
+        return "+".join(dict.fromkeys(type(fake.module.get_submodule(unit)).__name__ for unit in layer.units))
+    return layer.name
+
+
+def _parameters(fake: FakeModel, layer: Layer) -> tuple[ParameterProfile, ...]:
+    named = dict(fake.module.named_parameters(remove_duplicate=False))
+    prefix = layer.root + "." if layer.root else ""
+    return tuple(
+        ParameterProfile(
+            name=name.removeprefix(prefix), shape=tuple(named[name].shape), trainable=named[name].requires_grad
+        )
+        for name in layer.parameters
+    )

@@ -1,0 +1,97 @@
+"""Banks of experts as their module is called: which of them can be run on a part of their experts, and how."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from .meters import Op
+
+_JOINING = ("_to_copy", "_unsafe_view", "add", "add_", "cat", "clone", "copy_", "mean", "sub", "sum")
+_MOVING = ("gather", "index", "index_add", "index_add_", "index_put", "index_put_", "index_select", "masked_fill")
+_LINEAR = frozenset((*_JOINING, *_MOVING, "scatter_add", "scatter_add_", "zeros_like", "empty_like"))
+"""Operators that are linear in all of their tensors; those of fixed values return nothing of what they were given."""
+
+_BILINEAR = frozenset(("mul", "mul_", "mm", "bmm", "baddbmm", "addmm", "_grouped_mm"))
+"""Operators that are linear in each of their tensors, so in one that depends on the weights if no other does."""
+
+_COPYING = ("_to_copy", "clone", "copy_", "zeros_like", "ones_like", "empty_like", "empty", "_unsafe_view")
+
+
+@dataclass(frozen=True)
+class BankCall:
+    """A call of a module with stacked parameters. rows: tokens through all experts. weights, output: storages of those
+    by which experts are weighed, and of what is returned; of stacked calls there are none."""
+
+    kind: Literal["routed", "stacked"]
+    rows: int
+    weights: int = -1
+    output: int = -1
+
+
+def stacked_of(args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
+    """What a module is given, if that is one tensor [experts, tokens, width] and it returns another such."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if len(given) != 1 or not isinstance(output, torch.Tensor) or given[0].dim() != 3:
+        return None
+    return given[0] if output.dim() == 3 and output.shape[:2] == given[0].shape[:2] else None
+
+
+def routing_of(args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """(tokens [N, width], experts of each [N, k], their weights [N, k]) if these are all the tensors that a module is
+    given, in whatever order; None if they are not."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    indices = [x for x in given if not x.is_floating_point() and x.dtype != torch.bool]
+    floats = [x for x in given if x.is_floating_point()]
+    if len(given) != 3 or len(indices) != 1 or any(x.dim() != 2 for x in given):
+        return None
+    tokens, weights = floats
+    if weights.shape != indices[0].shape:
+        tokens, weights = weights, tokens
+    if weights.shape != indices[0].shape or tokens.shape[0] != weights.shape[0]:
+        return None
+    return tokens, indices[0], weights
+
+
+def is_linear_in(weights: int, output: int, operators: Iterable[Op]) -> bool:
+    """Whether what a module returns is a sum of terms, each with one of its weights as a factor, as far as can be told
+    from the operators that it ran. weights, output: numbers of their storages."""
+    follows = {weights}
+    for op in operators:
+        read = [view.storage for view in op.inputs if view.storage in follows]
+        if not read:
+            continue
+        fresh = {view.storage for view in op.outputs} - follows
+        if op.is_view or op.name in _LINEAR or (op.name in _BILINEAR and len(read) == 1):
+            follows |= fresh
+        else:
+            return False
+    return output in follows
+
+
+def keeps_apart(count: int, operators: Iterable[Op]) -> bool:
+    """Whether what is stacked over `count` experts stays so in all that a module does: batched products with experts as
+    their first dim, and work on single elements."""
+    for op in operators:
+        shapes = [view.shape for view in (*op.inputs, *op.outputs)]
+        batched = op.name in ("bmm", "baddbmm") and all(shape[0] == count for shape in shapes)
+        if not (op.is_view or batched or op.kind == "elementwise" or op.name in _COPYING):
+            return False
+    return True
+
+
+def stacked_over(module: nn.Module) -> int:
+    """Number of experts that all parameters of a module are stacked over; 0 if they are not."""
+    sizes = {p.shape[0] if p.dim() > 1 else 0 for p in module.parameters()}
+    return min(sizes) if len(sizes) == 1 else 0
+
+
+def counts_of(module: nn.Module, count: int) -> tuple[str, ...]:
+    """A module's own attributes that say how many experts it has: integers of that value, of those with "expert" in
+    their names if there are any."""
+    found = [name for name, value in vars(module).items() if type(value) is int and value == count]
+    named: Sequence[str] = [name for name in found if "expert" in name]
+    return tuple(named or found)

@@ -1,0 +1,207 @@
+"""A loaded model on fake tensors: it runs forward and backward with shapes and dtypes, but without numbers.
+
+A model that decides by the values of its tensors needs real ones: `real_model` is the same thing with numbers.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .gpu_kernel_emulation import as_on_gpu
+from .load import Batch, LoadedModel, place_of, split_inputs
+from .model_profile import BufferProfile
+
+
+class DecidesByValuesError(Exception):
+    """The model reads numbers out of its tensors, which fake ones do not have."""
+
+    def __init__(self, operator: str, place: str) -> None:
+        super().__init__(f"{place} ({operator})")
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """A model whose floating-point tensors all have the compute dtype, in its fake mode; None: with real tensors."""
+
+    loaded: LoadedModel
+    module: nn.Module
+    mode: FakeTensorMode | None
+    dtype: torch.dtype
+    buffers: tuple[BufferProfile, ...] = ()
+    """As the model has them, before they take the compute dtype."""
+    uncast: tuple[tuple[dict[str, Any], str, torch.Tensor], ...] = ()
+    """(where, name, tensor): what stands in for a tensor that is no parameter, in the dtype that it has by itself."""
+
+    @contextmanager
+    def buffers_uncast(self) -> Iterator[None]:
+        """Buffers (and tensors that are attributes) have their own dtype, as under fully_shard."""
+        cast = [(where, name, where[name]) for where, name, _ in self.uncast]
+        try:
+            for where, name, tensor in self.uncast:
+                where[name] = tensor
+            yield
+        finally:
+            for where, name, tensor in cast:
+                where[name] = tensor
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Its parameters and buffers; walking through all modules for them takes long."""
+        return (*self.module.parameters(), *self.module.buffers())
+
+    def batch(self, size: int, seq_len: int | None) -> Batch:
+        """Micro-batch of `size` samples; real ones are all alike, so that all batches lead to one decision."""
+        loaded = self.loaded if seq_len is None else self.loaded.with_seq_len(seq_len)
+        made: Batch
+        if self.mode is None:
+            torch.manual_seed(0)
+            one, two = loaded.batch(1), loaded.batch(2)
+            made = tree_map(lambda a, b: _repeated(a, b, size) if isinstance(a, torch.Tensor) else a, one, two)
+            return made
+        real = loaded.batch(size)
+        with self.mode:
+            made = tree_map(self._fake, real)
+        return made
+
+    def loss(self, batch: Batch, before_loss: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Loss of one forward. Raises ValueError in words when the model cannot take the batch."""
+        args, kwargs = split_inputs(self.module, batch, self.loaded.loss is not None)
+        output = self.module(*args, **kwargs)
+        before_loss()
+        if self.loaded.loss is not None:
+            output = self.loaded.loss(output, batch)
+        return _scalar(output, self.loaded)
+
+    @contextmanager
+    def running(self) -> Iterator[list[str]]:
+        """Fake mode, kernels as on a GPU, and failures told in a sentence. Yields what refused a batch of one."""
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        was_disabled, log.disabled = log.disabled, True
+        try:
+            with self.mode or _same_numbers(), as_on_gpu() as refusals, torch.enable_grad():
+                yield refusals
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise DecidesByValuesError(str(error.func), place_of(error)) from error
+        except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as error:
+            if ".numpy() is not supported" in str(error):
+                raise DecidesByValuesError("numpy", place_of(error)) from error
+            if "cuda" in str(error).lower():
+                raise ValueError(
+                    f"{self.loaded.source} moves tensors to a GPU itself ({place_of(error)}), which is for the trainer "
+                    "to do: leave out .cuda() and .to('cuda'), and make new tensors where those that are there lie"
+                ) from error
+            raise ValueError(
+                f"{self.loaded.source} does not run with its own micro-batch: {type(error).__name__}: {error} "
+                f"({place_of(error)}). "
+                "Check that the batch function returns what forward takes: (inputs..., targets)"
+            ) from error
+        finally:
+            log.disabled = was_disabled
+
+    def _fake(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        dtype = self.dtype if leaf.is_floating_point() else leaf.dtype
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype)
+
+
+def fake_model(loaded: LoadedModel, dtype: torch.dtype) -> FakeModel:
+    """The model built on the meta device and turned into fake CPU tensors, in training mode."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.device("meta"):
+        module = loaded.build()
+    listed = _buffers(module)
+    uncast = _to_fake(module, mode, dtype)
+    return FakeModel(loaded, module.train(), mode, dtype, listed, uncast)
+
+
+def real_model(loaded: LoadedModel) -> FakeModel:
+    """The model with real numbers on the CPU, in float32 and in training mode; always the same numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = loaded.build()
+    listed = _buffers(module)
+    return FakeModel(loaded, module.float().train(), None, torch.float32, listed)
+
+
+def _buffers(module: nn.Module) -> tuple[BufferProfile, ...]:
+    return tuple(
+        BufferProfile(name=name, shape=tuple(buffer.shape), dtype=str(buffer.dtype).removeprefix("torch."))
+        for name, buffer in module.named_buffers()
+    )
+
+
+@contextmanager
+def _same_numbers() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def _repeated(one: torch.Tensor, two: torch.Tensor, size: int) -> torch.Tensor:
+    """A batch of one, `size` times, along the dim that a batch of two has more of."""
+    longer = [dim for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
+    return torch.cat([one] * size, dim=longer[0]) if longer else one
+
+
+def _to_fake(
+    root: nn.Module, mode: FakeTensorMode, dtype: torch.dtype
+) -> tuple[tuple[dict[str, Any], str, torch.Tensor], ...]:
+    """Replace all tensors of the module in place; Module.to_empty would untie shared parameters. See FakeModel.uncast
+    for what comes back."""
+    twins: dict[int, torch.Tensor] = {}
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in twins:
+            to = dtype if tensor.is_floating_point() else tensor.dtype
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=to, device="cpu")
+            twins[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if _is_parameter(tensor) else made
+        return twins[id(tensor)]
+
+    kept = []
+    uncast = []
+    with mode:
+        for module in root.modules():
+            places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+            for tensors in places:
+                for name, value in list(tensors.items()):
+                    if isinstance(value, torch.Tensor):
+                        kept.append(value)
+                        tensors[name] = twin(value)
+                        if value.is_floating_point() and value.dtype != dtype and not _is_parameter(value):
+                            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+                            uncast.append((tensors, name, made))
+    return tuple(uncast)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _scalar(output: Any, loaded: LoadedModel) -> torch.Tensor:
+    """The loss in what the model (or the loss function) returned."""
+    if hasattr(output, "loss") and isinstance(output.loss, torch.Tensor):
+        found: torch.Tensor = output.loss
+        return found
+    if isinstance(output, dict) and isinstance(output.get("loss"), torch.Tensor):
+        return torch.as_tensor(output["loss"])
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.requires_grad:
+            return leaf
+    what = "loss(output, batch)" if loaded.loss is not None else "the module"
+    raise ValueError(
+        f"{what} of {loaded.source} returned no single number to train on; define in the model file, for example: "
+        "def loss(output, batch): return torch.nn.functional.cross_entropy(output, batch[1])"
+    )

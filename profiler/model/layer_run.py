@@ -1,0 +1,496 @@
+"""Run one layer of a chain alone, forward and backward, and observe what it does and keeps.
+
+The model's own forward runs with every other layer module stubbed and the crossing tensors replaced by fresh leaves;
+meters are on only within the layer. It stops after the layer's last event.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..semantics.producers import Producers
+from .chain import Chain, Crossing, Layer
+from .chain_watch import Cursor, stubbed
+from .expert_banks import BankCall, counts_of, is_linear_in, keeps_apart, routing_of, stacked_of, stacked_over
+from .fake import FakeModel
+from .meters import NOTHING, Op, Recorder, Size, Storages
+from .model_profile import Producer
+from .part_watch import ModuleCalls, PeakOf
+from .run_shapes import Shapes, TensorSpec
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that a tensor-parallel rank would call, after so many operators."""
+
+    kind: str
+    part: str
+    tensor: Size
+    after: int = 0
+    entry: str = ""
+    call: int = -1
+    """The module call in which it is, as ModuleCalls numbers them."""
+
+
+@dataclass
+class ExpertBank:
+    """Matmuls of one module with parameters stacked over experts."""
+
+    count: int
+    rows: float
+    parameters: list[str]
+    called: Literal["", "routed", "stacked"] = ""
+    attributes: tuple[str, ...] = ()
+
+
+@dataclass
+class Observation:
+    """What one run of a layer did; size: with how many samples."""
+
+    size: int
+    ops: list[Op] = field(default_factory=list)
+    saved: Size = NOTHING
+    full: Size = NOTHING
+    """Kept under full recompute: saved outside the layer's modules, or made there and given to one."""
+    selective: Size = NOTHING
+    """Kept under selective recompute: the same, and what matmuls and attention in the modules returned."""
+    inputs: Size = NOTHING
+    attention: Size = NOTHING
+    """Kept under recompute of attention: everything saved but what is made between the scores and the output."""
+    saves_arriving: list[bool] = field(default_factory=list)
+    """Whether the layer saves each arriving tensor, in the order of the chain's crossings."""
+    given_arriving: list[bool] = field(default_factory=list)
+    """Whether a module of the layer is given it, so that recompute needs it."""
+    saves_leaving: list[bool] = field(default_factory=list)
+    """The same of the tensors it makes for later layers."""
+    saves_in_fp32: list[bool] = field(default_factory=list)
+    """Both, leaving and arriving, where the compute dtype is fp32: a layer that casts first saves what it was given."""
+    forward_transient: Size = NOTHING
+    backward_transient: Size = NOTHING
+    collectives: list[Collective] = field(default_factory=list)
+    outputs: list[TensorSpec] = field(default_factory=list)
+    saved_after: int = 0
+    """Operators that had run when the last tensor was saved in the layer's modules; recompute stops there."""
+    arrived: dict[int, bool] = field(default_factory=dict)
+    """Storage number of each arriving tensor -> whether it requires a gradient."""
+    experts: dict[str, ExpertBank] = field(default_factory=dict)
+    writes_into_kept: bool = False
+    """Whether a module writes into what a matmul or attention returned before."""
+    writes_into_attention: bool = False
+    """Whether something is written into that unfused attention has read, and not made."""
+    calls: ModuleCalls | None = None
+    """Calls of the layer's modules, and what is saved in them."""
+    peak_of: PeakOf | None = None
+    """The most that lived between two moments."""
+
+
+SELECTIVELY_KEPT = ("matmul", "attention")
+"""Kinds of operators whose results selective recompute keeps: they are dear to run again and small to keep."""
+
+_BATCHED = ("_grouped_mm", "bmm", "baddbmm")
+
+Arrive = Callable[[Crossing, torch.Tensor], torch.Tensor]
+
+
+class LayerRun:
+    """One run of one layer at one batch size; `recorder` and `storages` may be used by hooks while it runs."""
+
+    def __init__(
+        self, fake: FakeModel, chain: Chain, index: int, shapes: Shapes, size: int, seq_len: int | None
+    ) -> None:
+        self.fake = fake
+        self.chain = chain
+        self.index = index
+        self.layer: Layer = chain.layers[index]
+        self.storages = Storages(fake.dtype)
+        self.recorder = Recorder(self.storages, self._where)
+        self.calls = ModuleCalls(self.storages)
+        self.observation = Observation(size)
+        self._shapes = shapes
+        self._batch = fake.batch(size, seq_len)
+        self._cursor = Cursor([layer.last_key for layer in chain.layers])
+        self._modules: list[str] = []
+        self._saved: set[int] = set()
+        self._outside: set[int] = set()
+        self._saved_outside: set[int] = set()
+        self._given: set[int] = set()
+        self._inside: list[bool] = []
+        self._called_in: list[int] = []
+        self._arrived_as: dict[int, Producer] = {}
+        self._saved_arriving: set[Producer] = set()
+        self._leaving_as: dict[Producer, int] = {}
+        self._gradients: set[int] = set()
+        self._own = set(self.layer.calls)
+        self._arriving = {crossing.producer: crossing for crossing in chain.arriving(index)}
+        self._leaving = dict.fromkeys(crossing.producer for crossing in chain.leaving(index))
+        self._outputs: dict[Producer, torch.Tensor] = {}
+        self._leaves: dict[Producer, torch.Tensor] = {}
+        self._slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._of_node: dict[int, str] = {}
+        self._bank_calls: dict[str, list[BankCall | None]] = {}
+
+    def run(self, arrive: Arrive = lambda crossing, tensor: tensor, backward: bool = True) -> Observation:
+        """Observe the layer. arrive: may cut an arriving tensor (to a slice of the sequence)."""
+        self._arrive = arrive
+        cut = (self.fake.module.get_parameter(name) for name in self.layer.parameters)
+        for tensor in (*self.fake.tensors, *cut):
+            self._outside.add(self.storages.number(tensor))
+        with self.fake.running(), self.recorder:
+            scalars = self._forward()
+            forward_end = len(self.storages.log)
+            if backward:
+                self._backward(scalars)
+        self._account(forward_end)
+        return self.observation
+
+    def _forward(self) -> list[torch.Tensor]:
+        """Scalars whose backward brings a gradient to each output, as the next layer's backward would."""
+        self._producers = Producers(
+            self.fake.module, self.chain.units.names, self._replace, self._produced, self._start
+        )
+        others = {name for layer in self.chain.layers for name, call in layer.calls if (name, call) not in self._own}
+        loss = None
+        with (
+            self._module_names(),
+            stubbed(self.fake.module, others, self._producers, self._stub),
+            torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor),
+        ):
+            try:
+                with self._producers, torch.enable_grad():
+                    loss = self.fake.loss(self._batch, before_loss=self._start_loss)
+            except _Stop:
+                pass
+            self._producers = None  # type: ignore[assignment]
+        for i, (op, inside) in enumerate(zip(self.recorder.ops, self._inside, strict=True)):
+            op.repeated, op.call = inside and i < self.observation.saved_after, self._called_in[i]
+        if loss is not None and self._cursor.layer != self.index:
+            raise ValueError(
+                f"the forward of {self.fake.loaded.source} runs other operations from one call to the next, so "
+                f"{self.layer.name} was not found again; make it the same for every batch size and call"
+            )
+        if loss is not None:
+            self._outputs.clear()
+            self.recorder.active = False
+            number = self.storages.number(loss)  # whoever trains holds it until the backward
+            self._saved.add(number)
+            self._saved_outside.add(number)
+            self.observation.outputs.append(TensorSpec.of(loss))
+            return [loss]
+        self.recorder.active = False
+        scalars = []
+        for producer, tensor in self._outputs.items():
+            self.observation.outputs.append(TensorSpec.of(tensor))
+            self._leaving_as[producer] = self.storages.number(tensor)
+            if tensor.grad_fn is not None:
+                scalars.append(_Gradient.apply(tensor))
+        self._outputs.clear()
+        return scalars
+
+    def _backward(self, scalars: list[torch.Tensor]) -> None:
+        if not scalars:
+            return
+        own = [self.fake.module.get_parameter(name) for name in self.layer.parameters]
+        handles = [p.register_post_accumulate_grad_hook(self._got_weight_gradient) for p in own if p.requires_grad]
+        gradients = [torch.ones_like(scalar) for scalar in scalars]
+        self.recorder.active = self.recorder.backward = True
+        torch.autograd.backward(scalars, gradients)
+        self.recorder.active = False
+        for handle in handles:
+            handle.remove()
+        reached = {self.storages.number(t.grad) for t in self._leaves.values() if t.grad is not None}
+        for parameter in own:
+            parameter.grad = None
+        _name_parts(self.recorder.ops, reached, self._gradients)
+
+    def _account(self, forward_end: int) -> None:
+        seen = self.observation
+        seen.ops = self.recorder.ops
+        returned = set(self._leaving_as.values())  # counts as what arrives in the next layer, once
+        elsewhere = returned | self._outside
+        seen.saved = self.storages.total(self._saved, elsewhere)
+        forward = [op for op in seen.ops if not op.backward]
+        inside = [op for op, within in zip(forward, self._inside, strict=True) if within and not op.is_view]
+        around = self._saved_outside | self._given
+        kept = {view.storage for op in inside if op.kind in SELECTIVELY_KEPT for view in op.outputs}
+        seen.full = self.storages.total(around, elsewhere)
+        seen.selective = self.storages.total(around | kept, elsewhere)
+        inner = self._attention_core(forward)
+        seen.attention = self.storages.total(self._saved - inner, elsewhere)
+        seen.writes_into_kept = _writes_behind(inside, [op.kind in SELECTIVELY_KEPT for op in inside], kept)
+        read = {view.storage for op in forward if op.core for view in op.inputs} - inner
+        seen.writes_into_attention = _writes_behind(forward, [op.core for op in forward], read)
+        seen.saves_arriving = [producer in self._saved_arriving for producer in self._arriving]
+        given = {self._arrived_as[number] for number in self._given if number in self._arrived_as}
+        seen.given_arriving = [producer in given for producer in self._arriving]
+        seen.saves_leaving = [self._leaving_as.get(producer) in self._saved for producer in self._leaving]
+        saved = {self.storages.in_fp32(number) for number in self._saved}
+        arrived = {self._arrived_as[n] for n in saved if n in self._arrived_as} | self._saved_arriving
+        left = {producer for producer, n in self._leaving_as.items() if self.storages.in_fp32(n) in saved}
+        seen.saves_in_fp32 = [*(p in left for p in self._leaving), *(p in arrived for p in self._arriving)]
+        self._find_experts(forward)
+        self.calls.left_out, self.calls.returned, self.calls.arrived = elsewhere, returned, set(self._arrived_as)
+        seen.calls, seen.peak_of = self.calls, self._peak_of
+        for tensor in self._leaves.values():
+            seen.inputs += self.storages.size(tensor)
+            seen.arrived[self.storages.number(tensor)] = tensor.requires_grad
+        width = self.fake.dtype.itemsize
+        end = len(self.storages.log)
+        spans = ((0, forward_end, set[int]()), (forward_end, end, self._gradients))
+        seen.forward_transient, seen.backward_transient = (
+            _above(
+                self.storages.peak(start, stop, width, without),
+                self.storages.peak_in_fp32(start, stop, without),
+                seen.saved,
+                width,
+            )
+            for start, stop, without in spans
+        )
+
+    def _peak_of(self, start: int, end: int) -> Size:
+        """The most that lived at once between two moments, without gradients of weights."""
+        peak = self.storages.peak(start, end, self.fake.dtype.itemsize, self._gradients)
+        in_fp32 = self.storages.peak_in_fp32(start, end, self._gradients)
+        return Size(peak.elements, peak.other_bytes, in_fp32 - peak.fp32_bytes)
+
+    def _attention_core(self, forward: list[Op]) -> set[int]:
+        """Storages made from the scores of unfused attention up to its output; marks the operators that make them.
+
+        Scores are a batched product of activations; what follows from them goes as far as the next such product.
+        """
+        weights = {self.storages.number(self.fake.module.get_parameter(name)) for name in self.layer.parameters}
+        made: set[int] = set()
+        scores: set[int] = set()
+        for op in forward:
+            read = {view.storage for view in op.inputs}
+            product = op.name in ("bmm", "baddbmm") and not read & weights
+            op.core = product or bool(read & scores)
+            if not op.core:
+                continue
+            outputs = {view.storage for view in op.outputs}
+            if product and read & scores:
+                continue  # the output of attention
+            scores |= outputs
+            made |= outputs
+        return made
+
+    def _find_experts(self, forward: list[Op]) -> None:
+        prefix = self.layer.root + "." if self.layer.root else ""
+        stacked = {}
+        for name in self.layer.parameters:
+            parameter = self.fake.module.get_parameter(name)
+            if parameter.dim() == 3:
+                stacked[self.storages.number(parameter)] = (name.removeprefix(prefix), parameter.shape[0])
+        for op in forward:
+            weight = next((stacked[view.storage] for view in op.inputs if view.storage in stacked), None)
+            if weight is not None and op.shape is not None and op.name in _BATCHED:
+                name, count = weight
+                bank = self.observation.experts.setdefault(op.module, ExpertBank(count, op.shape[0], []))
+                bank.parameters.append(name)
+        for name, calls in self._bank_calls.items():
+            module = self.fake.module.get_submodule((prefix + name).removesuffix("."))
+            count, call = stacked_over(module), calls[0]
+            if not count or len(calls) > 1 or call is None:
+                continue
+            inside = [op for op in forward if f"{op.module}.".startswith(f"{name}.")]
+            if call.kind == "routed":
+                able = is_linear_in(call.weights, call.output, inside)
+            else:
+                able = keeps_apart(count, inside)
+            if able:
+                found = [f"{name}.{own}" for own, _ in module.named_parameters()]
+                attributes = counts_of(module, count)
+                self.observation.experts[name] = ExpertBank(count, call.rows, found, call.kind, attributes)
+
+    def _start(self, kind: str, name: str, call: int) -> None:
+        self._cursor.start(kind, name, call)
+        if self._cursor.layer > self.index:
+            raise _Stop
+        self.recorder.active = self._cursor.layer == self.index
+
+    def _start_loss(self) -> None:
+        self._start("loss", "loss", 0)
+
+    def _replace(self, producer: Producer, tensor: torch.Tensor) -> torch.Tensor:
+        crossing = self._arriving.get(producer)
+        if crossing is None:
+            return tensor
+        active, self.recorder.active = self.recorder.active, False
+        spec = self._shapes.tensors[producer]
+        blank = spec.blank()
+        leaf = self._arrive(crossing, blank).requires_grad_(spec.requires_grad)
+        whole, part = (self._arrived(tensor, spec.requires_grad) for tensor in (blank, leaf))
+        self._outside |= {self.storages.number(tensor) for tensor in (leaf, part, whole)}
+        self._arrived_as.update(dict.fromkeys((self.storages.number(t) for t in (leaf, part, whole)), producer))
+        self._leaves[producer] = leaf
+        self._slices[id(whole)] = (whole, part)
+        self.recorder.active = active
+        return whole
+
+    def _arrived(self, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+        """The tensor as a layer gets it: like what the layer before made, no leaf, so it may be changed in place."""
+        return tensor.requires_grad_(requires_grad).clone()
+
+    def _slice_inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Only the layer's own modules see slices: glue before them still takes shapes from the whole tensors."""
+        given: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(
+            lambda leaf: self._slices[id(leaf)][1] if id(leaf) in self._slices else leaf, (args, kwargs)
+        )
+        self._given |= {self.storages.number(leaf) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+        return given
+
+    def _produced(self, producer: Producer, tensor: torch.Tensor) -> None:
+        self._cursor.end()
+        if producer in self._leaving:
+            self._outputs[producer] = tensor
+
+    def _stub(self, name: str, call: int) -> Any | None:
+        if (name, call) in self._own:
+            return None
+        return self._shapes.stand_in(name, call)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.recorder.active:
+            number = self.storages.number(tensor)
+            self.calls.save(number, len(self.recorder.ops))
+            if self._modules:
+                self.observation.saved_after = len(self.recorder.ops)
+            else:
+                self._saved_outside.add(number)
+            if number in self._arrived_as:
+                self._saved_arriving.add(self._arrived_as[number])
+            if number not in self._outside:
+                self._saved.add(number)
+        return tensor
+
+    def _got_weight_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._gradients.add(self.storages.number(parameter.grad))
+
+    def _where(self) -> str:
+        """Module of the operator that runs now; backward operators belong to the module that made their node."""
+        node = torch._C._current_autograd_node() if self.recorder.backward else None
+        if self.recorder.backward:
+            return self._of_node.get(node._sequence_nr(), "") if node is not None else ""
+        name = self._modules[-1] if self._modules else ""
+        self._inside.append(bool(self._modules))
+        self._called_in.append(self.calls.innermost)
+        self._of_node[torch.autograd._get_sequence_nr() - 1] = name  # type: ignore[attr-defined]
+        return name
+
+    @contextmanager
+    def _module_names(self) -> Iterator[None]:
+        """Keep the stack of running modules of this layer, named relative to its root."""
+        handles = []
+        prefix = self.layer.root + "." if self.layer.root else ""
+        for unit in self.layer.units:
+            for name, module in self.fake.module.get_submodule(unit).named_modules(prefix=unit):
+                relative = name.removeprefix(prefix) if name != self.layer.root else ""
+                handles.append(module.register_forward_pre_hook(self._push(relative), prepend=True))
+                handles.append(module.register_forward_hook(self._pop))
+                handles.append(module.register_forward_pre_hook(self._begin(relative), with_kwargs=True, prepend=True))
+                handles.append(module.register_forward_hook(self._end))
+                if any(p.dim() == 3 for p in module.parameters(recurse=False)):
+                    handles.append(module.register_forward_hook(self._called(relative), with_kwargs=True))
+            root = self.fake.module.get_submodule(unit)
+            handles.append(root.register_forward_pre_hook(self._slice_inputs, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _push(self, name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda module, args: self._modules.append(name)
+
+    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._modules.pop()
+
+    def _begin(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = {self.storages.number(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            self.calls.begin(name, given, len(self.recorder.ops))
+
+        return begin
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls.end()
+
+    def _called(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
+        """Notes how a module with stacked parameters is called."""
+
+        def called(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self.recorder.active:
+                return
+            routing, stacked = routing_of(args, kwargs), stacked_of(args, kwargs, output)
+            call = None
+            if routing and isinstance(output, torch.Tensor) and output.shape[:-1] == routing[0].shape[:-1]:
+                weights, returned = self.storages.number(routing[2]), self.storages.number(output)
+                call = BankCall("routed", routing[1].numel(), weights, returned)
+            elif stacked is not None and stacked.shape[0] == stacked_over(module):
+                call = BankCall("stacked", stacked.shape[0] * stacked.shape[1])
+            self._bank_calls.setdefault(name, []).append(call)
+
+        return called
+
+
+class _Stop(BaseException):
+    """The layer has run; the rest of the model need not. Not an Exception, so that no model catches it."""
+
+
+def _writes_behind(ops: Sequence[Op], begins: Sequence[bool], storages: set[int]) -> bool:
+    """Whether an operator writes into one of these storages behind the first of the operators that begin."""
+    first = next((i for i, here in enumerate(begins) if here), len(ops))
+    return any(
+        op.name.endswith("_") and any(view.storage in storages for view in op.outputs) for op in ops[first + 1 :]
+    )
+
+
+class _Gradient(torch.autograd.Function):
+    """Stands for everything after the layer: gives its output a gradient that autograd may free once used."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.spec = (tensor.shape, tensor.dtype)
+        return tensor.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        shape, dtype = ctx.spec
+        return torch.empty(shape, dtype=dtype)
+
+
+def _name_parts(ops: list[Op], input_gradients: set[int], weight_gradients: set[int]) -> None:
+    """backward_weight: nothing that reaches an arriving tensor depends on it. Both results at once: "backward"."""
+    needed = set(input_gradients)
+    for op in reversed(ops):
+        if not op.backward:
+            break
+        made = {view.storage for view in op.outputs}
+        for_weights = bool(made & weight_gradients)
+        if not input_gradients:
+            op.part = "backward_weight" if for_weights else "backward_input"
+        elif made & needed:
+            op.part = "backward" if for_weights else "backward_input"
+            needed |= {view.storage for view in op.inputs}
+        else:
+            op.part = "backward_weight"
+
+
+def _above(peak: Size, peak_in_fp32: float, kept: Size, element_bytes: int) -> Size:
+    """Peak beyond what is kept. Where one kind shrinks while the other grows, only the bytes in sum are a peak."""
+    rest = peak - kept
+    elements, other = rest.elements, rest.other_bytes
+    if elements < 0:
+        elements, other = 0.0, other + element_bytes * elements
+    elif other < 0:
+        elements, other = elements + other / element_bytes, 0.0
+    above = Size(max(elements, 0.0), max(other, 0.0))
+    in_fp32 = max(peak_in_fp32 - kept.fp32_bytes, 0.0)
+    return Size(above.elements, above.other_bytes, in_fp32 - above.fp32_bytes)

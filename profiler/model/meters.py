@@ -1,0 +1,326 @@
+"""Meters under a running model: operators with FLOPs and bytes, and the life of every storage."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from .gpu_kernel_emulation import Mode
+from .model_profile import FP32_BYTES, OpKind, OpPart
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Size:
+    """Elements of the compute dtype, and bytes of all other dtypes; and what is added to both where the compute dtype
+    is fp32 (less than nothing: casts are no copies there)."""
+
+    elements: float = 0.0
+    other_bytes: float = 0.0
+    in_fp32: float = 0.0
+
+    def __add__(self, more: "Size") -> "Size":
+        return Size(self.elements + more.elements, self.other_bytes + more.other_bytes, self.in_fp32 + more.in_fp32)
+
+    def __sub__(self, less: "Size") -> "Size":
+        return Size(self.elements - less.elements, self.other_bytes - less.other_bytes, self.in_fp32 - less.in_fp32)
+
+    @property
+    def fp32_bytes(self) -> float:
+        """Bytes where the compute dtype is fp32."""
+        return FP32_BYTES * self.elements + self.other_bytes + self.in_fp32
+
+
+NOTHING = Size()
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as an operator saw it: which storage, which part of it."""
+
+    storage: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, storage: int) -> "View":
+        """View of a tensor."""
+        return cls(storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+@dataclass
+class Op:
+    """One operator that ran."""
+
+    name: str
+    kind: OpKind
+    module: str
+    backward: bool
+    is_view: bool
+    inputs: tuple[View, ...]
+    outputs: tuple[View, ...]
+    flops: float = 0.0
+    moved: Size = NOTHING
+    shape: tuple[float, float, float] | None = None
+    part: OpPart = "forward"
+    repeated: bool = True
+    core: bool = False
+    call: int = -1
+    """Forward only: the module call in which it ran, as ModuleCalls numbers them."""
+    within: str = ""
+    moment: int = 0
+    """Births and deaths of storages until it had run."""
+    arguments: tuple[Any, ...] = field(default=(), repr=False)
+
+
+class Storages:
+    """Numbers storages in order of appearance (addresses are used again) and logs their birth and death."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.log: list[tuple[int, bool]] = []
+        self.sizes: dict[int, Size] = {}
+        self._cast_of: dict[int, int] = {}
+        self._dtype = dtype
+        self._numbers: dict[int, int] = {}
+        self._next = 0
+
+    def number(self, tensor: torch.Tensor, made: bool = False) -> int:
+        """Number of the tensor's storage. made: an operator has just returned it; if new, it is logged as born."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        number = self._numbers.get(address)
+        if number is None:
+            number = self._numbers[address] = self._next
+            self._next += 1
+            if made:
+                self.sizes[number] = self.size_of_bytes(storage.nbytes(), tensor.dtype)
+                self.log.append((number, True))
+            weakref.finalize(storage, self._died, address)
+        return number
+
+    def size_of_bytes(self, num_bytes: int, dtype: torch.dtype) -> Size:
+        """That many bytes of `dtype`, as a Size."""
+        return Size(num_bytes / dtype.itemsize) if dtype == self._dtype else Size(0.0, num_bytes)
+
+    def size(self, tensor: torch.Tensor) -> Size:
+        """What reading or writing the tensor moves: an expanded tensor is no larger than its storage."""
+        num_bytes = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+        return self.size_of_bytes(num_bytes, tensor.dtype)
+
+    def cast(self, source: torch.Tensor, made: torch.Tensor) -> None:
+        """An operator has made one from the other, in another dtype: if that is all, in fp32 both are one storage."""
+        if {source.dtype, made.dtype} == {self._dtype, torch.float32} and source.stride() == made.stride():
+            self._cast_of[self.number(made)] = self.in_fp32(self.number(source))
+
+    def in_fp32(self, number: int) -> int:
+        """The storage that this one is where the compute dtype is fp32."""
+        return self._cast_of.get(number, number)
+
+    def total(self, numbers: set[int], without: AbstractSet[int] = frozenset()) -> Size:
+        """All of those that were born under this log. without: left out, as is in fp32 whatever is one with them."""
+        total = Size()
+        for number in numbers - without:
+            total += self.sizes.get(number, Size())
+        there = {self.in_fp32(number) for number in numbers} - {self.in_fp32(number) for number in without}
+        in_fp32 = sum(self.sizes[number].fp32_bytes for number in there if number in self.sizes)
+        return Size(total.elements, total.other_bytes, in_fp32 - total.fp32_bytes)
+
+    def peak_in_fp32(self, start: int, end: int, without: set[int]) -> float:
+        """The same as peak where the compute dtype is fp32, in bytes."""
+        living: Counter[int] = Counter()
+        left_out = {self.in_fp32(number) for number in without}
+        live = best = 0.0
+        for i, (number, born) in enumerate(self.log[:end]):
+            root = self.in_fp32(number)
+            if root in self.sizes and root not in left_out:
+                living[root] += 1 if born else -1
+                if living[root] == int(born):
+                    live += self.sizes[root].fp32_bytes if born else -self.sizes[root].fp32_bytes
+            if i >= start - 1:
+                best = max(best, live)
+        return best
+
+    def peak(self, start: int, end: int, element_bytes: int, without: set[int]) -> Size:
+        """The most that lived at once between two positions of the log, counting from its very beginning."""
+        live = best = Size()
+        best_bytes = -1.0
+        for i, (number, born) in enumerate(self.log[:end]):
+            if number not in without:
+                live = live + self.sizes[number] if born else live - self.sizes[number]
+            total = live.elements * element_bytes + live.other_bytes
+            if i >= start - 1 and total > best_bytes:
+                best, best_bytes = live, total
+        return best
+
+    def _died(self, address: int) -> None:
+        number = self._numbers.pop(address)
+        if number in self.sizes:
+            self.log.append((number, False))
+
+
+class Recorder(Mode):
+    """Writes down every operator while `active`; while `muted` only the storages that it makes. kind: of all operators
+    that come, if not as their names say."""
+
+    def __init__(self, storages: Storages, module: Callable[[], str]) -> None:
+        super().__init__()
+        self.active = False
+        self.backward = False
+        self.muted = False
+        self.kind: OpKind | None = None
+        self.ops: list[Op] = []
+        self.storages = storages
+        self._module = module
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.active or func.namespace == "prim":
+            return func(*args, **kwargs)
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        views_in = tuple(View.of(t, self.storages.number(t)) for t in inputs)
+        out = func(*args, **kwargs)
+        outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        views_out = tuple(View.of(t, self.storages.number(t, made=True)) for t in outputs)
+        if func is aten._to_copy.default:
+            self.storages.cast(inputs[0], outputs[0])
+        if self.muted:
+            return out
+        name = func._overloadpacket.__name__
+        read = {view.storage for view in views_in}
+        is_view = not func._schema.is_mutable and bool(views_out) and all(v.storage in read for v in views_out)
+        op = Op(name, self.kind or op_kind(func), self._module(), self.backward, is_view, views_in, views_out)
+        if not is_view and name not in _FREE:
+            op.flops = op_flops(func, args, kwargs, out)
+            op.moved = self._moved(name, inputs, outputs)
+            op.shape = product_shape(name, args)
+        op.moment = len(self.storages.log)
+        op.arguments = tuple(a for a in args if not isinstance(a, torch.Tensor))
+        self.ops.append(op)
+        return out
+
+    def _moved(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Size:
+        total = Size()
+        for tensor in outputs:
+            total += self.storages.size(tensor)
+        if name == "embedding":
+            return total + total + self.storages.size(inputs[-1])  # reads the rows that it looks up, not the table
+        for tensor in inputs:
+            total += self.storages.size(tensor)
+        return total
+
+
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
+
+_MATMUL = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_grouped_mm", "_scaled_mm"}
+_NORM = {"_fused_rms_norm", "_fused_rms_norm_backward"}
+_LOSS = {"_log_softmax", "_log_softmax_backward_data"}
+_COPY = {"_to_copy", "clone", "copy_", "cat", "stack", "zeros_like", "fill_", "zero_", "zeros", "ones_like", "ones"}
+
+
+def op_kind(func: Any) -> OpKind:
+    """Kind of an aten operator."""
+    name = func._overloadpacket.__name__
+    if name in _MATMUL or "rnn_layer" in name:
+        return "matmul"
+    if "scaled_dot_product" in name:
+        return "attention"
+    if name in _NORM or name.startswith(("native_layer_norm", "native_group_norm", "native_batch_norm", "batch_norm")):
+        return "norm"
+    if name in _LOSS or "_loss" in name:
+        return "loss"
+    if name.startswith("embedding"):
+        return "embedding"
+    if name in _COPY:
+        return "copy"
+    return "elementwise" if torch.Tag.pointwise in func.tags else "other"
+
+
+def op_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """FLOPs of one operator: torch's formulas, and ours for what torch leaves out.
+
+    Attention counts q k^T and probabilities v in full without a causal flag, and half of that with it (a mask given as
+    a tensor is executed in full). Norms, softmax and other elementwise work counts as 0: bytes decide its time.
+    """
+    name = func._overloadpacket.__name__
+    if name in _FLOPS:
+        return float(_FLOPS[name](*args))
+    if "scaled_dot_product" in name:
+        return _attention_flops(func, args, kwargs)
+    formula = flop_registry.get(func._overloadpacket)
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    given = dict(kwargs)
+    given.update(zip((a.name for a in func._schema.arguments), args, strict=False))
+    q, k, v = (given[key].shape for key in ("query", "key", "value"))
+    if "backward" in func._overloadpacket.__name__:
+        grad = next(given[key] for key in ("grad_out", "grad_out_", "grad") if key in given)
+        full = sdpa_backward_flop_count(grad.shape, q, k, v)
+    else:
+        full = sdpa_flop_count(q, k, v)
+    return full / 2 if given.get("is_causal") else float(full)
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _rnn_flops(x: torch.Tensor, input_weight: torch.Tensor, hidden_weight: torch.Tensor, *_: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * (input_weight.numel() + hidden_weight.numel())
+
+
+def _convolution_backward_flops(grad: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *more: Any) -> int:
+    """Of each wanted gradient as many as the forward's; torch's own formula forgets about groups."""
+    transposed, wanted = more[4], more[-1]
+    positions = image if transposed else grad
+    return 2 * positions.shape[0] * positions.shape[2:].numel() * weight.numel() * int(sum(wanted[:2]))
+
+
+_FLOPS: dict[str, Callable[..., int]] = {
+    "convolution_backward": _convolution_backward_flops,
+    "_grouped_mm": _grouped_flops,
+    "mkldnn_rnn_layer": _rnn_flops,
+    "mkldnn_rnn_layer_backward": lambda *args: 2 * _rnn_flops(*args),
+}
+
+
+def product_shape(name: str, args: tuple[Any, ...]) -> tuple[float, float, float] | None:
+    """(rows, inner, columns) of a matrix product; a convolution as the product it is lowered to."""
+    if name in ("addmm", "baddbmm"):
+        args = args[1:]
+    if name in ("mm", "addmm"):
+        return args[0].shape[0], args[0].shape[1], args[1].shape[1]
+    if name in ("bmm", "baddbmm"):
+        return args[0].shape[0] * args[0].shape[1], args[0].shape[2], args[1].shape[2]
+    if name == "_grouped_mm":
+        return args[0].shape[-2], args[0].shape[-1], args[1].shape[-1]
+    if name == "convolution":
+        image, weight = args[0].shape, args[1].shape
+        outputs = _convolution_positions(image, weight, args)
+        return image[0] * outputs, weight[1:].numel(), weight[0]
+    if name == "convolution_backward":
+        gradient, weight = args[0].shape, args[2].shape
+        return gradient[0] * gradient[2:].numel(), weight[0], weight[1:].numel()
+    return None
+
+
+def _convolution_positions(image: torch.Size, weight: torch.Size, args: tuple[Any, ...]) -> int:
+    stride, padding, dilation, transposed = args[3], args[4], args[5], args[6]
+    if transposed:
+        return image[2:].numel()
+    positions = 1
+    for i, (size, kernel) in enumerate(zip(image[2:], weight[2:], strict=True)):
+        step, pad, gap = (values[i] if len(values) > 1 else values[0] for values in (stride, padding, dilation))
+        positions *= (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
+    return positions

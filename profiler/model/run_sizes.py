@@ -1,0 +1,92 @@
+"""Shapes of a model's tensors at several batch sizes and lengths, which tell what each dim of a tensor grows with."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+from .chain import Chain, Crossing, shapes_at
+from .fake import FakeModel
+from .positions import longest
+from .run_shapes import Shapes
+
+Dim = Literal["batch", "sequence", "other"]
+
+
+class RunSizes:
+    """Shapes at two batch sizes (at a third when asked) and, for models with a sequence, at a second length."""
+
+    def __init__(
+        self, fake: FakeModel, chain: Chain, seq_len: int | None, two: Shapes, like: "RunSizes | None" = None
+    ) -> None:
+        self.seq_len = seq_len
+        self.one = shapes_at(fake, chain, 1, seq_len)
+        self.two = two
+        self._fake, self._chain = fake, chain
+        self._longer = None if like is not None else _at_other_length(fake, chain, seq_len)
+        self._other = other_length(seq_len)
+        self._like = like or self
+
+    @property
+    def takes_other_lengths(self) -> bool:
+        """Whether the model ran at a second length."""
+        return self._like._longer is not None
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens per sample for which all tables of positions have rows; None if nothing says where one ends."""
+        if self._like is not self:
+            return self._like.longest
+        if self._longer is None or self.seq_len is None or self._other is None:
+            return None
+        return longest(self.one.furthest, self.seq_len, self._longer.furthest, self._other)
+
+    def at(self, size: int) -> Shapes:
+        """Shapes at one, two or three samples."""
+        return {1: self.one, 2: self.two}.get(size) or self._three
+
+    @cached_property
+    def _three(self) -> Shapes:
+        if self._fake.mode is None or self.one.tensors.keys() != self.two.tensors.keys():
+            return shapes_at(self._fake, self._chain, 3, self.seq_len)
+        return self.two.one_more(self.one)
+
+    def dims(self, crossing: Crossing) -> tuple[Dim, ...]:
+        """What makes each dim of a crossing tensor larger."""
+        if self._like is not self:
+            return self._like.dims(crossing)
+        one, two = (shapes.tensors[crossing.producer].shape for shapes in (self.one, self.two))
+        return dims_of(one, two, None if self._longer is None else self._longer.tensors[crossing.producer].shape)
+
+    def sequence_dim(self, crossing: Crossing) -> int | None:
+        """The one dim of a crossing tensor that grows with the sequence; None if there is none or more than one."""
+        dims = self.dims(crossing)
+        return dims.index("sequence") if dims.count("sequence") == 1 else None
+
+
+def _at_other_length(fake: FakeModel, chain: Chain, seq_len: int | None) -> Shapes | None:
+    """Shapes of one sample at another length; None where there is none that the model takes."""
+    other = other_length(seq_len)
+    if other is None:
+        return None
+    try:
+        return shapes_at(fake, chain, 1, other)
+    except ValueError:
+        return None
+
+
+def other_length(seq_len: int | None) -> int | None:
+    """A shorter sequence: models with learned positions take none that is longer."""
+    return seq_len // 2 if seq_len is not None and seq_len >= 2 else None
+
+
+def dims_of(one: Sequence[int], two: Sequence[int], longer: Sequence[int] | None) -> tuple[Dim, ...]:
+    """What makes each dim larger; a dim that both do (tokens of all samples in one) counts as batch."""
+    dims: list[Dim] = []
+    for i, size in enumerate(one):
+        if two[i] != size:
+            dims.append("batch")
+        elif longer is not None and longer[i] != size:
+            dims.append("sequence")
+        else:
+            dims.append("other")
+    return tuple(dims)

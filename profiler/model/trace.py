@@ -1,0 +1,320 @@
+"""Profile a model on fake tensors: its chain of layers, and what one layer of each class does and keeps.
+
+No GPU and no memory are needed: the model is built on the meta device and run on fake tensors, in bfloat16, so that
+tensors of the compute dtype can be told from those of a dtype of their own (fp32 losses, integer indices).
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..garbage import without_garbage_collection
+from ..tensor_cuts.context_trial import context_problem
+from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
+from .chain import Chain, Layer, observe, shapes_at
+from .class_costs import layer_class_of
+from .crossing_tensors import batch_tensors, crossing_tensors
+from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
+from .lengths import at_seq_len
+from .load import LoadedModel
+from .mixed_precision import mixed_precision_problem
+from .model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
+from .run_sizes import RunSizes
+
+_SHORTEST = 16
+"""Below this many tokens a quarter of the sequence is too short to run."""
+
+_LONGEST_REAL = 256
+"""Tokens per sample of a run on real tensors; longer ones follow from it and two shorter runs."""
+
+_MOST_REAL_ELEMENTS = 500_000_000
+"""Parameters of a model that is run on real tensors: 2 GB, and as much again for gradients."""
+
+_BY_VALUES = "it decides by values, which change with the precision"
+
+Progress = Callable[[str, int, int], None]
+"""Called with (layer, layers done, layers in all) before a layer of each class is run alone."""
+
+
+def trace(
+    loaded: LoadedModel,
+    *,
+    seq_len: int | None = None,
+    lengths: bool = False,
+    progress: Progress = lambda layer, done, total: None,
+) -> ModelProfile:
+    """Profile of the model at `seq_len` tokens per sample (default: its own length).
+
+    lengths: run it at two shorter lengths as well, so that at_seq_len gives the profile at any length.
+    Raises ValueError in words where the model cannot be built, does not take its batch, or decides by values.
+    """
+    if seq_len is not None:
+        loaded = loaded.with_seq_len(seq_len)
+    with without_garbage_collection():
+        try:
+            return _on_fake_tensors(loaded, lengths, progress)
+        except DecidesByValuesError as decision:
+            return _on_real_tensors(loaded, str(decision), lengths, progress)
+
+
+def _on_fake_tensors(loaded: LoadedModel, lengths: bool, progress: Progress) -> ModelProfile:
+    try:
+        return _profile(fake_model(loaded, torch.bfloat16), (), lengths, progress)
+    except ValueError as error:
+        note = f"profiled in float32, because it does not run in bfloat16: {error}"
+        try:
+            return _profile(fake_model(loaded, torch.float32), (note,), lengths, progress)
+        except ValueError:
+            raise error from None
+
+
+def _on_real_tensors(loaded: LoadedModel, decision: str, lengths: bool, progress: Progress) -> ModelProfile:
+    """Profile of the way that real numbers take through a model: one sample, the same in every batch."""
+    elements = sum(parameter.numel() for parameter in fake_model(loaded, torch.float32).module.parameters())
+    if elements > _MOST_REAL_ELEMENTS:
+        raise ValueError(
+            f"{loaded.source} decides by the values of its tensors what to compute, at {decision}, so it must be run "
+            f"with real numbers; {elements:,} parameters are too many for that (at most {_MOST_REAL_ELEMENTS:,}). Let "
+            "the decision depend on shapes or on the configuration, or profile a smaller version: model.py:small"
+        )
+    seq_len = loaded.seq_len
+    if seq_len is not None and seq_len > _LONGEST_REAL:
+        loaded, lengths = loaded.with_seq_len(_LONGEST_REAL), True
+    note = (
+        f"run on real tensors, because {decision} decides by values: what the other branch costs is not in the profile"
+    )
+    profile = _profile(real_model(loaded), (note,), lengths, progress)
+    profile = profile.model_copy(update={"decides_by_values": decision})
+    return profile if seq_len in (None, profile.seq_len) else at_seq_len(profile, seq_len)
+
+
+def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: Progress) -> ModelProfile:
+    loaded = fake.loaded
+    _check_trainable(fake)
+    chain = observe(fake, 2, loaded.seq_len)
+    sizes = RunSizes(fake, chain, loaded.seq_len, chain.shapes)
+    _check_positions(loaded, sizes)
+    firsts = sorted(set(chain.representatives()))
+    found = _found_cuts(fake, chain, sizes, firsts)
+    problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
+    profile = _profile_at(fake, chain, sizes, found, problem, notes, progress)
+    profile = profile.model_copy(
+        update={"context_problem": context_problem(fake, profile.expert_modules, profile.layers)}
+    )
+    if not lengths or loaded.seq_len is None or loaded.seq_len < _SHORTEST:
+        return profile
+    others = []
+    for seq_len in (loaded.seq_len // 2, loaded.seq_len // 4):
+        try:
+            shorter = RunSizes(fake, chain, seq_len, shapes_at(fake, chain, 2, seq_len), sizes)
+            others.append(_profile_at(fake, chain, shorter, found, problem, (), progress))
+        except ValueError as error:
+            told = f"holds one sequence length only, because at {seq_len} tokens: {error}"
+            return profile.model_copy(update={"notes": (*profile.notes, told)})
+    return profile.model_copy(update={"other_lengths": tuple(others)})
+
+
+def _profile_at(
+    fake: FakeModel,
+    chain: Chain,
+    sizes: RunSizes,
+    found: dict[int, Found],
+    mixed_precision: str,
+    notes: tuple[str, ...],
+    progress: Progress,
+) -> ModelProfile:
+    loaded = fake.loaded
+    firsts = sorted(found)
+    class_of = {first: i for i, first in enumerate(firsts)}
+    costed, seen = [], {}
+    for done, first in enumerate(firsts):
+        progress(chain.layers[first].name, done, len(firsts))
+        layer_class, seen[first] = layer_class_of(fake, chain, sizes, first, found[first])
+        costed.append(layer_class)
+    classes = _uniquely_named(costed)
+    layers = tuple(
+        LayerProfile(
+            name=layer.name,
+            layer_class=class_of[first],
+            root=layer.root,
+            modules=layer.units,
+            parameters=layer.parameters,
+        )
+        for layer, first in zip(chain.layers, chain.representatives(), strict=True)
+    )
+    _check_complete(fake, layers)
+    profile = ModelProfile(
+        name=loaded.name,
+        source=loaded.source,
+        fingerprint="",
+        seq_len=sizes.seq_len,
+        torch_version=torch.__version__,
+        classes=classes,
+        layers=layers,
+        tensors=crossing_tensors(fake, chain, sizes, seen),
+        ties=_ties(fake, layers),
+        buffers=fake.buffers,
+        batch=batch_tensors(fake, sizes),
+        returns_loss=loaded.loss is None,
+        attention_modules=_attention_modules(chain, found),
+        mixed_precision_problem=mixed_precision,
+        smallest_micro_batch=2 if sizes.one.refused else 1,
+        global_batch=loaded.global_batch,
+        longest_seq_len=sizes.longest,
+        notes=(
+            *notes,
+            *_batch_norms(fake),
+            *chain.notes,
+            *(note for i in firsts for note in found[i].notes),
+            *_uncut(classes),
+        ),
+    )
+    return profile.model_copy(update={"fingerprint": _fingerprint(profile)})
+
+
+def _found_cuts(fake: FakeModel, chain: Chain, sizes: RunSizes, firsts: Sequence[int]) -> dict[int, Found]:
+    """Cuts of each class's first layer; together they must allow a common degree and agree on tied parameters."""
+    if fake.mode is None:
+        return dict.fromkeys(firsts, Found())
+    found = {}
+    for index in firsts:
+        seen = find_cuts(fake, chain, index, (sizes.one, sizes.two), sizes.seq_len)
+        found[index] = seen if not seen.cuts or common_degree(seen.cuts) else _with_common_degree(chain, index, seen)
+    return _agreeing_on_ties(fake, chain, found)
+
+
+def _with_common_degree(chain: Chain, index: int, found: Found) -> Found:
+    cuts: list[TensorCut] = []
+    notes = list(found.notes)
+    for cut in found.cuts:
+        if common_degree([*cuts, cut]):
+            cuts.append(cut)
+        else:
+            names = ", ".join((*cut.columns, *cut.rows))
+            notes.append(f"{chain.layers[index].name}: {names} not cut, no small degree divides it and the others")
+    return replace(found, cuts=tuple(cuts), notes=tuple(notes))
+
+
+def _agreeing_on_ties(fake: FakeModel, chain: Chain, found: dict[int, Found]) -> dict[int, Found]:
+    """A parameter with several readers is cut alike in all of them, or not at all."""
+    named = dict(fake.module.named_parameters(remove_duplicate=False))
+    ways: dict[int, set[int | None]] = defaultdict(set)
+    for layer, first in zip(chain.layers, chain.representatives(), strict=True):
+        representative = chain.layers[first]
+        for name, like in zip(layer.parameters, representative.parameters, strict=True):
+            ways[id(named[name])].add(_cut_dim(found[first].cuts, representative, like))
+    agreed = {}
+    for index, seen in found.items():
+        layer = chain.layers[index]
+        kept = []
+        notes = list(seen.notes)
+        for cut in seen.cuts:
+            prefix = layer.root + "." if layer.root else ""
+            if all(len(ways[id(named[prefix + name])]) == 1 for name in cut.sharded):
+                kept.append(cut)
+            else:
+                notes.append(
+                    f"{prefix}{cut.columns[0]}: not cut, because its weight is shared with a module that is not"
+                )
+        agreed[index] = replace(seen, cuts=tuple(kept), notes=tuple(notes))
+    return agreed
+
+
+def _cut_dim(cuts: Sequence[TensorCut], layer: Layer, name: str) -> int | None:
+    relative = name.removeprefix(layer.root + ".") if layer.root else name
+    return next((cut.sharded[relative] for cut in cuts if relative in cut.sharded), None)
+
+
+def _uniquely_named(classes: Sequence[LayerClass]) -> tuple[LayerClass, ...]:
+    """Classes of one module type are told apart by number: T5Block, T5Block.2, ..."""
+    count: dict[str, int] = defaultdict(int)
+    named = []
+    for layer_class in classes:
+        count[layer_class.name] += 1
+        number = count[layer_class.name]
+        name = layer_class.name if number == 1 else f"{layer_class.name}.{number}"
+        named.append(layer_class.model_copy(update={"name": name}))
+    return tuple(named)
+
+
+def _ties(fake: FakeModel, layers: Sequence[LayerProfile]) -> tuple[tuple[str, ...], ...]:
+    """Names of one parameter, in the order in which layers read it; names that no layer reads come last."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in fake.module.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    order = {name: i for i, name in reversed(list(enumerate(n for layer in layers for n in layer.parameters)))}
+    return tuple(
+        tuple(sorted(group, key=lambda name: order.get(name, len(order)))) for group in names.values() if len(group) > 1
+    )
+
+
+def _attention_modules(chain: Chain, found: dict[int, Found]) -> tuple[str, ...]:
+    """Full names of the modules that call fused attention, in every layer."""
+    return tuple(
+        ".".join(part for part in (layer.root, name) if part)
+        for layer, first in zip(chain.layers, chain.representatives(), strict=True)
+        for name in found[first].attention_modules
+    )
+
+
+def _plain_name(layer_class: LayerClass) -> str:
+    """A class's name without the number that tells it from others of the same name."""
+    return layer_class.name.partition(".")[0]
+
+
+def _uncut(classes: Sequence[LayerClass]) -> tuple[str, ...]:
+    """A note on classes that hold weights, of which tensor parallelism can cut none."""
+    uncut = [c for c in classes if not c.cuts and any(len(p.shape) > 1 for p in c.parameters)]
+    cut = {_plain_name(c) for c in classes if c.cuts}
+    names = dict.fromkeys(f"some {name}" if name in cut else name for name in map(_plain_name, uncut))
+    if not names:
+        return ()
+    return (f"no weights to cut by tensor parallelism (no linear layers in column-row pairs) in: {', '.join(names)}",)
+
+
+def _batch_norms(fake: FakeModel) -> tuple[str, ...]:
+    """A note where statistics run over the micro-batch of one rank, so that they change with the layout."""
+    modules = [name for name, m in fake.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not modules:
+        return ()
+    return (
+        f"{modules[0]} and {len(modules) - 1} others normalise over the micro-batch of one rank, so the numbers "
+        "change with data parallelism and micro-batch, as in any framework; group norm would not",
+    )
+
+
+def _check_positions(loaded: LoadedModel, sizes: RunSizes) -> None:
+    for name, (rows, highest) in sizes.one.furthest.items():
+        if highest < rows:
+            continue
+        most = "" if sizes.longest is None else f": give --seq-len {sizes.longest} or less, or make the table longer"
+        at = "its own batch" if sizes.seq_len is None else f"{sizes.seq_len} tokens per sample"
+        raise ValueError(f"at {at} {loaded.source} reads row {highest} of {name}, which has {rows} rows{most}")
+
+
+def _check_trainable(fake: FakeModel) -> None:
+    if not any(p.requires_grad for p in fake.module.parameters()):
+        raise ValueError(
+            f"{fake.loaded.source} has no parameter with requires_grad=True, so there is nothing to train; "
+            "return the module with trainable parameters"
+        )
+
+
+def _check_complete(fake: FakeModel, layers: Sequence[LayerProfile]) -> None:
+    named = dict(fake.module.named_parameters(remove_duplicate=False))
+    listed = {id(named[name]) for layer in layers for name in layer.parameters}
+    missing = [name for name, parameter in named.items() if id(parameter) not in listed]
+    assert not missing, f"parameters in no layer: {missing}"
+
+
+def _fingerprint(profile: ModelProfile) -> str:
+    """Hash of what a plan depends on: layers, classes, tensors, ties and batch; not of names, notes or versions."""
+    told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
+    told.add("context_problem")
+    document = profile.model_dump(mode="json", exclude=told)
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]

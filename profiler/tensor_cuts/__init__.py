@@ -1,0 +1,1 @@
+"""How tensor parallelism may cut a model: found, and tried."""

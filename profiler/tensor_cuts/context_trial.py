@@ -1,0 +1,92 @@
+"""Does a model run on a part of its sequence, as ranks of context parallelism have it? Tried on fake tensors."""
+
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ..model.fake import FakeModel
+from ..model.model_profile import LayerProfile
+from ..semantics.token_marks import Held, mark_of, own_shape, set_mark
+from ..semantics.token_slices import TokenSlices, run_token_by_token
+
+_RANKS = 2
+
+
+def context_problem(fake: FakeModel, banks: Iterable[str], layers: Iterable[LayerProfile]) -> str:
+    """Why it does not, in a few words; '' if it does, or has no sequence. banks: modules that are banks of experts.
+
+    layers: of the chain. Of those of one class that are given alike tensors the first one runs.
+    """
+    length = fake.loaded.seq_len
+    if length is None:
+        return ""
+    if fake.mode is None:
+        return "it decides by the values of tensors, of which each rank would have others"
+    size = max(1, length // (2 * _RANKS))
+    tokens = TokenSlices(length, ((0, size), (length - size, length)), _RANKS, rehearsed_attention)
+    batch = fake.batch(1, None)
+    try:
+        with ExitStack() as stack:
+            for name in banks:
+                module = fake.module.get_submodule(name)
+                stack.enter_context(patch.object(module, "forward", partial(run_token_by_token, module.forward)))
+            known: dict[Hashable, Any] = {}
+            for layer in layers:
+                if layer.root and layer.modules == (layer.root,):
+                    module = fake.module.get_submodule(layer.root)
+                    once = partial(_run_once, module.forward, known, layer.layer_class)
+                    stack.enter_context(patch.object(module, "forward", once))
+            stack.enter_context(fake.running())
+            stack.enter_context(tokens)
+            loss = fake.loss(batch)
+    except ValueError as error:
+        return str(error.__cause__ or error).partition("\n")[0]
+    if not tokens.started:
+        return "no ids of its sequence are looked up in a table, and no features of it meet a weight"
+    return "its loss is not a mean over tokens" if isinstance(mark_of(loss), Held) else ""
+
+
+def _run_once(
+    forward: Callable[..., Any], known: dict[Hashable, Any], layer_class: int, *args: Any, **kwargs: Any
+) -> Any:
+    """What a layer returns, or one that is alike and was given alike tensors."""
+    leaves, spec = tree_flatten((args, kwargs))
+    if not all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in leaves):
+        return forward(*args, **kwargs)
+    key = layer_class, str(spec), tuple(_outside(leaf) for leaf in leaves)
+    if key not in known:
+        known[key] = forward(*args, **kwargs)
+        return known[key]
+    return tree_map(_like, known[key])
+
+
+def _outside(leaf: Any) -> Hashable:
+    """What tells one argument of a layer from another."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf
+    return tuple(own_shape(leaf)), leaf.dtype, leaf.requires_grad, mark_of(leaf)
+
+
+def _like(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with torch._C.DisableTorchFunction():
+        made = torch.empty_like(leaf).requires_grad_(leaf.requires_grad)
+    return set_mark(made, mark_of(leaf))
+
+
+def rehearsed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """A tensor like the output of attention."""
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))

@@ -1,0 +1,412 @@
+"""Find what tensor parallelism may cut in a layer, from the data flow, and try it on fake tensors.
+
+A group is a row module (it takes a slice of features and gives a partial sum) with the column modules that all its
+input comes from. Whether the layer still works with the group's weights cut is tried, and checked operator by operator:
+nothing between columns and row may reduce over the cut features, and what a fused projection is split into is cut
+part by part. The same trial decides whether the rest of the layer can run on a slice of the sequence.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..model.chain import Chain
+from ..model.fake import FakeModel
+from ..model.layer_run import LayerRun
+from ..model.meters import View
+from ..model.model_profile import TensorCut
+from ..model.run_shapes import Shapes
+from .tensor_flow import (
+    ByHeads,
+    Door,
+    Flow,
+    Tap,
+    by_heads_of,
+    channels_of,
+    columns_of,
+    cut_storages,
+    group_norms,
+    kind_and_units,
+    made_by,
+    parts_of,
+    sources,
+)
+from .tensor_modules import features, is_convolution, is_linear, is_product, output_dim
+from .tensor_rank import layer_modules, run_cut
+from .tensor_trial import forward_ops, leading_problem, order_problem, reduction_problem
+
+SMALLEST_VOCABULARY = 1024
+"""Embeddings with fewer rows (positions of short sequences, token types) are not worth a collective."""
+
+_DEGREES = (2, 3, 5, 7)
+"""Tried on fake tensors; what none of them divides, none of 2 to 10 does."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Cuts of one layer, and in words what could not be cut."""
+
+    cuts: tuple[TensorCut, ...] = ()
+    notes: tuple[str, ...] = ()
+    attention_modules: tuple[str, ...] = ()
+
+
+def find_cuts(fake: FakeModel, chain: Chain, index: int, shapes: Sequence[Shapes], seq_len: int | None) -> Found:
+    """Cuts of layer `index`; shapes: of runs with one and with two samples."""
+    probe = _Probe(fake, chain, index, shapes[0], seq_len)
+    flow = probe.flow()
+    cuts: list[TensorCut] = []
+    problems: dict[str, str] = {}
+    for row, tap in flow.taps.items():
+        used = {name for cut in cuts for name in (*cut.columns, *cut.rows)}
+        if row in used or not is_product(tap.module):
+            continue
+        outcome = probe.group_of(flow, row, used)
+        if isinstance(outcome, TensorCut):
+            cuts.append(outcome)
+        elif outcome:
+            problems[row] = outcome
+    others = (*_head_cuts(probe, flow, cuts), *_embedding_cuts(probe, flow, shapes), *_table_cuts(probe, flow))
+    for name, outcome in others:
+        if isinstance(outcome, TensorCut):
+            cuts.append(outcome)
+        else:
+            problems[name] = outcome
+    cut_modules = {name for cut in cuts for name in (*cut.columns, *cut.rows)}
+    notes = tuple(
+        f"{probe.where(name)}: not cut by tensor parallelism, {problem}"
+        for name, problem in problems.items()
+        if name not in cut_modules
+    )
+    attention = dict.fromkeys(op.module for op in flow.ops if op.kind == "attention")
+    return Found(tuple(cuts), notes, tuple(attention))
+
+
+def common_degree(cuts: Sequence[TensorCut]) -> int | None:
+    """Smallest degree that divides every unit of every cut."""
+    units = [unit for cut in cuts for unit in cut.units]
+    return next((degree for degree in _DEGREES if all(unit % degree == 0 for unit in units)), None)
+
+
+def gathering_ways(fake: FakeModel, chain: Chain, index: int, cuts: Sequence[TensorCut]) -> list[tuple[TensorCut, ...]]:
+    """The cuts with each choice of where the sequence is gathered: before the columns, or before the module around.
+
+    Attention modules that take shapes from their input (Hugging Face's) need the whole sequence at their door.
+    """
+    modules = layer_modules(fake, chain, index)
+
+    def around(cut: TensorCut) -> TensorCut:
+        parents = [column.split(".")[:-1] for column in cut.columns]
+        shared = ".".join(a[0] for a in itertools.takewhile(lambda a: len(set(a)) == 1, zip(*parents, strict=False)))
+        usable = cut.rows and shared and shared in modules
+        return cut.model_copy(update={"gather": shared}) if usable else cut
+
+    ways = [
+        tuple(cuts),
+        tuple(around(cut) if cut.kind == "attention" else cut for cut in cuts),
+        tuple(around(cut) for cut in cuts),
+    ]
+    return [way for i, way in enumerate(ways) if way not in ways[:i]]
+
+
+class _Probe:
+    """Runs of one layer at one sample, to see its data flow and to try cuts."""
+
+    def __init__(self, fake: FakeModel, chain: Chain, index: int, shapes: Shapes, seq_len: int | None) -> None:
+        self.fake = fake
+        self.chain = chain
+        self.index = index
+        self.shapes = shapes
+        self.seq_len = seq_len
+        self.layer = chain.layers[index]
+        self.modules = layer_modules(fake, chain, index)
+
+    def where(self, name: str) -> str:
+        """Full name of a module of the layer, for people."""
+        return ".".join(part for part in (self.layer.root, name) if part)
+
+    def flow(self, shapes: Shapes | None = None, size: int = 1) -> Flow:
+        """Data flow of the layer as it is."""
+        run = LayerRun(self.fake, self.chain, self.index, shapes or self.shapes, size, self.seq_len)
+        taps: dict[str, Tap] = {}
+        calls: dict[str, int] = defaultdict(int)
+        given: list[tuple[torch.Tensor, str]] = []
+
+        def tap(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+                if run.recorder.active and args and isinstance(args[0], torch.Tensor):
+                    calls[name] += 1
+                    number = run.storages.number
+                    like = next((first for tensor, first in given if tensor is args[0]), name)
+                    given.append((args[0], like))
+                    taps[name] = Tap(module, View.of(args[0], number(args[0])), View.of(output, number(output)), like)
+
+            return hook
+
+        doors: dict[str, Door] = {}
+
+        def door(name: str) -> Callable[..., None]:
+            def views(value: Any) -> dict[int, View]:
+                leaves = enumerate(tree_leaves(value))
+                return {i: View.of(x, run.storages.number(x)) for i, x in leaves if isinstance(x, torch.Tensor)}
+
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+                if run.recorder.active:
+                    calls[name] += 1
+                    doors[name] = Door(views((args, kwargs)), views(output))
+
+            return hook
+
+        tapped = {
+            name
+            for name, module in self.modules.items()
+            if is_product(module) or isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        }
+        handles = [
+            module.register_forward_hook(tap(name))
+            if name in tapped
+            else module.register_forward_hook(door(name), with_kwargs=True)
+            for name, module in self.modules.items()
+        ]
+        whole = run.run(backward=False)
+        for handle in handles:
+            handle.remove()
+        if size == 1:
+            self.whole = whole
+        parameters = {run.storages.number(p): name for name, p in self.fake.module.named_parameters()}
+        once = {name: taps[name] for name in taps if calls[name] == 1}
+        flow = Flow(once, whole.ops, parameters, whole.arrived, {n: d for n, d in doors.items() if calls[n] == 1})
+        flow.storages.add_nodes_from(tap.input.storage for tap in once.values())
+        for op in whole.ops:
+            if not op.is_view:
+                pairs = itertools.product(op.inputs, op.outputs)
+                flow.storages.add_edges_from((read.storage, made.storage) for read, made in pairs)
+        return flow
+
+    def group_of(self, flow: Flow, row: str, used: set[str]) -> TensorCut | str:
+        """The row with its columns as a cut; else the reason against it ("" if it is no row at all)."""
+        group, by_heads = columns_of(flow, row), ByHeads()
+        if group:
+            by_heads = by_heads_of(flow, row)
+        if isinstance(group, str) and by_heads.storages:
+            group = columns_of(flow, row, by_heads.storages)
+        if isinstance(group, str):
+            return group
+        columns, between, entries = group
+        if not columns or used & {*columns, *entries}:
+            return ""
+        return self.try_group(flow, row, columns, between, entries, by_heads)
+
+    def try_group(
+        self,
+        flow: Flow,
+        row: str,
+        columns: tuple[str, ...],
+        between: set[int],
+        entries: tuple[str, ...],
+        by_heads: ByHeads,
+    ) -> TensorCut | str:
+        """The group as a cut, with what must be divided for it to work; else the reason against it."""
+        parts = {}
+        for column in columns:
+            found = channels_of(flow, column) if is_convolution(flow.taps[column].module) else parts_of(flow, column)
+            if isinstance(found, str):
+                return found
+            if len(found) > 1:
+                parts[column] = found
+        kind, units = kind_and_units(flow, row, columns, parts, between)
+        sharded: dict[str, int] = {}
+        for column in columns:
+            sharded |= self.sharded(column, output_dim(flow.taps[column].module), bias=True)
+        sharded |= self.sharded(row, 1 - output_dim(flow.taps[row].module), bias=False)
+        norms = group_norms(flow, self.modules, between)
+        for name in norms:
+            sharded |= self.sharded(name, 0, bias=True)
+        entered = {column for column in columns if sources(flow, column) & set(entries)}
+        cut = TensorCut(
+            kind=kind,
+            columns=columns,
+            rows=(row,),
+            parts=parts,
+            inputs={column: "" if column in entered else flow.taps[column].like for column in columns},
+            entries=entries,
+            between=tuple(norms),
+            partial=self._partial(flow, row, between, sharded),
+            tables=by_heads.tables,
+            door=by_heads.door,
+            given=by_heads.given,
+            returned=by_heads.returned,
+            units=tuple(dict.fromkeys([*units, *norms.values()])),
+            sharded=sharded,
+        )
+        return self._try_with_attributes(cut)
+
+    def _partial(self, flow: Flow, row: str, between: set[int], sharded: dict[str, int]) -> tuple[str, ...]:
+        """Trained parameters that are joined with what differs between ranks before the row, by themselves or cast."""
+        differs = cut_storages(flow, between) - set(flow.parameters)
+        prefix = self.layer.root + "." if self.layer.root else ""
+        known = {number: {name.removeprefix(prefix)} for number, name in flow.parameters.items()}
+        found: set[str] = set()
+        for op in flow.ops:
+            read = {view.storage for view in op.inputs}
+            if read & differs and op.module != row:
+                found |= {name for storage in read for name in known.get(storage, ())}
+            elif read and read <= set(known):
+                for storage in made_by(op):
+                    known.setdefault(storage, set()).update(*(known[s] for s in read))
+        named = dict(self.fake.module.named_parameters(remove_duplicate=False))
+        return tuple(sorted(n for n in found - set(sharded) if named[prefix + n].requires_grad))
+
+    def sharded(self, name: str, dim: int, bias: bool) -> dict[str, int]:
+        """Parameters of a cut module (and other names of the same ones in this layer) with the dim that is cut."""
+        module = self.modules[name]
+        cut = {id(module.weight): dim}
+        if bias and getattr(module, "bias", None) is not None:
+            cut[id(module.bias)] = 0
+        named = dict(self.fake.module.named_parameters(remove_duplicate=False))
+        prefix = self.layer.root + "." if self.layer.root else ""
+        return {n.removeprefix(prefix): cut[id(named[n])] for n in self.layer.parameters if id(named[n]) in cut}
+
+    def _try_with_attributes(self, cut: TensorCut) -> TensorCut | str:
+        """The cut with the fewest attributes that must be divided for the layer to run; or why it does not run."""
+        degree = common_degree([cut])
+        if degree is None:
+            return f"its {' and '.join(map(str, cut.units))} units cannot be shared evenly by 2 to 10 ranks"
+        candidates = tuple(self._attributes(cut))
+
+        def problem(chosen: tuple[tuple[str, str], ...]) -> str:
+            return self.problem(self._dividing(cut, chosen), degree)
+
+        found = problem(())
+        if not found:
+            return self._dividing(cut, ())
+        if candidates and not problem(candidates):
+            needed = candidates
+            for candidate in candidates:
+                fewer = tuple(c for c in needed if c != candidate)
+                needed = needed if problem(fewer) else fewer
+            return self._dividing(cut, needed)
+        for chosen in (*itertools.combinations(candidates, 1), *itertools.combinations(candidates, 2)):
+            if not problem(chosen):
+                return self._dividing(cut, chosen)
+        return found
+
+    def _dividing(self, cut: TensorCut, chosen: tuple[tuple[str, str], ...]) -> TensorCut:
+        """The cut, with these attributes divided by the degree (and Conv1D's own width, which it reshapes by)."""
+        attributes: dict[str, tuple[str, ...]] = {c: ("nf",) for c in cut.columns if hasattr(self.modules[c], "nf")}
+        attributes |= dict.fromkeys(cut.between, ("num_groups", "num_channels"))
+        for module, attribute in chosen:
+            attributes[module] = (*attributes.get(module, ()), attribute)
+        return cut.model_copy(update={"attributes": attributes})
+
+    def _attributes(self, cut: TensorCut) -> list[tuple[str, str]]:
+        """Whole numbers kept by the modules around the columns that may count what is cut."""
+        widths = {features(self.modules[column])[1] for column in cut.columns}
+        values = widths | set(cut.units) | {width for parts in cut.parts.values() for width in parts}
+        found = []
+        for name in dict.fromkeys(column.rpartition(".")[0] for column in cut.columns):
+            for attribute, value in vars(self.modules.get(name, nn.Module())).items():
+                if type(value) is int and value in values:
+                    found.append((name, attribute))
+        return found
+
+    def problem(self, cut: TensorCut, degree: int) -> str:
+        """Why the layer does not work with the cut; "" if it does."""
+        try:
+            seen = run_cut(
+                self.fake, self.chain, self.index, self.shapes, 1, self.seq_len, [cut], degree, backward=False
+            )
+        except ValueError as error:
+            return f"with its weights cut the layer does not run ({_first_line(error.__cause__ or error)})"
+        if [spec.shape for spec in seen.outputs] != [spec.shape for spec in self.whole.outputs]:
+            return "with its weights cut the layer's output changes its shape"
+        whole, trial = forward_ops(self.whole), forward_ops(seen)
+        problem = reduction_problem(whole, trial, set(cut.rows))
+        if problem or not cut.rows:
+            return problem
+        return leading_problem(self.modules, whole, trial, cut) or order_problem(whole, trial, cut)
+
+    def staying_cut(self, head: TensorCut) -> TensorCut:
+        """The cut with an output that stays cut up to the loss, if slices of the classes are enough for that; else as
+        it is."""
+        apart, degree = head.model_copy(update={"stays_cut": True}), common_degree([head])
+        assert degree is not None
+        try:
+            seen = run_cut(self.fake, self.chain, self.index, self.shapes, 1, self.seq_len, [apart], degree)
+        except ValueError:
+            return head
+        gathers = any(collective.kind == "all_gather" for collective in seen.collectives)
+        return head if gathers or not any(op.kind == "loss" for op in seen.ops) else apart
+
+
+def _head_cuts(probe: _Probe, flow: Flow, cuts: Sequence[TensorCut]) -> list[tuple[str, TensorCut | str]]:
+    """The projection to the vocabulary: the last linear of the model, whose output is gathered for the loss."""
+    linears = [name for name, tap in flow.taps.items() if is_linear(tap.module)]
+    used = {name for cut in cuts for name in (*cut.columns, *cut.rows)}
+    if probe.index != len(probe.chain.layers) - 1 or not linears or linears[-1] in used:
+        return []
+    name = linears[-1]
+    module = flow.taps[name].module
+    width = features(module)[1]
+    if width == 1:
+        return []
+    sharded = probe.sharded(name, output_dim(module), bias=True)
+    inputs = {name: flow.taps[name].like}
+    cut = TensorCut(kind="head", columns=(name,), inputs=inputs, units=(width,), sharded=sharded)
+    outcome = _tried(probe, cut, f"{width} output features")
+    return [(name, probe.staying_cut(outcome) if isinstance(outcome, TensorCut) else outcome)]
+
+
+def _embedding_cuts(probe: _Probe, flow: Flow, shapes: Sequence[Shapes]) -> list[tuple[str, TensorCut | str]]:
+    """Tables that the tokens of the batch are looked up in (positions do not grow with the batch)."""
+    tables = [
+        name
+        for name, tap in flow.taps.items()
+        if isinstance(tap.module, nn.Embedding) and tap.module.weight.shape[0] >= SMALLEST_VOCABULARY
+    ]
+    if not tables:
+        return []
+    larger = probe.flow(shapes[1], 2).taps
+    outcomes: list[tuple[str, TensorCut | str]] = []
+    for name in tables:
+        rows = flow.taps[name].module.get_parameter("weight").shape[0]
+        if math.prod(larger[name].input.shape) == math.prod(flow.taps[name].input.shape):
+            continue
+        cut = TensorCut(kind="embedding", columns=(name,), units=(rows,), sharded=probe.sharded(name, 0, bias=False))
+        outcomes.append((name, _tried(probe, cut, f"{rows} rows")))
+    return outcomes
+
+
+def _table_cuts(probe: _Probe, flow: Flow) -> list[tuple[str, TensorCut | str]]:
+    """Bags of rows of a large table: features of a row are added up one by one, whatever the bag."""
+    outcomes: list[tuple[str, TensorCut | str]] = []
+    for name, tap in flow.taps.items():
+        table = tap.module
+        if not isinstance(table, nn.EmbeddingBag) or table.num_embeddings < SMALLEST_VOCABULARY:
+            continue
+        if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
+            outcomes.append((name, "because it norms its rows, or its gradients are sparse"))
+            continue
+        width = table.embedding_dim
+        cut = TensorCut(kind="table", columns=(name,), units=(width,), sharded=probe.sharded(name, 1, bias=False))
+        outcomes.append((name, _tried(probe, cut, f"{width} features")))
+    return outcomes
+
+
+def _tried(probe: _Probe, cut: TensorCut, what: str) -> TensorCut | str:
+    degree = common_degree([cut])
+    if degree is None:
+        return f"because 2 to 10 ranks cannot share its {what} evenly; padding to a multiple of 64 would help"
+    return probe.problem(cut, degree) or cut
+
+
+def _first_line(error: BaseException) -> str:
+    return shorten(str(error).strip().split("\n")[0], 160, placeholder=" ...")

@@ -1,0 +1,279 @@
+"""Data flow of a layer's forward: which modules' outputs a module's input is made of, and how they are read."""
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import networkx as nx
+from torch import nn
+
+from ..model.meters import Op, View
+from .tensor_modules import features, is_product
+
+
+@dataclass(frozen=True)
+class Tap:
+    """The one call of a linear or embedding module."""
+
+    module: nn.Module
+    input: View
+    output: View
+    like: str
+    """The first module that was given the same tensor."""
+
+
+@dataclass
+class Flow:
+    """Data flow of a layer's forward. storages: the graph of them, with edges to what is made of each."""
+
+    taps: dict[str, Tap]
+    ops: list[Op]
+    parameters: dict[int, str]
+    arriving: dict[int, bool]
+    doors: dict[str, "Door"] = field(default_factory=dict)
+    storages: nx.DiGraph = field(default_factory=nx.DiGraph)
+
+
+@dataclass(frozen=True)
+class Door:
+    """The one call of a module: leaves of what it was given and of what it returned, those that are tensors."""
+
+    given: dict[int, View]
+    returned: dict[int, View]
+
+
+@dataclass(frozen=True)
+class ByHeads:
+    """Tensors with a row for each head that join attention from outside of its linears. storages: of them all; tables:
+    embeddings that make one; given, returned: by leaf of the door, with the dim of the heads."""
+
+    storages: frozenset[int] = frozenset()
+    tables: tuple[str, ...] = ()
+    door: str = ""
+    given: dict[int, int] = field(default_factory=dict)
+    returned: dict[int, int] = field(default_factory=dict)
+
+
+def by_heads_of(flow: Flow, row: str) -> ByHeads:
+    """What of that the attention before a row reads. It has its heads three dims from the end, a table (relative
+    biases: Raffel et al. 2020, arXiv:1910.10683, section 2.1) in the last one."""
+    between, columns = _behind_columns(flow, row)
+    heads = heads_in(flow, between)
+    parents = [name.split(".")[:-1] for name in (*columns, row)]
+    door = ".".join(part[0] for part in itertools.takewhile(lambda p: len(set(p)) == 1, zip(*parents, strict=False)))
+    if heads is None or not columns or door not in flow.doors:
+        return ByHeads()
+    call = flow.doors[door]
+    tables = {
+        tap.output.storage: name
+        for name, tap in flow.taps.items()
+        if isinstance(tap.module, nn.Embedding) and name.startswith(f"{door}.") and tap.output.shape[-1] == heads
+    }
+    tables = {storage: name for storage, name in tables.items() if storage in between}
+    given, returned = (
+        {i: view for i, view in views.items() if view.storage in between and _has_heads(view, heads)}
+        for views in (call.given, call.returned)
+    )
+    return ByHeads(
+        frozenset({view.storage for view in given.values()} | set(tables)),
+        tuple(tables.values()),
+        door if given or returned else "",
+        {i: len(view.shape) - 3 for i, view in given.items()},
+        {i: len(view.shape) - 3 for i, view in returned.items()},
+    )
+
+
+def _behind_columns(flow: Flow, row: str) -> tuple[set[int], set[str]]:
+    """Storages that a row's input is made of behind the linears nearest to it, and these."""
+    linears = _outputs_of_linears(flow, besides=row)
+    reached = _made_of(flow, row, linears)
+    return reached - linears.keys(), {linears[storage] for storage in reached & linears.keys()}
+
+
+def _has_heads(view: View, heads: int) -> bool:
+    return len(view.shape) == 4 and view.shape[1] == heads
+
+
+def columns_of(
+    flow: Flow, row: str, by_heads: frozenset[int] = frozenset()
+) -> tuple[tuple[str, ...], set[int], tuple[str, ...]] | str:
+    """(column modules, storages between them and the row, entries); or why the row's input does not come from linears
+    alone. An entry is a linear whose output the row's input is made of, and a column's input as well. by_heads:
+    storages of which each rank takes its heads, wherever they come from.
+
+    An empty reason: the row simply starts from the layer's input, as every column does.
+    """
+    linears = _outputs_of_linears(flow, besides=row)
+    tables = {tap.output.storage: name for name, tap in flow.taps.items() if isinstance(tap.module, nn.Embedding)}
+    trained = {storage for storage, requires_grad in flow.arriving.items() if requires_grad}
+    between = _made_of(flow, row, {*by_heads, *linears, *tables, *trained})
+    columns = {linears[storage] for storage in (between - by_heads) & linears.keys()}
+    mixed = between - by_heads - linears.keys()
+    reason = "because a trained input of the layer is mixed in between" if mixed & trained else ""
+    if table := next((name for storage, name in tables.items() if storage in mixed), None):
+        reason = f"because {table} (an embedding) is mixed in between"
+    if reason:
+        return reason if _has_attention(flow, between) and columns else ""
+    entries = {entry for column in columns for entry in sources(flow, column) & columns}
+    columns -= entries
+    for column in columns:
+        if sources(flow, column) & entries:
+            between |= _upstream(flow, column)
+    if columns and (leak := _leak(flow, row, between)):
+        return leak
+    return tuple(n for n in flow.taps if n in columns), between, tuple(n for n in flow.taps if n in entries)
+
+
+def _outputs_of_linears(flow: Flow, besides: str | None = None) -> dict[int, str]:
+    return {tap.output.storage: name for name, tap in flow.taps.items() if is_product(tap.module) and name != besides}
+
+
+def _made_of(flow: Flow, name: str, stops: Collection[int]) -> set[int]:
+    """Storages that a module's input is made of, and its own; as far as the stops, which are among them."""
+
+    def sources(storage: int) -> Iterator[int]:
+        return iter(()) if storage in stops else flow.storages.predecessors(storage)
+
+    start = flow.taps[name].input.storage
+    return {start, *(source for _, source in nx.generic_bfs_edges(flow.storages, start, sources))}
+
+
+def _upstream(flow: Flow, name: str) -> set[int]:
+    """Storages that a module's input is made of, as far as the outputs of linears."""
+    return _made_of(flow, name, _outputs_of_linears(flow))
+
+
+def sources(flow: Flow, name: str) -> set[str]:
+    """Linears whose outputs a module's input is made of."""
+    linears = _outputs_of_linears(flow)
+    return {linears[storage] for storage in _upstream(flow, name) if storage in linears}
+
+
+def _has_attention(flow: Flow, between: set[int]) -> bool:
+    return any(op.kind == "attention" or _is_softmax(op) for op in flow.ops if made_by(op) & between and not op.is_view)
+
+
+def _is_softmax(op: Op) -> bool:
+    return op.name in ("_softmax", "_safe_softmax")
+
+
+def _leak(flow: Flow, row: str, between: set[int]) -> str:
+    """Something else than the row reads what is cut."""
+    inside = cut_storages(flow, between) - set(flow.parameters)
+    weights = _weights(flow, row)
+    used = {view.storage for op in flow.ops for view in op.inputs}
+    used |= {view.storage for door in flow.doors.values() for view in door.returned.values()}
+    for op in flow.ops:
+        read = {view.storage for view in op.inputs}
+        if op.is_view or not read & inside or read & weights or (op.module and not made_by(op) & used):
+            continue
+        aside = made_by(op) - between
+        if not made_by(op) & between or any(view.storage in aside for other in flow.ops for view in other.inputs):
+            return f"because {op.module or op.name} outside the pair reads it too"
+    return ""
+
+
+def cut_storages(flow: Flow, between: set[int]) -> set[int]:
+    """Storages between columns and row that come from a column."""
+    linears = {tap.output.storage for tap in flow.taps.values() if is_product(tap.module)}
+    cut = linears & between
+    for op in flow.ops:
+        if not op.is_view and any(view.storage in cut for view in op.inputs):
+            cut |= made_by(op) & between
+    return cut
+
+
+def _weights(flow: Flow, name: str) -> set[int]:
+    tap = flow.taps[name]
+    own = {id(p) for p in tap.module.parameters()}
+    return {number for number, full in flow.parameters.items() if id(_parameter(flow, name, full)) in own}
+
+
+def _parameter(flow: Flow, name: str, full: str) -> Any:
+    return next((p for n, p in flow.taps[name].module.named_parameters() if full.endswith("." + n) or full == n), None)
+
+
+def made_by(op: Op) -> set[int]:
+    """Storages that an operator writes."""
+    return {view.storage for view in op.outputs}
+
+
+def parts_of(flow: Flow, column: str) -> tuple[int, ...] | str:
+    """Widths that a fused column's output is split into; one width if it is used as a whole."""
+    tap = flow.taps[column]
+    width = features(tap.module)[1]
+    spans = set()
+    for view in _readers(flow.ops, tap.output.storage):
+        start = view.offset % width
+        sizes = [(s, n) for s, n in zip(view.strides, view.shape, strict=True) if 0 < s < width and n > 1]
+        reach = sum(stride * (size - 1) for stride, size in sizes) + 1
+        leading = max(sizes, default=(1, 1))
+        spans.add((start, width) if leading[0] * leading[1] == width else (start, reach))
+    if all(length == width for _, length in spans):
+        return (width,)
+    ordered = sorted(spans)
+    position = 0
+    for start, length in ordered:
+        if start != position:
+            return f"because {column} is split into overlapping or interleaved pieces {ordered}"
+        position = start + length
+    if position != width:
+        return f"because part of the output of {column} is not used"
+    return tuple(length for _, length in ordered)
+
+
+def channels_of(flow: Flow, column: str) -> tuple[int, ...] | str:
+    """The width of a convolution's output, which must be read as a whole."""
+    tap = flow.taps[column]
+    size = math.prod(tap.output.shape)
+    if any(math.prod(view.shape) != size for view in _readers(flow.ops, tap.output.storage)):
+        return f"because {column} is read in parts"
+    return (features(tap.module)[1],)
+
+
+def group_norms(flow: Flow, modules: dict[str, nn.Module], between: set[int]) -> dict[str, int]:
+    """Group norms that lie between columns and row, with the number of their groups."""
+    cut = cut_storages(flow, between)
+    found = {}
+    for op in flow.ops:
+        module = modules.get(op.module)
+        if isinstance(module, nn.GroupNorm) and module.affine and {view.storage for view in op.inputs} & cut:
+            found[op.module] = module.num_groups
+    return found
+
+
+def _readers(ops: Sequence[Op], storage: int) -> list[View]:
+    """How operators (not views) read a storage."""
+    return [view for op in ops if not op.is_view for view in op.inputs if view.storage == storage]
+
+
+def heads_in(flow: Flow, between: set[int]) -> int | None:
+    """Heads of the attention that makes one of these storages; None if none does."""
+    return next(
+        (
+            op.inputs[0].shape[-3]
+            for op in flow.ops
+            if (op.kind == "attention" or _is_softmax(op)) and made_by(op) & between and len(op.inputs[0].shape) == 4
+        ),
+        None,
+    )
+
+
+def kind_and_units(
+    flow: Flow, row: str, columns: tuple[str, ...], parts: dict[str, tuple[int, ...]], between: set[int]
+) -> tuple[Literal["attention", "mlp"], tuple[int, ...]]:
+    """What lies between columns and row, and the numbers that a degree must divide: heads, or widths."""
+    widths = [w for c in columns for w in parts.get(c, (features(flow.taps[c].module)[1],))]
+    row_width = features(flow.taps[row].module)[0]
+    heads = heads_in(flow, between)
+    if heads is None:
+        return "mlp", tuple(dict.fromkeys([row_width, *widths]))
+    head_width = row_width // heads
+    counts = [
+        heads if width % heads == 0 and width >= row_width else width // head_width
+        for width in widths
+        if width % head_width == 0
+    ]
+    return "attention", tuple(dict.fromkeys([heads, *counts]))

@@ -1,0 +1,153 @@
+"""Whether a layer still computes the same with weights cut: its operators whole, beside those of the trial."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from ..model.layer_run import Observation
+from ..model.meters import Op, View
+from ..model.model_profile import TensorCut
+from .tensor_modules import features, is_convolution
+
+
+def sequence_problem(
+    whole: Observation, cut: Observation, cuts: Sequence[TensorCut], degree: int, output_dims: Sequence[int | None]
+) -> str:
+    """Why a layer cannot run on a slice of the sequence, as the trial `cut` shows; "" if it can."""
+    for spec, sliced, dim in zip(whole.outputs, cut.outputs, output_dims, strict=True):
+        expected = list(spec.shape)
+        if dim is not None:
+            expected[dim] //= degree
+        if tuple(expected) != sliced.shape:
+            return f"an output has shape {sliced.shape} where the slice is {tuple(expected)}"
+    rows = {row for group in cuts for row in group.rows}
+    banks = tuple(
+        f"{name}." for name, bank in whole.experts.items() if bank.called == "routed"
+    )  # each token goes through alone
+
+    def outside_banks(seen: Observation) -> list[Op]:
+        return [op for op in forward_ops(seen) if not f"{op.module}.".startswith(banks)]
+
+    return reduction_problem(outside_banks(whole), outside_banks(cut), rows)
+
+
+def forward_ops(seen: Observation) -> list[Op]:
+    """Operators of the forward."""
+    return [op for op in seen.ops if not op.backward]
+
+
+_DIM_SECOND = {"topk", "kthvalue"}
+"""Reductions whose first argument is a count, and whose dim comes second."""
+
+_REDUCTIONS = {
+    "mean",
+    "sum",
+    "var",
+    "var_mean",
+    "std",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "prod",
+    "norm",
+    "linalg_vector_norm",
+    "logsumexp",
+    "_softmax",
+    "_safe_softmax",
+    "_log_softmax",
+    "cumsum",
+    "topk",
+    "sort",
+    "argmax",
+}
+_WHOLE_SHAPE = {"convolution", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "batch_norm"}
+_NORMS = {"native_layer_norm", "_fused_rms_norm"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
+
+
+def reduction_problem(whole: Sequence[Op], cut: Sequence[Op], rows: set[str]) -> str:
+    """An operator that would sum or normalise over a slice instead of the whole; rows: where that is wanted."""
+    if [op.name for op in whole] != [op.name for op in cut]:
+        return "because the layer runs other operators when its weights are cut"
+    for a, b in zip(whole, cut, strict=True):
+        changed = [u.shape != v.shape for u, v in zip(a.inputs, b.inputs, strict=True)]
+        if not any(changed) or a.module in rows:
+            continue
+        where = f"because {a.name} in {a.module or 'the layer'} would work on a slice of what it reduces"
+        if a.name in _REDUCTIONS and _reduced(a) != _reduced(b):
+            return where
+        if a.name in _NORMS and a.arguments[:1] != b.arguments[:1]:
+            return where
+        if a.name in _WHOLE_SHAPE and not _reduces_as_before(a, b):
+            return where
+        if a.name in _PRODUCTS and a.shape and b.shape and a.shape[1] != b.shape[1]:
+            return where
+        if a.kind == "attention" and (a.inputs[1].shape[-2:] != b.inputs[1].shape[-2:]):
+            return where
+    return ""
+
+
+def _reduces_as_before(a: Op, b: Op) -> bool:
+    """Whether a convolution still sums over all its inputs, or a group norm has groups of the size they had."""
+    if a.name == "convolution":
+        return a.shape is not None and b.shape is not None and a.shape[1] == b.shape[1]
+    if a.name == "native_group_norm":
+        (_, channels, _, groups, *_), (_, fewer, _, cut_groups, *_) = a.arguments, b.arguments
+        return bool(channels * cut_groups == fewer * groups)
+    return False
+
+
+def _reduced(op: Op) -> tuple[int, ...]:
+    """Sizes of the dims that a reduction runs over."""
+    shape = op.inputs[0].shape
+    dims = op.arguments[0] if op.arguments else None
+    if op.name in _DIM_SECOND:
+        dims = op.arguments[1] if len(op.arguments) > 1 else -1
+    if type(dims) is int:
+        return (shape[dims],) if -len(shape) <= dims < len(shape) else shape
+    if isinstance(dims, list | tuple) and dims:
+        return tuple(shape[dim] for dim in dims)
+    return shape
+
+
+def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> str:
+    """A slice of a column's features must be a slice of the leading feature dim wherever it is read.
+
+    Otherwise (features viewed as [3, heads, width] and heads divided) each rank would mix queries with keys.
+    """
+    width_of = {name: features(modules[name])[1] for name in trial.columns}
+    made = {v.storage: op.module for op in whole if op.module in width_of and not op.is_view for v in op.outputs}
+    for a, b in zip(whole, cut, strict=True):
+        for u, v in zip(a.inputs, b.inputs, strict=True):
+            if a.is_view or u.storage not in made or u.shape == v.shape:
+                continue
+            if is_convolution(modules[made[u.storage]]):
+                if _changed(u, v) != [1] or len(u.shape) < 3:
+                    return f"because the channels of {made[u.storage]} are read in another order"
+                continue
+            width = width_of[made[u.storage]]
+            leading = max((s, i) for i, s in enumerate(u.strides) if s < width and u.shape[i] > 1)[1]
+            if _changed(u, v) != [leading]:
+                return f"because {made[u.storage]} is read in an order that a contiguous slice does not keep"
+    return ""
+
+
+def order_problem(whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> str:
+    """A view that moves the cut features behind others: a contiguous slice before is none after."""
+    fused = {v.storage for op in whole if op.module in trial.parts and not op.is_view for v in op.outputs}
+    for a, b in zip(whole, cut, strict=True):
+        if a.name not in ("view", "_unsafe_view") or a.inputs[0].storage in fused:
+            continue
+        before, after = _changed(a.inputs[0], b.inputs[0]), _changed(a.outputs[0], b.outputs[0])
+        if len(before) != 1 or len(after) != 1:
+            if before or after:
+                return f"because a view in {a.module or 'the layer'} mixes the cut features with others"
+        elif math.prod(a.inputs[0].shape[: before[0]]) != math.prod(a.outputs[0].shape[: after[0]]):
+            return f"because a view in {a.module or 'the layer'} brings the cut features into another order"
+    return ""
+
+
+def _changed(whole: View, cut: View) -> list[int]:
+    return [i for i, (x, y) in enumerate(zip(whole.shape, cut.shape, strict=True)) if x != y]
