@@ -41,7 +41,7 @@ def wired(num_layers: int, tensors: Iterable[tuple[int, Iterable[int], float]]) 
 
 def graph_of(profile: ModelProfile, element_bytes: int = 2) -> nx.DiGraph:
     """The graph of a profiled model, for one sample. element_bytes: of the dtype that it computes in."""
-    tensors = ((t.made_by, {*t.used_by, t.last_used_by}, t.size.at(1, element_bytes)) for t in profile.tensors)
+    tensors = ((t.made_by, {*t.used_by, t.last_used_by}, round(t.size.at(1, element_bytes))) for t in profile.tensors)
     graph = wired(len(profile.layers), tensors)
     for number, tensor in enumerate(profile.tensors):
         graph.nodes["tensor", number].update(
