@@ -1,10 +1,32 @@
-"""The time of a schedule's table, by event simulation."""
+"""The time of a schedule's table by event simulation, and the passes on its critical path.
+
+A table fixes which pass waits for which, so a step is the longest path through them: a maximum of sums of durations.
+Each path alone is a lower bound of every step with the same schedule, whatever its stages hold, which is what the
+search proves its plans with.
+
+Tables of very many micro-batches are cut in their steady state, and the micro-batches between are left out. A path that
+crosses the cut on some rank crosses it in the whole table as well, where that rank has all its passes of what was left
+out to do; so the step of the shorter table, with that time added on each rank, is the length of a path of the whole
+table, and never more than its step. Of 1F1B, GPipe and zero-bubble tables it was the step itself in every one of
+100,000 random tables (tests/test_simulate.py has some); those in rounds, in which ranks can set the pace together,
+are played whole as long as MOST_PASSES allows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..plan.schedules import ZERO_BUBBLE, Action, Schedule, stage_of, table
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan.schedules import ZERO_BUBBLE, Action, Schedule, microbatches_in_round, stage_of, table
+
+STEADY = 4
+"""Micro-batches per rank, or rounds of an interleaved table, that are played of longer ones: it takes up to two to fill
+the pipeline and two to empty it."""
+
+MOST_PASSES = 40_000
+"""Passes of micro-batches through stages up to which a table in rounds is played whole."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +55,8 @@ def simulate(
     ranks = num_ranks or len(forward_s)
     steps, actions = _order(schedule, ranks, num_microbatches, len(forward_s) // ranks)
     seconds = _durations(schedule, forward_s, backward_s, weight_s)
-    ends, _ = _times(steps, seconds, ranks)
+    ends, free = [0.0] * (len(steps) + 1), [0.0] * ranks
+    _play(steps, seconds, free, ends, 0)
     free = [0.0] * ranks
     events = []
     for (rank, _, waits_for), action, end in zip(steps, actions, ends[1:], strict=True):
@@ -96,14 +119,80 @@ def _durations(
     return [*forward_s, *(b - w for b, w in zip(backward_s, weights, strict=True)), *weights]
 
 
-def _times(steps: Sequence[Step], seconds: Sequence[float], num_ranks: int) -> tuple[list[float], list[float]]:
-    """([step] -> when it ends, behind a 0.0 for what waits for nothing, [rank] -> when it has done all)."""
-    free = [0.0] * num_ranks
-    ends = [0.0] * (len(steps) + 1)
-    for number, (rank, what, waits_for) in enumerate(steps, 1):
+@dataclass(frozen=True)
+class _Cut:
+    """A table's steps, or those of a shorter one on both sides of a cut through its steady state.
+
+    before, after: steps, numbered through. left_out: micro-batches between them. read: [rank] -> numbers of its steps
+    before the cut that some step after it waits for. own: [rank] -> durations of one micro-batch.
+    """
+
+    before: tuple[Step, ...]
+    after: tuple[Step, ...]
+    left_out: int
+    read: tuple[tuple[int, ...], ...]
+    own: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=256)
+def _cut(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int, most: int) -> _Cut:
+    """The steps of a table; of one with more than about `most` micro-batches, cut."""
+    num_stages = num_ranks * virtual
+    stages = [[stage_of(schedule, rank, chunk, num_ranks) for chunk in range(virtual)] for rank in range(num_ranks)]
+    kinds = 3 if schedule in ZERO_BUBBLE else 2
+    own = tuple(tuple(kind * num_stages + s for kind in range(kinds) for s in held) for held in stages)
+    in_rounds = _is_in_rounds(schedule, virtual)
+    period = microbatches_in_round(num_ranks, num_microbatches) if in_rounds else 1
+    most = max(period, most // period * period)
+    short = min(num_microbatches, most + (num_microbatches - most) % period)
+    alike = not in_rounds or microbatches_in_round(num_ranks, short) == period
+    if schedule == "gpipe" or num_microbatches - short <= period or not alike:
+        steps, _ = _order(schedule, num_ranks, num_microbatches, virtual)
+        return _Cut(steps, (), 0, ((),) * num_ranks, own)
+    passes = kinds * virtual * period
+    back = short // period // 2 - (0 if in_rounds else num_ranks)
+    tables = (table(schedule, num_ranks, count, virtual) for count in (short, short + period))
+    lengths = [_common(one, other) - back * passes for one, other in zip(*tables, strict=True)]
+    steps, _ = _order(schedule, num_ranks, short, virtual)
+    first, left = {0}, list(lengths)
+    for number, (rank, _, waits_for) in enumerate(steps, 1):  # what is before the cut waits for nothing after it
+        left[rank] = left[rank] - 1 if waits_for in first else 0
+        if left[rank] >= 0 and waits_for in first:
+            first.add(number)
+    order = sorted(first - {0}) + [number for number in range(1, len(steps) + 1) if number not in first]
+    place = {0: 0} | {number: i for i, number in enumerate(order, 1)}
+    renumbered = [(rank, what, place[waits]) for rank, what, waits in (steps[n - 1] for n in order)]
+    before, after = tuple(renumbered[: len(first) - 1]), tuple(renumbered[len(first) - 1 :])
+    crossed = {waits for _, _, waits in after if 0 < waits <= len(before)}
+    read = tuple(tuple(n for n in sorted(crossed) if before[n - 1][0] == rank) for rank in range(num_ranks))
+    return _Cut(before, after, num_microbatches - short, read, own)
+
+
+def _is_in_rounds(schedule: Schedule, virtual: int) -> bool:
+    """Whether micro-batches go through a rank's stages in rounds of several."""
+    return virtual > 1 and schedule != "zb-v"
+
+
+def _common(one: Sequence[Action], other: Sequence[Action]) -> int:
+    """Actions that both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+
+
+def _durations(
+    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] | None
+) -> list[float]:
+    if schedule not in ZERO_BUBBLE:
+        return [*forward_s, *backward_s]
+    weights = weight_s or [0.0] * len(forward_s)
+    return [*forward_s, *(b - w for b, w in zip(backward_s, weights, strict=True)), *weights]
+
+
+def _play(steps: Sequence[Step], seconds: Sequence[float], free: list[float], ends: list[float], done: int) -> None:
+    """Play steps, of which `done` others come first. free: [rank] -> when it has done all so far; ends: [step] -> when
+    it ends, after a 0.0 for what waits for nothing. Both are brought up to date."""
+    for number, (rank, what, waits_for) in enumerate(steps, done + 1):
         start, ready = free[rank], ends[waits_for]
         free[rank] = ends[number] = (ready if ready > start else start) + seconds[what]
-    return ends, free
 
 
 def simulated_step_s(
@@ -116,22 +205,108 @@ def simulated_step_s(
 ) -> float:
     """Seconds of one step: each rank ends its step `once_s` after its last pass.
 
-    forward_s, backward_s, weight_s: per stage; once_s: per rank. Long steps are periodic once the pipeline is full:
-    beyond 6 micro-batches per rank the last period is continued, unless some rank has more to do by itself: where
-    ranks are nearly equal, it takes longer until the slowest one sets the pace.
+    forward_s, backward_s, weight_s: per stage; once_s: per rank.
     """
-    num_ranks = len(once_s)
-    simulated = 6 * num_ranks
-    if num_microbatches > simulated:
-        shorter, longer = (
-            simulated_step_s(schedule, forward_s, backward_s, once_s, count, weight_s)
-            for count in (simulated - num_ranks, simulated)
-        )
-        continued = longer + (num_microbatches - simulated) * (longer - shorter) / num_ranks
-        return max(continued, least_step_s(schedule, forward_s, backward_s, once_s, num_microbatches))
-    steps, _ = _order(schedule, num_ranks, num_microbatches, len(forward_s) // num_ranks)
-    _, last = _times(steps, _durations(schedule, forward_s, backward_s, weight_s), num_ranks)
-    return max(end + once for end, once in zip(last, once_s, strict=True))
+    num_ranks, num_stages = len(once_s), len(forward_s)
+    most, virtual = STEADY * num_ranks, num_stages // num_ranks
+    if _is_in_rounds(schedule, virtual):
+        most = max(2 * most, MOST_PASSES // (2 * num_stages))
+    cut = _cut(schedule, num_ranks, num_microbatches, virtual, most)
+    seconds = _durations(schedule, forward_s, backward_s, weight_s)
+    free, ends = [0.0] * num_ranks, [0.0] * (1 + len(cut.before) + len(cut.after))
+    _play(cut.before, seconds, free, ends, 0)
+    if cut.left_out:
+        for rank, own in enumerate(cut.own):
+            left_out_s = cut.left_out * sum(seconds[what] for what in own)
+            free[rank] += left_out_s
+            for number in cut.read[rank]:
+                ends[number] += left_out_s
+        _play(cut.after, seconds, free, ends, len(cut.before))
+    return max(end + once for end, once in zip(free, once_s, strict=True))
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """A path through a schedule's table: no step is shorter than its passes one after another, whatever they take.
+
+    passes: [forward, backward, weight][stage] -> how many of them are on it, where without zero bubbles the backward is
+    whole and nothing is in the third row. rank: the one that it ends on.
+    """
+
+    passes: NDArray[np.float64]
+    rank: int
+
+    def seconds(
+        self,
+        schedule: Schedule,
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        weight_s: Sequence[float] | None = None,
+    ) -> float:
+        """Seconds of its passes, of stages that take so long, without the end of its rank's step."""
+        each = _durations(schedule, forward_s, backward_s, weight_s)
+        return float(self.passes.ravel()[: len(each)] @ np.array(each))
+
+
+def critical_path(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    once_s: Sequence[float],
+    num_microbatches: int,
+    weight_s: Sequence[float] | None = None,
+) -> CriticalPath:
+    """The longest path of a step, in the sense of `simulated_step_s`; of long ones in rounds, the longest of those that
+    spend the rounds between filling and emptying the pipeline on one rank."""
+    return critical_paths(schedule, forward_s, backward_s, once_s, num_microbatches, weight_s)[0]
+
+
+def critical_paths(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    once_s: Sequence[float],
+    num_microbatches: int,
+    weight_s: Sequence[float] | None = None,
+    longer_than_s: float = 0.0,
+) -> list[CriticalPath]:
+    """The longest path to the end of every rank that is longer than so many seconds, the longest first."""
+    num_ranks, num_stages = len(once_s), len(forward_s)
+    cut = _cut(schedule, num_ranks, num_microbatches, num_stages // num_ranks, STEADY * num_ranks)
+    seconds = _durations(schedule, forward_s, backward_s, weight_s)
+    num_before = len(cut.before)
+    free, last = [0.0] * num_ranks, [0] * num_ranks
+    ends, came_from = [0.0] * (1 + num_before + len(cut.after)), [0] * (1 + num_before + len(cut.after))
+    for steps, number in ((cut.before, 0), (cut.after, num_before)):
+        for rank, what, waits_for in steps:
+            number += 1
+            start, ready, came_from[number] = free[rank], ends[waits_for], last[rank]
+            if ready > start:
+                start, came_from[number] = ready, waits_for
+            free[rank] = ends[number] = start + seconds[what]
+            last[rank] = number
+        if number == num_before and cut.left_out:
+            for rank, own in enumerate(cut.own):
+                left_out_s = cut.left_out * sum(seconds[what] for what in own)
+                free[rank] += left_out_s
+                for crossing in cut.read[rank]:
+                    ends[crossing] += left_out_s
+    every, found = (*cut.before, *cut.after), []
+    for end in sorted(range(num_ranks), key=lambda rank: -free[rank] - once_s[rank]):
+        if free[end] + once_s[end] <= longer_than_s:
+            break
+        counts = [0.0] * (3 * num_stages)
+        number, crossed = last[end], not cut.left_out
+        while number:
+            rank, what, _ = every[number - 1]
+            if number <= num_before and not crossed:
+                crossed = True
+                for own_what in cut.own[rank]:
+                    counts[own_what] += cut.left_out
+            counts[what] += 1
+            number = came_from[number]
+        found.append(CriticalPath(np.array(counts).reshape(3, num_stages), end))
+    return found
 
 
 def least_step_s(

@@ -79,10 +79,11 @@ def _ahead(schedule: Schedule, rank: int, num_ranks: int, num_microbatches: int,
     are fewer."""
     hops = 1 if schedule == "zb-h1" else 2
     behind = hops * rank if schedule in ZERO_BUBBLE else 0
-    return (virtual - 1) * _in_round(num_ranks, num_microbatches) + hops * (num_ranks - 1 - rank) + 1, behind
+    chunks = (virtual - 1) * microbatches_in_round(num_ranks, num_microbatches)
+    return chunks + hops * (num_ranks - 1 - rank) + 1, behind
 
 
-def _in_round(num_ranks: int, num_microbatches: int) -> int:
+def microbatches_in_round(num_ranks: int, num_microbatches: int) -> int:
     """Micro-batches of a round: about as many as there are ranks."""
     return -(-num_microbatches // max(1, num_microbatches // num_ranks))
 
@@ -90,7 +91,7 @@ def _in_round(num_ranks: int, num_microbatches: int) -> int:
 @lru_cache(maxsize=4)
 def _in_rounds(num_ranks: int, num_microbatches: int, virtual: int) -> tuple[list[Action], list[Action]]:
     """(forwards, backwards) of a rank, the same for all: each round goes through all chunks before the next begins."""
-    in_round = _in_round(num_ranks, num_microbatches)
+    in_round = microbatches_in_round(num_ranks, num_microbatches)
     forwards, backwards = [], []
     for first in range(0, num_microbatches, in_round):
         microbatches = range(first, min(first + in_round, num_microbatches))
@@ -192,7 +193,7 @@ def rank_in_flight(
 
 def _first_in_rounds(passes: int, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[int, ...]:
     """[chunk] -> how many of a rank's first passes are through it."""
-    in_round = _in_round(num_ranks, num_microbatches)
+    in_round = microbatches_in_round(num_ranks, num_microbatches)
     rounds, rest = divmod(min(passes, num_microbatches * virtual), in_round * virtual)
     last = min(in_round, num_microbatches - rounds * in_round)
     return tuple(rounds * in_round + min(last, max(0, rest - chunk * last)) for chunk in range(virtual))
