@@ -38,7 +38,7 @@ SUBCOMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `plan` command. Exit codes: 0 done, 1 verify found a difference, 2 bad input, 3 no fit."""
-    gc.set_threshold(200_000, 50, 100)  # a command is short, and imports and traces make millions of objects
+    gc.set_threshold(1_000_000, 50, 100)  # a command is short, and imports and traces make millions of objects
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
         print(f"meshwright {version('meshwright')}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ...planner.cost.software import load_software
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.training import SAMPLES_PER_GPU, TrainingSpec
+from ...profiler.garbage import without_garbage_collection
 from ...profiler.machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
 from ...profiler.machine.local import local_gpus, preset_of
 from ...profiler.model.cache import ProfileCache
@@ -72,6 +73,7 @@ def whole_number(flag: str, text: str, example: str) -> int:
     return number
 
 
+@without_garbage_collection()
 def read_model(
     source: str,
     seq_len: int | None,

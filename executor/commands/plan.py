@@ -10,6 +10,7 @@ from ...planner.plan.training import Objective
 from ...profiler.machine.cluster import device_names, load_device
 from ..reporting import terminal
 from ..reporting.documents import check_document, json_kind
+from ..reporting.output_files import check_writable
 from ..reporting.report import json_document
 from ..reporting.terminal_profile import print_operators, print_profile
 from . import inputs, options
@@ -106,24 +107,41 @@ def _profile_command(
     lengths: Annotated[
         bool, typer.Option("--lengths", help="run it at two shorter lengths, too: then `plan -s N` works for any N")
     ] = False,
+    graph: Annotated[
+        Path | None,
+        typer.Option(
+            "--graph",
+            metavar="FILE",
+            help="also layers, tensors and shared weights as a graph: .graphml or .dot",
+            show_default=False,
+        ),
+    ] = None,
     operators: Annotated[bool, typer.Option("--operators", help="list the operators of every class")] = False,
     no_cache: options.NoCache = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Profile MODEL on fake tensors and save it: planning from the saved profile needs no torch and no model code."""
     check_document(output, "meshwright-profile")
+    if graph is not None:
+        check_writable(graph, "--graph", ".graphml", ".dot")
     if json_kind(inputs.check_source(model, inputs.MODEL_RULE)) == "meshwright-profile":
         raise ValueError(f"{model} is a profile already: plan from it with `plan {model} --gpus 8`")
     with at_work(quiet) as waiting:
         profile, _ = inputs.read_model(model, seq_len, waiting, not no_cache, lengths=lengths)
     profile.save(output)
+    if graph is not None:
+        from ...profiler.model.layer_graph import graph_of
+        from ..reporting.graph_files import write_graph
+
+        write_graph(graph_of(profile), graph)
     if quiet:
         return
     console = terminal.make_console()
     print_profile(console, profile)
     if operators:
         print_operators(console, profile)
-    terminal.print_next(console, [str(output)], [(f"plan {output} --gpus 8", "needs no torch")])
+    written = [str(output), *([] if graph is None else [str(graph)])]
+    terminal.print_next(console, written, [(f"plan {output} --gpus 8", "needs no torch")])
 
 
 @devices_app.command()

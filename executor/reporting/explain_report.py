@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ...planner.cost.estimate import Estimate
 from ...planner.plan.document import Plan
 from ...planner.plan.making import shape_of
 from . import terminal
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from ...planner.answers.guidance import NoCandidate
     from ...planner.answers.tutorial import Lesson
     from ...planner.answers.why_not import Answer
+    from ...planner.cost.estimate import Estimate
 
 _STYLES = {
     "illegal": "red",
@@ -36,7 +36,7 @@ class Explanation:
     """A priced plan with answers to what was asked about it, or, where nothing was, all there is to say."""
 
     plan: Plan
-    found: Estimate
+    found: "Estimate"
     answers: "tuple[Answer, ...]" = ()
     steps: "tuple[Step, ...]" = ()
     lessons: "tuple[Lesson, ...]" = ()

@@ -15,6 +15,7 @@ from ...planner.plan.setups import setup_words
 from ...profiler.machine.units import GIB, format_bytes, format_count, format_seconds
 from .choice_charts import scatter, tornado
 from .drawing import legend, table, tag
+from .graph_chart import cut_rows, layer_graph, shared_weights
 from .html_page import folded, job_in_words, page, section, verdict_rows, wide
 from .place_charts import cluster_map, host_cards, layer_strip, stage_places
 from .report import (
@@ -30,6 +31,7 @@ from .report import (
 from .report_facts import Facts
 from .step_charts import memory_bars, timeline, waterfall
 
+_MOST_SHARED = 4
 _TRILLION = 1e12
 _DAY_S = 86_400.0
 
@@ -39,6 +41,7 @@ def report_page(facts: Facts, plan_file: str, notes: Sequence[str] = (), run: st
     plan = facts.plan
     sections = [
         _where_section(facts),
+        _graph_section(facts),
         _memory_section(facts),
         _timeline_section(facts),
         _breakdown_section(facts),
@@ -54,6 +57,7 @@ def report_page(facts: Facts, plan_file: str, notes: Sequence[str] = (), run: st
     )
     links = [
         ("where", "GPUs and layers"),
+        ("graph", "The model"),
         ("memory", "Memory"),
         ("time", "One step"),
         ("causes", "Where it goes"),
@@ -169,6 +173,21 @@ def _where_section(facts: Facts) -> str:
         False: "Every GPU works on all layers; what is split are samples, parameters or single layers.",
     }[plan.degrees.pipeline > 1]
     return section("where", "Which layer lives on which GPU", below, content)
+
+
+def _graph_section(facts: Facts) -> str:
+    plan, graph = facts.plan, facts.graph
+    dtype = "fp32" if plan.training.compute_bytes == 4 else "bf16"
+    words = "".join(tag("p", escape(f"Shared: {told}."), class_="sub") for told in shared_weights(graph)[:_MOST_SHARED])
+    if len(plan.stages) > 1:
+        words += table(["cut", "tensors", "bytes a sample"], cut_rows(plan, graph))
+    below = (
+        f"Equal layers in a row are one box. Bytes are those of one sample in {dtype}. Arcs are tensors that pass by "
+        "layers; a cut between stages carries all that lies across it."
+    )
+    picture = tag("div", layer_graph(plan, graph), class_="graph")
+    content = tag("div", picture + tag("div", words, class_="rest"), class_="beside")
+    return section("graph", "The model as a graph", below, content)
 
 
 def _memory_section(facts: Facts) -> str:

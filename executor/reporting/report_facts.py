@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+import networkx as nx
+
 from ...planner.answers.explain import compared
 from ...planner.answers.guidance import named_rules, rules_of_thumb
 from ...planner.answers.search import Candidate
@@ -18,6 +20,7 @@ from ...planner.plan.making import shape_of
 from ...planner.plan.pins import Pins
 from ...planner.plan.schedules import stage_of
 from ...planner.solve.explore import Explorer
+from ...profiler.model.layer_graph import graph_of
 from ...profiler.model.model_profile import ModelProfile
 
 DRAWN_PASSES = 5000
@@ -69,6 +72,8 @@ class Facts:
     played: Played
     patterns: tuple[HostPattern, ...]
     ideal_s: float
+    graph: nx.DiGraph
+    """Of the plan's model, with bytes of one sample in the dtype that the plan computes in."""
 
 
 def gather(
@@ -92,6 +97,7 @@ def gather(
         played=played(plan, profile, found, drawn_microbatches(plan)),
         patterns=host_patterns(plan),
         ideal_s=found.mfu * found.step_time_s,
+        graph=graph_of(profile, plan.training.compute_bytes),
     )
 
 

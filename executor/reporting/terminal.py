@@ -13,7 +13,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from ...planner.answers.explain import CAUSES
 from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.bands import Band, memory_band, no_band, time_band
 from ...planner.plan.document import Plan
@@ -315,6 +314,8 @@ def print_measured(console: Console, found: "MeasuredTable") -> None:
 def print_losses(console: Console, candidates: Sequence["Candidate"], price_per_hour: float | None) -> None:
     """Throughput, MFU and, with a price per hour of a device, cost of every set-up; and where its step goes."""
     if any(candidate.estimate is not None for candidate in candidates):
+        from ...planner.answers.explain import CAUSES
+
         headings, rows = comparison_rows(candidates, price_per_hour)
         print_rows(console, "Numbers", headings, rows)
         unit, headings, rows = loss_rows(candidates)

@@ -218,8 +218,7 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
 def zero_bubble_rule(profile: ModelProfile, training: TrainingSpec) -> str | None:
     """The rule that excludes zero-bubble schedules, or None if they are legal: gradients of weights that several layers
     read come at several times then, and fully_shard finds some in fp32 and some in bf16 (seen in torch 2.13)."""
-    names = [name for layer in profile.layers for name in set(layer.parameters)]
-    if training.is_mixed and len(set(names)) < len(names):
+    if training.is_mixed and shares_weights(profile):
         return "zero-bubble schedules run layers that share weights in fp32 only"
     return None
 
@@ -242,17 +241,22 @@ def check_parts(profile: ModelProfile, recompute: Recompute | None) -> None:
 
 
 def legal_cuts(profile: ModelProfile) -> list[int]:
-    """Layers before which a stage may begin: not between two that read one parameter under one name, which lives on one
-    stage. (Tied weights have two names, and a copy on each side.) A model that decides by values stays whole: the other
-    stages have no values to decide by."""
+    """Layers before which a stage may begin: the cut points of the model's graph. Where no layers share a weight these
+    are all but the first, and no graph is made: networkx takes a tenth of a second to import. A model that decides by
+    values stays whole: the other stages have no values to decide by."""
     if profile.decides_by_values:
         return []
-    first: dict[str, int] = {}
-    inside: set[int] = set()
-    for i, layer in enumerate(profile.layers):
-        for name in layer.parameters:
-            inside.update(range(first.setdefault(name, i) + 1, i + 1))
-    return [i for i in range(1, len(profile.layers)) if i not in inside]
+    if not shares_weights(profile):
+        return list(range(1, len(profile.layers)))
+    from ...profiler.model.layer_graph import cut_points, graph_of
+
+    return cut_points(graph_of(profile))
+
+
+def shares_weights(profile: ModelProfile) -> bool:
+    """Whether several layers read one parameter under one name."""
+    names = [name for layer in profile.layers for name in set(layer.parameters)]
+    return len(set(names)) < len(names)
 
 
 MOST_STARTS = 500

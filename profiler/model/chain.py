@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import nn
 
 from ..semantics.producers import Producers
 from .chain_watch import Cursor, Event, Key, Watch, recording_outputs, stubbed
 from .fake import FakeModel
+from .layer_graph import bytes_over, maker_of, tensors_of, wired
 from .layer_units import Units, find_units
 from .load import Batch
 from .model_profile import Producer
@@ -40,6 +42,11 @@ class Crossing:
     spec: TensorSpec
     storage: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the run in which it was seen."""
+        return torch.Size(self.spec.shape).numel() * self.spec.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -59,14 +66,23 @@ class Layer:
 
 @dataclass(frozen=True)
 class Chain:
-    """The layers of a model in the order in which they run."""
+    """The layers of a model in the order in which they run. graph: of them and the crossings, by their numbers."""
 
     units: Units
     layers: tuple[Layer, ...]
     crossings: tuple[Crossing, ...]
+    graph: nx.DiGraph
     signatures: tuple[Any, ...]
     shapes: Shapes
     notes: tuple[str, ...]
+
+    def arriving(self, layer: int) -> list[Crossing]:
+        """The tensors from earlier layers that a layer reads, in the order in which they are made."""
+        return [self.crossings[number] for _, number in self.graph.predecessors(layer)]
+
+    def leaving(self, layer: int) -> list[Crossing]:
+        """The tensors that a layer makes for later ones, in that order."""
+        return [self.crossings[number] for _, number in self.graph.successors(layer)]
 
     def representatives(self) -> tuple[int, ...]:
         """For each layer the first layer of its class."""
@@ -104,11 +120,7 @@ def _observe(fake: FakeModel, units: Units, size: int, seq_len: int | None) -> C
 
 def _opened_in_vain(fake: FakeModel, chain: Chain) -> frozenset[str]:
     """Opened elements of containers within which every cut carries more bytes than those around them."""
-    crossing = [0.0] * (len(chain.layers) + 1)
-    for tensor in chain.crossings:
-        size = torch.Size(tensor.spec.shape).numel() * tensor.spec.dtype.itemsize
-        for layer in range(tensor.made_by + 1, tensor.last_used_by + 1):
-            crossing[layer] += size
+    crossing = bytes_over(chain.graph)
     in_vain = set()
     blocks = [{u for u in layer.units if u in chain.units.elements} for layer in chain.layers]
     for name in chain.units.opened:
@@ -175,22 +187,24 @@ def run_first_of_each_class(
 
 
 def _build_chain(root: nn.Module, units: Units, watch: Watch) -> Chain:
-    events = watch.events
-    spans = _spans(units, watch)
+    events, run = watch.events, watch.graph()
+    spans = _spans(units, events, bytes_over(run))
     notes = list(units.notes)
     spans = _collapse_repeats(units, events, spans, notes)
-    spans = _collapse_leaks(watch, spans, notes)
+    spans = _collapse_leaks(watch, run, spans, notes)
     crossings = _crossings(watch, spans)
     layers = _layers(root, units, watch, spans, notes)
+    graph = wired(len(layers), ((c.made_by, c.used_by, c.num_bytes) for c in crossings))
+    chain = Chain(units, layers, crossings, graph, (), watch.shapes, tuple(notes))
     parameters = dict(root.named_parameters(remove_duplicate=False))
-    signatures = tuple(_signature(root, parameters, events, layer, i, crossings) for i, layer in enumerate(layers))
-    return Chain(units, layers, crossings, signatures, watch.shapes, tuple(notes))
+    signatures = tuple(_signature(root, parameters, events, chain, index) for index in range(len(layers)))
+    return replace(chain, signatures=signatures)
 
 
-def _spans(units: Units, watch: Watch) -> list[tuple[int, int]]:
-    """(first, last) event of each layer, before any have to be joined."""
+def _spans(units: Units, events: list[Event], crossing: list[float]) -> list[tuple[int, int]]:
+    """(first, last) event of each layer, before any have to be joined. crossing: [event] -> bytes over a cut before."""
     groups: list[tuple[str, int, int]] = []
-    for i, event in enumerate(watch.events):
+    for i, event in enumerate(events):
         kind, name, _ = event.key
         if kind != "module":
             continue
@@ -200,28 +214,19 @@ def _spans(units: Units, watch: Watch) -> list[tuple[int, int]]:
         else:
             groups.append((slot, i, i))
     if not groups:
-        return [(0, len(watch.events) - 1)]
+        return [(0, len(events) - 1)]
     lasts = [
-        _cheapest_cut(watch, before[2], after[1], early=before[0] != "" and after[0] == "")
+        _cheapest_cut(crossing, before[2], after[1], early=before[0] != "" and after[0] == "")
         for before, after in pairwise(groups)
-    ] + [len(watch.events) - 1]
+    ] + [len(events) - 1]
     firsts = [0] + [last + 1 for last in lasts[:-1]]
     return list(zip(firsts, lasts, strict=True))
 
 
-def _cheapest_cut(watch: Watch, before: int, after: int, early: bool) -> int:
+def _cheapest_cut(crossing: list[float], before: int, after: int, early: bool) -> int:
     """Last event of the earlier layer, between the two layer modules at `before` and `after`: fewest bytes cross."""
-    if after == before + 1:
-        return before
-    crossing = [0.0] * (after - before)
-    for number, made in watch.storage_made.items():
-        if number in watch.from_parameters and made < after:
-            last_read = max(watch.storage_reads.get(number, ()), default=-1)
-            size = watch.storages.sizes.get(number)
-            for cut in range(max(made, before), min(last_read, after)):
-                crossing[cut - before] += size.elements * 2 + size.other_bytes if size else 0.0
-    least = min(crossing)
-    cuts = [before + i for i, size in enumerate(crossing) if size == least]
+    least = min(crossing[before + 1 : after + 1])
+    cuts = [event for event in range(before, after) if crossing[event + 1] == least]
     return cuts[0] if early else cuts[-1]
 
 
@@ -241,13 +246,15 @@ def _collapse_repeats(
     return spans
 
 
-def _collapse_leaks(watch: Watch, spans: list[tuple[int, int]], notes: list[str]) -> list[tuple[int, int]]:
+def _collapse_leaks(
+    watch: Watch, run: nx.DiGraph, spans: list[tuple[int, int]], notes: list[str]
+) -> list[tuple[int, int]]:
     """A tensor kept aside inside a layer module and read in a later layer cannot be sent: join the layers."""
     visible = {watch.storages.number(t) for t in watch.tensors.values()}
-    for number, made in watch.storage_made.items():
-        if number in visible or number not in watch.from_parameters:
+    for tensor in tensors_of(run):
+        if run.nodes[tensor]["storage"] in visible:
             continue
-        last = max(watch.storage_reads.get(number, ()), default=made)
+        made, last = maker_of(run, tensor), max(run.successors(tensor))
         if _span_of(spans, made) != _span_of(spans, last):
             spans = _joined(spans, made, last)
             notes.append(
@@ -358,23 +365,17 @@ def _name(layer: Layer, index: int, num_layers: int, units: Units, root: nn.Modu
 
 
 def _signature(
-    root: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    events: list[Event],
-    layer: Layer,
-    index: int,
-    crossings: tuple[Crossing, ...],
+    root: nn.Module, parameters: dict[str, nn.Parameter], events: list[Event], chain: Chain, index: int
 ) -> tuple[Any, ...]:
     """What two layers of one class have in common."""
+    layer = chain.layers[index]
     prefix = layer.root + "." if layer.root else ""
-    arriving = tuple(c.spec for c in crossings if index in c.used_by)
-    leaving = tuple(c.spec for c in crossings if c.made_by == index)
     return (
         tuple(type(root.get_submodule(unit)) for unit in layer.units),
         tuple(tuple(e.operators) for e in events[layer.first : layer.last + 1]),
         tuple((n.removeprefix(prefix), parameters[n].shape, parameters[n].requires_grad) for n in layer.parameters),
-        arriving,
-        leaving,
+        tuple(crossing.spec for crossing in chain.arriving(index)),
+        tuple(crossing.spec for crossing in chain.leaving(index)),
         layer.writes_input,
         layer.input_overwritten,
     )

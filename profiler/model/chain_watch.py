@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -15,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from ..semantics.producers import Producers
 from .fake import FakeModel
 from .gpu_kernel_emulation import Mode
+from .layer_graph import wired
 from .layer_units import Units
-from .meters import Storages
+from .meters import NOTHING, Storages
 from .model_profile import Producer
 from .run_shapes import OutputSpec, Shapes, TensorSpec
 
@@ -178,6 +180,19 @@ class Watch(Mode):
     def start_loss(self) -> None:
         """The module has returned; what follows is the loss."""
         self._start(*LOSS)
+
+    def graph(self) -> nx.DiGraph:
+        """The events by number, and the tensors that are read behind the event that made them; each node of one has the
+        number of its `storage`. What depends on no parameter is left out: every stage makes it itself."""
+        found = {}
+        for number, made in self.storage_made.items():
+            readers = {event for event in self.storage_reads.get(number, ()) if event > made}
+            if readers and number in self.from_parameters:
+                size = self.storages.sizes.get(number, NOTHING)
+                found[number] = made, readers, 2 * size.elements + size.other_bytes
+        graph = wired(len(self.events), found.values())
+        nx.set_node_attributes(graph, {("tensor", i): number for i, number in enumerate(found)}, "storage")
+        return graph
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -134,9 +134,9 @@ def _sequence_costs(
         cut.door or cut.tables for cut in cuts
     ):  # a bias for each pair of tokens goes on to layers that need it whole
         return cuts, None, ()
-    arriving = [c for c in chain.crossings if index in c.used_by and c.spec.requires_grad]
+    arriving = [crossing for crossing in chain.arriving(index) if crossing.spec.requires_grad]
     dims = {c.producer: sizes.sequence_dim(c) for c in arriving}
-    leaving = [sizes.sequence_dim(c) for c in chain.crossings if c.made_by == index]
+    leaving = [sizes.sequence_dim(crossing) for crossing in chain.leaving(index)]
     positions = set(dims.values())
     if len(positions) != 1 or None in positions:
         return cuts, None, ()

@@ -24,8 +24,8 @@ def crossing_tensors(
     saved_in_fp32_by: dict[Producer, list[int]] = defaultdict(list)
     given_to: dict[Producer, list[int]] = defaultdict(list)
     for i, first in enumerate(chain.representatives()):
-        arriving = [c.producer for c in chain.crossings if i in c.used_by]
-        leaving = [c.producer for c in chain.crossings if c.made_by == i]
+        arriving = [crossing.producer for crossing in chain.arriving(i)]
+        leaving = [crossing.producer for crossing in chain.leaving(i)]
         for producer, is_given in zip(arriving, seen[first].given_arriving, strict=True):
             if is_given:
                 given_to[producer].append(i)

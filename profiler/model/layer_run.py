@@ -126,8 +126,8 @@ class LayerRun:
         self._leaving_as: dict[Producer, int] = {}
         self._gradients: set[int] = set()
         self._own = set(self.layer.calls)
-        self._arriving = {c.producer: c for c in chain.crossings if index in c.used_by}
-        self._leaving = {c.producer for c in chain.crossings if c.made_by == index}
+        self._arriving = {crossing.producer: crossing for crossing in chain.arriving(index)}
+        self._leaving = dict.fromkeys(crossing.producer for crossing in chain.leaving(index))
         self._outputs: dict[Producer, torch.Tensor] = {}
         self._leaves: dict[Producer, torch.Tensor] = {}
         self._slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -227,12 +227,11 @@ class LayerRun:
         seen.saves_arriving = [producer in self._saved_arriving for producer in self._arriving]
         given = {self._arrived_as[number] for number in self._given if number in self._arrived_as}
         seen.given_arriving = [producer in given for producer in self._arriving]
-        leaving = [c.producer for c in self.chain.crossings if c.made_by == self.index]
-        seen.saves_leaving = [self._leaving_as.get(producer) in self._saved for producer in leaving]
+        seen.saves_leaving = [self._leaving_as.get(producer) in self._saved for producer in self._leaving]
         saved = {self.storages.in_fp32(number) for number in self._saved}
         arrived = {self._arrived_as[n] for n in saved if n in self._arrived_as} | self._saved_arriving
         left = {producer for producer, n in self._leaving_as.items() if self.storages.in_fp32(n) in saved}
-        seen.saves_in_fp32 = [*(p in left for p in leaving), *(p in arrived for p in self._arriving)]
+        seen.saves_in_fp32 = [*(p in left for p in self._leaving), *(p in arrived for p in self._arriving)]
         self._find_experts(forward)
         self.calls.left_out, self.calls.returned, self.calls.arrived = elsewhere, returned, set(self._arrived_as)
         seen.calls, seen.peak_of = self.calls, self._peak_of

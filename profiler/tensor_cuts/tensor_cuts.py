@@ -184,10 +184,11 @@ class _Probe:
         parameters = {run.storages.number(p): name for name, p in self.fake.module.named_parameters()}
         once = {name: taps[name] for name in taps if calls[name] == 1}
         flow = Flow(once, whole.ops, parameters, whole.arrived, {n: d for n, d in doors.items() if calls[n] == 1})
+        flow.storages.add_nodes_from(tap.input.storage for tap in once.values())
         for op in whole.ops:
             if not op.is_view:
-                for made in op.outputs:
-                    flow.made_from[made.storage] |= {view.storage for view in op.inputs}
+                pairs = itertools.product(op.inputs, op.outputs)
+                flow.storages.add_edges_from((read.storage, made.storage) for read, made in pairs)
         return flow
 
     def group_of(self, flow: Flow, row: str, used: set[str]) -> TensorCut | str:

@@ -2,11 +2,11 @@
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import networkx as nx
 from torch import nn
 
 from ..model.meters import Op, View
@@ -26,14 +26,14 @@ class Tap:
 
 @dataclass
 class Flow:
-    """Data flow of a layer's forward, between storages."""
+    """Data flow of a layer's forward. storages: the graph of them, with edges to what is made of each."""
 
     taps: dict[str, Tap]
     ops: list[Op]
     parameters: dict[int, str]
     arriving: dict[int, bool]
     doors: dict[str, "Door"] = field(default_factory=dict)
-    made_from: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    storages: nx.DiGraph = field(default_factory=nx.DiGraph)
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,9 @@ def by_heads_of(flow: Flow, row: str) -> ByHeads:
 
 def _behind_columns(flow: Flow, row: str) -> tuple[set[int], set[str]]:
     """Storages that a row's input is made of behind the linears nearest to it, and these."""
-    linears = _outputs_of_linears(flow)
-    found: set[int] = set()
-    columns: set[str] = set()
-    todo = [flow.taps[row].input.storage]
-    while todo:
-        storage = todo.pop()
-        if storage in linears and linears[storage] != row:
-            columns.add(linears[storage])
-        elif storage not in found:
-            found.add(storage)
-            todo += flow.made_from.get(storage, ())
-    return found, columns
+    linears = _outputs_of_linears(flow, besides=row)
+    reached = _made_of(flow, row, linears)
+    return reached - linears.keys(), {linears[storage] for storage in reached & linears.keys()}
 
 
 def _has_heads(view: View, heads: int) -> bool:
@@ -114,27 +105,15 @@ def columns_of(
 
     An empty reason: the row simply starts from the layer's input, as every column does.
     """
-    linears = _outputs_of_linears(flow)
+    linears = _outputs_of_linears(flow, besides=row)
     tables = {tap.output.storage: name for name, tap in flow.taps.items() if isinstance(tap.module, nn.Embedding)}
-    columns: set[str] = set()
-    between: set[int] = set()
-    reason = ""
-    todo = [flow.taps[row].input.storage]
-    while todo:
-        storage = todo.pop()
-        if storage in between:
-            continue
-        between.add(storage)
-        if storage in by_heads:
-            continue
-        if storage in linears and linears[storage] != row:
-            columns.add(linears[storage])
-        elif storage in tables:
-            reason = f"because {tables[storage]} (an embedding) is mixed in between"
-        elif flow.arriving.get(storage):
-            reason = reason or "because a trained input of the layer is mixed in between"
-        else:
-            todo += flow.made_from.get(storage, ())
+    trained = {storage for storage, requires_grad in flow.arriving.items() if requires_grad}
+    between = _made_of(flow, row, {*by_heads, *linears, *tables, *trained})
+    columns = {linears[storage] for storage in (between - by_heads) & linears.keys()}
+    mixed = between - by_heads - linears.keys()
+    reason = "because a trained input of the layer is mixed in between" if mixed & trained else ""
+    if table := next((name for storage, name in tables.items() if storage in mixed), None):
+        reason = f"because {table} (an embedding) is mixed in between"
     if reason:
         return reason if _has_attention(flow, between) and columns else ""
     entries = {entry for column in columns for entry in sources(flow, column) & columns}
@@ -147,21 +126,23 @@ def columns_of(
     return tuple(n for n in flow.taps if n in columns), between, tuple(n for n in flow.taps if n in entries)
 
 
-def _outputs_of_linears(flow: Flow) -> dict[int, str]:
-    return {tap.output.storage: name for name, tap in flow.taps.items() if is_product(tap.module)}
+def _outputs_of_linears(flow: Flow, besides: str | None = None) -> dict[int, str]:
+    return {tap.output.storage: name for name, tap in flow.taps.items() if is_product(tap.module) and name != besides}
+
+
+def _made_of(flow: Flow, name: str, stops: Collection[int]) -> set[int]:
+    """Storages that a module's input is made of, and its own; as far as the stops, which are among them."""
+
+    def sources(storage: int) -> Iterator[int]:
+        return iter(()) if storage in stops else flow.storages.predecessors(storage)
+
+    start = flow.taps[name].input.storage
+    return {start, *(source for _, source in nx.generic_bfs_edges(flow.storages, start, sources))}
 
 
 def _upstream(flow: Flow, name: str) -> set[int]:
     """Storages that a module's input is made of, as far as the outputs of linears."""
-    linears = _outputs_of_linears(flow)
-    found: set[int] = set()
-    todo = [flow.taps[name].input.storage]
-    while todo:
-        storage = todo.pop()
-        if storage not in found:
-            found.add(storage)
-            todo += () if storage in linears else flow.made_from.get(storage, ())
-    return found
+    return _made_of(flow, name, _outputs_of_linears(flow))
 
 
 def sources(flow: Flow, name: str) -> set[str]:
