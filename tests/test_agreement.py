@@ -48,14 +48,8 @@ TRAFFIC_CASES = CASES | {
 }
 """Of those that are not in CASES only traffic is compared."""
 
-SLOW = {
-    "context, gathered x tensor + sequence",
-    "fsdp",
-    "pipeline x ddp",
-    "pipeline x fsdp x tensor",
-    "tied weights on one stage of two",
-}
-"""Played by pytest -m slow only, and by benchmarks.accuracy.agreement."""
+QUICK = {"one device", "ddp", "zero-2", "tensor", "context, heads for tokens", "skips across cuts"}
+"""One of every kind of parallelism; pytest -m slow plays the others, as benchmarks.accuracy.agreement does all."""
 
 
 @cache
@@ -73,14 +67,14 @@ def traffic(name: str) -> list[dict[str, Any]]:
     return traffic_rows(estimate(plan_of(case), profile_of(model_of(case.model))), ranks(name))
 
 
-@pytest.mark.parametrize("name", slow.but(TRAFFIC_CASES, SLOW))
+@pytest.mark.parametrize("name", slow.but_these(TRAFFIC_CASES, QUICK))
 def test_planned_traffic_is_what_ranks_pass(name: str) -> None:
     wrong = [row for row in traffic(name) if row["calls off"] or abs(row["off"]) > MOST_BYTES]
 
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", slow.but(CASES, SLOW))
+@pytest.mark.parametrize("name", slow.but_these(CASES, QUICK))
 def test_planned_memory_is_the_peak_of_ranks(name: str) -> None:
     case = CASES[name]
 

@@ -4,6 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import slow
 import torch
 from same_numbers import has_parts
 from small_models import GLOBAL_BATCH, small_model, small_profile
@@ -95,6 +96,9 @@ TRAINED: dict[str, tuple[Shape, Recompute]] = {
     "stages alone, tied by a name that no layer reads": (_shape(tensor=1, **PIPELINE), "none"),
 }
 
+QUICK = {"some cut and others whole", "stages alone, tied by a name that no layer reads"}
+"""On two ranks without recompute; the others run by pytest -m slow."""
+
 
 def test_heads_of_a_repetition_that_ends_early_are_let_go() -> None:
     cut = next(cut for cut in _attention_cuts()["T5Block.2"] if cut.given)
@@ -107,7 +111,7 @@ def test_heads_of_a_repetition_that_ends_early_are_let_go() -> None:
     assert len(own._taken) == len(cut.given) == 1
 
 
-@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("case", slow.but_these(TRAINED, QUICK))
 def test_attention_with_biases_gives_the_numbers_of_one_process(case: str) -> None:
     loaded, plan = small_model("t5"), _planned(*TRAINED[case])
     with torch.random.fork_rng(devices=[]):

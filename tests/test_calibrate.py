@@ -294,6 +294,7 @@ def tiny_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.executor.measuring.calibrate.QUICK_REPETITIONS", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_effort")
 def test_two_ranks_measure_a_link_and_reference_steps() -> None:
     if (os.cpu_count() or 1) < 2:

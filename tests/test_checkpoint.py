@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import slow
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
@@ -187,7 +188,7 @@ def _resumed(plan: Plan, folders: list[Path]) -> list[list[float]]:
     return [train(plan, 5, resume=folder) for folder in folders]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", slow.but_these(PLANS, {"fsdp and tensor"}))
 def test_any_plan_goes_on_where_any_other_was_saved(
     profile: ModelProfile, saved: dict[str, Path], expected: list[float], name: str
 ) -> None:

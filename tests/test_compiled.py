@@ -84,11 +84,11 @@ def eager() -> dict[str, torch.Tensor]:
     ("option", "degrees"),
     [
         pytest.param(LayerOption(), {"data_replicate": 2}, marks=pytest.mark.slow),
-        (LayerOption("full", reshard=True), {"data_shard": 2}),
+        pytest.param(LayerOption("full", reshard=True), {"data_shard": 2}, marks=pytest.mark.slow),
         (LayerOption("full"), {"tensor": 2}),
         (LayerOption(), {"stages": (2, 2)}),
         (LayerOption("parts:0+2", reshard=True), {"data_shard": 2}),
-        (LayerOption("parts:0+2"), {"tensor": 2}),
+        pytest.param(LayerOption("parts:0+2"), {"tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=["ddp", "fsdp with recompute", "tp with recompute", "pp", "fsdp with parts", "tp with parts"],
 )
@@ -101,6 +101,7 @@ def test_compiled_layers_give_the_numbers_of_eager_ones(
     assert_same(found, eager())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "parts:input_layernorm+self_attn+mlp"])
 def test_spread_experts_inside_of_compiled_layers_give_the_numbers_of_one_process(recompute: Recompute) -> None:
     mixture = small_profile("mixtral")

@@ -57,8 +57,11 @@ CASES = {
 }
 
 
-SLOW = {"latent attention", "convolutions around a group norm", "norms of heads beside experts"}
-"""Trained by pytest -m slow only: other cases, here and in test_expert_parallel.py, train the same cuts."""
+TRAINED = {"tables by features", "groups that read one tensor"}
+"""The smallest ones; the others are trained by pytest -m slow."""
+
+COUNTED = {"convolutions around a group norm", *TRAINED}
+"""Whose traffic is counted, too; that of the others by pytest -m slow."""
 
 
 class _Bags(nn.Module):
@@ -156,7 +159,7 @@ def _cuts(case: Case) -> list[TensorCut]:
     return [cut for layer_class in _plan(case).classes for cut in layer_class.cuts]
 
 
-@pytest.mark.parametrize("name", slow.but(CASES, SLOW))
+@pytest.mark.parametrize("name", slow.but_these(CASES, TRAINED))
 def test_a_cut_model_trains_as_in_one_process(name: str) -> None:
     case = CASES[name]
     with torch.random.fork_rng(devices=[]):
@@ -180,9 +183,7 @@ def _second_step(case: Case) -> dict[str, tuple[int, int]]:
     return {kind: (passed.bytes, passed.calls) for (_, kind), passed in traffic.passed.items()}
 
 
-@pytest.mark.parametrize(
-    "name", slow.but([name for name, case in CASES.items() if case.shard == 1], {"latent attention on slices"})
-)
+@pytest.mark.parametrize("name", slow.but_these([name for name, case in CASES.items() if case.shard == 1], COUNTED))
 def test_traffic_of_a_cut_model_is_as_planned(name: str) -> None:
     case = CASES[name]
     planned = {c.kind: c for c in estimate(_plan(case), _profile(case.model)).collectives if c.axis == "tensor"}

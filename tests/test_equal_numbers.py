@@ -223,37 +223,34 @@ PARTS = {
 
 CASES |= SCHEDULES | MORE_SCHEDULES | RECOMPUTES | PARTS
 
-SLOW = {
-    "ddp, parts of layers",
-    "fsdp x tensor + sequence, parts, permuted",
-    "pipeline 2 x zero-3, parts of layers",
-    "tensor 2 + sequence, fused qkv, parts of layers",
-    "zero-2, other parts of each layer",
-    *MORE_SCHEDULES,
-    "ddp x tensor",
-    "fsdp x tensor",
-    "fsdp, Llama",
-    "fsdp, selective recompute",
-    "hsdp 2x2",
-    "interleaved 2x2 x ddp, selective recompute",
-    "interleaved 2x2 x fsdp x tensor + sequence, recompute",
-    "interleaved 2x2 x zero-3, reduced every micro-batch",
-    "interleaved 2x2, recompute of attention",
-    "one device, recompute",
-    "pipeline 4, recompute",
-    "pipeline x fsdp",
-    "pipeline x hsdp",
-    "pipeline x tensor, permuted",
-    "pipeline x zero-3, reduced last",
-    "tensor 2 + sequence, Conv1D",
-    "tensor 2 + sequence, norms of heads",
-    "tensor 2, mlp cut, attention whole",
-    "tensor 4, fused qkv, tied, head",
-    "zb-h1 4, uneven",
-    "zb-v 2x2 x fsdp, reduced every micro-batch",
-    "zero-2 x4",
+QUICK = {
+    "one device",
+    "one device, selective recompute of unfused attention",
+    "one device, parts of layers",
+    "ddp",
+    "ddp, unread parameter",
+    "fsdp, tied",
+    "fsdp, every kind of recompute at once",
+    "fsdp, parts of layers",
+    "tensor 2, fused qkv, tied, head",
+    "tensor 2, Conv1D",
+    "tensor 2, attention cut, mlp whole",
+    "tensor 2, parts with one input",
+    "tensor 2 + sequence, Llama, recompute",
+    "pipeline 2, tied across stages",
+    "pipeline 2, gpipe, uneven",
+    "pipeline 2, parts of layers",
+    "interleaved 2x2",
+    "zb-h1 2, tied across stages",
+    "zb-h2 2, uneven",
+    "zb-v 2x2, tied on one rank",
+    "zero-3 x4, reduced every micro-batch",
+    "hsdp 2x2, recompute, permuted",
+    "fsdp x tensor + sequence, Llama, permuted",
+    "pipeline x zero-3, reduced every micro-batch",
+    "pipeline x tensor + sequence, cut between slices",
 }
-"""What other cases cover in part; run by pytest -m slow."""
+"""Every mechanism, and some that meet; the others run by pytest -m slow."""
 
 FAULTS = {
     "one gradient 1% too large": Case("gpt", shard=2, fault="gradient"),
@@ -420,9 +417,10 @@ def _run_cases(names: list[str]) -> dict[str, dict[str, float] | str]:
 
 
 @functools.cache
-def _outcomes(num_ranks: int, slowly: bool) -> dict[str, dict[str, float] | str]:
-    """Errors of every case for that many ranks, slow or not; they run in one fork."""
-    names = [n for n, case in EVERYTHING.items() if case.num_ranks == num_ranks and (n in SLOW) == slowly]
+def _outcomes(num_ranks: int, quick: bool) -> dict[str, dict[str, float] | str]:
+    """Errors of every case for that many ranks, the quick ones or the others; they run in one fork."""
+    quickly = QUICK | FAULTS.keys()
+    names = [n for n, case in EVERYTHING.items() if case.num_ranks == num_ranks and (n in quickly) == quick]
     for name in names:  # before the fork, so that ranks inherit it
         _reference(EVERYTHING[name].model)
         _plan(EVERYTHING[name])
@@ -431,14 +429,16 @@ def _outcomes(num_ranks: int, slowly: bool) -> dict[str, dict[str, float] | str]
     return run_ranks(_run_cases, num_ranks, names)[0]
 
 
-@pytest.mark.parametrize("name", slow.but(CASES, SLOW))
+@pytest.mark.parametrize("name", slow.but_these(CASES, QUICK))
 def test_plan_gives_the_numbers_of_one_process(name: str) -> None:
-    relative = _outcomes(CASES[name].num_ranks, name in SLOW)[name]
+    relative = _outcomes(CASES[name].num_ranks, name in QUICK)[name]
 
     assert max(relative.values()) < TOLERANCE, relative
 
 
-@pytest.mark.parametrize("data", [{"replicate": 2}, {"shard": 2, "reshard": True}], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "data", slow.but_first([{"shard": 2, "reshard": True}, {"replicate": 2}], 1), ids=["fsdp", "ddp"]
+)
 def test_recompute_of_parts_changes_no_number_in_bf16(data: dict[str, int]) -> None:
     plain = Case("llama", precision="bf16", **data)  # type: ignore[arg-type]
     cases = plain, replace(plain, recompute="parts:input_layernorm+self_attn+mlp")
@@ -467,6 +467,6 @@ def test_a_part_that_runs_again_alone_lets_go_of_what_it_shares() -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_seen(name: str) -> None:
-    relative = _outcomes(FAULTS[name].num_ranks, slowly=False)[name]
+    relative = _outcomes(FAULTS[name].num_ranks, True)[name]
 
     assert max(relative.values()) > 10 * TOLERANCE, relative

@@ -732,6 +732,7 @@ def test_check_says_what_does_not_fit_and_ends_with_3(tmp_path: Path, capsys: py
     assert "planned nothing" not in printed
 
 
+@pytest.mark.slow
 def test_check_says_where_no_plan_fits_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decoder(30.0).save(tmp_path / "profile.json")
     (tmp_path / "d.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 3}}')

@@ -316,6 +316,7 @@ def test_local_ranks_name_the_rank_that_failed(profile: ModelProfile) -> None:
         run_ranks(fails, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt", "mixtral"])
 def test_a_run_that_is_killed_again_and_again_loses_no_checkpoint(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import slow
 import synthetic
 import torch
 import torch.distributed as dist
@@ -202,9 +203,9 @@ def check_equal_to_one_process(
     [
         ("gpt", [1, 1, 3], "1f1b", 4),
         pytest.param("gpt", [4], "gpipe", 1, marks=pytest.mark.slow),
-        ("llama", [2], "1f1b", 3),
+        pytest.param("llama", [2], "1f1b", 3, marks=pytest.mark.slow),
         pytest.param("llama", [1, 3], "gpipe", 2, marks=pytest.mark.slow),
-        ("t5", [1, 1, 3], "1f1b", 4),
+        pytest.param("t5", [1, 1, 3], "1f1b", 4, marks=pytest.mark.slow),
         pytest.param("t5", [4], "gpipe", 2, marks=pytest.mark.slow),
         ("unet", [2, 1, 3], "1f1b", 5),
         ("unet", [5], "gpipe", 2),
@@ -221,26 +222,29 @@ def test_uneven_stages_compute_what_one_process_computes(
 
 @pytest.mark.parametrize(
     ("name", "cut", "schedule", "virtual", "num_microbatches"),
-    [
-        ("unet", [2, 1, 3], "interleaved", 2, 4),
-        ("unet", [2, 1, 3], "zb-v", 2, 4),
-        ("unet", [2, 1, 3], "zb-h1", 1, 5),
-        ("t5", [2, 1, 2], "interleaved", 2, 4),
-        ("t5", [1, 1, 3], "zb-v", 2, 4),
-        ("t5", [3], "zb-h1", 1, 3),
-        ("t5", [1], "zb-h2", 1, 3),
-        ("llama", [1, 1, 1], "zb-v", 2, 4),
-        ("llama", [1, 1, 1], "zb-v", 2, 1),
-        ("unet", [2, 1, 3], "zb-v", 2, 1),
-        ("t5", [1, 1, 3], "zb-v", 2, 1),
-        ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 1),
-        ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 2),
-        ("gpt", [1, 1, 1, 1, 1], "interleaved", 2, 2),
-        ("unet", [2, 1, 3], "interleaved", 2, 1),
-        ("gpt", [2, 2], "zb-h1", 1, 2),
-        ("t5", [2, 2], "zb-h2", 1, 1),
-        ("in-place not", [1], "zb-h1", 1, 3),
-    ],
+    slow.but_first(
+        [
+            ("unet", [2, 1, 3], "interleaved", 2, 4),
+            ("unet", [2, 1, 3], "zb-v", 2, 4),
+            ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 1),
+            ("in-place not", [1], "zb-h1", 1, 3),
+            ("unet", [2, 1, 3], "zb-h1", 1, 5),
+            ("t5", [2, 1, 2], "interleaved", 2, 4),
+            ("t5", [1, 1, 3], "zb-v", 2, 4),
+            ("t5", [3], "zb-h1", 1, 3),
+            ("t5", [1], "zb-h2", 1, 3),
+            ("llama", [1, 1, 1], "zb-v", 2, 4),
+            ("llama", [1, 1, 1], "zb-v", 2, 1),
+            ("unet", [2, 1, 3], "zb-v", 2, 1),
+            ("t5", [1, 1, 3], "zb-v", 2, 1),
+            ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 2),
+            ("gpt", [1, 1, 1, 1, 1], "interleaved", 2, 2),
+            ("unet", [2, 1, 3], "interleaved", 2, 1),
+            ("gpt", [2, 2], "zb-h1", 1, 2),
+            ("t5", [2, 2], "zb-h2", 1, 1),
+        ],
+        4,
+    ),
 )
 def test_stages_of_any_schedule_compute_what_one_process_computes(
     name: str, cut: list[int], schedule: str, virtual: int, num_microbatches: int

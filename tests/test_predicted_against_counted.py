@@ -113,31 +113,15 @@ CASES = {
     "pipeline x tensor + sequence, cut behind the slices": Case(tensor=2, stages=(7, 1), more={"sequence": True}),
 }
 
-SLOW = {
-    "fsdp, parts",
-    "one device, bf16, parts",
-    "pipeline x tensor + sequence, parts",
-    "tensor 2 + sequence, parts",
-    "tensor 2, parts",
-    "ddp, bf16",
-    "fsdp",
-    "fsdp x tensor + sequence",
-    "hsdp",
-    "one device, bf16, recompute",
-    "one device, one micro-batch",
-    "pipeline 2, bf16",
-    "pipeline x ddp",
-    "pipeline x fsdp",
-    "pipeline x tensor + sequence, cut before the slices",
-    "pipeline x tensor + sequence, cut behind the slices",
-    "tensor 2",
-    "tensor 2 + sequence",
-    "tensor 2, attention cut, mlp whole",
-    "tensor 2, mlp cut, attention whole",
+QUICK = {
+    "one device, parts",
+    "fsdp, bf16",
+    "tensor 2 + sequence, recompute",
+    "pipeline 2",
 }
-"""What other cases cover in part; run by pytest -m slow."""
+"""One of each kind of parallelism, each with something else; the others run by pytest -m slow."""
 
-NAMES = slow.but(CASES, SLOW)
+NAMES = slow.but_these(CASES, QUICK)
 
 
 @dataclass(frozen=True)
@@ -239,9 +223,9 @@ def _third_steps(cases: list[Case]) -> list[Counted]:
 
 
 @functools.cache
-def _counted_on(num_ranks: int, slowly: bool) -> dict[str, list[Counted]]:
-    """Case -> [rank] -> what it did; all cases for that many ranks, slow or not, run in one fork."""
-    cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks and (name in SLOW) == slowly}
+def _counted_on(num_ranks: int, quick: bool) -> dict[str, list[Counted]]:
+    """Case -> [rank] -> what it did; all cases for that many ranks, the quick ones or the others, run in one fork."""
+    cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks and (name in QUICK) == quick}
     for case in cases.values():
         _plan(case)
     ranks = (
@@ -253,7 +237,7 @@ def _counted_on(num_ranks: int, slowly: bool) -> dict[str, list[Counted]]:
 
 
 def _counted(name: str) -> list[Counted]:
-    return _counted_on(CASES[name].num_ranks, name in SLOW)[name]
+    return _counted_on(CASES[name].num_ranks, name in QUICK)[name]
 
 
 @pytest.mark.parametrize("name", NAMES)

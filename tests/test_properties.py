@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import slow
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from synthetic import SEQ_LEN, cluster, device, layer_class, profile
@@ -190,7 +191,7 @@ BETTER: dict[str, Callable[[ClusterSpec, float], ClusterSpec]] = {
 }
 
 
-@pytest.mark.parametrize("what", BETTER)
+@pytest.mark.parametrize("what", slow.but_these(BETTER, {"link bandwidth", "memory"}))
 @settings(max_examples=30)
 @given(models(), clusters, jobs, st.floats(1.0, 10.0))
 def test_more_of_it_never_makes_the_optimum_slower(

@@ -428,6 +428,7 @@ def test_frozen_weights_have_no_gradients() -> None:
     assert not [op for op in block.whole.operators if op.part == "backward_weight" and op.kind == "matmul"]
 
 
+@pytest.mark.slow
 def test_the_hybrid_that_is_known_by_name_has_its_parameters() -> None:
     changes = {"model__name": "Nemotron-3-Nano-30B-A3B", "model__arch": "hybrid-mamba-moe", "model__n_layers": 52}
     empty = {f"model__{key}": None for key in ("hidden", "n_heads", "n_kv_heads", "ffn_hidden", "vocab", "pos_emb")}
@@ -559,8 +560,8 @@ MIXTURE = replace(LLAMA, mixture=Mixture(8, 2, 32, shared=1, dense_layers=2), la
     "sizes",
     [
         pytest.param(SMALL, marks=pytest.mark.slow, id="gpt"),
-        pytest.param(LLAMA, marks=pytest.mark.slow, id="llama"),
-        pytest.param(MIXTURE, id="mixture"),
+        pytest.param(LLAMA, id="llama"),
+        pytest.param(MIXTURE, marks=pytest.mark.slow, id="mixture"),
     ],
 )
 def test_repeating_blocks_gives_the_profile_of_the_deep_model(sizes: Sizes) -> None:

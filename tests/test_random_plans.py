@@ -1,6 +1,6 @@
 """Whatever the planner may emit runs, and gives the numbers of one process: random legal plans of small models.
 
-`pytest -m slow tests/test_random_plans.py` sweeps over many more of them.
+`pytest -m slow` has more of them, `pytest -m sweep tests/test_random_plans.py` many more.
 """
 
 import random
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
+import slow
 from small_models import GLOBAL_BATCH, MAKERS, small_profile, verified
 from synthetic import cluster
 
@@ -28,8 +29,7 @@ BF16_TOLERANCE = 0.05
 STATEFUL = ("spectral norm",)
 """Each forward changes what the next one computes, so data ranks that share a batch cannot agree with one process."""
 
-FAST = range(6)
-SLOW = range(6, 210)
+SEEDS, SWEEP = range(18), range(18, 210)
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ def complaints(seed: int) -> list[str]:
     return [] if report.failure is None and worst < BF16_TOLERANCE else [*report.lines, report.detail]
 
 
-@pytest.mark.parametrize("seed", FAST)
+@pytest.mark.parametrize("seed", slow.but_first(SEEDS, 2))
 def test_a_random_plan_gives_the_numbers_of_one_process(seed: int) -> None:
     assert complaints(seed) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", SLOW)
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", SWEEP)
 def test_a_random_plan_of_the_sweep_gives_the_numbers_of_one_process(seed: int) -> None:
     assert complaints(seed) == []

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import slow
 from rich.console import Console
 from synthetic import device, layer_class, profile, random_class
 from test_search import plans_of
@@ -106,7 +107,7 @@ def is_small(seed: int) -> bool:
 SMALL = [seed for seed in range(200) if is_small(seed)][:24]
 
 
-@pytest.mark.parametrize("seed", SMALL)
+@pytest.mark.parametrize("seed", slow.but_first(SMALL, 6))
 def test_search_finds_the_optimum_of_brute_force_over_all_orders_of_kinds(seed: int) -> None:
     model, on, training = random_instance(seed)
 
@@ -120,7 +121,7 @@ def test_search_finds_the_optimum_of_brute_force_over_all_orders_of_kinds(seed: 
         assert outcome.bound <= outcome.best.seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", SMALL[:12])
+@pytest.mark.parametrize("seed", slow.but_first(SMALL[:12], 3))
 def test_a_pinned_zero_bubble_pipeline_is_the_best_of_all_cuts_and_orders_of_kinds(seed: int) -> None:
     model, on, training = random_instance(seed)
     pins = Pins(schedule="zb-h1")
@@ -134,7 +135,7 @@ def test_a_pinned_zero_bubble_pipeline_is_the_best_of_all_cuts_and_orders_of_kin
         assert best.seconds == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", slow.but_first(range(40), 8))
 def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
     model, on, training = random_instance(1000 + seed)
     explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())
@@ -150,7 +151,7 @@ def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
         assert explored.seconds == pytest.approx(min(scanned), rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", slow.but_first(range(40), 8))
 def test_no_plan_on_unequal_devices_is_faster_than_the_bounds_that_know_memory(seed: int) -> None:
     model, on, training = random_instance(3000 + seed)
     explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())
@@ -164,7 +165,7 @@ def test_no_plan_on_unequal_devices_is_faster_than_the_bounds_that_know_memory(s
                 assert max(bound, own) <= found.seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(0, 200, 16))
+@pytest.mark.parametrize("seed", slow.but_first(range(0, 200, 16), 4))
 def test_a_plan_for_unequal_devices_passes_the_independent_check(seed: int) -> None:
     model, on, training = random_instance(2000 + seed)
     try:

@@ -124,7 +124,7 @@ def by_hand(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> tup
     return legal, total
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow.but_first(range(12), 4))
 def test_every_shape_is_counted_once(seed: int) -> None:
     model, on, training = wide_instance(seed)
     one_host = cluster(1, on.num_devices, on.device)
@@ -166,7 +166,7 @@ def test_every_place_of_context_and_expert_groups_is_tried_once(seed: int) -> No
         assert len(orders) == len({places(shape, order) for order in orders})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow.but_first(range(20), 5))
 def test_data_ranks_with_smaller_micro_batches_are_never_slower_than_context_ranks_beside_them(seed: int) -> None:
     model, on, training = wide_instance(seed)
     training = training.model_copy(update={"global_batch": 8})
@@ -311,7 +311,7 @@ def num_plans(seed: int) -> int:
 BRUTE_SEEDS = [seed for seed in range(70) if 0 < num_plans(seed) < 50][:30]
 
 
-@pytest.mark.parametrize("seed", slow.but_first(BRUTE_SEEDS, len(BRUTE_SEEDS) // 2))
+@pytest.mark.parametrize("seed", slow.but_first(BRUTE_SEEDS, 6))
 def test_search_over_everything_finds_the_optimum_of_brute_force(seed: int) -> None:
     model, on, training = wide_instance(seed)
 
