@@ -4,9 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-import slow
 import torch
-from small_models import SEQ_LEN, small_model, small_profile
 from torch import nn
 from torch.nn import functional
 
@@ -16,6 +14,8 @@ from meshwright.planner.cost.layer_parts import ways_of_parts
 from meshwright.planner.plan.training import Precision
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import Bytes
+from support import slow
+from support.small_models import SEQ_LEN, small_model, small_profile
 
 CLOSED_FORMS = slow.but(("bert_large", "gpt2", "llama3_8b"), {"bert_large", "llama3_8b"})
 COUNTED = slow.but(("lstm", "mixtral", "resnet", "t5", "vit"), {"mixtral", "t5", "vit"})

@@ -4,13 +4,13 @@ from functools import cache
 from typing import Any
 
 import pytest
-import slow
 
 from benchmarks.accuracy.agreement import Case, memory_rows, model_of, plan_of, traffic_rows
 from benchmarks.accuracy.cases import profile_of
 from benchmarks.accuracy.played import Played, play, ranks_to_play
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.memory_cost import MASTER_BYTES
+from support import slow
 
 MOST_BYTES = 0.01
 LEAST, MOST = -0.08, 0.50

@@ -1,13 +1,13 @@
 """Imports go left only and in no circle, the planner knows no torch, and what needs no torch never loads it."""
 
 import ast
-import subprocess
-import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from cli_support import save_profile
+
+from support.cli import save_profile
+from support.interpreter import modules_after
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"profiler": set(), "planner": {"profiler"}, "executor": {"profiler", "planner"}}
@@ -186,16 +186,6 @@ def test_what_is_allowed_passes(tmp_path: Path, line: str) -> None:
     (tmp_path / "planner" / "fine.py").write_text(line + "\n")
 
     assert violations(tmp_path) == []
-
-
-def modules_after(code: str, folder: Path) -> set[str]:
-    """Names of the modules that are loaded once `code` has run in a new interpreter."""
-    program = (
-        f"import sys, atexit\natexit.register(lambda: print('\\n' + ' '.join(sys.modules), file=sys.stderr))\n{code}"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return set(done.stderr.splitlines()[-1].split())
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["devices"], ["compare", "--help"]])

@@ -4,11 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import slow
 import torch
-from same_numbers import has_parts
-from small_models import GLOBAL_BATCH, small_model, small_profile
-from synthetic import cluster
 
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.planner.plan.document import Plan, Recompute
@@ -18,6 +14,10 @@ from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.model_profile import TensorCut
 from meshwright.profiler.tensor_cuts.tensor_rank import OwnHeads
+from support import slow
+from support.same_numbers import has_parts
+from support.small_models import GLOBAL_BATCH, small_model, small_profile
+from support.synthetic import cluster
 
 NUM_STEPS = 5
 HEADS, LENGTH = 4, 16

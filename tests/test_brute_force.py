@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 
 import pytest
-import slow
 
 from benchmarks.planning_time.brute_force import Agreement, agreement, every_plan, every_shape, instances, num_plans
 from benchmarks.planning_time.instances import Instance, chunked_instance, instance
@@ -16,6 +15,7 @@ from meshwright.planner.plan.document import parts_of
 from meshwright.planner.plan.schedules import Schedule, is_chunked
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
+from support import slow
 
 FEW = list(instances(60, most_plans=250))
 """Instances that a test can enumerate."""

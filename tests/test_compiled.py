@@ -6,12 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from same_numbers import has_parts
-from small_models import small_profile, verified
-from synthetic import cluster
-from test_recompute import LENGTH, SAMPLES, WIDTH, Parted, one_layer
-from test_trainer import GLOBAL_BATCH, Net, assert_same, batch_of, loss, sgd
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -25,6 +19,12 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support.parted import LENGTH, SAMPLES, WIDTH, Parted, one_layer
+from support.ranks import run_ranks
+from support.same_numbers import has_parts
+from support.small_models import small_profile, verified
+from support.small_net import GLOBAL_BATCH, Net, assert_same, batch_of, loss, sgd
+from support.synthetic import cluster
 
 SOFTWARE = "fsdp2-compile"
 

@@ -5,13 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slow
 import torch
 import torch.distributed as dist
-from ranks import PATIENCE_S, run_ranks
-from same_numbers import has_parts
-from small_models import GLOBAL_BATCH, small_model, small_profile
-from synthetic import cluster
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
@@ -26,6 +21,11 @@ from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.semantics.token_marks import Held, num_tokens, taken
+from support import slow
+from support.ranks import PATIENCE_S, run_ranks
+from support.same_numbers import has_parts
+from support.small_models import GLOBAL_BATCH, small_model, small_profile
+from support.synthetic import cluster
 
 KINDS: tuple[ContextKind, ...] = ("ring", "all_gather", "all_to_all")
 NUM_STEPS = 3

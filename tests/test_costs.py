@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import slow
-from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.cost.chain import unbeaten
 from meshwright.planner.cost.comm_cost import GroupLinks, collective_s, exposed_s
@@ -33,6 +31,8 @@ from meshwright.planner.solve.knapsack import Group, Turns, least_weight, lighte
 from meshwright.profiler.machine.cluster import Group as Ranks
 from meshwright.profiler.machine.cluster import Link
 from meshwright.profiler.model.model_profile import Bytes, ModelProfile, OpProfile
+from support import slow
+from support.synthetic import cluster, device, layer_class, profile
 
 GIB = 2**30
 

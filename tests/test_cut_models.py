@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slow
 import torch
-from ranks import PATIENCE_S, run_ranks
-from synthetic import cluster
 from torch import nn
 
 from benchmarks.accuracy.cases import small
@@ -25,6 +22,9 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile, TensorCut
 from meshwright.profiler.model.trace import trace
+from support import slow
+from support.ranks import PATIENCE_S, run_ranks
+from support.synthetic import cluster
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slow
 import torch.distributed as dist
 
 from benchmarks.execution import drawn, matrix
 from meshwright.planner.plan.making import shape_of
+from support import slow
 
 
 def test_draws_differ_from_each_other_and_not_from_run_to_run() -> None:

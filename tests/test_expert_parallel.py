@@ -10,11 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slow
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from same_numbers import (
+from torch import nn
+
+from benchmarks.accuracy.counters import PeakMeter, Traffic
+from benchmarks.accuracy.played import SMALLEST_BYTES, by_axis
+from meshwright.executor import Trainer
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import Axis, Plan
+from meshwright.planner.plan.legality import expert_rule
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
+from support import slow
+from support.ranks import run_ranks
+from support.same_numbers import (
     SEQ_LEN,
     TOLERANCE,
     Case,
@@ -30,17 +41,6 @@ from same_numbers import (
     samples,
     trainer_of,
 )
-from torch import nn
-
-from benchmarks.accuracy.counters import PeakMeter, Traffic
-from benchmarks.accuracy.played import SMALLEST_BYTES, by_axis
-from meshwright.executor import Trainer
-from meshwright.planner.cost.estimate import estimate
-from meshwright.planner.plan.document import Axis, Plan
-from meshwright.planner.plan.legality import expert_rule
-from meshwright.profiler.model.load import LoadedModel, load_model
-from meshwright.profiler.model.model_profile import ModelProfile
-from meshwright.profiler.model.trace import trace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 transformers = pytest.importorskip("transformers")

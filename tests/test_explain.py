@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_support import run_plan, save_profile, small_profile, some_plan
-from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.answers.blame import blamed, is_legal
 from meshwright.planner.answers.check import check
@@ -51,6 +49,8 @@ from meshwright.planner.solve.space import Space
 from meshwright.profiler.machine.cluster import ClusterSpec
 from meshwright.profiler.machine.units import format_seconds
 from meshwright.profiler.model.model_profile import ModelProfile
+from support.cli import run_plan, save_profile, small_profile, some_plan
+from support.synthetic import cluster, device, layer_class, profile
 
 BATCH = 24
 

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import some_plan
-from ranks import RankError, run_ranks
-from test_checkpoint import TiedNet, adamw, loss, plan_of, samples, tied_profile
 
 from benchmarks.faults import kill
 from benchmarks.faults.launched import Ending, launch
@@ -23,6 +20,9 @@ from meshwright.planner.plan.document import Plan, Prediction
 from meshwright.planner.plan.making import shape_of
 from meshwright.profiler.machine.units import GIB
 from meshwright.profiler.model.model_profile import ModelProfile
+from support.cli import some_plan
+from support.ranks import RankError, run_ranks
+from support.tied_net import TiedNet, adamw, loss, plan_of, samples, tied_profile
 
 HANG_S = 3.0
 SOON_S = 150.0

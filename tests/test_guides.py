@@ -3,7 +3,6 @@
 import time
 
 import pytest
-from zoo import zoo_profile
 
 from meshwright.planner.answers.guidance import named_rules, rules_of_thumb
 from meshwright.planner.answers.search import search
@@ -11,6 +10,7 @@ from meshwright.planner.answers.why_not import followed
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.profiler.machine.cluster import cluster_of, load_device
+from support.zoo import zoo_profile
 
 MOST_SLOWER = 1.01
 

@@ -6,8 +6,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import slow
-from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.infeasible import (
@@ -28,6 +26,8 @@ from meshwright.planner.plan.training import Objective, TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.profiler.machine.cluster import ClusterSpec
 from meshwright.profiler.model.model_profile import ModelProfile
+from support import slow
+from support.synthetic import cluster, device, layer_class, profile
 
 
 def chain(parameters: int = 100_000_000, layers: int = 4) -> ModelProfile:

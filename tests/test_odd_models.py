@@ -4,9 +4,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from ranks import run_ranks
-from small_models import GLOBAL_BATCH, small_model, small_profile, verified
-from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import parallelize
@@ -19,6 +16,9 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.planner.solve.space import Space
+from support.ranks import run_ranks
+from support.small_models import GLOBAL_BATCH, small_model, small_profile, verified
+from support.synthetic import cluster
 
 KEPT = LayerOption()
 REPEATED = LayerOption(recompute="full")

@@ -11,11 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import slow
-import synthetic
 import torch
 import torch.distributed as dist
-from ranks import RankError, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -35,6 +32,8 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import LoadedModel, load_model, split_inputs
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import slow, synthetic
+from support.ranks import RankError, run_ranks
 
 ZOO = Path(__file__).parent.parent / "benchmarks" / "models"
 MICRO_BATCH = 2

@@ -7,13 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import slow
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from synthetic import cluster
 from torch import nn
-from zoo import zoo_module
 
 from benchmarks.accuracy.counters import Passed, PeakMeter, Traffic
 from meshwright.executor import Trainer, parallelize
@@ -26,6 +22,10 @@ from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import slow
+from support.ranks import run_ranks
+from support.synthetic import cluster
+from support.zoo import zoo_module
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

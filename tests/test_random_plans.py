@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-import slow
-from small_models import GLOBAL_BATCH, MAKERS, small_profile, verified
-from synthetic import cluster
 
 from meshwright.planner.answers.check import check
 from meshwright.planner.cost.chain import Chain
@@ -22,6 +19,9 @@ from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.space import Space
+from support import slow
+from support.small_models import GLOBAL_BATCH, MAKERS, small_profile, verified
+from support.synthetic import cluster
 
 BF16_TOLERANCE = 0.05
 """Of loss and gradient norm, where a plan computes in bf16 and the one process in fp32."""

@@ -9,11 +9,10 @@ from typing import get_args
 
 import numpy as np
 import pytest
-import slow
+
+from support import slow
 
 sys.path.append(str(Path(__file__).parents[1]))
-
-from synthetic import cluster, device, profile, random_class
 
 from benchmarks.planning_time.instances import Instance, instance
 from meshwright.planner.cost.comm_cost import Collective, GroupLinks, collective_s, seconds_at_places
@@ -28,6 +27,7 @@ from meshwright.planner.solve.least_work import LeastWork
 from meshwright.planner.solve.shape_bounds import ShapeBounds
 from meshwright.planner.solve.space import Family, Space
 from meshwright.profiler.machine.cluster import Group, Link
+from support.synthetic import cluster, device, profile, random_class
 
 NETWORK = Link(bandwidth=5e10, latency=1e-5)
 TABLES = ("microbatch_s", "forward_s", "once_s", "step_s")

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from ranks import run_ranks
-from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import parallelize
@@ -19,6 +17,8 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support.ranks import run_ranks
+from support.synthetic import cluster
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

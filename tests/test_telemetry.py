@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_checkpoint import GLOBAL_BATCH, TiedNet, adamw, loss, plan_of, samples, tied_profile
 
 from meshwright.executor import parallelize
 from meshwright.executor.reporting.run_report import run_table
@@ -17,6 +15,8 @@ from meshwright.executor.run_document import load_run
 from meshwright.executor.telemetry import CommunicationClock, covered_s
 from meshwright.planner.plan.document import Plan, Prediction
 from meshwright.profiler.model.model_profile import ModelProfile
+from support.ranks import run_ranks
+from support.tied_net import GLOBAL_BATCH, TiedNet, adamw, loss, plan_of, samples, tied_profile
 
 
 @pytest.fixture(scope="module")

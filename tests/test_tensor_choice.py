@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import small_profile
-from synthetic import cluster, device
-from zoo import MODELS, zoo_profile
 
 from meshwright.planner.answers.search import search
 from meshwright.planner.cost.comm_cost import collective_s
@@ -25,6 +22,9 @@ from meshwright.profiler.machine.cluster import ClusterSpec, Link
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile, amount_at
 from meshwright.profiler.model.trace import trace
+from support.small_models import small_profile
+from support.synthetic import cluster, device
+from support.zoo import MODELS, zoo_profile
 
 NAMES = st.sampled_from("abcde")
 

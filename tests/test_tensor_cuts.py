@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from zoo import zoo_profile
 
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import LayerClass, TensorCut, amount_at
 from meshwright.profiler.model.trace import trace
+from support.zoo import zoo_profile
 
 
 def _block(name: str) -> LayerClass:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from zoo import zoo_profile
 
 from meshwright.planner.plan.legality import legal_cuts, sharding_rule
 from meshwright.profiler.model.dimensions import dimensions
@@ -16,6 +15,7 @@ from meshwright.profiler.model.lengths import at_seq_len
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile, amount_at, load_profile
 from meshwright.profiler.model.trace import trace
+from support.zoo import zoo_profile
 
 
 def _of_module(module: nn.Module, *shape: int) -> ModelProfile:

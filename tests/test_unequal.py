@@ -9,10 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import slow
 from rich.console import Console
-from synthetic import device, layer_class, profile, random_class
-from test_search import plans_of
 
 from meshwright.executor.reporting.report import gpus_of
 from meshwright.executor.reporting.report_facts import host_patterns
@@ -33,20 +30,14 @@ from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.ilp import solve_master
 from meshwright.planner.solve.scan import scan
 from meshwright.planner.solve.space import Space
-from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
+from meshwright.profiler.machine.cluster import ClusterSpec, Device, Link
 from meshwright.profiler.model.model_profile import ModelProfile
+from support import slow
+from support.enumeration import plans_of
+from support.synthetic import device, layer_class, mixed, profile, random_class
 
 FAST = device(name="fast", flops={"bf16": 200e12, "fp32": 100e12})
 SLOW = device(name="slow")
-NETWORK = Link(bandwidth=50e9, latency=1e-5)
-
-
-def mixed(*kinds: tuple[int, int, Device], network: Link = NETWORK) -> ClusterSpec:
-    """Hosts as (count, devices of each, device)."""
-    hosts = tuple(
-        HostGroup(count=count, devices_per_host=per_host, device=on, link=on.link) for count, per_host, on in kinds
-    )
-    return ClusterSpec(name="mixed", hosts=hosts, network=network)
 
 
 def as_the_slowest(cluster: ClusterSpec) -> ClusterSpec:

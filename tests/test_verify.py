@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import synthetic
 import torch
 from torch.nn import functional
 
@@ -39,6 +38,7 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import synthetic
 
 GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
 

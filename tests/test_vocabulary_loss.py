@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, run_ranks
-from small_models import CLASSES, GLOBAL_BATCH, VOCABULARY, WIDTH, small_model, small_profile
-from synthetic import cluster
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +24,9 @@ from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile, TensorCut
 from meshwright.profiler.model.trace import trace
 from meshwright.profiler.semantics.logit_shards import shard_logits
+from support.ranks import RankError, run_ranks
+from support.small_models import CLASSES, GLOBAL_BATCH, VOCABULARY, WIDTH, small_model, small_profile
+from support.synthetic import cluster
 
 NUM_STEPS = 5
 ROWS, LENGTH, TOTAL = 3, 5, 8

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_checkpoint import TiedNet, adamw, batch_of, loss, plan_of, samples
 
 from benchmarks.faults.launched import Ending, launch
 from meshwright.executor import Trainer, parallelize, watch
@@ -20,6 +19,7 @@ from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support.tied_net import TiedNet, adamw, batch_of, loss, plan_of, samples
 
 
 @pytest.fixture(autouse=True)

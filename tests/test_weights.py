@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import save_file
-from test_checkpoint import PLANS, TiedNet, adamw, batch_of, loss, plan_of, samples, tied_profile
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
@@ -18,6 +16,8 @@ from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support.ranks import run_ranks
+from support.tied_net import PLANS, TiedNet, adamw, batch_of, loss, plan_of, samples, tied_profile
 
 
 @pytest.fixture(scope="module")

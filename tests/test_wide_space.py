@@ -7,9 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import slow
-from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile, random_class, with_experts
-from test_search import plans_of
 
 from meshwright.executor.reporting.report import splits_in_words
 from meshwright.planner.answers.check import check
@@ -30,27 +27,22 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
 from meshwright.profiler.machine.cluster import ClusterSpec, Link
-from meshwright.profiler.model.model_profile import Bytes, LayerClass, ModelProfile, OpPart, OpProfile, TensorCut
+from meshwright.profiler.model.model_profile import ModelProfile
+from support import slow
+from support.enumeration import plans_of
+from support.synthetic import (
+    SEQ_LEN,
+    cluster,
+    device,
+    layer_class,
+    profile,
+    random_class,
+    with_attention,
+    with_experts,
+)
 
 KINDS: tuple[ContextKind, ...] = ("ring", "all_to_all", "all_gather")
 EVERYTHING = Pins(everything=True)
-
-
-def with_attention(layer: LayerClass, heads: int, flops: float, queries: int = 512) -> LayerClass:
-    """The class with attention over its sequence."""
-    moved = Bytes(elements=per_sample(SEQ_LEN * 4 * queries))
-    parts: tuple[tuple[OpPart, float], ...] = (("forward", 1.0), ("backward_input", 2.5))
-    attention = tuple(
-        OpProfile(name="sdpa", module="", kind="attention", part=p, flops=per_sample(n * flops), moved=moved)
-        for p, n in parts
-    )
-    cut = TensorCut(kind="attention", columns=("a",), rows=("b",), units=(heads,), sharded={"weight": 0})
-    costs = {
-        name: found.model_copy(update={"operators": found.operators + attention})
-        for name in ("whole", "tensor", "sequence")
-        if (found := getattr(layer, name)) is not None
-    }
-    return layer.model_copy(update={**costs, "cuts": (cut,) if layer.cuts else ()})
 
 
 def wide_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]:

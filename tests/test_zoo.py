@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slow
 import torch
 from torch import nn
-from zoo import MODELS, zoo_profile
 
 from meshwright.profiler.model.load import LoadedModel, load_model, split_inputs
 from meshwright.profiler.model.model_profile import ModelProfile
+from support import slow
+from support.zoo import MODELS, zoo_profile
 
 PARAMETERS = {
     "albert_xlarge": 54_821_040,
