@@ -14,7 +14,6 @@ from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.model_profile import TensorCut
 from meshwright.profiler.tensor_cuts.tensor_rank import OwnHeads
-from support import slow
 from support.same_numbers import has_parts
 from support.small_models import GLOBAL_BATCH, small_model, small_profile
 from support.synthetic import cluster
@@ -96,9 +95,6 @@ TRAINED: dict[str, tuple[Shape, Recompute]] = {
     "stages alone, tied by a name that no layer reads": (_shape(tensor=1, **PIPELINE), "none"),
 }
 
-QUICK = {"some cut and others whole", "stages alone, tied by a name that no layer reads"}
-"""On two ranks without recompute; the others run by pytest -m slow."""
-
 
 def test_heads_of_a_repetition_that_ends_early_are_let_go() -> None:
     cut = next(cut for cut in _attention_cuts()["T5Block.2"] if cut.given)
@@ -111,7 +107,8 @@ def test_heads_of_a_repetition_that_ends_early_are_let_go() -> None:
     assert len(own._taken) == len(cut.given) == 1
 
 
-@pytest.mark.parametrize("case", slow.but_these(TRAINED, QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAINED)
 def test_attention_with_biases_gives_the_numbers_of_one_process(case: str) -> None:
     loaded, plan = small_model("t5"), _planned(*TRAINED[case])
     with torch.random.fork_rng(devices=[]):

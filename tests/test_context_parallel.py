@@ -178,8 +178,8 @@ TRAINED: dict[str, tuple[str, Shape, Recompute]] = {
     ),
 }
 
-QUICK = {"own GPT, ring", "GPT-2 with HSDP", "BERT, heads for tokens, pipeline"}
-"""One of each kind of exchange; the others run by pytest -m slow."""
+QUICK = {"own GPT, ring"}
+"""On two ranks; the others run by pytest -m slow."""
 
 
 @pytest.mark.parametrize("case", slow.but_these(TRAINED, QUICK))
@@ -251,9 +251,9 @@ def test_runs_go_on_with_and_without_context_ranks(tmp_path: Path) -> None:
     ("name", "problem"),
     [
         ("llama", ""),
-        ("mixtral", ""),
-        ("mask", ""),
-        ("auxiliary", ""),
+        pytest.param("mixtral", "", marks=pytest.mark.slow),
+        pytest.param("mask", "", marks=pytest.mark.slow),
+        pytest.param("auxiliary", "", marks=pytest.mark.slow),
         ("gpt2", "attention drops out 0.1 of its weights"),
         ("lstm", "lstm is not known to treat the tokens of a sequence alike"),
         ("stock", "multi_head_attention_forward is not known"),

@@ -60,9 +60,6 @@ CASES = {
 TRAINED = {"tables by features", "groups that read one tensor"}
 """The smallest ones; the others are trained by pytest -m slow."""
 
-COUNTED = {"convolutions around a group norm", *TRAINED}
-"""Whose traffic is counted, too; that of the others by pytest -m slow."""
-
 
 class _Bags(nn.Module):
     """A small recommender with a table that is large enough to be cut, and one that is not."""
@@ -183,7 +180,7 @@ def _second_step(case: Case) -> dict[str, tuple[int, int]]:
     return {kind: (passed.bytes, passed.calls) for (_, kind), passed in traffic.passed.items()}
 
 
-@pytest.mark.parametrize("name", slow.but_these([name for name, case in CASES.items() if case.shard == 1], COUNTED))
+@pytest.mark.parametrize("name", slow.but_these([name for name, case in CASES.items() if case.shard == 1], TRAINED))
 def test_traffic_of_a_cut_model_is_as_planned(name: str) -> None:
     case = CASES[name]
     planned = {c.kind: c for c in estimate(_plan(case), _profile(case.model)).collectives if c.axis == "tensor"}
@@ -216,6 +213,7 @@ def test_groups_that_read_one_tensor_sum_its_gradient_once() -> None:
     assert [c.entry for c in backward] == ["value"]
 
 
+@pytest.mark.slow
 def test_latent_attention_enters_where_keys_and_queries_part() -> None:
     cut = next(cut for cut in _cuts(CASES["latent attention"]) if cut.kind == "attention")
 

@@ -212,30 +212,23 @@ PARTS = {
 CASES |= SCHEDULES | MORE_SCHEDULES | RECOMPUTES | PARTS
 
 QUICK = {
-    "one device",
     "one device, selective recompute of unfused attention",
     "one device, parts of layers",
     "ddp",
-    "ddp, unread parameter",
     "fsdp, tied",
     "fsdp, every kind of recompute at once",
     "fsdp, parts of layers",
     "tensor 2, fused qkv, tied, head",
-    "tensor 2, Conv1D",
     "tensor 2, attention cut, mlp whole",
     "tensor 2, parts with one input",
     "tensor 2 + sequence, Llama, recompute",
     "pipeline 2, tied across stages",
-    "pipeline 2, gpipe, uneven",
     "pipeline 2, parts of layers",
     "interleaved 2x2",
     "zb-h1 2, tied across stages",
-    "zb-h2 2, uneven",
     "zb-v 2x2, tied on one rank",
     "zero-3 x4, reduced every micro-batch",
     "hsdp 2x2, recompute, permuted",
-    "fsdp x tensor + sequence, Llama, permuted",
-    "pipeline x zero-3, reduced every micro-batch",
     "pipeline x tensor + sequence, cut between slices",
 }
 """Every mechanism, and some that meet; the others run by pytest -m slow."""

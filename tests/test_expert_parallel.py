@@ -103,11 +103,8 @@ CASES = {
 
 QUICK = {
     "mixtral, experts over all shards",
-    "deepseek, experts over all shards",
-    "mixtral, the bank alone",
     "mixtral, tensor + sequence",
     "own, looked up, every token to one rank",
-    "mixtral, hsdp",
 }
 """Of each way to spread experts one; the others run by pytest -m slow."""
 
@@ -301,7 +298,7 @@ COUNTED = {
     "hybrid, pipeline": spread("even", 2, replicate=2, shard=2, stages=(2, 3)),
 }
 
-COUNTED_QUICKLY = {"over half of the shards, recompute", "stacked"}
+COUNTED_QUICKLY = {"over half of the shards, recompute"}
 """The others by pytest -m slow."""
 
 

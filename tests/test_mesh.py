@@ -42,6 +42,7 @@ def test_other_hosts_than_the_plans_keep_the_launchers_order() -> None:
     assert plan_ranks(plan_on(2, 2), seats) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_launchers_order_does_not_change_the_numbers() -> None:
     """Two hosts of two, dealt in turn: tensor parallel inside a host, replicas across, and tied weights over stages."""
     tokens = torch.randint(VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(1))

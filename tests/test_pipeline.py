@@ -303,7 +303,7 @@ def frozen(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, build=build)
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("zb-v", 2), ("interleaved", 2), ("zb-h1", 1)])
+@pytest.mark.parametrize(("schedule", "virtual"), slow.but_first([("zb-v", 2), ("interleaved", 2), ("zb-h1", 1)], 1))
 def test_frozen_parameters_get_no_gradient_under_any_schedule(schedule: str, virtual: int) -> None:
     plan = plan_with("unet, frozen", [2, 1, 3], schedule, 4, virtual=virtual)
 
@@ -323,7 +323,7 @@ def test_layers_may_write_into_what_they_are_given() -> None:
     check_equal_to_one_process(load("in-place"), writing)
 
 
-@pytest.mark.parametrize("name", ["gpt", "unet", "t5"])
+@pytest.mark.parametrize("name", slow.but(["gpt", "unet", "t5"], {"t5"}))
 def test_recomputed_layers_compute_the_same(name: str) -> None:
     loaded = load(name)
     plan = plan_with(name, [2, 1])
@@ -371,7 +371,7 @@ def fsdp_step(
     return {n: p.grad.full_tensor() for n, p in named if p.grad is not None}, dict(collectives.counts)  # type: ignore
 
 
-@pytest.mark.parametrize("gradient_sync", ["last", "every"])
+@pytest.mark.parametrize("gradient_sync", slow.but_first(["last", "every"], 1))
 @pytest.mark.parametrize("reshard", [True, False])
 def test_sharded_stages_reduce_as_often_as_the_plan_says(gradient_sync: str, reshard: bool) -> None:
     loaded = load("unet")
@@ -445,6 +445,7 @@ def test_a_stage_holds_its_own_parameters_and_nothing_else() -> None:
         assert all(not isinstance(t, torch.Tensor) or t.is_meta for m in stage.modules() for t in vars(m).values())
 
 
+@pytest.mark.slow
 def test_a_tie_within_a_stage_stays() -> None:
     loaded = load("t5")
     plan = plan_with("t5", [3])

@@ -114,12 +114,9 @@ CASES = {
 }
 
 QUICK = {
-    "one device, parts",
-    "fsdp, bf16",
     "tensor 2 + sequence, recompute",
-    "pipeline 2",
 }
-"""One of each kind of parallelism, each with something else; the others run by pytest -m slow."""
+"""The one that passes most kinds of traffic; the others run by pytest -m slow."""
 
 NAMES = slow.but_these(CASES, QUICK)
 

@@ -395,6 +395,7 @@ def test_magnitudes_of_llama_3_8b_on_8_h100_are_those_of_milliseconds_seconds_an
     assert by_kind["reduce_scatter"].bytes == pytest.approx(2 * 4 * 8.03e9, rel=0.02), "of 2 micro-batches, fp32"
 
 
+@pytest.mark.slow
 def test_magnitudes_of_mixtral_with_experts_and_context_spread_over_a_host() -> None:
     """One sequence of 8,192 tokens, two experts each, on 64 H100: 134 MB go to experts and come back, over NVLink."""
     model, on = zoo_profile("mixtral_8x7b"), cluster_of(load_device("h100-80gb"), 64)

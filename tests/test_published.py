@@ -16,6 +16,7 @@ from benchmarks.published.pricing import Priced, Pricer
 from benchmarks.published.rows import DATA, read_folders
 from benchmarks.published.settings import CannotPriceError, setting_of
 from meshwright.profiler.model.trace import trace
+from support import slow
 from support.published_rows import data, row
 
 
@@ -349,6 +350,7 @@ def test_stages_are_laid_out_as_megatron_writes_them() -> None:
     assert found.blocks == (2, 3, 1, 2)
 
 
+@pytest.mark.slow
 def test_offloaded_layers_are_the_models_first() -> None:
     each = row(config__cpu_offload_layers=3)
 
@@ -358,6 +360,7 @@ def test_offloaded_layers_are_the_models_first() -> None:
     assert away == ["blocks.0", "blocks.1", "blocks.2"]
 
 
+@pytest.mark.slow
 def test_a_mixture_across_ranks_is_priced_with_its_exchanges() -> None:
     each = row(**MIXED, config__ep=8, notes="balanced")
 
@@ -368,6 +371,7 @@ def test_a_mixture_across_ranks_is_priced_with_its_exchanges() -> None:
     assert sent["expert", "all_to_all"].bytes == layers * (passes * tokens * 2 * 256 * 2 + told)
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_gradients() -> None:
     sizes = setting_of(row(config__task="lora")).sizes
 
@@ -507,13 +511,10 @@ LLAMA = replace(
 MIXTURE = replace(LLAMA, mixture=Mixture(8, 2, 32, shared=1, dense_layers=2), latent=Latent(32, 16, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [
-        pytest.param(SMALL, marks=pytest.mark.slow, id="gpt"),
-        pytest.param(LLAMA, id="llama"),
-        pytest.param(MIXTURE, marks=pytest.mark.slow, id="mixture"),
-    ],
+    [pytest.param(SMALL, id="gpt"), pytest.param(LLAMA, id="llama"), pytest.param(MIXTURE, id="mixture")],
 )
 def test_repeating_blocks_gives_the_profile_of_the_deep_model(sizes: Sizes) -> None:
     grown, whole = profile_of("model", sizes), trace(loaded("model", sizes))
@@ -521,6 +522,7 @@ def test_repeating_blocks_gives_the_profile_of_the_deep_model(sizes: Sizes) -> N
     assert grown.model_copy(update={"fingerprint": whole.fingerprint}) == whole
 
 
+@pytest.mark.slow
 def test_parameters_of_known_models_come_out() -> None:
     rows = {each.id: each for each in read_folders([DATA])}
     known = {"fms-v1-nocompile-7b-A100-80": 6.738e9, "titan-8b-n8-eager": 8.03e9, "kor22-t5-22B-full": 22.05e9}
@@ -532,7 +534,9 @@ def test_parameters_of_known_models_come_out() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["fms-v1-nocompile-7b-A100-80", "kor22-t5-22B-full", "simumax-b200-llama3_70b_l12_tp1_pp2_dp4_mbc4_cef"],
+    slow.but_first(
+        ["fms-v1-nocompile-7b-A100-80", "kor22-t5-22B-full", "simumax-b200-llama3_70b_l12_tp1_pp2_dp4_mbc4_cef"], 1
+    ),
 )
 def test_published_rows_are_priced_near_their_measurement(name: str) -> None:
     each = next(each for each in read_folders([DATA]) if each.id == name)

@@ -38,6 +38,7 @@ def test_a_model_of_one_layer_has_a_plan_without_a_pipeline() -> None:
     assert not any("pipeline" in rule for rule in result.certificate.rejected if "more stages" not in rule)
 
 
+@pytest.mark.slow
 def test_five_thousand_layers_are_planned_each_on_one_stage() -> None:
     model = profile([SMALL, OTHER], [1, *[0] * 4998, 1])
 

@@ -152,6 +152,7 @@ def _shallow(name: str, folder: Path, **layers: int) -> ModelProfile:
     return trace(load_model(folder))
 
 
+@pytest.mark.slow
 def test_costs_of_some_cuts_are_between_those_of_fewer_and_of_more(tmp_path: Path) -> None:
     whisper = _shallow("whisper_large_v3", tmp_path, encoder_layers=1, decoder_layers=2)
     layer_class = next(c for c in whisper.classes if len(c.cuts) == 3)

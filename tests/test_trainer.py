@@ -223,6 +223,7 @@ def _initial(plan: Plan) -> dict[str, torch.Tensor]:
     return trainer_of(plan).full_state_dict()
 
 
+@pytest.mark.slow
 def test_large_models_begin_alike_under_every_plan(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "BUILD_LIMIT_BYTES", 0)
     monkeypatch.setattr(initialise, "BLOCK_ELEMENTS", 64)

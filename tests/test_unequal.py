@@ -98,7 +98,7 @@ def is_small(seed: int) -> bool:
 SMALL = [seed for seed in range(200) if is_small(seed)][:24]
 
 
-@pytest.mark.parametrize("seed", slow.but_first(SMALL, 6))
+@pytest.mark.parametrize("seed", slow.but_first(SMALL, 3))
 def test_search_finds_the_optimum_of_brute_force_over_all_orders_of_kinds(seed: int) -> None:
     model, on, training = random_instance(seed)
 
@@ -126,7 +126,7 @@ def test_a_pinned_zero_bubble_pipeline_is_the_best_of_all_cuts_and_orders_of_kin
         assert best.seconds == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", slow.but_first(range(40), 8))
+@pytest.mark.parametrize("seed", slow.but_these(range(40), {*range(6), 33}))  # 33 alone sees stages in a wrong order
 def test_master_ilp_scan_and_search_agree_on_unequal_devices(seed: int) -> None:
     model, on, training = random_instance(1000 + seed)
     explorer, space = Explorer(model, on, training), Space(model, on, training, Pins())

@@ -2,6 +2,8 @@
 
 import os
 import socket
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.units import GIB
+from support import slow
 from support.ranks import run_ranks
 from support.same_numbers import GLOBAL_BATCH, SEQ_LEN, TOLERANCE, errors, numbers_of, samples, trainer_of
 from support.synthetic import device, mixed
@@ -58,26 +61,29 @@ def _train_all(plans: list[Plan]) -> list[dict[str, float] | None]:
     return [_train(plan) for plan in plans]
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, dict[str, float]]:
-    """Errors of every plan with the kinds in the order of the cluster file and turned round, in one fork."""
+ORDERS = {"turned round": (1, 0), "as in the file": (0, 1)}
+
+QUICK = {("1f1b, replicas, tied across stages", "turned round"), ("zb-v", "as in the file")}
+"""The others run by pytest -m slow."""
+
+
+@cache
+def outcomes(quick: bool) -> dict[tuple[str, str], dict[str, float]]:
+    """Errors of the quick plans, or of all others, with kinds in one of the two orders; they run in one fork."""
     reference_of("gpt")
     plans = {
-        f"{name}, {'turned round' if order == (1, 0) else 'as in the file'}": plan_in_order(order, shape, sizes)
-        for name, (shape, sizes) in PLANS.items()
-        for order in ((1, 0), (0, 1))
+        (name, order): plan_in_order(ORDERS[order], *PLANS[name])
+        for name, order in product(PLANS, ORDERS)
+        if ((name, order) in QUICK) == quick
     }
     by_rank = run_ranks(_train_all, 4, list(plans.values()))
     found = [next(e for e in of_plan if e is not None) for of_plan in zip(*by_rank, strict=True)]
     return dict(zip(plans, found, strict=True))
 
 
-@pytest.mark.parametrize("order", ["turned round", "as in the file"])
-@pytest.mark.parametrize("name", PLANS)
-def test_a_plan_for_unequal_devices_gives_the_numbers_of_one_process(
-    name: str, order: str, outcomes: dict[str, dict[str, float]]
-) -> None:
-    relative = outcomes[f"{name}, {order}"]
+@pytest.mark.parametrize(("name", "order"), slow.but_these(product(PLANS, ORDERS), QUICK))
+def test_a_plan_for_unequal_devices_gives_the_numbers_of_one_process(name: str, order: str) -> None:
+    relative = outcomes((name, order) in QUICK)[name, order]
 
     assert max(relative.values()) < TOLERANCE, relative
 

@@ -68,6 +68,7 @@ def gpt_plan(micro_batch: int = 2, num_microbatches: int = 4, **degrees: Any) ->
     return make_plan(profile, synthetic.cluster(1, shape.degrees.num_devices), training, shape, stages)
 
 
+@pytest.mark.slow
 def test_a_plan_of_three_kinds_of_parallelism_computes_what_one_process_computes() -> None:
     loaded, _ = small_gpt()
 
@@ -205,6 +206,7 @@ def with_recompute(plan: Plan, *kinds: Recompute) -> Plan:
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
+@pytest.mark.slow
 def test_parts_of_layers_are_recomputed_in_the_small_model_too() -> None:
     loaded, profile = small_gpt()
     plan = with_recompute(gpt_plan(data_shard=2, pipeline=2), "parts:norm1+attention", "parts:norm2")
@@ -302,6 +304,7 @@ def test_a_shrunken_config_can_be_cut_as_the_plan_cuts() -> None:
     assert small["rms_norm_eps"] == 1e-5
 
 
+@pytest.mark.slow
 def test_a_hugging_face_config_is_shrunk_and_verified(tmp_path: Path) -> None:
     config = {
         "model_type": "llama",

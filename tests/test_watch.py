@@ -18,6 +18,7 @@ from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import slow
 from support.tied_net import TiedNet, adamw, batch_of, loss, plan_of, samples
 from support.waiting import until
 
@@ -135,7 +136,7 @@ def _save(plan: Plan, folder: Path, happens: Callable[[Path], None], waits: bool
     trainer.close()
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("waits", slow.but_first([False, True], 1))
 @pytest.mark.parametrize(
     ("happens", "message"),
     [

@@ -8,17 +8,19 @@ import pytest
 
 def but(values: Iterable[Any], slow: Collection[Any]) -> list[Any]:
     """The values, those of `slow` marked as such."""
-    return [pytest.param(value, marks=pytest.mark.slow if value in slow else ()) for value in values]
+    return [_marked(value, value in slow) for value in values]
 
 
 def but_these(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """The values, all but those of `quick` marked slow."""
-    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]
+    return [_marked(value, value not in quick) for value in values]
 
 
 def but_first(values: Iterable[Any], count: int) -> list[Any]:
-    """The values (a tuple holds those of several parameters), all but the first `count` marked slow."""
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=() if i < count else pytest.mark.slow)
-        for i, value in enumerate(values)
-    ]
+    """The values, all but the first `count` marked slow."""
+    return [_marked(value, i >= count) for i, value in enumerate(values)]
+
+
+def _marked(value: Any, is_slow: bool) -> Any:
+    """A parameter; a tuple holds those of several."""
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow if is_slow else ())
