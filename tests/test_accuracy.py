@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-from small_models import SEQ_LEN, small_model, small_profile
 from torch import nn
 from torch.nn import functional
 
@@ -15,10 +14,12 @@ from meshwright.planner.cost.layer_parts import ways_of_parts
 from meshwright.planner.plan.training import Precision
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import Bytes
+from support import slow
+from support.small_models import SEQ_LEN, small_model, small_profile
 
-CLOSED_FORMS = ("bert_large", "gpt2", "llama3_8b")
-COUNTED = ("lstm", "mixtral", "resnet", "t5", "vit")
-REAL = ("gpt", "llama", "mixtral", "resnet", "t5")
+CLOSED_FORMS = slow.but(("bert_large", "gpt2", "llama3_8b"), {"bert_large", "llama3_8b"})
+COUNTED = slow.but(("lstm", "mixtral", "resnet", "t5", "vit"), {"mixtral", "t5", "vit"})
+REAL = slow.but(("gpt", "llama", "mixtral", "resnet", "t5"), {"llama", "mixtral", "t5"})
 
 
 @cache
@@ -27,7 +28,7 @@ def memory_row(name: str) -> dict[str, float]:
     return memory.rows_of(name, small_model(name), "bf16")[0]
 
 
-@pytest.mark.parametrize("name", ["gpt", "shared block", "t5"])
+@pytest.mark.parametrize("name", slow.but(["gpt", "shared block", "t5"], {"t5"}))
 def test_parameters_and_ties_are_those_of_the_module(name: str) -> None:
     row = counts.row(name, small_model(name))
 
@@ -61,7 +62,7 @@ def test_the_planned_peak_is_that_of_a_real_step(name: str) -> None:
     assert memory_row(name)["peak off"] == pytest.approx(0.0, abs=0.03)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "resnet"])
+@pytest.mark.parametrize("name", slow.but(["gpt2", "mixtral", "resnet"], {"gpt2", "mixtral"}))
 def test_every_layer_class_saves_what_it_saves_in_reality(name: str) -> None:
     _, classes = memory.rows_of(name, small_model(name), "bf16")
 
@@ -69,7 +70,7 @@ def test_every_layer_class_saves_what_it_saves_in_reality(name: str) -> None:
     assert all(row["profile"] == pytest.approx(row["real"], rel=0.01, abs=8) for row in classes)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt", "llama", "resnet"])
+@pytest.mark.parametrize("name", slow.but(["bert", "gpt", "llama", "resnet"], {"bert", "llama"}))
 def test_recompute_keeps_and_repeats_what_checkpointing_does(name: str) -> None:
     rows = recompute.rows_of(name, small_model(name))
 
@@ -78,7 +79,7 @@ def test_recompute_keeps_and_repeats_what_checkpointing_does(name: str) -> None:
     assert all(abs(row["run again off"]) <= 0.005 for row in rows)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt", "llama", "mixtral"])
+@pytest.mark.parametrize("name", slow.but_these(["bert", "gpt", "llama", "mixtral"], {"gpt"}))
 def test_every_choice_of_parts_keeps_and_repeats_what_checkpointing_them_does(name: str) -> None:
     loaded = small_model(name)
     profile = cases.profile_of(loaded)
@@ -125,7 +126,9 @@ class _Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-@pytest.mark.parametrize(("is_fused", "inner", "dropout"), [(True, 256, 0.0), (False, 256, 0.1), (False, 32, 0.1)])
+@pytest.mark.parametrize(
+    ("is_fused", "inner", "dropout"), slow.but_first([(True, 256, 0.0), (False, 256, 0.1), (False, 32, 0.1)], 1)
+)
 def test_what_parts_save_comes_back_one_after_the_other(is_fused: bool, inner: int, dropout: float) -> None:
     """Blocks without a head, so that the peak of a step is in their turn."""
     width, length = 64, 32
@@ -145,6 +148,7 @@ def test_what_parts_save_comes_back_one_after_the_other(is_fused: bool, inner: i
     assert all(-1e-4 < row["peak off"] < 0.03 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_profile_at_another_length_is_the_one_made_there() -> None:
     row = interpolation.row_of("llama", small_model("llama"))
 

@@ -1,13 +1,14 @@
 """Imports go left only and in no circle, the planner knows no torch, and what needs no torch never loads it."""
 
 import ast
-import subprocess
-import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from cli_support import save_profile
+
+from support.cli import save_profile
+from support.interpreter import modules_after
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"profiler": set(), "planner": {"profiler"}, "executor": {"profiler", "planner"}}
@@ -33,8 +34,8 @@ def violations(root: Path) -> list[str]:
         for path in sorted((root / package).rglob("*.py")):
             depth = len(path.relative_to(root).parts) - 1
             floor = ".".join(path.relative_to(root).parts[:-1])
-            for node in ast.walk(ast.parse(path.read_text())):
-                where = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+            for node in imports_in(path.read_text()):
+                where = f"{path.relative_to(root)}:{node.lineno}"
                 within = absolute(node, path.relative_to(root))
                 found += [
                     f"{where}: {floor} imports {above}"
@@ -53,21 +54,25 @@ def violations(root: Path) -> list[str]:
     return found
 
 
-def imported(node: ast.AST, depth: int) -> list[str]:
+@cache
+def imports_in(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """All import statements of a source, wherever they stand."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def imported(node: ast.Import | ast.ImportFrom, depth: int) -> list[str]:
     """Modules that a node imports; relative ones as meshwright.<package>...; depth: folders below the root."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    if not isinstance(node, ast.ImportFrom):
-        return []
     module = node.module or ""
     if node.level <= depth:
         return [module] if node.level == 0 else []
     return [f"meshwright.{module}"] if module else [f"meshwright.{alias.name}" for alias in node.names]
 
 
-def absolute(node: ast.AST, file: Path) -> str:
+def absolute(node: ast.Import | ast.ImportFrom, file: Path) -> str:
     """The module that a relative import names, as meshwright.<package>...; else nothing."""
-    if not isinstance(node, ast.ImportFrom) or not node.level:
+    if isinstance(node, ast.Import) or not node.level:
         return ""
     folder = file.parts[:-1][: len(file.parts) - node.level]
     return ".".join(["meshwright", *folder, *([node.module] if node.module else [alias.name for alias in node.names])])
@@ -82,7 +87,7 @@ def circle(root: Path) -> list[str]:
     imports = {
         name: {
             target
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in imports_in(path.read_text())
             for target in files_named(node, path.relative_to(root), files)
         }
         for name, path in files.items()
@@ -99,12 +104,10 @@ def module_of(file: Path) -> str:
     return ".".join(["meshwright", *(file.parent if file.name == "__init__.py" else file.with_suffix("")).parts])
 
 
-def files_named(node: ast.AST, file: Path, files: dict[str, Path]) -> set[str]:
+def files_named(node: ast.Import | ast.ImportFrom, file: Path, files: dict[str, Path]) -> set[str]:
     """Which of our modules an import names."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names if alias.name in files}
-    if not isinstance(node, ast.ImportFrom):
-        return set()
     folder = ["meshwright", *file.parts[: len(file.parts) - node.level]] if node.level else []
     base = ".".join([*folder, *([node.module] if node.module else [])])
     named = (name if (name := f"{base}.{alias.name}") in files else base for alias in node.names)
@@ -186,16 +189,6 @@ def test_what_is_allowed_passes(tmp_path: Path, line: str) -> None:
     (tmp_path / "planner" / "fine.py").write_text(line + "\n")
 
     assert violations(tmp_path) == []
-
-
-def modules_after(code: str, folder: Path) -> set[str]:
-    """Names of the modules that are loaded once `code` has run in a new interpreter."""
-    program = (
-        f"import sys, atexit\natexit.register(lambda: print('\\n' + ' '.join(sys.modules), file=sys.stderr))\n{code}"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return set(done.stderr.splitlines()[-1].split())
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["devices"], ["compare", "--help"]])

@@ -1,7 +1,6 @@
 """Seconds of communication by mesh axis: what the estimate's traffic takes on the links of each axis."""
 
 import pytest
-from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.cost.axis_seconds import axis_seconds
 from meshwright.planner.cost.estimate import estimate
@@ -10,6 +9,7 @@ from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import Link
+from support.synthetic import cluster, device, layer_class, profile
 
 BLOCK = layer_class("block", 1e12, 1000, saved=1e6, inputs=1e5)
 PROFILE = profile([BLOCK], [0] * 4)

@@ -5,8 +5,6 @@ import math
 
 import pytest
 from rich.console import Console
-from test_published import row
-from test_software import _plan
 
 from benchmarks.published.clusters import place
 from benchmarks.published.fit_bands import OF_FIT, band, time_bands
@@ -16,6 +14,8 @@ from meshwright.executor.reporting.terminal import print_memory, print_no_band, 
 from meshwright.planner.cost.bands import Band, memory_band, no_band, time_band, time_kind
 from meshwright.planner.cost.estimate import StageMemory
 from meshwright.planner.plan.document import Plan
+from support.published_rows import row
+from support.synthetic_plans import plan_by
 
 GIB = 2**30
 
@@ -65,7 +65,7 @@ def test_every_kind_of_job_has_a_band(mixture: bool, precision: str, num_hosts: 
 
 def transformer() -> Plan:
     """A plan of a model with attention over a sequence, as the published runs have."""
-    plan = _plan("fsdp2-eager")
+    plan = plan_by("fsdp2-eager")
     return plan.model_copy(update={"model": plan.model.model_copy(update={"attention_modules": ("attention",)})})
 
 

@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from same_numbers import has_parts
-from small_models import GLOBAL_BATCH, small_model, small_profile
-from synthetic import cluster
 
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.planner.plan.document import Plan, Recompute
@@ -17,6 +14,9 @@ from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.model_profile import TensorCut
 from meshwright.profiler.tensor_cuts.tensor_rank import OwnHeads
+from support.same_numbers import has_parts
+from support.small_models import GLOBAL_BATCH, small_model, small_profile
+from support.synthetic import cluster
 
 NUM_STEPS = 5
 HEADS, LENGTH = 4, 16
@@ -107,6 +107,7 @@ def test_heads_of_a_repetition_that_ends_early_are_let_go() -> None:
     assert len(own._taken) == len(cut.given) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TRAINED)
 def test_attention_with_biases_gives_the_numbers_of_one_process(case: str) -> None:
     loaded, plan = small_model("t5"), _planned(*TRAINED[case])

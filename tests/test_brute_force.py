@@ -15,12 +15,13 @@ from meshwright.planner.plan.document import parts_of
 from meshwright.planner.plan.schedules import Schedule, is_chunked
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
+from support import slow
 
 FEW = list(instances(60, most_plans=250))
 """Instances that a test can enumerate."""
 
 
-@pytest.mark.parametrize("asked", FEW, ids=lambda asked: str(asked.seed))
+@pytest.mark.parametrize("asked", slow.but_first(FEW, 15), ids=lambda asked: str(asked.seed))
 def test_all_ways_to_the_optimum_agree(asked: Instance) -> None:
     found = agreement(asked)
 
@@ -36,6 +37,7 @@ def test_what_the_command_once_found_stays_mended(seed: int) -> None:
     assert found.agrees, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_interleaved_pipelines_recompute_the_parts_that_are_best(seed: int) -> None:
     asked = next(
@@ -116,7 +118,7 @@ def test_a_way_that_differs_is_told() -> None:
     assert not replace(found, scan=None).agrees
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(3600)
 def test_all_ways_agree_in_five_hundred_instances() -> None:
     wrong = [found for found in map(agreement, instances(500, most_plans=3000)) if not found.agrees]

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import run_plan, small_profile
-from test_architecture import modules_after
 
 from meshwright.executor.commands import inputs
 from meshwright.executor.reporting import terminal
@@ -19,6 +17,8 @@ from meshwright.profiler.model import cache as cache_module
 from meshwright.profiler.model import trace as trace_module
 from meshwright.profiler.model.cache import ProfileCache, default_folder
 from meshwright.profiler.model.load import load_model
+from support.cli import run_plan, small_profile
+from support.interpreter import modules_after
 
 MODEL = """
 import json

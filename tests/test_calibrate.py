@@ -8,8 +8,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from cli_support import run_plan, save_profile
-from synthetic import device
 
 from meshwright.executor.measuring import reference_steps
 from meshwright.executor.measuring.calibrate import calibrate, check_device_output
@@ -33,6 +31,8 @@ from meshwright.profiler.machine.calibrate import (
 )
 from meshwright.profiler.machine.cluster import Device, load_device
 from meshwright.profiler.model.model_profile import Bytes, OpProfile
+from support.cli import run_plan, save_profile
+from support.synthetic import device
 
 PEAK = 2e11
 BANDWIDTH = 3e10
@@ -294,6 +294,7 @@ def tiny_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.executor.measuring.calibrate.QUICK_REPETITIONS", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_effort")
 def test_two_ranks_measure_a_link_and_reference_steps() -> None:
     if (os.cpu_count() or 1) < 2:

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import slow
-from cli_support import run_plan, save_profile, small_profile, some_plan
 from pydantic import BaseModel
 
 import meshwright.executor.cli as cli
@@ -22,6 +20,8 @@ from meshwright.planner.answers import search as search_module
 from meshwright.planner.answers.verdict import FITS
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import load_plan
+from support import slow
+from support.cli import run_plan, save_profile, small_profile, some_plan
 
 DEGREES = {"data_replicate", "data_shard", "tensor", "context", "expert", "pipeline", "virtual_stages"}
 

@@ -6,12 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from same_numbers import has_parts
-from small_models import small_profile, verified
-from synthetic import cluster
-from test_recompute import LENGTH, SAMPLES, WIDTH, Parted, one_layer
-from test_trainer import GLOBAL_BATCH, Net, assert_same, batch_of, loss, sgd
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -25,6 +19,12 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support.parted import LENGTH, SAMPLES, WIDTH, Parted, one_layer
+from support.ranks import run_ranks
+from support.same_numbers import has_parts
+from support.small_models import small_profile, verified
+from support.small_net import GLOBAL_BATCH, Net, assert_same, batch_of, loss, sgd
+from support.synthetic import cluster
 
 SOFTWARE = "fsdp2-compile"
 
@@ -84,11 +84,11 @@ def eager() -> dict[str, torch.Tensor]:
     ("option", "degrees"),
     [
         pytest.param(LayerOption(), {"data_replicate": 2}, marks=pytest.mark.slow),
-        (LayerOption("full", reshard=True), {"data_shard": 2}),
+        pytest.param(LayerOption("full", reshard=True), {"data_shard": 2}, marks=pytest.mark.slow),
         (LayerOption("full"), {"tensor": 2}),
         (LayerOption(), {"stages": (2, 2)}),
         (LayerOption("parts:0+2", reshard=True), {"data_shard": 2}),
-        (LayerOption("parts:0+2"), {"tensor": 2}),
+        pytest.param(LayerOption("parts:0+2"), {"tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=["ddp", "fsdp with recompute", "tp with recompute", "pp", "fsdp with parts", "tp with parts"],
 )
@@ -101,6 +101,7 @@ def test_compiled_layers_give_the_numbers_of_eager_ones(
     assert_same(found, eager())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "parts:input_layernorm+self_attn+mlp"])
 def test_spread_experts_inside_of_compiled_layers_give_the_numbers_of_one_process(recompute: Recompute) -> None:
     mixture = small_profile("mixtral")

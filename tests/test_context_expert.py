@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile, with_experts
-from test_properties import ROUNDING, any_links, factors, log_floats, plans, priced, sizes
 
 from benchmarks.published.single_modules import estimate_of, step_seconds_of
 from meshwright.planner.answers.blame import blamed
@@ -33,6 +31,8 @@ from meshwright.profiler.model.model_profile import (
     ParameterProfile,
     TensorCut,
 )
+from support.strategies import ROUNDING, any_links, factors, log_floats, plans, priced, sizes
+from support.synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile, with_experts
 
 KINDS: tuple[ContextKind, ...] = ("ring", "all_to_all", "all_gather")
 WIDTH, TOP_K, COUNT, INNER = 32, 2, 16, 64

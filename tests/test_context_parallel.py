@@ -7,10 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import PATIENCE_S, run_ranks
-from same_numbers import has_parts
-from small_models import GLOBAL_BATCH, small_model, small_profile
-from synthetic import cluster
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
@@ -25,6 +21,11 @@ from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.semantics.token_marks import Held, num_tokens, taken
+from support import slow
+from support.ranks import PATIENCE_S, run_ranks
+from support.same_numbers import has_parts
+from support.small_models import GLOBAL_BATCH, small_model, small_profile
+from support.synthetic import cluster
 
 KINDS: tuple[ContextKind, ...] = ("ring", "all_gather", "all_to_all")
 NUM_STEPS = 3
@@ -177,8 +178,11 @@ TRAINED: dict[str, tuple[str, Shape, Recompute]] = {
     ),
 }
 
+QUICK = {"own GPT, ring"}
+"""On two ranks; the others run by pytest -m slow."""
 
-@pytest.mark.parametrize("case", TRAINED)
+
+@pytest.mark.parametrize("case", slow.but_these(TRAINED, QUICK))
 def test_a_plan_that_splits_sequences_gives_the_numbers_of_one_process(case: str) -> None:
     name, chosen, recompute = TRAINED[case]
 
@@ -202,7 +206,9 @@ def told_by_step(plan: Plan, lengths: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("lengths", [(8,), (16, 8)])
-@pytest.mark.parametrize("chosen", [shape(), shape(pipeline=2, schedule="1f1b")], ids=["alone", "pipeline"])
+@pytest.mark.parametrize(
+    "chosen", slow.but_first([shape(), shape(pipeline=2, schedule="1f1b")], 1), ids=["alone", "pipeline"]
+)
 def test_a_batch_of_another_length_than_planned_is_refused(chosen: Shape, lengths: tuple[int, ...]) -> None:
     for message in run_ranks(told_by_step, chosen.degrees.num_devices, planned("llama", chosen), lengths):
         assert "splits sequences of 16 tokens over 2 ranks" in message
@@ -225,6 +231,7 @@ def losses(plan: Plan, steps: range, folder: Path | None = None, save: bool = Fa
     return found
 
 
+@pytest.mark.slow
 def test_runs_go_on_with_and_without_context_ranks(tmp_path: Path) -> None:
     name, split = "root parameter", shape(tensor=2)
     plans = [planned(name, split), planned(name, Shape(1, 2, 1, 1, 4, GLOBAL_BATCH // 8))]
@@ -244,9 +251,9 @@ def test_runs_go_on_with_and_without_context_ranks(tmp_path: Path) -> None:
     ("name", "problem"),
     [
         ("llama", ""),
-        ("mixtral", ""),
-        ("mask", ""),
-        ("auxiliary", ""),
+        pytest.param("mixtral", "", marks=pytest.mark.slow),
+        pytest.param("mask", "", marks=pytest.mark.slow),
+        pytest.param("auxiliary", "", marks=pytest.mark.slow),
         ("gpt2", "attention drops out 0.1 of its weights"),
         ("lstm", "lstm is not known to treat the tokens of a sequence alike"),
         ("stock", "multi_head_attention_forward is not known"),

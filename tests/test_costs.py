@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.cost.chain import unbeaten
 from meshwright.planner.cost.comm_cost import GroupLinks, collective_s, exposed_s
@@ -32,6 +31,8 @@ from meshwright.planner.solve.knapsack import Group, Turns, least_weight, lighte
 from meshwright.profiler.machine.cluster import Group as Ranks
 from meshwright.profiler.machine.cluster import Link
 from meshwright.profiler.model.model_profile import Bytes, ModelProfile, OpProfile
+from support import slow
+from support.synthetic import cluster, device, layer_class, profile
 
 GIB = 2**30
 
@@ -385,7 +386,7 @@ def test_knapsack_finds_the_least_weight_of_all_packings(seed: int) -> None:
         assert (found.weight if found else math.inf) == pytest.approx(min(fitting, default=math.inf))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow.but_first(range(20), 6))
 def test_the_lightest_packing_in_turns_is_that_of_all_packings(seed: int) -> None:
     """Up to three runs of equal items with up to five options each, in two passes."""
     rng = np.random.default_rng(seed)

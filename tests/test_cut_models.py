@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slow
 import torch
-from ranks import PATIENCE_S, run_ranks
-from synthetic import cluster
 from torch import nn
 
 from benchmarks.accuracy.cases import small
@@ -25,6 +22,9 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile, TensorCut
 from meshwright.profiler.model.trace import trace
+from support import slow
+from support.ranks import PATIENCE_S, run_ranks
+from support.synthetic import cluster
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -57,8 +57,8 @@ CASES = {
 }
 
 
-SLOW = {"latent attention", "convolutions around a group norm", "norms of heads beside experts"}
-"""Trained by pytest -m slow only: other cases, here and in test_expert_parallel.py, train the same cuts."""
+TRAINED = {"tables by features", "groups that read one tensor"}
+"""The smallest ones; the others are trained by pytest -m slow."""
 
 
 class _Bags(nn.Module):
@@ -156,7 +156,7 @@ def _cuts(case: Case) -> list[TensorCut]:
     return [cut for layer_class in _plan(case).classes for cut in layer_class.cuts]
 
 
-@pytest.mark.parametrize("name", slow.but(CASES, SLOW))
+@pytest.mark.parametrize("name", slow.but_these(CASES, TRAINED))
 def test_a_cut_model_trains_as_in_one_process(name: str) -> None:
     case = CASES[name]
     with torch.random.fork_rng(devices=[]):
@@ -180,9 +180,7 @@ def _second_step(case: Case) -> dict[str, tuple[int, int]]:
     return {kind: (passed.bytes, passed.calls) for (_, kind), passed in traffic.passed.items()}
 
 
-@pytest.mark.parametrize(
-    "name", slow.but([name for name, case in CASES.items() if case.shard == 1], {"latent attention on slices"})
-)
+@pytest.mark.parametrize("name", slow.but_these([name for name, case in CASES.items() if case.shard == 1], TRAINED))
 def test_traffic_of_a_cut_model_is_as_planned(name: str) -> None:
     case = CASES[name]
     planned = {c.kind: c for c in estimate(_plan(case), _profile(case.model)).collectives if c.axis == "tensor"}
@@ -215,6 +213,7 @@ def test_groups_that_read_one_tensor_sum_its_gradient_once() -> None:
     assert [c.entry for c in backward] == ["value"]
 
 
+@pytest.mark.slow
 def test_latent_attention_enters_where_keys_and_queries_part() -> None:
     cut = next(cut for cut in _cuts(CASES["latent attention"]) if cut.kind == "attention")
 

@@ -11,41 +11,29 @@ import os
 from dataclasses import replace
 
 import pytest
-import slow
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from same_numbers import (
-    SEQ_LEN,
-    TOLERANCE,
-    Case,
-    Numbers,
-    errors,
-    loss,
-    next_tokens,
-    numbers_of,
-    numbers_of_one_process,
-    plan_of,
-    randomised,
-    samples,
-    trainer_of,
-)
-from torch import nn
-from zoo import zoo_module
 
 from meshwright.executor import Trainer
 from meshwright.executor.parallel.tensor_forwards import SharedInput
 from meshwright.planner.plan.document import Axis, Plan, Recompute
 from meshwright.planner.plan.shape import Cuts
-from meshwright.profiler.model.load import LoadedModel, load_model
-from meshwright.profiler.model.model_profile import ModelProfile
-from meshwright.profiler.model.trace import trace
+from support import slow
+from support.ranks import run_ranks
+from support.same_numbers import (
+    TOLERANCE,
+    Case,
+    Numbers,
+    errors,
+    numbers_of,
+    plan_of,
+    samples,
+    trainer_of,
+)
+from support.trained_models import NOISE, NUM_STEPS, VOCABULARY, loaded_model, profile_of, reference_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-VOCABULARY = 1024
-NUM_STEPS = 3
-NOISE = 2e-7
 
 TENSOR_OUTSIDE: tuple[Axis, ...] = ("pipeline", "tensor", "data_shard", "context", "data_replicate")
 PIPELINE_INSIDE: tuple[Axis, ...] = ("data_shard", "tensor", "data_replicate", "context", "pipeline")
@@ -223,37 +211,27 @@ PARTS = {
 
 CASES |= SCHEDULES | MORE_SCHEDULES | RECOMPUTES | PARTS
 
-SLOW = {
-    "ddp, parts of layers",
-    "fsdp x tensor + sequence, parts, permuted",
-    "pipeline 2 x zero-3, parts of layers",
-    "tensor 2 + sequence, fused qkv, parts of layers",
-    "zero-2, other parts of each layer",
-    *MORE_SCHEDULES,
-    "ddp x tensor",
-    "fsdp x tensor",
-    "fsdp, Llama",
-    "fsdp, selective recompute",
-    "hsdp 2x2",
-    "interleaved 2x2 x ddp, selective recompute",
-    "interleaved 2x2 x fsdp x tensor + sequence, recompute",
-    "interleaved 2x2 x zero-3, reduced every micro-batch",
-    "interleaved 2x2, recompute of attention",
-    "one device, recompute",
-    "pipeline 4, recompute",
-    "pipeline x fsdp",
-    "pipeline x hsdp",
-    "pipeline x tensor, permuted",
-    "pipeline x zero-3, reduced last",
-    "tensor 2 + sequence, Conv1D",
-    "tensor 2 + sequence, norms of heads",
-    "tensor 2, mlp cut, attention whole",
-    "tensor 4, fused qkv, tied, head",
-    "zb-h1 4, uneven",
-    "zb-v 2x2 x fsdp, reduced every micro-batch",
-    "zero-2 x4",
+QUICK = {
+    "one device, selective recompute of unfused attention",
+    "one device, parts of layers",
+    "ddp",
+    "fsdp, tied",
+    "fsdp, every kind of recompute at once",
+    "fsdp, parts of layers",
+    "tensor 2, fused qkv, tied, head",
+    "tensor 2, attention cut, mlp whole",
+    "tensor 2, parts with one input",
+    "tensor 2 + sequence, Llama, recompute",
+    "pipeline 2, tied across stages",
+    "pipeline 2, parts of layers",
+    "interleaved 2x2",
+    "zb-h1 2, tied across stages",
+    "zb-v 2x2, tied on one rank",
+    "zero-3 x4, reduced every micro-batch",
+    "hsdp 2x2, recompute, permuted",
+    "pipeline x tensor + sequence, cut between slices",
 }
-"""What other cases cover in part; run by pytest -m slow."""
+"""Every mechanism, and some that meet; the others run by pytest -m slow."""
 
 FAULTS = {
     "one gradient 1% too large": Case("gpt", shard=2, fault="gradient"),
@@ -266,123 +244,12 @@ FAULTS = {
 EVERYTHING = CASES | FAULTS
 
 
-class _Attention(nn.Module):
-    """Separate projections, queries and keys normed per head, and a parameter that nothing reads."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.q_scale = nn.Parameter(torch.ones(width // heads))
-        self.k_norm = nn.LayerNorm(width // heads)
-        self.unread = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        q, k, v = (part.view(batch, length, -1, len(self.q_scale)) for part in (self.q(x), self.k(x), self.v(x)))
-        q, k = q * (1 + self.q_scale.float()), self.k_norm(k)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class _UnfusedAttention(_Attention):
-    """The same by products and a softmax, so that scores are kept for backward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        q, k, v = (part.view(batch, length, -1, 8).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x)))
-        scores = q @ k.transpose(-1, -2) * 8**-0.5
-        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-        y = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int, heads: int, attention: type[_Attention] = _Attention) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = attention(width, heads)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.attention(self.norm(x))
-
-
-class _ParallelBlock(_Block):
-    """Attention and a net, side by side, of one norm."""
-
-    def __init__(self, width: int, heads: int, attention: type[_Attention] = _Attention) -> None:
-        super().__init__(width, heads, attention)
-        self.net = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.attention(y) + self.net(y)
-
-
-class _Normed(nn.Module):
-    def __init__(self, attention: type[_Attention] = _Attention, block: type[_Block] = _Block) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, 32)
-        self.blocks = nn.ModuleList(block(32, 4, attention) for _ in range(2))
-        self.head = nn.Linear(32, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _constructor(name: str) -> nn.Module:
-    if name == "gpt":
-        gpt = zoo_module("gpt.py")
-        return gpt.GPT(gpt.Config(num_layers=4, num_heads=4, width=32, vocabulary=VOCABULARY, context=SEQ_LEN))
-    if name == "normed":
-        return _Normed()
-    if name == "unfused":
-        return _Normed(_UnfusedAttention)
-    if name == "parallel":
-        return _Normed(block=_ParallelBlock)
-    import transformers
-
-    if name == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=SEQ_LEN, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
-            attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
-        )  # fmt: skip
-    else:
-        config = transformers.LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2,
-        )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def _build(name: str) -> nn.Module:
-    return randomised(_constructor(name))
-
-
-@functools.cache
-def _loaded(name: str) -> LoadedModel:
-    return load_model(functools.partial(_build, name), batch=next_tokens(VOCABULARY), loss=loss)
-
-
-@functools.cache
-def _profile(name: str) -> ModelProfile:
-    return trace(_loaded(name))
-
-
-@functools.cache
-def _reference(name: str) -> Numbers:
-    return numbers_of_one_process(functools.partial(_build, name), samples(VOCABULARY, NUM_STEPS))
-
-
 def _plan(case: Case) -> Plan:
-    return plan_of(case, _profile(case.model))
+    return plan_of(case, profile_of(case.model))
 
 
 def _train(case: Case) -> Numbers:
-    trainer = trainer_of(_loaded(case.model).build, _plan(case))
+    trainer = trainer_of(loaded_model(case.model).build, _plan(case))
     _plant(case.fault, trainer)
     given = samples(VOCABULARY, NUM_STEPS)
     if case.fault == "sample":
@@ -415,30 +282,33 @@ def _run_cases(names: list[str]) -> dict[str, dict[str, float] | str]:
         except Exception as error:
             raise RuntimeError(f'case "{name}" failed') from error
         if not dist.is_initialized() or dist.get_rank() == 0:
-            outcomes[name] = errors(found, _reference(case.model), NOISE / TOLERANCE)
+            outcomes[name] = errors(found, reference_of(case.model), NOISE / TOLERANCE)
     return outcomes
 
 
 @functools.cache
-def _outcomes(num_ranks: int, slowly: bool) -> dict[str, dict[str, float] | str]:
-    """Errors of every case for that many ranks, slow or not; they run in one fork."""
-    names = [n for n, case in EVERYTHING.items() if case.num_ranks == num_ranks and (n in SLOW) == slowly]
+def _outcomes(num_ranks: int, quick: bool) -> dict[str, dict[str, float] | str]:
+    """Errors of every case for that many ranks, the quick ones or the others; they run in one fork."""
+    quickly = QUICK | FAULTS.keys()
+    names = [n for n, case in EVERYTHING.items() if case.num_ranks == num_ranks and (n in quickly) == quick]
     for name in names:  # before the fork, so that ranks inherit it
-        _reference(EVERYTHING[name].model)
+        reference_of(EVERYTHING[name].model)
         _plan(EVERYTHING[name])
     if num_ranks == 1:
         return _run_cases(names)
     return run_ranks(_run_cases, num_ranks, names)[0]
 
 
-@pytest.mark.parametrize("name", slow.but(CASES, SLOW))
+@pytest.mark.parametrize("name", slow.but_these(CASES, QUICK))
 def test_plan_gives_the_numbers_of_one_process(name: str) -> None:
-    relative = _outcomes(CASES[name].num_ranks, name in SLOW)[name]
+    relative = _outcomes(CASES[name].num_ranks, name in QUICK)[name]
 
     assert max(relative.values()) < TOLERANCE, relative
 
 
-@pytest.mark.parametrize("data", [{"replicate": 2}, {"shard": 2, "reshard": True}], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "data", slow.but_first([{"shard": 2, "reshard": True}, {"replicate": 2}], 1), ids=["fsdp", "ddp"]
+)
 def test_recompute_of_parts_changes_no_number_in_bf16(data: dict[str, int]) -> None:
     plain = Case("llama", precision="bf16", **data)  # type: ignore[arg-type]
     cases = plain, replace(plain, recompute="parts:input_layernorm+self_attn+mlp")
@@ -453,7 +323,7 @@ def test_recompute_of_parts_changes_no_number_in_bf16(data: dict[str, int]) -> N
 
 def _inputs_left_behind(case: Case) -> int:
     """Inputs that groups of columns share, and that a step has not let go."""
-    trainer = trainer_of(_loaded(case.model).build, _plan(case))
+    trainer = trainer_of(loaded_model(case.model).build, _plan(case))
     trainer.step(next(iter(trainer.loader(samples(VOCABULARY, 1)))))
     return sum(len(x._converted) for x in gc.get_objects() if isinstance(x, SharedInput))
 
@@ -467,6 +337,6 @@ def test_a_part_that_runs_again_alone_lets_go_of_what_it_shares() -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_seen(name: str) -> None:
-    relative = _outcomes(FAULTS[name].num_ranks, slowly=False)[name]
+    relative = _outcomes(FAULTS[name].num_ranks, True)[name]
 
     assert max(relative.values()) > 10 * TOLERANCE, relative

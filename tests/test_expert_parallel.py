@@ -10,11 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slow
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from same_numbers import (
+from torch import nn
+
+from benchmarks.accuracy.counters import PeakMeter, Traffic
+from benchmarks.accuracy.played import SMALLEST_BYTES, by_axis
+from meshwright.executor import Trainer
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import Axis, Plan
+from meshwright.planner.plan.legality import expert_rule
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
+from support import slow
+from support.ranks import run_ranks
+from support.same_numbers import (
     SEQ_LEN,
     TOLERANCE,
     Case,
@@ -30,17 +41,6 @@ from same_numbers import (
     samples,
     trainer_of,
 )
-from torch import nn
-
-from benchmarks.accuracy.counters import PeakMeter, Traffic
-from benchmarks.accuracy.played import SMALLEST_BYTES, by_axis
-from meshwright.executor import Trainer
-from meshwright.planner.cost.estimate import estimate
-from meshwright.planner.plan.document import Axis, Plan
-from meshwright.planner.plan.legality import expert_rule
-from meshwright.profiler.model.load import LoadedModel, load_model
-from meshwright.profiler.model.model_profile import ModelProfile
-from meshwright.profiler.model.trace import trace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 transformers = pytest.importorskip("transformers")
@@ -101,25 +101,12 @@ CASES = {
     ),
 }
 
-SLOW = {
-    "deepseek, parts of layers, reduced every micro-batch",
-    "mixtral, parts of layers",
-    "deepseek, experts over all of four shards",
-    "deepseek, interleaved, recompute",
-    "deepseek, tensor, selective recompute",
-    "mixtral, context",
-    "mixtral, context and shards",
-    "mixtral, full recompute",
-    "mixtral, selective recompute, reduced every micro-batch",
+QUICK = {
+    "mixtral, experts over all shards",
     "mixtral, tensor + sequence",
-    "mixtral, tensor + sequence, over half, permuted",
-    "mixtral, tensor, permuted",
-    "own, stacked, hybrid",
-    "own, stacked, over half of the shards, recompute",
-    "qwen3, experts over all shards",
-    "qwen3, pipeline",
+    "own, looked up, every token to one rank",
 }
-"""What other cases cover in part; run by pytest -m slow."""
+"""Of each way to spread experts one; the others run by pytest -m slow."""
 
 _CONFIG = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -283,18 +270,18 @@ def _run_cases(names: list[str]) -> dict[str, dict[str, float]]:
 
 
 @functools.cache
-def _outcomes(num_ranks: int, slowly: bool) -> dict[str, dict[str, float]]:
-    """Errors of every case for that many ranks, slow or not; they run in one fork."""
-    names = [n for n, case in CASES.items() if case.num_ranks == num_ranks and (n in SLOW) == slowly]
+def _outcomes(num_ranks: int, quick: bool) -> dict[str, dict[str, float]]:
+    """Errors of every case for that many ranks, the quick ones or the others; they run in one fork."""
+    names = [n for n, case in CASES.items() if case.num_ranks == num_ranks and (n in QUICK) == quick]
     for name in names:  # before the fork, so that ranks inherit it
         _reference(CASES[name].model)
         _plan(CASES[name])
     return run_ranks(_run_cases, num_ranks, names)[0]
 
 
-@pytest.mark.parametrize("name", slow.but(CASES, SLOW))
+@pytest.mark.parametrize("name", slow.but_these(CASES, QUICK))
 def test_spread_experts_give_the_numbers_of_one_process(name: str) -> None:
-    relative = _outcomes(CASES[name].num_ranks, name in SLOW)[name]
+    relative = _outcomes(CASES[name].num_ranks, name in QUICK)[name]
 
     assert max(relative.values()) < TOLERANCE, relative
 
@@ -310,6 +297,9 @@ COUNTED = {
     "stacked": spread("stacked", 4, shard=4),
     "hybrid, pipeline": spread("even", 2, replicate=2, shard=2, stages=(2, 3)),
 }
+
+COUNTED_QUICKLY = {"over half of the shards, recompute"}
+"""The others by pytest -m slow."""
 
 
 def _counted_steps(cases: list[Case]) -> list[tuple[int, dict[Any, tuple[int, int]], int]]:
@@ -330,20 +320,21 @@ def _counted_steps(cases: list[Case]) -> list[tuple[int, dict[Any, tuple[int, in
 
 
 @functools.cache
-def _counted(num_ranks: int) -> list[list[tuple[int, dict[Any, tuple[int, int]], int]]]:
-    cases = [case for case in COUNTED.values() if case.num_ranks == num_ranks]
-    for case in cases:
+def _counted(num_ranks: int, quick: bool) -> dict[str, list[tuple[int, dict[Any, tuple[int, int]], int]]]:
+    """Case -> [rank] -> what it did; all cases for that many ranks, the quick ones or the others, run in one fork."""
+    cases = {n: c for n, c in COUNTED.items() if c.num_ranks == num_ranks and (n in COUNTED_QUICKLY) == quick}
+    for case in cases.values():
         _plan(case)
-    return run_ranks(_counted_steps, num_ranks, cases)
+    ranks = run_ranks(_counted_steps, num_ranks, list(cases.values()))
+    return {name: [rank[place] for rank in ranks] for place, name in enumerate(cases)}
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", slow.but_these(COUNTED, COUNTED_QUICKLY))
 def test_predicted_exchange_is_what_the_ranks_pass(name: str) -> None:
     """Where tokens spread evenly: bytes of the rank that passes most, its calls, and the peaks of all ranks."""
     case = COUNTED[name]
     predicted = estimate(_plan(case), _profile(case.model))
-    place = [c for c in COUNTED.values() if c.num_ranks == case.num_ranks].index(case)
-    ranks = [rank[place] for rank in _counted(case.num_ranks)]
+    ranks = _counted(case.num_ranks, name in COUNTED_QUICKLY)[name]
     most: dict[Any, tuple[int, int]] = {}
     for _, passed, _ in ranks:
         for key, each in passed.items():
@@ -360,6 +351,7 @@ def _losses(*cases: Case) -> list[list[float]]:
     return [[trainer.step(batch).loss for batch in trainer.loader(_samples())] for trainer in map(_trainer, cases)]
 
 
+@pytest.mark.slow
 def test_spread_experts_in_bf16_are_as_near_to_fp32_as_whole_ones() -> None:
     cases = spread("mixtral", 2, shard=2, precision="bf16"), spread("mixtral", 1, shard=2, precision="bf16")
     expected = _reference("mixtral").losses
@@ -385,14 +377,13 @@ def _resumed(case: Case, folder: Path) -> Numbers:
     return numbers_of(trainer, _samples())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        pytest.param(
-            spread("qwen3", 2, shard=4), spread("qwen3", 2, shard=2, num_microbatches=1), marks=pytest.mark.slow
-        ),
-        pytest.param(spread("qwen3", 2, shard=2), spread("qwen3", 4, shard=4), marks=pytest.mark.slow),
-        pytest.param(spread("qwen3", 2, shard=2), spread("qwen3", 1, replicate=2), marks=pytest.mark.slow),
+        (spread("qwen3", 2, shard=4), spread("qwen3", 2, shard=2, num_microbatches=1)),
+        (spread("qwen3", 2, shard=2), spread("qwen3", 4, shard=4)),
+        (spread("qwen3", 2, shard=2), spread("qwen3", 1, replicate=2)),
         (spread("qwen3", 1, shard=2), spread("qwen3", 2, shard=2, stages=(2, 3))),
     ],
 )

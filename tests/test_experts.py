@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_published import row
 
 from benchmarks.published.experts import Beside, answered, fastest, outside_of_space, questions, summary
 from benchmarks.published.pricing import Pricer
 from benchmarks.published.rows import Row
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.solve.explore import Explorer, Outcome
+from support.published_rows import row
 
 
 def chosen(**changes: object) -> Row:

@@ -11,8 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from cli_support import run_plan, some_plan
-from synthetic import layer_class, profile
 
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.exchange.accelerate import KEYS as ACCELERATE_KEYS
@@ -20,10 +18,10 @@ from meshwright.planner.exchange.accelerate import read_accelerate
 from meshwright.planner.exchange.block_row import BlockRow, block_row
 from meshwright.planner.exchange.deepspeed import KEYS as DEEPSPEED_KEYS
 from meshwright.planner.exchange.deepspeed import read_deepspeed
-from meshwright.planner.exchange.export import Export, export
+from meshwright.planner.exchange.export import export
 from meshwright.planner.exchange.export_notes import zero_stage
 from meshwright.planner.exchange.from_flags import read_document, read_words
-from meshwright.planner.exchange.imports import Layout, imported, plan_of
+from meshwright.planner.exchange.imports import Layout, imported
 from meshwright.planner.exchange.megatron import DATA_OUTERMOST, read_megatron
 from meshwright.planner.exchange.megatron import FLAGS as MEGATRON_FLAGS
 from meshwright.planner.exchange.megatron_layout import parse_layout
@@ -31,105 +29,11 @@ from meshwright.planner.exchange.targets import TARGETS, VERSIONS
 from meshwright.planner.exchange.torchtitan import FLAGS as TORCHTITAN_FLAGS
 from meshwright.planner.exchange.torchtitan import read_torchtitan
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.making import make_plan
-from meshwright.planner.plan.shape import LayerOption, Shape
-from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.machine.cluster import cluster_of, load_device
-from meshwright.profiler.model.model_profile import LayerPart, ModelProfile
+from meshwright.planner.plan.shape import Shape
+from support.cli import run_plan, some_plan
+from support.exported import NUM_BLOCKS, PROFILE, decoder, even_sizes, planned, read_back, value
 
-NUM_BLOCKS = 8
-
-
-def decoder(scale: float = 1.0) -> ModelProfile:
-    """Embedding, eight blocks that tensor parallelism may cut, norm and head: named as Hugging Face names them.
-    scale multiplies the parameters."""
-    classes = [
-        layer_class("Embedding", 1e6, int(2e7 * scale), saved=1e5, inputs=0),
-        layer_class("Block", 5e10, int(1e8 * scale), saved=2e8, inputs=1e7, transient=1e7, heads=8),
-        layer_class("head", 1e10, int(2e7 * scale), saved=5e7, inputs=1e7, transient=5e7),
-    ]
-    plain = profile(classes, [0, *[1] * NUM_BLOCKS, 2], crossing=1e7)
-    names = ["model.embed", *(f"model.layers.{i}" for i in range(NUM_BLOCKS)), "head"]
-    layers = [
-        layer.model_copy(
-            update={
-                "name": name,
-                "root": name,
-                "modules": (name,) if name != "head" else ("model.norm", "head"),
-                "parameters": (f"{name}.weight",),
-            }
-        )
-        for layer, name in zip(plain.layers, names, strict=True)
-    ]
-    parts = (LayerPart(name="self_attn"), LayerPart(name="mlp"))
-    blocks = [c.model_copy(update={"parts": parts if c.name == "Block" else ()}) for c in classes]
-    return plain.model_copy(update={"name": "decoder", "layers": tuple(layers), "classes": tuple(blocks)})
-
-
-PROFILE = decoder()
 EVEN = Shape(data_replicate=1, data_shard=2, tensor=2, pipeline=2, micro_batch=2, num_microbatches=4, schedule="1f1b")
-
-
-def planned(
-    shape: Shape,
-    sizes: tuple[int, ...] = (),
-    *,
-    again: tuple[int, ...] = (),
-    kind: str = "full",
-    reshard: str = "none",
-    model: ModelProfile = PROFILE,
-) -> Plan:
-    """A plan of the decoder. sizes: layers of each stage; again: blocks of each stage that recompute, the
-    first ones, or the last ones if negative."""
-    num_stages = shape.pipeline * shape.virtual_stages
-    sizes = sizes or _even(num_stages)
-    stages, place = [], 0
-    for index, size in enumerate(sizes):
-        count = again[index] if again else 0
-        blocks = [layer for layer in range(place, place + size) if 1 <= layer <= NUM_BLOCKS]
-        chosen = blocks[:count] if count >= 0 else blocks[count:]
-        options = []
-        for layer in range(place, place + size):
-            gives_back = reshard == "all" or (reshard == "inner" and layer <= NUM_BLOCKS)
-            options.append(LayerOption(kind if layer in chosen else "none", gives_back))  # type: ignore[arg-type]
-        stages.append(options)
-        place += size
-    machine = cluster_of(load_device("h100-80gb"), shape.degrees.num_devices, 8)
-    training = TrainingSpec(
-        global_batch=shape.micro_batch * shape.num_microbatches * shape.data, seq_len=PROFILE.seq_len
-    )
-    return make_plan(model, machine, training, shape, stages)
-
-
-def _even(num_stages: int) -> tuple[int, ...]:
-    sizes = [NUM_BLOCKS // num_stages] * num_stages
-    sizes[0] += 1
-    sizes[-1] += 1
-    return tuple(sizes)
-
-
-def layout_of(found: Export, plan: Plan, model: ModelProfile = PROFILE) -> Layout:
-    """What an export says, read again."""
-    count = plan.degrees.num_devices
-    if found.target == "megatron":
-        return read_megatron(found.words, count, model)
-    if found.target == "torchtitan":
-        return read_torchtitan(found.words, count, model)
-    return (read_accelerate if found.target == "accelerate" else read_deepspeed)(found.document, count)
-
-
-def read_back(found: Export, plan: Plan, model: ModelProfile = PROFILE) -> Plan:
-    """An export as a plan again; what its target says in a script is taken from the plan."""
-    layout = layout_of(found, plan, model)
-    kind = layout.recompute or next(
-        (x.recompute for s in plan.stages for x in s.layers if x.recompute != "none"), "none"
-    )
-    size = layout.micro_batch or plan.micro_batch
-    return plan_of(layout, model, plan.cluster, plan.training, size, kind)
-
-
-def value(found: Export, option: str) -> str:
-    return found.words[found.words.index(option) + 1]
 
 
 MEGATRON_PLANS = {
@@ -221,7 +125,7 @@ def test_every_difference_between_a_plan_and_its_export_is_said_aloud(target: st
     outcomes = {"same": 0, "said": 0, "refused": 0}
     silent = []
     for shape, reshard in every_shape():
-        sizes = _even(shape.pipeline * shape.virtual_stages)
+        sizes = even_sizes(shape.pipeline * shape.virtual_stages)
         for again in ((), tuple(1 for _ in sizes), (1, *(0 for _ in sizes[1:])), tuple(-1 for _ in sizes)):
             plan = planned(shape, sizes, again=again, reshard=reshard)
             try:
@@ -732,6 +636,7 @@ def test_check_says_what_does_not_fit_and_ends_with_3(tmp_path: Path, capsys: py
     assert "planned nothing" not in printed
 
 
+@pytest.mark.slow
 def test_check_says_where_no_plan_fits_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decoder(30.0).save(tmp_path / "profile.json")
     (tmp_path / "d.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 3}}')

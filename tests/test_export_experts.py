@@ -4,7 +4,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from test_export import NUM_BLOCKS, PROFILE, planned, read_back, value
 
 from benchmarks.exports import targets
 from meshwright.planner.exchange.export import export
@@ -17,14 +16,8 @@ from meshwright.planner.plan.document import ContextKind
 from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
-from meshwright.profiler.model.model_profile import Experts, ModelProfile
-
-
-def mixture() -> ModelProfile:
-    """The decoder with eight experts in each block."""
-    bank = Experts(module="experts", count=8, parameters=("weight",), routed=(0.0, 1024.0, 0.0, 0.0), called="routed")
-    block = PROFILE.classes[1].model_copy(update={"experts": (bank,)})
-    return PROFILE.model_copy(update={"classes": (PROFILE.classes[0], block, PROFILE.classes[2])})
+from meshwright.profiler.model.model_profile import ModelProfile
+from support.exported import MIXTURE, NUM_BLOCKS, PROFILE, planned, read_back, value
 
 
 def attending() -> ModelProfile:
@@ -32,7 +25,6 @@ def attending() -> ModelProfile:
     return PROFILE.model_copy(update={"attention_modules": tuple(f"model.layers.{i}.a" for i in range(NUM_BLOCKS))})
 
 
-MIXTURE = mixture()
 FSDP = Shape(1, 8, 1, 1, 1, 4, gradient_sync="every")
 COMES_BACK = {
     "megatron: ZeRO-1 + EP": planned(Shape(1, 8, 1, 1, 1, 4, expert=4), model=MIXTURE),

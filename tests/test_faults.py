@@ -2,16 +2,12 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_support import some_plan
-from ranks import RankError, run_ranks
-from test_checkpoint import TiedNet, adamw, loss, plan_of, samples, tied_profile
 
 from benchmarks.faults import kill
 from benchmarks.faults.launched import Ending, launch
@@ -23,6 +19,9 @@ from meshwright.planner.plan.document import Plan, Prediction
 from meshwright.planner.plan.making import shape_of
 from meshwright.profiler.machine.units import GIB
 from meshwright.profiler.model.model_profile import ModelProfile
+from support.cli import some_plan
+from support.ranks import RankError, run_ranks
+from support.tied_net import TiedNet, adamw, loss, plan_of, samples, tied_profile
 
 HANG_S = 3.0
 SOON_S = 150.0
@@ -65,7 +64,7 @@ def is_killed() -> None:
 
 def hangs_in_forward() -> None:
     while True:
-        time.sleep(0.1)
+        signal.pause()
 
 
 def nothing() -> None:
@@ -87,7 +86,7 @@ def _train(plan: Plan, happens: Callable[[], None], rank: int, quick_at: int = -
 
 def wait_for_data() -> None:
     while True:
-        time.sleep(0.1)
+        signal.pause()
 
 
 def messages(endings: list[Ending]) -> list[str]:
@@ -316,6 +315,7 @@ def test_local_ranks_name_the_rank_that_failed(profile: ModelProfile) -> None:
         run_ranks(fails, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt", "mixtral"])
 def test_a_run_that_is_killed_again_and_again_loses_no_checkpoint(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

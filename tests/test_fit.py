@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from synthetic import layer_class, profile
-from test_published import row
 
 from benchmarks.published.constants import CONSTANTS, Constant, applies, factors_of, on_cluster, tried
 from benchmarks.published.fit import Case, Fit
@@ -16,6 +14,8 @@ from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
+from support.published_rows import row
+from support.synthetic import layer_class, profile
 
 MODEL = profile([layer_class("block", 1e12, 10_000_000, saved=1e6, inputs=1e6, heads=8)], [0] * 4)
 

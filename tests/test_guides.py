@@ -3,7 +3,6 @@
 import time
 
 import pytest
-from zoo import zoo_profile
 
 from meshwright.planner.answers.guidance import named_rules, rules_of_thumb
 from meshwright.planner.answers.search import search
@@ -11,6 +10,7 @@ from meshwright.planner.answers.why_not import followed
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.profiler.machine.cluster import cluster_of, load_device
+from support.zoo import zoo_profile
 
 MOST_SLOWER = 1.01
 
@@ -22,9 +22,9 @@ SECONDS = 60.0
     [
         ("mlp.py", "a100-40gb", 2, 64),
         ("gpt.py", "h100-80gb", 8, 64),
-        ("resnet50.py", "a100-40gb", 16, 512),
+        pytest.param("resnet50.py", "a100-40gb", 16, 512, marks=pytest.mark.slow),
         ("unet.py", "rtx-4090", 4, 64),
-        ("vit_large", "a100-40gb", 16, 256),
+        pytest.param("vit_large", "a100-40gb", 16, 256, marks=pytest.mark.slow),
         ("lstm.py", "v100-32gb", 4, 64),
         pytest.param("t5_small", "v100-32gb", 8, 64, marks=pytest.mark.slow),
         pytest.param("dlrm.py", "a100-80gb", 8, 4096, marks=pytest.mark.slow),

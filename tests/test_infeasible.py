@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.infeasible import (
@@ -27,6 +26,8 @@ from meshwright.planner.plan.training import Objective, TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.profiler.machine.cluster import ClusterSpec
 from meshwright.profiler.model.model_profile import ModelProfile
+from support import slow
+from support.synthetic import cluster, device, layer_class, profile
 
 
 def chain(parameters: int = 100_000_000, layers: int = 4) -> ModelProfile:
@@ -53,7 +54,7 @@ def test_none_of_a_list_may_do() -> None:
     assert fewest([1, 2, 3], lambda count: False) is None
 
 
-@pytest.mark.parametrize("memory", [0.8e9, 1.1e9, 1.6e9])
+@pytest.mark.parametrize("memory", slow.but_first([1.6e9, 0.8e9, 1.1e9], 1))
 def test_the_smallest_number_of_gpus_has_a_plan_and_fewer_have_none(memory: float) -> None:
     on, training = cluster(1, 2, device(memory=memory)), job()
 
@@ -162,13 +163,16 @@ def test_the_smallest_number_of_gpus_is_that_of_uneven_stages() -> None:
 
 @pytest.mark.parametrize(
     ("model", "pins"),
-    [
-        (units(3, 3, 1, 1), PIPELINE_ONLY),
-        (units(3, 3, 1, 1), replace(PIPELINE_ONLY, schedule="1f1b")),
-        (units(8, 1, 1, 1, 1, 1, 1), PIPELINE_ONLY),
-        (units(2, 5, 1, 2), Pins()),
-    ],
-    ids=str,
+    slow.but_first(
+        [
+            (units(3, 3, 1, 1), PIPELINE_ONLY),
+            (units(2, 5, 1, 2), Pins()),
+            (units(3, 3, 1, 1), replace(PIPELINE_ONLY, schedule="1f1b")),
+            (units(8, 1, 1, 1, 1, 1, 1), PIPELINE_ONLY),
+        ],
+        2,
+    ),
+    ids=["by pairs", "uneven, any layout", "by pairs, 1f1b", "one large"],
 )
 def test_no_plan_of_any_kind_is_over_by_less_than_the_closest(model: ModelProfile, pins: Pins) -> None:
     def on(memory: float) -> ClusterSpec:

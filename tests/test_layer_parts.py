@@ -4,9 +4,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from small_models import small_model
-from synthetic import SEQ_LEN, cluster, device, layer_class, profile, with_experts
-from test_wide_space import with_attention
 
 from benchmarks.accuracy import cases
 from benchmarks.planning_time.layer_wise import SHAPE, options_of_a_block
@@ -25,6 +22,8 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.model_profile import LayerClass, ModelProfile
+from support.small_models import small_model
+from support.synthetic import SEQ_LEN, cluster, device, layer_class, profile, with_attention, with_experts
 
 NORM = Part("norm", freed=0.1, given=0.0, forward=0.05, reads_arriving=True)
 MLP = Part("mlp", freed=0.5, given=0.05, forward=0.6)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import synthetic
 import torch
 
 from meshwright.executor.measuring import measure as measure_module
@@ -19,6 +18,7 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import synthetic
 
 MLP = Path(__file__).parent.parent / "benchmarks" / "models" / "mlp.py"
 

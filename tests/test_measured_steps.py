@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_support import run_plan
-from synthetic import cluster, device, layer_class, profile
 
 from meshwright.executor.measuring.measured_steps import load_measured_steps
 from meshwright.planner.cost.estimate import estimate
@@ -14,6 +12,8 @@ from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import load_device
+from support.cli import run_plan
+from support.synthetic import cluster, device, layer_class, profile
 
 MODEL = profile([layer_class("block", 2e11, 4_000_000, 2e6, 1e6)], [0] * 4)
 DEVICE = device(matmul_efficiency=0.6, sources={"matmul_efficiency": "assumption: large matmuls"})

@@ -7,10 +7,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from synthetic import cluster, layer_class, profile
 from torch import nn
-from zoo import zoo_module
 
 from meshwright.executor.parallel.mesh import plan_ranks
 from meshwright.executor.trainer import parallelize
@@ -21,14 +18,10 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
-
-
-def plan_on(hosts: int, per_host: int) -> Plan:
-    """Tensor parallel inside a host, replicas across."""
-    model = profile([layer_class("block", 1e12, 10, 1e6, 1e6, heads=8)], [0])
-    shape = Shape(hosts, 1, per_host, 1, micro_batch=1, num_microbatches=1)
-    training = TrainingSpec(global_batch=hosts, seq_len=64)
-    return make_plan(model, cluster(hosts, per_host), training, shape, [[LayerOption()]])
+from support.ranks import run_ranks
+from support.synthetic import cluster
+from support.synthetic_plans import plan_on
+from support.zoo import zoo_module
 
 
 def test_ranks_in_the_plans_order_stay() -> None:
@@ -49,6 +42,7 @@ def test_other_hosts_than_the_plans_keep_the_launchers_order() -> None:
     assert plan_ranks(plan_on(2, 2), seats) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_launchers_order_does_not_change_the_numbers() -> None:
     """Two hosts of two, dealt in turn: tensor parallel inside a host, replicas across, and tied weights over stages."""
     tokens = torch.randint(VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(1))

@@ -4,9 +4,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from ranks import run_ranks
-from small_models import GLOBAL_BATCH, small_model, small_profile, verified
-from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import parallelize
@@ -19,6 +16,9 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.planner.solve.space import Space
+from support.ranks import run_ranks
+from support.small_models import GLOBAL_BATCH, small_model, small_profile, verified
+from support.synthetic import cluster
 
 KEPT = LayerOption()
 REPEATED = LayerOption(recompute="full")
@@ -90,6 +90,7 @@ def test_a_sharded_stage_without_backward_keeps_its_parameters() -> None:
     assert report.ok, report.lines
 
 
+@pytest.mark.slow
 def test_a_sharded_layer_of_several_modules_is_whole_for_the_backward_of_each() -> None:
     given_back = LayerOption(reshard=True)
 
@@ -98,6 +99,7 @@ def test_a_sharded_layer_of_several_modules_is_whole_for_the_backward_of_each() 
     assert report.ok, report.lines
 
 
+@pytest.mark.slow
 def test_a_layer_of_several_modules_is_gathered_anew_once_a_pipeline_has_reduced_it() -> None:
     plan = _plan("stem", [[KEPT] * 3, [KEPT] * 2], data_shard=2, gradient_sync="every")
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cli_support import small_profile, some_plan
 
 from benchmarks.one_gpu.__main__ import Failure, Row, markdown, rows_of
 from benchmarks.one_gpu.composed import composed_step_s, kernels_s
@@ -20,6 +19,7 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.trace import trace
+from support.cli import small_profile, some_plan
 
 GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
 

@@ -11,10 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import synthetic
 import torch
 import torch.distributed as dist
-from ranks import RankError, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -34,6 +32,8 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import LoadedModel, load_model, split_inputs
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import slow, synthetic
+from support.ranks import RankError, run_ranks
 
 ZOO = Path(__file__).parent.parent / "benchmarks" / "models"
 MICRO_BATCH = 2
@@ -202,9 +202,9 @@ def check_equal_to_one_process(
     [
         ("gpt", [1, 1, 3], "1f1b", 4),
         pytest.param("gpt", [4], "gpipe", 1, marks=pytest.mark.slow),
-        ("llama", [2], "1f1b", 3),
+        pytest.param("llama", [2], "1f1b", 3, marks=pytest.mark.slow),
         pytest.param("llama", [1, 3], "gpipe", 2, marks=pytest.mark.slow),
-        ("t5", [1, 1, 3], "1f1b", 4),
+        pytest.param("t5", [1, 1, 3], "1f1b", 4, marks=pytest.mark.slow),
         pytest.param("t5", [4], "gpipe", 2, marks=pytest.mark.slow),
         ("unet", [2, 1, 3], "1f1b", 5),
         ("unet", [5], "gpipe", 2),
@@ -221,26 +221,29 @@ def test_uneven_stages_compute_what_one_process_computes(
 
 @pytest.mark.parametrize(
     ("name", "cut", "schedule", "virtual", "num_microbatches"),
-    [
-        ("unet", [2, 1, 3], "interleaved", 2, 4),
-        ("unet", [2, 1, 3], "zb-v", 2, 4),
-        ("unet", [2, 1, 3], "zb-h1", 1, 5),
-        ("t5", [2, 1, 2], "interleaved", 2, 4),
-        ("t5", [1, 1, 3], "zb-v", 2, 4),
-        ("t5", [3], "zb-h1", 1, 3),
-        ("t5", [1], "zb-h2", 1, 3),
-        ("llama", [1, 1, 1], "zb-v", 2, 4),
-        ("llama", [1, 1, 1], "zb-v", 2, 1),
-        ("unet", [2, 1, 3], "zb-v", 2, 1),
-        ("t5", [1, 1, 3], "zb-v", 2, 1),
-        ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 1),
-        ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 2),
-        ("gpt", [1, 1, 1, 1, 1], "interleaved", 2, 2),
-        ("unet", [2, 1, 3], "interleaved", 2, 1),
-        ("gpt", [2, 2], "zb-h1", 1, 2),
-        ("t5", [2, 2], "zb-h2", 1, 1),
-        ("in-place not", [1], "zb-h1", 1, 3),
-    ],
+    slow.but_first(
+        [
+            ("unet", [2, 1, 3], "interleaved", 2, 4),
+            ("unet", [2, 1, 3], "zb-v", 2, 4),
+            ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 1),
+            ("in-place not", [1], "zb-h1", 1, 3),
+            ("unet", [2, 1, 3], "zb-h1", 1, 5),
+            ("t5", [2, 1, 2], "interleaved", 2, 4),
+            ("t5", [1, 1, 3], "zb-v", 2, 4),
+            ("t5", [3], "zb-h1", 1, 3),
+            ("t5", [1], "zb-h2", 1, 3),
+            ("llama", [1, 1, 1], "zb-v", 2, 4),
+            ("llama", [1, 1, 1], "zb-v", 2, 1),
+            ("unet", [2, 1, 3], "zb-v", 2, 1),
+            ("t5", [1, 1, 3], "zb-v", 2, 1),
+            ("gpt", [1, 1, 1, 1, 1], "zb-v", 2, 2),
+            ("gpt", [1, 1, 1, 1, 1], "interleaved", 2, 2),
+            ("unet", [2, 1, 3], "interleaved", 2, 1),
+            ("gpt", [2, 2], "zb-h1", 1, 2),
+            ("t5", [2, 2], "zb-h2", 1, 1),
+        ],
+        4,
+    ),
 )
 def test_stages_of_any_schedule_compute_what_one_process_computes(
     name: str, cut: list[int], schedule: str, virtual: int, num_microbatches: int
@@ -300,7 +303,7 @@ def frozen(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, build=build)
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("zb-v", 2), ("interleaved", 2), ("zb-h1", 1)])
+@pytest.mark.parametrize(("schedule", "virtual"), slow.but_first([("zb-v", 2), ("interleaved", 2), ("zb-h1", 1)], 1))
 def test_frozen_parameters_get_no_gradient_under_any_schedule(schedule: str, virtual: int) -> None:
     plan = plan_with("unet, frozen", [2, 1, 3], schedule, 4, virtual=virtual)
 
@@ -320,7 +323,7 @@ def test_layers_may_write_into_what_they_are_given() -> None:
     check_equal_to_one_process(load("in-place"), writing)
 
 
-@pytest.mark.parametrize("name", ["gpt", "unet", "t5"])
+@pytest.mark.parametrize("name", slow.but(["gpt", "unet", "t5"], {"t5"}))
 def test_recomputed_layers_compute_the_same(name: str) -> None:
     loaded = load(name)
     plan = plan_with(name, [2, 1])
@@ -368,7 +371,7 @@ def fsdp_step(
     return {n: p.grad.full_tensor() for n, p in named if p.grad is not None}, dict(collectives.counts)  # type: ignore
 
 
-@pytest.mark.parametrize("gradient_sync", ["last", "every"])
+@pytest.mark.parametrize("gradient_sync", slow.but_first(["last", "every"], 1))
 @pytest.mark.parametrize("reshard", [True, False])
 def test_sharded_stages_reduce_as_often_as_the_plan_says(gradient_sync: str, reshard: bool) -> None:
     loaded = load("unet")
@@ -442,6 +445,7 @@ def test_a_stage_holds_its_own_parameters_and_nothing_else() -> None:
         assert all(not isinstance(t, torch.Tensor) or t.is_meta for m in stage.modules() for t in vars(m).values())
 
 
+@pytest.mark.slow
 def test_a_tie_within_a_stage_stays() -> None:
     loaded = load("t5")
     plan = plan_with("t5", [3])

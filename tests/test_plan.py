@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_support import some_plan
 from pydantic import ValidationError
 
 from meshwright.executor.reporting.report import axis_rows, rank_runs
 from meshwright.planner.answers.check import check
 from meshwright.planner.plan.document import AXES, Plan, load_plan, parts_of, placement, placements, recompute_of_parts
+from support.cli import some_plan
 
 PIPELINE_INSIDE = ("data_replicate", "data_shard", "pipeline", "context", "tensor")
 

@@ -7,13 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import slow
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from synthetic import cluster
 from torch import nn
-from zoo import zoo_module
 
 from benchmarks.accuracy.counters import Passed, PeakMeter, Traffic
 from meshwright.executor import Trainer, parallelize
@@ -26,6 +22,10 @@ from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import slow
+from support.ranks import run_ranks
+from support.synthetic import cluster
+from support.zoo import zoo_module
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -113,31 +113,12 @@ CASES = {
     "pipeline x tensor + sequence, cut behind the slices": Case(tensor=2, stages=(7, 1), more={"sequence": True}),
 }
 
-SLOW = {
-    "fsdp, parts",
-    "one device, bf16, parts",
-    "pipeline x tensor + sequence, parts",
-    "tensor 2 + sequence, parts",
-    "tensor 2, parts",
-    "ddp, bf16",
-    "fsdp",
-    "fsdp x tensor + sequence",
-    "hsdp",
-    "one device, bf16, recompute",
-    "one device, one micro-batch",
-    "pipeline 2, bf16",
-    "pipeline x ddp",
-    "pipeline x fsdp",
-    "pipeline x tensor + sequence, cut before the slices",
-    "pipeline x tensor + sequence, cut behind the slices",
-    "tensor 2",
-    "tensor 2 + sequence",
-    "tensor 2, attention cut, mlp whole",
-    "tensor 2, mlp cut, attention whole",
+QUICK = {
+    "tensor 2 + sequence, recompute",
 }
-"""What other cases cover in part; run by pytest -m slow."""
+"""The one that passes most kinds of traffic; the others run by pytest -m slow."""
 
-NAMES = slow.but(CASES, SLOW)
+NAMES = slow.but_these(CASES, QUICK)
 
 
 @dataclass(frozen=True)
@@ -239,9 +220,9 @@ def _third_steps(cases: list[Case]) -> list[Counted]:
 
 
 @functools.cache
-def _counted_on(num_ranks: int, slowly: bool) -> dict[str, list[Counted]]:
-    """Case -> [rank] -> what it did; all cases for that many ranks, slow or not, run in one fork."""
-    cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks and (name in SLOW) == slowly}
+def _counted_on(num_ranks: int, quick: bool) -> dict[str, list[Counted]]:
+    """Case -> [rank] -> what it did; all cases for that many ranks, the quick ones or the others, run in one fork."""
+    cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks and (name in QUICK) == quick}
     for case in cases.values():
         _plan(case)
     ranks = (
@@ -253,7 +234,7 @@ def _counted_on(num_ranks: int, slowly: bool) -> dict[str, list[Counted]]:
 
 
 def _counted(name: str) -> list[Counted]:
-    return _counted_on(CASES[name].num_ranks, name in SLOW)[name]
+    return _counted_on(CASES[name].num_ranks, name in QUICK)[name]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,7 +2,6 @@
 
 import json
 import math
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,58 +13,11 @@ from benchmarks.published.clusters import NETWORK_EFFICIENCY, network_bits_per_n
 from benchmarks.published.grow import profile_of
 from benchmarks.published.models import Latent, Mixture, Sizes, loaded
 from benchmarks.published.pricing import Priced, Pricer
-from benchmarks.published.rows import DATA, Row, parse_row, read_folders
+from benchmarks.published.rows import DATA, read_folders
 from benchmarks.published.settings import CannotPriceError, setting_of
 from meshwright.profiler.model.trace import trace
-
-BASE: dict[str, Any] = {
-    "id": "one",
-    "source": "nobody",
-    "quality": "A",
-    "model": {
-        "name": "small", "arch": "gpt", "n_layers": 8, "hidden": 256, "n_heads": 4, "n_kv_heads": 4, "head_dim": None,
-        "ffn_hidden": 1024, "vocab": 1024, "seq_len": 128, "gated_mlp": False, "tied_embeddings": True,
-        "n_experts": None, "topk": None, "moe_ffn_hidden": None, "n_shared_experts": None, "n_dense_layers": None,
-        "attn_type": None, "pos_emb": "learned",
-    },
-    "cluster": {
-        "gpu": "A100-SXM4-80GB", "gpu_mem_gb": 80, "n_gpus": 8, "gpus_per_node": 8,
-        "intra_node_link": "NVLink3 600GB/s (NVSwitch)", "inter_node_link": None,
-    },
-    "config": {
-        "dp": 8, "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": None, "sp": False, "zero_stage": 3, "fsdp": True,
-        "shard_group": None, "micro_batch": 2, "global_batch": 16, "recompute": "none", "recompute_detail": None,
-        "schedule": "none", "precision": "bf16", "compile": False, "async_tp": None, "cuda_graphs": None,
-        "framework": "torchtitan (FSDP2)", "task": "pretrain", "cpu_offload_layers": None, "pp_layout": None,
-    },
-    "measured": {
-        "step_time_s": 0.01, "tokens_per_s_per_gpu": None, "peak_mem_gb": 4.0, "oom": False,
-        "mem_metric": "torch max_memory_reserved",
-    },
-    "derived": {},
-    "software": None,
-    "notes": None,
-    "scoring": {
-        "score_time": True, "score_memory": True, "score_oom": False, "weight": 1.0, "superseded": False,
-        "strategy": "FSDP", "size": "<5B", "gpu": "A100-80GB", "file": "hand", "unknown": [],
-    },
-}  # fmt: skip
-
-
-def data(**changes: Any) -> dict[str, Any]:
-    """BASE with changes given as section__key."""
-    found = deepcopy(BASE)
-    for name, value in changes.items():
-        section, _, key = name.partition("__")
-        if key:
-            found[section][key] = value
-        else:
-            found[section] = value
-    return found
-
-
-def row(**changes: Any) -> Row:
-    return parse_row(json.dumps(data(**changes)), "hand.jsonl", 7)
+from support import slow
+from support.published_rows import data, row
 
 
 def priced(predicted: float | None, measured: float, fits: bool = True, **changes: Any) -> Priced:
@@ -398,6 +350,7 @@ def test_stages_are_laid_out_as_megatron_writes_them() -> None:
     assert found.blocks == (2, 3, 1, 2)
 
 
+@pytest.mark.slow
 def test_offloaded_layers_are_the_models_first() -> None:
     each = row(config__cpu_offload_layers=3)
 
@@ -407,6 +360,7 @@ def test_offloaded_layers_are_the_models_first() -> None:
     assert away == ["blocks.0", "blocks.1", "blocks.2"]
 
 
+@pytest.mark.slow
 def test_a_mixture_across_ranks_is_priced_with_its_exchanges() -> None:
     each = row(**MIXED, config__ep=8, notes="balanced")
 
@@ -417,6 +371,7 @@ def test_a_mixture_across_ranks_is_priced_with_its_exchanges() -> None:
     assert sent["expert", "all_to_all"].bytes == layers * (passes * tokens * 2 * 256 * 2 + told)
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_gradients() -> None:
     sizes = setting_of(row(config__task="lora")).sizes
 
@@ -428,6 +383,7 @@ def test_frozen_weights_have_no_gradients() -> None:
     assert not [op for op in block.whole.operators if op.part == "backward_weight" and op.kind == "matmul"]
 
 
+@pytest.mark.slow
 def test_the_hybrid_that_is_known_by_name_has_its_parameters() -> None:
     changes = {"model__name": "Nemotron-3-Nano-30B-A3B", "model__arch": "hybrid-mamba-moe", "model__n_layers": 52}
     empty = {f"model__{key}": None for key in ("hidden", "n_heads", "n_kv_heads", "ffn_hidden", "vocab", "pos_emb")}
@@ -555,13 +511,10 @@ LLAMA = replace(
 MIXTURE = replace(LLAMA, mixture=Mixture(8, 2, 32, shared=1, dense_layers=2), latent=Latent(32, 16, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [
-        pytest.param(SMALL, marks=pytest.mark.slow, id="gpt"),
-        pytest.param(LLAMA, marks=pytest.mark.slow, id="llama"),
-        pytest.param(MIXTURE, id="mixture"),
-    ],
+    [pytest.param(SMALL, id="gpt"), pytest.param(LLAMA, id="llama"), pytest.param(MIXTURE, id="mixture")],
 )
 def test_repeating_blocks_gives_the_profile_of_the_deep_model(sizes: Sizes) -> None:
     grown, whole = profile_of("model", sizes), trace(loaded("model", sizes))
@@ -569,6 +522,7 @@ def test_repeating_blocks_gives_the_profile_of_the_deep_model(sizes: Sizes) -> N
     assert grown.model_copy(update={"fingerprint": whole.fingerprint}) == whole
 
 
+@pytest.mark.slow
 def test_parameters_of_known_models_come_out() -> None:
     rows = {each.id: each for each in read_folders([DATA])}
     known = {"fms-v1-nocompile-7b-A100-80": 6.738e9, "titan-8b-n8-eager": 8.03e9, "kor22-t5-22B-full": 22.05e9}
@@ -580,7 +534,9 @@ def test_parameters_of_known_models_come_out() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["fms-v1-nocompile-7b-A100-80", "kor22-t5-22B-full", "simumax-b200-llama3_70b_l12_tp1_pp2_dp4_mbc4_cef"],
+    slow.but_first(
+        ["fms-v1-nocompile-7b-A100-80", "kor22-t5-22B-full", "simumax-b200-llama3_70b_l12_tp1_pp2_dp4_mbc4_cef"], 1
+    ),
 )
 def test_published_rows_are_priced_near_their_measurement(name: str) -> None:
     each = next(each for each in read_folders([DATA]) if each.id == name)

@@ -1,6 +1,6 @@
 """Whatever the planner may emit runs, and gives the numbers of one process: random legal plans of small models.
 
-`pytest -m slow tests/test_random_plans.py` sweeps over many more of them.
+`pytest -m slow` has more of them, `pytest -m sweep tests/test_random_plans.py` many more.
 """
 
 import random
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from small_models import GLOBAL_BATCH, MAKERS, small_profile, verified
-from synthetic import cluster
 
 from meshwright.planner.answers.check import check
 from meshwright.planner.cost.chain import Chain
@@ -21,6 +19,9 @@ from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.space import Space
+from support import slow
+from support.small_models import GLOBAL_BATCH, MAKERS, small_profile, verified
+from support.synthetic import cluster
 
 BF16_TOLERANCE = 0.05
 """Of loss and gradient norm, where a plan computes in bf16 and the one process in fp32."""
@@ -28,8 +29,7 @@ BF16_TOLERANCE = 0.05
 STATEFUL = ("spectral norm",)
 """Each forward changes what the next one computes, so data ranks that share a batch cannot agree with one process."""
 
-FAST = range(6)
-SLOW = range(6, 210)
+SEEDS, SWEEP = range(18), range(18, 210)
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ def complaints(seed: int) -> list[str]:
     return [] if report.failure is None and worst < BF16_TOLERANCE else [*report.lines, report.detail]
 
 
-@pytest.mark.parametrize("seed", FAST)
+@pytest.mark.parametrize("seed", slow.but_first(SEEDS, 1))
 def test_a_random_plan_gives_the_numbers_of_one_process(seed: int) -> None:
     assert complaints(seed) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", SLOW)
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", SWEEP)
 def test_a_random_plan_of_the_sweep_gives_the_numbers_of_one_process(seed: int) -> None:
     assert complaints(seed) == []

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic import cluster
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.executor.parallel.recompute import check_recompute, recompute
 from meshwright.planner.cost.layer_cost import CostModel
-from meshwright.planner.plan.document import LayerPlan, Recompute
+from meshwright.planner.plan.document import Recompute
 from meshwright.planner.plan.legality import can_recompute
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
@@ -23,8 +22,9 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support.parted import HEADS, LENGTH, SAMPLES, WIDTH, Parted, one_layer
+from support.synthetic import cluster
 
-SAMPLES, LENGTH, WIDTH, HEADS = 3, 16, 32, 4
 MODES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
 
 
@@ -187,40 +187,6 @@ def test_backward_repeats_what_the_mode_says(
     assert count("bmm") == 4 + products, "four gradients of the two products"
 
 
-class Heads(nn.Module):
-    """Unfused attention that is called by keywords and returns two things; counts its calls in a buffer."""
-
-    calls: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor, *, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls.add_(1)
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        weights = (q @ k.transpose(-1, -2)).softmax(-1)
-        y = functional.dropout(weights, dropout) @ v
-        return self.out(y.transpose(1, 2).flatten(2)), weights
-
-
-class Parted(nn.Module):
-    """A layer of submodules."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), Heads()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-        self.items = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
-        self.dropout = dropout
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, weights = self.attention(self.norm(x), dropout=self.dropout)
-        x = x + y * weights.square().mean()
-        return x + functional.dropout(self.net(self.items[0](x)), self.dropout)
-
-
 _INPUT, _NORMED, _BUFFER = 4 * SAMPLES * LENGTH * WIDTH, 4 * 2 * SAMPLES * LENGTH, 4
 GIVEN_UP = {
     "parts:norm": _NORMED,
@@ -311,19 +277,6 @@ def test_hooks_that_a_part_has_are_repeated_with_it() -> None:
     assert torch.equal(found, expected)
     assert len(inside) == 2, "the repetition ends with the last product, before this hook"
     assert torch.equal(inside[1], 2 * outside[0]), "what the part was given is what is kept"
-
-
-def one_layer(recompute: Recompute) -> LayerPlan:
-    """The plan of a layer that is the module `0` of a model."""
-    return LayerPlan(
-        name="layer",
-        layer_class="Parted",
-        root="0",
-        modules=("0",),
-        parameters=(),
-        recompute=recompute,
-        reshard=False,
-    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.refit import MeasuredStep, on_device, refit, turned
@@ -12,6 +11,7 @@ from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import Device
+from support.synthetic import cluster, device, layer_class, profile
 
 PRESET = device(matmul_efficiency=0.6, overlap=0.0)
 TRUTH = {"matmul": 0.7, "link bandwidth": 0.5, "optimizer": 0.6}

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from cli_support import run_plan, save_profile, some_plan
-from test_architecture import modules_after
 
 from meshwright.executor.state.checkpoint_folder import Progress
 from meshwright.planner.plan.document import load_plan
+from support.cli import run_plan, save_profile, some_plan
+from support.interpreter import modules_after
 
 
 @pytest.fixture

@@ -14,11 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from cli_support import run_plan, save_profile, small_profile, some_plan
 from rich.console import Console
-from test_architecture import modules_after
-from test_export import planned
-from test_export_experts import MIXTURE
 
 from meshwright.executor.measuring.compare import Comparison, compare, read_setups, save_picture
 from meshwright.executor.reporting.chrome_trace import trace_events
@@ -39,6 +35,9 @@ from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.setups import parse_setup, setup_words
 from meshwright.planner.plan.shape import Shape
 from meshwright.profiler.machine.units import GIB
+from support.cli import run_plan, save_profile, small_profile, some_plan
+from support.exported import MIXTURE, planned
+from support.interpreter import modules_after
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -3,13 +3,12 @@
 import re
 
 import pytest
-from synthetic import layer_class, profile, with_experts
-from test_wide_space import with_attention
 
 from meshwright.planner.answers import guidance
 from meshwright.planner.answers.guidance import LONG_SEQUENCE, NAMED_RULES, named_rules
 from meshwright.planner.plan.setups import Setup, parse_limits, parse_pins, parse_setup
 from meshwright.profiler.machine.cluster import cluster_of, load_device
+from support.synthetic import layer_class, profile, with_attention, with_experts
 
 
 def degrees(text: str, num_devices: int = 8, devices_per_host: int = 8) -> tuple[int, int, int, int]:

@@ -10,9 +10,9 @@ from typing import get_args
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1]))
+from support import slow
 
-from synthetic import cluster, device, profile, random_class
+sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.planning_time.instances import Instance, instance
 from meshwright.planner.cost.comm_cost import Collective, GroupLinks, collective_s, seconds_at_places
@@ -27,6 +27,7 @@ from meshwright.planner.solve.least_work import LeastWork
 from meshwright.planner.solve.shape_bounds import ShapeBounds
 from meshwright.planner.solve.space import Family, Space
 from meshwright.profiler.machine.cluster import Group, Link
+from support.synthetic import cluster, device, profile, random_class
 
 NETWORK = Link(bandwidth=5e10, latency=1e-5)
 TABLES = ("microbatch_s", "forward_s", "once_s", "step_s")
@@ -55,7 +56,7 @@ def families_of(asked: Instance) -> Iterator[tuple[Space, Family, Recompute | No
         yield space, family, "none" if family.schedule in ZERO_BUBBLE else asked.pins.recompute
 
 
-@pytest.mark.parametrize("seed", range(0, 120, 2))
+@pytest.mark.parametrize("seed", slow.but_first(range(0, 120, 2), 12))
 def test_tables_of_a_family_hold_what_each_of_its_shapes_costs_alone(seed: int) -> None:
     asked = asked_of(seed)
     explorer = Explorer(asked.profile, asked.cluster, asked.training)
@@ -92,7 +93,7 @@ def too_high(explorer: Explorer, asked: Instance, limit: int = 40) -> list[Shape
     return found
 
 
-@pytest.mark.parametrize("seed", [*range(0, 60, 3), 151])
+@pytest.mark.parametrize("seed", slow.but_first([*range(0, 60, 3), 151], 6))
 def test_no_shape_takes_less_than_its_bound(seed: int) -> None:
     asked = asked_of(seed)
 
@@ -126,7 +127,7 @@ def scarce(seed: int, memory: float) -> Instance:
 SCARCE = [(seed, memory) for seed in range(5) for memory in (1e9, 2e9, 4e9)]
 
 
-@pytest.mark.parametrize(("seed", "memory"), SCARCE)
+@pytest.mark.parametrize(("seed", "memory"), slow.but_first(SCARCE, 3))
 def test_no_interleaved_shape_takes_less_than_its_bound_where_memory_is_scarce(seed: int, memory: float) -> None:
     asked = scarce(seed, memory)
 
@@ -146,7 +147,7 @@ def test_ways_to_recompute_that_are_planted_too_dear_are_found(name: str, monkey
     assert any(too_high(Explorer(a.profile, a.cluster, a.training), a, limit=20) for a in asked)
 
 
-@pytest.mark.parametrize("seed", range(0, 30, 3))
+@pytest.mark.parametrize("seed", slow.but_first(range(0, 30, 3), 4))
 def test_shapes_that_are_left_out_for_memory_have_no_assignment(seed: int) -> None:
     asked = asked_of(seed)
     explorer = Explorer(asked.profile, asked.cluster, asked.training)
@@ -178,7 +179,7 @@ def test_a_family_anywhere_takes_no_more_than_any_of_its_shapes_and_comes_near_s
     assert max(shares[True]) > 0.8
 
 
-@pytest.mark.parametrize("seed", range(0, 60, 6))
+@pytest.mark.parametrize("seed", slow.but_first(range(0, 60, 6), 4))
 def test_micro_batches_take_together_what_each_takes_alone(seed: int) -> None:
     asked = asked_of(seed)
     explorers = [Explorer(asked.profile, asked.cluster, asked.training) for _ in range(2)]

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from ranks import run_ranks
-from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import parallelize
@@ -19,6 +17,9 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import slow
+from support.ranks import run_ranks
+from support.synthetic import cluster
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -142,7 +143,7 @@ def _reference() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize(("tensor", "reshard"), [(1, True), (1, False), (2, True)])
+@pytest.mark.parametrize(("tensor", "reshard"), slow.but_first([(1, True), (1, False), (2, True)], 1))
 def test_parameters_divided_along_other_dims_train_to_the_numbers_of_one_process(tensor: int, reshard: bool) -> None:
     ranks = run_ranks(_train, 2 * tensor, _plan(tensor, reshard))
 

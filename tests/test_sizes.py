@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.search import SearchResult, search
@@ -19,6 +18,7 @@ from meshwright.planner.solve import knapsack
 from meshwright.planner.solve.explore import Explorer
 from meshwright.profiler.machine.cluster import cluster_of
 from meshwright.profiler.model.model_profile import ModelProfile
+from support.synthetic import cluster, device, layer_class, profile
 
 SMALL = layer_class("small", 1e9, 10_000, saved=1e4, inputs=1e3)
 OTHER = layer_class("other", 2e9, 20_000, saved=1e4, inputs=1e3)
@@ -38,6 +38,7 @@ def test_a_model_of_one_layer_has_a_plan_without_a_pipeline() -> None:
     assert not any("pipeline" in rule for rule in result.certificate.rejected if "more stages" not in rule)
 
 
+@pytest.mark.slow
 def test_five_thousand_layers_are_planned_each_on_one_stage() -> None:
     model = profile([SMALL, OTHER], [1, *[0] * 4998, 1])
 

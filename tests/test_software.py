@@ -3,27 +3,20 @@
 from pathlib import Path
 
 import pytest
-from synthetic import cluster, device, layer_class, profile
 
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.software import Software, all_software, load_software
-from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import REFERENCE, TrainingSpec
 from meshwright.profiler.machine.cluster import load_device
-
-
-def _plan(software: str, num_microbatches: int = 1, tensor: int = 1) -> Plan:
-    model = profile([layer_class("block", 1e12, 10_000_000, saved=1e6, inputs=1e6, heads=8)], [0] * 4)
-    shape = Shape(1, 1, tensor, 1, micro_batch=1, num_microbatches=num_microbatches)
-    training = TrainingSpec(global_batch=num_microbatches, seq_len=64, software=software)
-    return make_plan(model, cluster(per_host=tensor), training, shape, [[LayerOption()] * 4])
+from support.synthetic import cluster, device, layer_class, profile
+from support.synthetic_plans import plan_by
 
 
 def _step_s(software: str, **changes: int) -> float:
     model = profile([layer_class("block", 1e12, 10_000_000, saved=1e6, inputs=1e6, heads=8)], [0] * 4)
-    return estimate(_plan(software, **changes), model).step_time_s
+    return estimate(plan_by(software, **changes), model).step_time_s
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from synthetic import cluster, layer_class, profile
 
 from benchmarks.published.fit_memory import SHARES, tried
 from meshwright.planner.answers.search import search
@@ -14,6 +13,7 @@ from meshwright.planner.cost.software import load_software
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import REFERENCE, TrainingSpec
+from support.synthetic import cluster, layer_class, profile
 
 ELEMENTS, SAVED, LAYERS = 10_000_000, 1e6, 4
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_checkpoint import GLOBAL_BATCH, TiedNet, adamw, loss, plan_of, samples, tied_profile
 
 from meshwright.executor import parallelize
 from meshwright.executor.reporting.run_report import run_table
@@ -17,6 +15,9 @@ from meshwright.executor.run_document import load_run
 from meshwright.executor.telemetry import CommunicationClock, covered_s
 from meshwright.planner.plan.document import Plan, Prediction
 from meshwright.profiler.model.model_profile import ModelProfile
+from support import slow
+from support.ranks import run_ranks
+from support.tied_net import GLOBAL_BATCH, TiedNet, adamw, loss, plan_of, samples, tied_profile
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +47,17 @@ def _run(plan: Plan, path: Path, steps: int = 4) -> list[tuple[float, float, flo
 
 @pytest.mark.parametrize(
     ("degrees", "axes"),
-    [
-        ({"replicate": 2}, {"data_replicate"}),
-        ({"replicate": 2, "shard": 2}, {"data_replicate", "data_shard", "all"}),
-        ({"shard": 2, "tensor": 2}, {"data_shard", "tensor", "all"}),
-        ({"replicate": 2, "stages": (2, 2)}, {"data_replicate", "pipeline", "all"}),
-        ({}, set()),
-    ],
-    ids=["ddp", "hsdp", "fsdp and tensor", "ddp in stages", "one"],
+    slow.but_first(
+        [
+            ({}, set()),
+            ({"replicate": 2}, {"data_replicate"}),
+            ({"shard": 2, "tensor": 2}, {"data_shard", "tensor", "all"}),
+            ({"replicate": 2, "shard": 2}, {"data_replicate", "data_shard", "all"}),
+            ({"replicate": 2, "stages": (2, 2)}, {"data_replicate", "pipeline", "all"}),
+        ],
+        3,
+    ),
+    ids=["one", "ddp", "fsdp and tensor", "hsdp", "ddp in stages"],
 )
 def test_every_step_is_a_line_with_all_axes(
     profile: ModelProfile, tmp_path: Path, degrees: dict[str, Any], axes: set[str]

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankError, run_ranks
-from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import parallelize
@@ -21,6 +19,8 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support.ranks import RankError, run_ranks
+from support.synthetic import cluster
 
 VOCABULARY, SEQ_LEN = 1024, 16
 

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import small_profile
-from synthetic import cluster, device
-from zoo import MODELS, zoo_profile
 
 from meshwright.planner.answers.search import search
 from meshwright.planner.cost.comm_cost import collective_s
@@ -25,6 +22,9 @@ from meshwright.profiler.machine.cluster import ClusterSpec, Link
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile, amount_at
 from meshwright.profiler.model.trace import trace
+from support.small_models import small_profile
+from support.synthetic import cluster, device
+from support.zoo import MODELS, zoo_profile
 
 NAMES = st.sampled_from("abcde")
 
@@ -152,6 +152,7 @@ def _shallow(name: str, folder: Path, **layers: int) -> ModelProfile:
     return trace(load_model(folder))
 
 
+@pytest.mark.slow
 def test_costs_of_some_cuts_are_between_those_of_fewer_and_of_more(tmp_path: Path) -> None:
     whisper = _shallow("whisper_large_v3", tmp_path, encoder_layers=1, decoder_layers=2)
     layer_class = next(c for c in whisper.classes if len(c.cuts) == 3)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from zoo import zoo_profile
 
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import LayerClass, TensorCut, amount_at
 from meshwright.profiler.model.trace import trace
+from support.zoo import zoo_profile
 
 
 def _block(name: str) -> LayerClass:
@@ -34,7 +34,7 @@ def _pairs(block: LayerClass) -> list[tuple[str, tuple[str, ...], tuple[str, ...
         ),
         ("gpt2", [("attention", ("attn.c_attn",), ("attn.c_proj",)), ("mlp", ("mlp.c_fc",), ("mlp.c_proj",))]),
         ("gpt.py", [("attention", ("attention.qkv",), ("attention.out",)), ("mlp", ("up",), ("down",))]),
-        (
+        pytest.param(
             "bert_large",
             [
                 (
@@ -44,6 +44,7 @@ def _pairs(block: LayerClass) -> list[tuple[str, tuple[str, ...], tuple[str, ...
                 ),
                 ("mlp", ("intermediate.dense",), ("output.dense",)),
             ],
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -88,6 +89,7 @@ def test_an_odd_vocabulary_is_not_cut_and_noted() -> None:
     assert any(note.startswith("lm_head") and "50257" in note for note in profile.notes)
 
 
+@pytest.mark.slow
 def test_attention_with_relative_biases_is_cut_by_heads() -> None:
     profile = zoo_profile("t5_small")
     cuts = [cut for layer in profile.layers[1:7] for cut in profile.classes[layer.layer_class].cuts]
@@ -149,7 +151,12 @@ def test_sequence_mode_keeps_the_gathered_inputs_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gathered_at"), [("gpt.py", "attention"), ("llama3_8b", "self_attn"), ("bert_large", "attention.self")]
+    ("name", "gathered_at"),
+    [
+        ("gpt.py", "attention"),
+        ("llama3_8b", "self_attn"),
+        pytest.param("bert_large", "attention.self", marks=pytest.mark.slow),
+    ],
 )
 def test_attention_that_takes_shapes_from_its_input_is_gathered_at_its_door(name: str, gathered_at: str) -> None:
     block = _block(name)

@@ -5,7 +5,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from cli_support import small_profile, some_plan
 
 from meshwright.executor.measuring.measurement import Measurement
 from meshwright.executor.measuring.significance import standing, student_quantile, student_share
@@ -13,6 +12,7 @@ from meshwright.executor.reporting.measured_report import measured_document, mea
 from meshwright.planner.answers.search import Candidate
 from meshwright.planner.answers.verdict import FITS
 from meshwright.planner.cost.estimate import estimate
+from support.cli import small_profile, some_plan
 
 
 def measured(label: str, *steps_s: tuple[float, ...]) -> Measurement:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from zoo import zoo_profile
 
 from meshwright.planner.plan.legality import legal_cuts, sharding_rule
 from meshwright.profiler.model.dimensions import dimensions
@@ -16,6 +15,8 @@ from meshwright.profiler.model.lengths import at_seq_len
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile, amount_at, load_profile
 from meshwright.profiler.model.trace import trace
+from support import slow
+from support.zoo import zoo_profile
 
 
 def _of_module(module: nn.Module, *shape: int) -> ModelProfile:
@@ -127,6 +128,7 @@ def test_an_mlp_of_attributes_has_a_layer_per_linear() -> None:
     assert [t.producer.name for t in profile.tensors] == ["relu"] * 3
 
 
+@pytest.mark.slow
 def test_encoder_output_crosses_the_decoder() -> None:
     profile = zoo_profile("t5_small")
     encoder_output = next(t for t in profile.tensors if t.made_by == 7 and t.last_used_by > 8)
@@ -136,7 +138,7 @@ def test_encoder_output_crosses_the_decoder() -> None:
     assert profile.returns_loss
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert_large"])
+@pytest.mark.parametrize("name", slow.but(["gpt2", "bert_large"], {"bert_large"}))
 def test_flops_are_six_per_weight_and_token(name: str) -> None:
     """Within the attention's share and the embeddings' (which multiply nothing, but for the tied head)."""
     profile = zoo_profile(name)
@@ -310,6 +312,7 @@ def test_layers_may_change_their_input_in_place() -> None:
     assert [len(trace(loaded).layers), trace(loaded).num_parameters] == [4, 4 * 72]
 
 
+@pytest.mark.slow
 def test_classes_of_one_module_type_have_names_of_their_own() -> None:
     names = [c.name for c in zoo_profile("t5_small").classes]
 
@@ -421,6 +424,7 @@ def test_a_hidden_state_that_nobody_saves_is_not_kept() -> None:
     assert all(not tensor.saved_by for tensor in profile.tensors)  # norms upcast it first, and save that
 
 
+@pytest.mark.slow
 def test_experts_are_found_by_their_stacked_weights() -> None:
     profile = zoo_profile("mixtral_8x7b")
     block = profile.classes[profile.layers[1].layer_class]

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from synthetic import cluster
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,31 +23,9 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
-
-WIDTH, CLASSES, GLOBAL_BATCH = 16, 8, 8
-
-
-class Net(nn.Module):
-    """Blocks of two linear layers, whose output is a view."""
-
-    def __init__(self, num_blocks: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-            for _ in range(num_blocks)
-        )
-        self.head = nn.Linear(WIDTH, CLASSES)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        nn.init.trunc_normal_(self.head.weight, std=0.5)
-        nn.init.orthogonal_(self.blocks[0][0].weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = self.add_half(block(x))
-        return self.head(x * self.scale)
-
-    def add_half(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 0.5
+from support.ranks import run_ranks
+from support.small_net import CLASSES, GLOBAL_BATCH, WIDTH, Net, assert_same, batch_of, loss, sgd
+from support.synthetic import cluster
 
 
 class WritingNet(Net):
@@ -60,23 +36,8 @@ class WritingNet(Net):
         return x
 
 
-def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten(), ignore_index=-1)
-
-
 def weight(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return (batch[1] != -1).sum()
-
-
-def batch_of(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(size, 4, WIDTH, generator=generator)
-    targets = torch.randint(CLASSES, (size, 4), generator=generator)
-    return x, targets
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +84,6 @@ def plain(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, dict[str, to
     value.backward()
     sgd(model.parameters()).step()
     return value.item(), model.state_dict()
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    torch.testing.assert_close(found, dict(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_wrong_number_of_ranks_is_refused_with_both_numbers(make: Callable[..., Plan]) -> None:
@@ -266,6 +223,7 @@ def _initial(plan: Plan) -> dict[str, torch.Tensor]:
     return trainer_of(plan).full_state_dict()
 
 
+@pytest.mark.slow
 def test_large_models_begin_alike_under_every_plan(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "BUILD_LIMIT_BYTES", 0)
     monkeypatch.setattr(initialise, "BLOCK_ELEMENTS", 64)

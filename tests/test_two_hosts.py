@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_trainer import GLOBAL_BATCH, Net, batch_of, loss, sgd
 
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
@@ -18,6 +17,7 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.trace import trace
+from support.small_net import GLOBAL_BATCH, Net, batch_of, loss, sgd
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,7 +62,7 @@ SCRIPT = """
 import sys
 sys.path[:0] = {folders!r}
 import torch
-from test_trainer import Net, batch_of, loss, sgd
+from support.small_net import Net, batch_of, loss, sgd
 from meshwright.executor import parallelize
 
 trainer = parallelize(Net, {plan!r}, sgd, loss=loss, timeout_s=120.0)

@@ -2,16 +2,12 @@
 
 import os
 import socket
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from same_numbers import GLOBAL_BATCH, SEQ_LEN, TOLERANCE, errors, numbers_of, samples, trainer_of
-from synthetic import device
-from test_equal_numbers import NOISE, NUM_STEPS, VOCABULARY, _loaded, _profile, _reference
-from test_mesh import plan_on
-from test_unequal import mixed
 
 from meshwright.executor import faults
 from meshwright.executor.parallel.mesh import RankMesh, plan_ranks
@@ -22,6 +18,12 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.units import GIB
+from support import slow
+from support.ranks import run_ranks
+from support.same_numbers import GLOBAL_BATCH, SEQ_LEN, TOLERANCE, errors, numbers_of, samples, trainer_of
+from support.synthetic import device, mixed
+from support.synthetic_plans import plan_on
+from support.trained_models import NOISE, NUM_STEPS, VOCABULARY, loaded_model, profile_of, reference_of
 
 FAST = device(name="a100-80gb", memory=80e9, bandwidth=5e10, flops={"bf16": 5e10, "fp32": 5e10})
 SLOW = device(name="a100-40gb", memory=40e9, bandwidth=1e10, flops={"bf16": 1e10, "fp32": 1e10})
@@ -32,7 +34,7 @@ JOB = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, precision="fp32")
 def plan_in_order(order: tuple[int, ...], shape: Shape, sizes: tuple[int, ...]) -> Plan:
     stages = [[LayerOption(reshard=shape.reshard)] * size for size in sizes]
     whole = Shape(**{**shape.__dict__, "kind_order": order})
-    return make_plan(_profile("gpt"), CLUSTER, JOB, whole, stages)
+    return make_plan(profile_of("gpt"), CLUSTER, JOB, whole, stages)
 
 
 PLANS = {
@@ -49,43 +51,46 @@ def _train(plan: Plan) -> dict[str, float] | None:
     rank = dist.get_rank()
     socket.gethostname = lambda: "ab"[rank // 2]
     os.environ["LOCAL_RANK"] = str(rank % 2)
-    trainer = trainer_of(_loaded("gpt").build, plan)
+    trainer = trainer_of(loaded_model("gpt").build, plan)
     assert placement(plan, trainer.mesh.rank).host == rank // 2
     found = numbers_of(trainer, samples(VOCABULARY, NUM_STEPS))
-    return errors(found, _reference("gpt"), NOISE / TOLERANCE) if trainer.mesh.rank == 0 else None
+    return errors(found, reference_of("gpt"), NOISE / TOLERANCE) if trainer.mesh.rank == 0 else None
 
 
 def _train_all(plans: list[Plan]) -> list[dict[str, float] | None]:
     return [_train(plan) for plan in plans]
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, dict[str, float]]:
-    """Errors of every plan with the kinds in the order of the cluster file and turned round, in one fork."""
-    _reference("gpt")
+ORDERS = {"turned round": (1, 0), "as in the file": (0, 1)}
+
+QUICK = {("1f1b, replicas, tied across stages", "turned round"), ("zb-v", "as in the file")}
+"""The others run by pytest -m slow."""
+
+
+@cache
+def outcomes(quick: bool) -> dict[tuple[str, str], dict[str, float]]:
+    """Errors of the quick plans, or of all others, with kinds in one of the two orders; they run in one fork."""
+    reference_of("gpt")
     plans = {
-        f"{name}, {'turned round' if order == (1, 0) else 'as in the file'}": plan_in_order(order, shape, sizes)
-        for name, (shape, sizes) in PLANS.items()
-        for order in ((1, 0), (0, 1))
+        (name, order): plan_in_order(ORDERS[order], *PLANS[name])
+        for name, order in product(PLANS, ORDERS)
+        if ((name, order) in QUICK) == quick
     }
     by_rank = run_ranks(_train_all, 4, list(plans.values()))
     found = [next(e for e in of_plan if e is not None) for of_plan in zip(*by_rank, strict=True)]
     return dict(zip(plans, found, strict=True))
 
 
-@pytest.mark.parametrize("order", ["turned round", "as in the file"])
-@pytest.mark.parametrize("name", PLANS)
-def test_a_plan_for_unequal_devices_gives_the_numbers_of_one_process(
-    name: str, order: str, outcomes: dict[str, dict[str, float]]
-) -> None:
-    relative = outcomes[f"{name}, {order}"]
+@pytest.mark.parametrize(("name", "order"), slow.but_these(product(PLANS, ORDERS), QUICK))
+def test_a_plan_for_unequal_devices_gives_the_numbers_of_one_process(name: str, order: str) -> None:
+    relative = outcomes((name, order) in QUICK)[name, order]
 
     assert max(relative.values()) < TOLERANCE, relative
 
 
 def test_a_searched_plan_with_uneven_stages_gives_the_numbers_of_one_process() -> None:
-    _reference("gpt")
-    plan = search(_profile("gpt"), CLUSTER, JOB, pins=Pins(pipeline=2, data_replicate=2)).plan
+    reference_of("gpt")
+    plan = search(profile_of("gpt"), CLUSTER, JOB, pins=Pins(pipeline=2, data_replicate=2)).plan
 
     relative = next(e for e in run_ranks(_train, 4, plan) if e is not None)
 
@@ -117,7 +122,7 @@ def test_processes_play_the_ranks_of_their_kind_of_device(seats: str, devices: l
 def test_hosts_of_unequal_size_are_matched_by_it() -> None:
     shape = Shape(1, 1, 1, 3, 1, 8, schedule="1f1b")
     on = mixed((1, 1, SLOW), (1, 2, FAST))
-    plan = make_plan(_profile("gpt"), on, JOB, shape, [[LayerOption()] * 2] * 3)
+    plan = make_plan(profile_of("gpt"), on, JOB, shape, [[LayerOption()] * 2] * 3)
 
     assert plan_ranks(plan, [("a", 0), ("a", 1), ("b", 0)]) == [1, 2, 0]
 

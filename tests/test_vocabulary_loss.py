@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, run_ranks
-from small_models import CLASSES, GLOBAL_BATCH, VOCABULARY, WIDTH, small_model, small_profile
-from synthetic import cluster
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +24,10 @@ from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile, TensorCut
 from meshwright.profiler.model.trace import trace
 from meshwright.profiler.semantics.logit_shards import shard_logits
+from support import slow
+from support.ranks import RankError, run_ranks
+from support.small_models import CLASSES, GLOBAL_BATCH, VOCABULARY, WIDTH, small_model, small_profile
+from support.synthetic import cluster
 
 NUM_STEPS = 5
 ROWS, LENGTH, TOTAL = 3, 5, 8
@@ -99,7 +100,10 @@ def _head(profile: ModelProfile) -> TensorCut:
     return cut
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "large vocabulary", "vit", "auxiliary", "lstm"])
+@pytest.mark.parametrize(
+    "name",
+    slow.but_these(["llama", "mixtral", "large vocabulary", "vit", "auxiliary", "lstm"], {"large vocabulary", "lstm"}),
+)
 def test_logits_stay_cut_up_to_a_cross_entropy(name: str) -> None:
     assert _head(small_profile(name)).stays_cut
 
@@ -172,7 +176,7 @@ TRAINED: dict[str, tuple[str, Shape, Recompute]] = {
 }
 
 
-@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("case", slow.but_these(TRAINED, {"own loss, tied, replicas"}))
 def test_a_loss_between_ranks_gives_the_numbers_of_one_process(case: str) -> None:
     name, shape, recompute = TRAINED[case]
     loaded, plan = small_model(name), _planned(small_profile(name), shape, recompute)

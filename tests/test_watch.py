@@ -4,13 +4,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_checkpoint import TiedNet, adamw, batch_of, loss, plan_of, samples
 
 from benchmarks.faults.launched import Ending, launch
 from meshwright.executor import Trainer, parallelize, watch
@@ -20,6 +18,9 @@ from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import slow
+from support.tied_net import TiedNet, adamw, batch_of, loss, plan_of, samples
+from support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -49,16 +50,11 @@ def is_killed(folder: Path) -> None:
 def hangs(folder: Path) -> None:
     (folder / "hangs").touch()
     while True:
-        time.sleep(0.1)
+        signal.pause()
 
 
 def nothing(folder: Path) -> None:
     pass
-
-
-def until(there: Path) -> None:
-    while not there.exists():
-        time.sleep(0.02)
 
 
 def _start(plan: Plan, folder: Path, happens: Callable[[Path], None], come: tuple[int, ...], waits_for: str) -> None:
@@ -67,7 +63,7 @@ def _start(plan: Plan, folder: Path, happens: Callable[[Path], None], come: tupl
     if rank not in come:
         return
     if waits_for and rank != 1:
-        until(folder / waits_for)
+        until((folder / waits_for).exists)
 
     def build() -> TiedNet:
         if rank == 1:
@@ -118,9 +114,8 @@ def _impatient(trainer: Trainer, folder: Path) -> None:
     assert own is not None
 
     def wait() -> None:
-        until(folder / "hangs")
-        while not watch._line(sys._current_frames().get(own._seen or 0))[1]:
-            time.sleep(0.02)
+        until((folder / "hangs").exists)
+        until(lambda: bool(watch._line(sys._current_frames().get(own._seen or 0))[1]))
         own.hang_s = 0.1
 
     threading.Thread(target=wait, daemon=True).start()
@@ -141,7 +136,7 @@ def _save(plan: Plan, folder: Path, happens: Callable[[Path], None], waits: bool
     trainer.close()
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("waits", slow.but_first([False, True], 1))
 @pytest.mark.parametrize(
     ("happens", "message"),
     [

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import save_file
-from test_checkpoint import PLANS, TiedNet, adamw, batch_of, loss, plan_of, samples, tied_profile
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
@@ -18,6 +16,9 @@ from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import slow
+from support.ranks import run_ranks
+from support.tied_net import PLANS, TiedNet, adamw, batch_of, loss, plan_of, samples, tied_profile
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def _loaded(plan: Plan, source: Any, model_fn: Any = TiedNet) -> tuple[dict[str,
     return trainer.full_state_dict(), read
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", slow.but_these(PLANS, {"fsdp and tensor"}))
 def test_safetensors_become_shards_under_every_plan(profile: ModelProfile, tmp_path: Path, name: str) -> None:
     plan, expected = plan_of(profile, **PLANS[name]), trained()
     source = save_in_two(expected, tmp_path)
@@ -108,7 +109,7 @@ def test_the_model_is_not_built_whole(profile: ModelProfile, tmp_path: Path, mon
     assert sum(real) == 0
 
 
-@pytest.mark.parametrize("stored", [GPT2LMHeadModel, GPT2Model], ids=["with head", "without head"])
+@pytest.mark.parametrize("stored", slow.but_first([GPT2Model, GPT2LMHeadModel], 1), ids=["without head", "with head"])
 def test_a_folder_of_hugging_face_is_a_source_of_weights(tmp_path: Path, stored: type[Any]) -> None:
     config = GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=16)
     torch.manual_seed(3)

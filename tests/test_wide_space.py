@@ -7,9 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import slow
-from synthetic import SEQ_LEN, cluster, device, layer_class, per_sample, profile, random_class, with_experts
-from test_search import plans_of
 
 from meshwright.executor.reporting.report import splits_in_words
 from meshwright.planner.answers.check import check
@@ -30,27 +27,22 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
 from meshwright.profiler.machine.cluster import ClusterSpec, Link
-from meshwright.profiler.model.model_profile import Bytes, LayerClass, ModelProfile, OpPart, OpProfile, TensorCut
+from meshwright.profiler.model.model_profile import ModelProfile
+from support import slow
+from support.enumeration import plans_of
+from support.synthetic import (
+    SEQ_LEN,
+    cluster,
+    device,
+    layer_class,
+    profile,
+    random_class,
+    with_attention,
+    with_experts,
+)
 
 KINDS: tuple[ContextKind, ...] = ("ring", "all_to_all", "all_gather")
 EVERYTHING = Pins(everything=True)
-
-
-def with_attention(layer: LayerClass, heads: int, flops: float, queries: int = 512) -> LayerClass:
-    """The class with attention over its sequence."""
-    moved = Bytes(elements=per_sample(SEQ_LEN * 4 * queries))
-    parts: tuple[tuple[OpPart, float], ...] = (("forward", 1.0), ("backward_input", 2.5))
-    attention = tuple(
-        OpProfile(name="sdpa", module="", kind="attention", part=p, flops=per_sample(n * flops), moved=moved)
-        for p, n in parts
-    )
-    cut = TensorCut(kind="attention", columns=("a",), rows=("b",), units=(heads,), sharded={"weight": 0})
-    costs = {
-        name: found.model_copy(update={"operators": found.operators + attention})
-        for name in ("whole", "tensor", "sequence")
-        if (found := getattr(layer, name)) is not None
-    }
-    return layer.model_copy(update={**costs, "cuts": (cut,) if layer.cuts else ()})
 
 
 def wide_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]:
@@ -124,7 +116,7 @@ def by_hand(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> tup
     return legal, total
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow.but_first(range(12), 4))
 def test_every_shape_is_counted_once(seed: int) -> None:
     model, on, training = wide_instance(seed)
     one_host = cluster(1, on.num_devices, on.device)
@@ -140,7 +132,7 @@ def test_every_shape_is_counted_once(seed: int) -> None:
     assert legal + sum(space.rejected.values()) == total
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow.but_first(range(3), 1))
 def test_every_place_of_context_and_expert_groups_is_tried_once(seed: int) -> None:
     model, on, training = wide_instance(seed)
     hosts = cluster(3, 4, on.device)
@@ -166,7 +158,7 @@ def test_every_place_of_context_and_expert_groups_is_tried_once(seed: int) -> No
         assert len(orders) == len({places(shape, order) for order in orders})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow.but_first(range(20), 5))
 def test_data_ranks_with_smaller_micro_batches_are_never_slower_than_context_ranks_beside_them(seed: int) -> None:
     model, on, training = wide_instance(seed)
     training = training.model_copy(update={"global_batch": 8})
@@ -311,7 +303,7 @@ def num_plans(seed: int) -> int:
 BRUTE_SEEDS = [seed for seed in range(70) if 0 < num_plans(seed) < 50][:30]
 
 
-@pytest.mark.parametrize("seed", slow.but_first(BRUTE_SEEDS, len(BRUTE_SEEDS) // 2))
+@pytest.mark.parametrize("seed", slow.but_first(BRUTE_SEEDS, 3))
 def test_search_over_everything_finds_the_optimum_of_brute_force(seed: int) -> None:
     model, on, training = wide_instance(seed)
 

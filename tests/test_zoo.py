@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slow
 import torch
 from torch import nn
-from zoo import MODELS, zoo_profile
 
 from meshwright.profiler.model.load import LoadedModel, load_model, split_inputs
 from meshwright.profiler.model.model_profile import ModelProfile
+from support import slow
+from support.zoo import MODELS, zoo_profile
 
 PARAMETERS = {
     "albert_xlarge": 54_821_040,
@@ -43,21 +43,10 @@ PARAMETERS = {
     "whisper_large_v3": 1_543_490_560,
 }
 
-SLOW = {
-    "albert_xlarge",
-    "convnext_base",
-    "deepseek_v3",
-    "gpt2_xl",
-    "gpt3_175b",
-    "llama31_405b",
-    "llama3_70b",
-    "qwen3_30b_a3b",
-    "t5_3b",
-    "whisper_large_v3",
-}
-"""Profiled by `pytest -m slow` only: smaller ones of the same kind are profiled always."""
+QUICK = {"early_exit.py", "gpt.py", "gpt2", "llama3_8b", "lstm.py", "mlp.py", "resnet50.py", "unet.py"}
+"""Small ones of most kinds; the others are built and profiled by `pytest -m slow`."""
 
-PROFILED = slow.but(PARAMETERS, SLOW)
+EACH = slow.but_these(PARAMETERS, QUICK)
 FILES = [name for name in PARAMETERS if name.endswith(".py")]
 
 
@@ -97,17 +86,17 @@ def test_every_model_of_the_folder_is_in_the_table() -> None:
     assert files | {path.parent.name for path in MODELS.glob("*/config.json")} == set(PARAMETERS)
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", EACH)
 def test_module_has_the_published_number_of_parameters(name: str) -> None:
     assert sum(p.numel() for p in _on_meta(name).parameters()) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", PROFILED)
+@pytest.mark.parametrize("name", EACH)
 def test_profile_counts_the_parameters_of_the_module(name: str) -> None:
     assert zoo_profile(name).num_parameters == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", PROFILED)
+@pytest.mark.parametrize("name", EACH)
 def test_profile_holds_each_parameter_by_name_and_shape(name: str) -> None:
     profile = zoo_profile(name)
     held = {}
@@ -121,7 +110,7 @@ def test_profile_holds_each_parameter_by_name_and_shape(name: str) -> None:
     assert held == {full: (tuple(p.shape), p.requires_grad) for full, p in real}
 
 
-@pytest.mark.parametrize("name", PROFILED)
+@pytest.mark.parametrize("name", EACH)
 def test_profile_ties_what_the_module_ties(name: str) -> None:
     names = defaultdict(set)
     for full, parameter in _on_meta(name).named_parameters(remove_duplicate=False):
@@ -143,9 +132,9 @@ def test_small_version_trains(name: str) -> None:
     ("name", "giga_flops"),
     [
         ("resnet50.py", 2 * 4.09),  # torchvision
-        ("vit_large", 2 * 61.6),  # timm, vit_large_patch16_224
-        ("dit_xl2.py", 2 * 118.6),  # the paper, table 4
-        ("dlrm.py", 2 * 2.36e-3),  # the widths of its two towers, multiplied
+        pytest.param("vit_large", 2 * 61.6, marks=pytest.mark.slow),  # timm, vit_large_patch16_224
+        pytest.param("dit_xl2.py", 2 * 118.6, marks=pytest.mark.slow),  # the paper, table 4
+        pytest.param("dlrm.py", 2 * 2.36e-3, marks=pytest.mark.slow),  # the widths of its two towers, multiplied
         ("lstm.py", 2 * 35 * (4 * 2 * 2 * 1500**2 + 1500 * 10_000) / 1e9),
     ],
 )
@@ -157,12 +146,12 @@ def test_flops_are_three_times_those_of_a_published_forward(name: str, giga_flop
     ("name", "first", "block", "count"),
     [
         ("llama3_8b", "Embedding", "LlamaDecoderLayer", 32),
-        ("mixtral_8x7b", "Embedding", "MixtralDecoderLayer", 32),
+        pytest.param("mixtral_8x7b", "Embedding", "MixtralDecoderLayer", 32, marks=pytest.mark.slow),
         pytest.param("qwen3_30b_a3b", "Embedding", "Qwen3MoeDecoderLayer", 48, marks=pytest.mark.slow),
-        ("bert_large", "BertEmbeddings", "BertLayer", 24),
-        ("vit_large", "ViTEmbeddings", "ViTLayer", 24),
+        pytest.param("bert_large", "BertEmbeddings", "BertLayer", 24, marks=pytest.mark.slow),
+        pytest.param("vit_large", "ViTEmbeddings", "ViTLayer", 24, marks=pytest.mark.slow),
         ("gpt2", "embedding", "GPT2Block", 12),
-        ("mamba2.py", "Embedding", "Block", 64),
+        pytest.param("mamba2.py", "Embedding", "Block", 64, marks=pytest.mark.slow),
     ],
 )
 def test_transformer_is_an_embedding_equal_blocks_and_a_head(name: str, first: str, block: str, count: int) -> None:
@@ -180,16 +169,15 @@ def test_first_three_blocks_of_deepseek_are_dense() -> None:
     assert [bool(c.experts) for c in profile.classes] == [False, False, True, False]
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "routed"),
-    [("mixtral_8x7b", 8, 2 * 8192), pytest.param("qwen3_30b_a3b", 128, 8 * 8192, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count", "routed"), [("mixtral_8x7b", 8, 2 * 8192), ("qwen3_30b_a3b", 128, 8 * 8192)])
 def test_experts_are_found_with_the_tokens_that_reach_them(name: str, count: int, routed: int) -> None:
     (experts,) = (e for c in zoo_profile(name).classes for e in c.experts)
 
     assert (experts.count, experts.routed[1]) == (count, routed)
 
 
+@pytest.mark.slow
 def test_first_blocks_of_t5_differ_by_their_position_bias() -> None:
     profile = zoo_profile("t5_small")
     layers = {layer.name: layer for layer in profile.layers}
@@ -231,6 +219,7 @@ def test_lstm_is_a_layer_between_embedding_and_head() -> None:
     assert [layer.name for layer in zoo_profile("lstm.py").layers] == ["tokens", "lstm", "head"]
 
 
+@pytest.mark.slow
 def test_each_table_of_the_recommender_is_a_layer() -> None:
     names = [layer.name for layer in zoo_profile("dlrm.py").layers]
 

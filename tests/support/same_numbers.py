@@ -11,7 +11,6 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from synthetic import cluster
 from torch import nn
 
 from meshwright.executor import Trainer, parallelize
@@ -20,6 +19,7 @@ from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.model.model_profile import LayerProfile, ModelProfile
+from support.synthetic import cluster
 
 GLOBAL_BATCH = 8
 SEQ_LEN = 16

@@ -12,6 +12,7 @@ from meshwright.profiler.model.model_profile import (
     Costs,
     LayerClass,
     ModelProfile,
+    OpPart,
     OpProfile,
     ParameterProfile,
     TensorCut,
@@ -153,3 +154,31 @@ def random_class(
         heads=rng.choice(heads),
         parts=rng.choice(parts) if parts else (0.0, 0.0),
     )
+
+
+def with_attention(layer: LayerClass, heads: int, flops: float, queries: int = 512) -> LayerClass:
+    """The class with attention over its sequence."""
+    moved = Bytes(elements=per_sample(SEQ_LEN * 4 * queries))
+    parts: tuple[tuple[OpPart, float], ...] = (("forward", 1.0), ("backward_input", 2.5))
+    attention = tuple(
+        OpProfile(name="sdpa", module="", kind="attention", part=p, flops=per_sample(n * flops), moved=moved)
+        for p, n in parts
+    )
+    cut = TensorCut(kind="attention", columns=("a",), rows=("b",), units=(heads,), sharded={"weight": 0})
+    costs = {
+        name: found.model_copy(update={"operators": found.operators + attention})
+        for name in ("whole", "tensor", "sequence")
+        if (found := getattr(layer, name)) is not None
+    }
+    return layer.model_copy(update={**costs, "cuts": (cut,) if layer.cuts else ()})
+
+
+NETWORK = Link(bandwidth=50e9, latency=1e-5)
+
+
+def mixed(*kinds: tuple[int, int, Device], network: Link = NETWORK) -> ClusterSpec:
+    """Hosts as (count, devices of each, device)."""
+    hosts = tuple(
+        HostGroup(count=count, devices_per_host=per_host, device=on, link=on.link) for count, per_host, on in kinds
+    )
+    return ClusterSpec(name="mixed", hosts=hosts, network=network)

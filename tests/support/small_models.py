@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import PATIENCE_S
 from torch import nn
 from torch.nn import functional
-from zoo import MODELS
 
 from benchmarks.accuracy.cases import profile_of
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile
+from support.ranks import PATIENCE_S
+from support.zoo import MODELS
 
 GLOBAL_BATCH = 16
 NUM_STEPS = 3

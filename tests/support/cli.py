@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from synthetic import layer_class, profile
 
 from meshwright.executor.cli import main
 from meshwright.planner.plan.document import AXES, Axis, Plan
@@ -12,6 +11,7 @@ from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.model_profile import ModelProfile
+from support.synthetic import layer_class, profile
 
 NUM_BLOCKS = 8
 

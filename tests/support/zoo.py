@@ -9,7 +9,7 @@ from types import ModuleType
 from benchmarks.accuracy.cases import profile_of, whole
 from meshwright.profiler.model.model_profile import ModelProfile
 
-MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 
 
 def zoo_profile(name: str) -> ModelProfile:

@@ -1,0 +1,1 @@
+"""What several test files share: models, profiles, plans, ranks and ways to run things."""
