@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cli_support import run_plan, small_profile, some_plan
 
 from meshwright.executor.measuring.measurement import Measurement
 from meshwright.executor.state.checkpoint_folder import Progress
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.document import Document, replace_file, write_file
 from meshwright.profiler.model.model_profile import ModelProfile
+from support.cli import run_plan, small_profile, some_plan
 
 MEASURED = Measurement(
     label="a", model="m", layout="x", num_ranks=1, device="cpu", torch_version="2", steps_s=((1.0,),),

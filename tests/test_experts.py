@@ -55,7 +55,7 @@ def test_rows_that_no_time_ranks_are_each_asked() -> None:
 
 def test_our_pick_is_no_slower_and_says_why_it_differs(found: Beside) -> None:
     assert found.proven
-    assert found.gap == 0.0
+    assert 0.0 <= found.gap <= 1e-3
     assert found.our_s is not None
     assert found.ratio == pytest.approx(found.our_s / found.their_s)
     assert found.ratio <= 1.0 + 1e-6
@@ -77,7 +77,7 @@ def test_their_layout_is_the_answer_where_time_is_up_before_the_space_is_searche
     pick = fastest(explorer, theirs, priced, Pins(), time_limit_s=60.0)
 
     assert pick.solved is not None
-    assert pick.solved.seconds <= priced.closed_form_s * (1 + 1e-9)
+    assert pick.solved.seconds <= priced.step_time_s * (1 + 1e-9)
     assert not pick.complete
     assert pick.gap == pytest.approx(pick.solved.seconds / 1e-9 - 1.0)
 

@@ -10,8 +10,6 @@ from xml.etree import ElementTree
 import networkx as nx
 import pytest
 import torch
-from cli_support import run_plan, save_profile, small_profile, some_plan
-from synthetic import layer_class, profile
 from test_architecture import modules_after
 from torch import nn
 
@@ -23,6 +21,8 @@ from meshwright.profiler.model.layer_graph import bytes_over, cut_points, graph_
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support.cli import run_plan, save_profile, small_profile, some_plan
+from support.synthetic import layer_class, profile
 
 BF16, FP32 = 2, 4
 WIDTHS = (8, 16, 32, 16, 8)

@@ -5,13 +5,13 @@ import itertools
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from meshwright.planner.answers.check import check
-from meshwright.planner.answers.search import InfeasibleError, SolverError, finalists, price, search, simplest
-from meshwright.planner.cost.chain import Chain, Composition
+from meshwright.planner.answers.search import InfeasibleError, SolverError, search
+from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.document import Plan
@@ -20,11 +20,11 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import is_chunked
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.planner.solve.chunked import choice_of
+from meshwright.planner.solve.bounds import recompute_of
 from meshwright.planner.solve.columns import StagePrices
-from meshwright.planner.solve.explore import WINDOW, Explorer
+from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.ilp import solve_master
-from meshwright.planner.solve.scan import scan
+from meshwright.planner.solve.scan import scan, simulated_s
 from meshwright.planner.solve.space import Space
 from meshwright.planner.solve.tensor_choice import CutChoice
 from meshwright.profiler.machine.cluster import ClusterSpec, Link
@@ -67,9 +67,9 @@ def every_plan(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> 
 
 
 def brute_force(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> float | None:
-    """Least closed form of all plans that fit, by the evaluator."""
+    """Least simulated step of all plans that fit, by the evaluator."""
     priced = (estimate(plan, model) for plan in every_plan(model, on, training))
-    return min((found.closed_form_s for found in priced if found.fits), default=None)
+    return min((found.step_time_s for found in priced if found.fits), default=None)
 
 
 def small(seed: int) -> bool:
@@ -95,7 +95,10 @@ def test_search_finds_the_optimum_of_brute_force(seed: int) -> None:
         assert outcome.best is None
     else:
         assert outcome.best is not None
-        assert outcome.best.seconds == pytest.approx(expected, rel=1e-9)
+        once_s = explorer.model.software.step_s
+        assert outcome.bound + once_s <= expected * (1 + 1e-9)
+        assert expected * (1 - 1e-9) <= outcome.best.seconds + once_s
+        assert outcome.best.seconds <= max(outcome.bound * (1 + 1e-3), expected * (1 + 1e-3))
 
 
 @pytest.mark.parametrize("seed", slow.but_first(range(0, NUM_RANDOM, 10), 4))
@@ -106,12 +109,13 @@ def test_no_chunked_pipeline_is_faster_than_its_bound(seed: int) -> None:
     solved = {found.shape: found.seconds for found in explorer.explore(Pins(), math.inf).solved}
 
     for family in (family for family in space.families() if is_chunked(family.schedule)):
-        queue = explorer._queue_of(family, space, 0.0, float("inf"))
-        explorer._raise(queue, space, float("inf"))
-        least = dict(zip(queue.shapes, queue.bounds, strict=True))
-        for i, shape in enumerate(space.shapes(family)):
+        shapes = list(space.shapes(family))
+        least = np.maximum(explorer.bounds.of_shapes(family, space), 0.0)
+        least = np.maximum(least, explorer.bounds.with_memory_s(family, space, range(len(shapes))))
+        for bound, shape in zip(least, shapes, strict=True):
             if shape in solved:
-                assert least[i] <= solved[shape] * (1 + 1e-9)
+                prices = explorer.priced(shape, recompute_of(family, Pins()))
+                assert max(bound, explorer.bounds.of_prices(prices, math.inf)[0]) <= solved[shape] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", slow.but_first(range(0, NUM_RANDOM, 5), 6))
@@ -137,7 +141,9 @@ def test_master_ilp_scan_and_search_agree(seed: int) -> None:
     assert solved is not None
     assert explored is not None
     assert solved[0].objective == pytest.approx(min(scanned), rel=1e-5)
-    assert explored.seconds == pytest.approx(min(scanned), rel=1e-9)
+    assert explored.seconds <= min(scanned) * (1 + 1e-9)
+    played = [simulated_s(p, found) for p, found in zip(prices, map(scan, prices), strict=True) if found is not None]
+    assert explored.seconds <= min(played) * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("seed", slow.but_first(range(0, NUM_RANDOM, 4), 8))
@@ -151,8 +157,10 @@ def test_emitted_plan_passes_the_independent_check(seed: int) -> None:
     result = search(model, on, training)
 
     assert check(result.plan, model) == []
-    assert result.certificate.objective == pytest.approx(result.estimate.closed_form_s, rel=1e-9)
-    assert result.certificate.bound <= result.certificate.objective
+    certificate = result.certificate
+    assert certificate.step_s == pytest.approx(result.estimate.step_time_s, rel=1e-12)
+    assert certificate.bound <= certificate.fastest_s <= certificate.step_s
+    assert (certificate.status == "optimal") == (certificate.gap <= 1e-3)
     for baseline in result.baselines:
         if baseline.estimate is not None:
             assert result.estimate.step_time_s <= baseline.estimate.step_time_s * 1.01
@@ -173,20 +181,8 @@ def test_no_runner_up_is_beaten_by_another_micro_batch_of_its_degrees(seed: int)
         shown.add(shape.layout)
 
         assert best is not None
-        assert best.shape.layout in shown or candidate.estimate.closed_form_s <= best.seconds * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("seed", [38, 57])
-def test_chunked_plans_too_slow_to_be_chosen_are_not_priced_and_the_choice_is_the_same(seed: int) -> None:
-    explorer = Explorer(*random_instance(seed))
-    outcome = explorer.explore(Pins(), math.inf)
-    assert outcome.best is not None
-    near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
-
-    found = finalists(explorer, near, [])
-
-    assert len(found) < len(near)
-    assert simplest(found) == simplest([price(explorer, solved) for solved in near])
+        best_s = best.seconds + explorer.model.software.step_s
+        assert best.shape.layout in shown or candidate.estimate.step_time_s <= best_s * (1 + 1e-9)
 
 
 def test_shapes_are_all_accounted_for() -> None:
@@ -280,7 +276,8 @@ def test_pins_are_kept() -> None:
 
 
 def test_worked_example_of_the_planners_readme() -> None:
-    """Cut two and two with one recomputed layer: 3 x 7 + 13 = 34 ms."""
+    """Cut two and two with one recomputed layer: the first stage is busy for 4 x 7 ms, and waits for the second's 6 ms
+    before its first backward, less the 2 ms of its own second forward, and once more before its last, less 5 ms."""
     model = profile([layer_class("layer", 1e11, 1, saved=1e9, inputs=0.0)], [0] * 4, crossing=0.0)
     on = cluster(per_host=2, on=device(memory=3.5e9 + 1e6))
     training = TrainingSpec(global_batch=4, seq_len=64, memory_margin=0.0)
@@ -288,7 +285,7 @@ def test_worked_example_of_the_planners_readme() -> None:
     outcome = Explorer(model, on, training).explore(Pins(pipeline=2, micro_batch=1, schedule="1f1b"), math.inf)
 
     assert outcome.best is not None
-    assert outcome.best.seconds == pytest.approx(34e-3, rel=1e-3)
+    assert outcome.best.seconds == pytest.approx((4 * 7 + (6 - 2) + (6 - 5)) * 1e-3, rel=1e-3)
     choices = outcome.best.assignment.choices
     recomputed = [sum(count for _, option, count in c.parts if option.recompute == "full") for c in choices]
     assert [sum(count for _, _, count in c.parts) for c in choices] == [2, 2]
@@ -313,15 +310,6 @@ def test_options_that_fit_are_found_even_when_time_is_over(pipeline: int) -> Non
     assert best.seconds <= found.seconds < 1.2 * best.seconds
     stages = [[option for _, option, count in choice.parts for _ in range(count)] for choice in found.choices]
     assert estimate(make_plan(model, chain.model.cluster, training, shape, stages), model).fits
-
-
-def test_layers_that_can_only_be_recomputed_use_up_the_count_of_those_recomputed() -> None:
-    only, either = (LayerOption("full"),), (LayerOption(), LayerOption("full"))
-    prices = SimpleNamespace(chain=SimpleNamespace(compositions=[Composition(0, (3, 2))]), options=[only, either])
-
-    found = choice_of(prices, 0, "full", 1)
-
-    assert found.parts == ((0, LayerOption("full"), 3), (1, LayerOption(), 2))
 
 
 def test_layers_that_read_one_parameter_stay_on_one_stage() -> None:
@@ -392,11 +380,3 @@ def test_where_time_ends_before_all_shapes_are_counted_nothing_is_claimed_of_the
     assert counted.complete
     assert counted.bound > 0
     assert (uncounted.complete, uncounted.bound, uncounted.solved) == (False, 0.0, [])
-
-
-def test_without_time_for_the_integer_program_what_the_scan_found_stands_unproven() -> None:
-    explorer = Explorer(*random_instance(0))
-    outcome = explorer.explore(Pins(pipeline=1), math.inf)
-
-    assert explorer.prove(outcome, 60.0)[1] == "optimal"
-    assert explorer.prove(outcome, 0.0) == (outcome.bound, "feasible", "enumeration")

@@ -21,9 +21,10 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.planner.solve.chunked import Recomputable
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.least_work import LeastWork
+from meshwright.planner.solve.memory_bounds import MemoryBounds
+from meshwright.planner.solve.scan import least_by_ranks
 from meshwright.planner.solve.shape_bounds import ShapeBounds
 from meshwright.planner.solve.space import Family, Space
 from meshwright.profiler.machine.cluster import Group, Link
@@ -75,20 +76,24 @@ def test_tables_of_a_family_hold_what_each_of_its_shapes_costs_alone(seed: int) 
 
 
 def too_high(explorer: Explorer, asked: Instance, limit: int = 40) -> list[Shape]:
-    """Shapes that take less than their bounds say, without memory or with it, of up to so many families."""
-    found = []
+    """Shapes that take less than their bounds say, without memory or with it, by prices of others and by programs of
+    their own, of up to so many families."""
+    found, bounds = [], explorer.bounds
     for space, family, recompute in list(families_of(asked))[:limit]:
-        leaves, everywhere = space.leaves(family).each, explorer._queue_of(family, space, 0.0, float("inf"))
-        bounds = dict(zip(everywhere.shapes, everywhere.bounds, strict=True))
-        explorer._raise(everywhere, space, float("inf"))
-        raised = dict(zip(everywhere.shapes, everywhere.bounds, strict=True))
-        of_family = explorer._least_with_recompute_s(family, space, float("inf"))
+        leaves = space.leaves(family).each
+        of_family = max(bounds.of_family(family), bounds.held_s(family, space))
+        least = np.maximum(bounds.of_shapes(family, space), of_family)
         for i, leaf in enumerate(leaves):
             prices = explorer.priced(family.shape(leaf), recompute, asked.pins.reshard, asked.pins.offered)
-            explorer._cuts_of(family)
-            solved = explorer._solved(prices, float("inf"), float("inf"))
-            bound = max(of_family, bounds.get(i, float("inf")), raised.get(i, float("inf")))
-            if solved is not None and solved.seconds < bound * (1 - 1e-9):
+            solved = explorer.solved(prices, family, None, float("inf"), float("inf"))
+            if solved is None:
+                continue
+            bound = max(least[i], float(bounds.with_memory_s(family, space, [i])[0]))
+            if family.pipeline > 1:
+                bound = max(bound, bounds.of_prices(prices, float("inf"))[0])
+            if family.pipeline > 1 and family.virtual_stages == 1:
+                bound = max(bound, least_by_ranks(prices, 2 * solved.seconds)[0])
+            if solved.seconds < bound * (1 - 1e-9):
                 found.append(prices.shape)
     return found
 
@@ -134,14 +139,17 @@ def test_no_interleaved_shape_takes_less_than_its_bound_where_memory_is_scarce(s
     assert too_high(Explorer(asked.profile, asked.cluster, asked.training), asked, limit=20) == []
 
 
-@pytest.mark.parametrize("name", ["kept", "saved", "again_s"])
-def test_ways_to_recompute_that_are_planted_too_dear_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = Recomputable.ways.fget
-    assert ways is not None
-    much = {"kept": 1.3, "saved": 0.7, "again_s": 3.0}[name]
-    monkeypatch.setattr(
-        Recomputable, "ways", property(lambda own: [replace(w, **{name: much * getattr(w, name)}) for w in ways(own)])
-    )
+@pytest.mark.parametrize("name", ["fixed", "again_s", "both_s"])
+def test_layers_that_are_planted_too_dear_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = MemoryBounds.layers
+
+    def planted(self: MemoryBounds, *arguments: object) -> object:
+        found = layers(self, *arguments)  # type: ignore[arg-type]
+        if found is None:
+            return None
+        return [replace(run, **{name: 1.5 * getattr(run, name)}) for run in found[0]], *found[1:]
+
+    monkeypatch.setattr(MemoryBounds, "layers", planted)
     asked = [scarce(seed, memory) for seed, memory in SCARCE]
 
     assert any(too_high(Explorer(a.profile, a.cluster, a.training), a, limit=20) for a in asked)
@@ -153,11 +161,10 @@ def test_shapes_that_are_left_out_for_memory_have_no_assignment(seed: int) -> No
     explorer = Explorer(asked.profile, asked.cluster, asked.training)
 
     for space, family, recompute in list(families_of(asked))[:40]:
-        may_be_held = explorer._may_be_held(family, space)
+        may_be_held = np.isfinite(explorer.bounds.of_shapes(family, space))
         for shape in (s for s, held in zip(space.shapes(family), may_be_held, strict=True) if not held):
             prices = explorer.priced(shape, recompute, asked.pins.reshard, asked.pins.offered)
-            explorer._cuts_of(family)
-            assert explorer._solved(prices, float("inf"), float("inf")) is None
+            assert explorer.solved(prices, family, None, float("inf"), float("inf")) is None
 
 
 def test_a_family_anywhere_takes_no_more_than_any_of_its_shapes_and_comes_near_some() -> None:
@@ -166,11 +173,10 @@ def test_a_family_anywhere_takes_no_more_than_any_of_its_shapes_and_comes_near_s
     for asked in map(asked_of, range(0, 60, 6)):
         explorer = Explorer(asked.profile, asked.cluster, asked.training)
         for space, family, recompute in families_of(asked):
-            anywhere = explorer._least_anywhere_s(family, space)
+            anywhere = explorer.bounds.anywhere_s(family, space)
             for shape in space.shapes(family):
                 prices = explorer.priced(shape, recompute, asked.pins.reshard, asked.pins.offered)
-                explorer._cuts_of(family)
-                solved = explorer._solved(prices, float("inf"), float("inf"))
+                solved = explorer.solved(prices, family, None, float("inf"), float("inf"))
                 if solved is not None:
                     assert anywhere <= solved.seconds * (1 + 1e-9)
                     shares[family.pipeline > 1].append(anywhere / solved.seconds)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from cli_support import small_profile
 
 from meshwright.planner.answers.check import check, violations
 from meshwright.planner.answers.explain import compared, does_not_fit, reason
@@ -14,6 +13,7 @@ from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
+from support.cli import small_profile
 
 SHARDED = Shape(1, 2, 1, 1, 4, 4, gradient_sync="every", reshard=True)
 

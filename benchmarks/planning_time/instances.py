@@ -140,6 +140,12 @@ def chunked_instance(seed: int, schedule: Schedule, memory: float, parts: bool =
     )
 
 
+def random_layers(draw: random.Random, number: int) -> ModelProfile:
+    """A chain of so many layers, most of them unlike their neighbours."""
+    classes = [_layer_class(draw, f"c{i}") for i in range(draw.randint(1, number))]
+    return _chain(draw, classes, [draw.randrange(len(classes)) for _ in range(number)])
+
+
 def _device(draw: random.Random) -> Device:
     """Round numbers: 100 TFLOP/s, 1 TB/s; some launch kernels, slow down while they communicate, or are tiny."""
     return Device(

@@ -5,7 +5,7 @@
 Of the published rows of Megatron, Megatron-Bridge, NeMo, MLPerf, torchtitan and Llama 3, the fastest per GPU of each
 model and framework is taken for what its authors found best; rows that publish TFLOP/s only, as Llama 3's, are all
 asked. Both plans are priced by planner/cost/estimate.py. Theirs ran, so the device is taken to hold what theirs is
-predicted to need. Our pick is the fastest plan of the space by its closed form; `plan` may emit a simpler one that is
+predicted to need. Our pick is the fastest plan of the space that was found; `plan` may emit a simpler one that is
 up to 1% slower. Where theirs has context or expert ranks that the executor does not run, the space is the full one.
 
 First the best plan of their layout is looked for, with their degrees, schedule and micro-batch pinned; then a faster
@@ -59,7 +59,7 @@ MOST_SLOWER = 1.01
 """Our pick takes at most so many times as long as theirs."""
 
 CUTOFFS = (1.0 + 1e-6, 1.01, 1.05, float("inf"))
-"""Times the closed form of theirs, below which plans are looked for."""
+"""Times the step of theirs, below which plans are looked for."""
 
 TIME_LIMIT_S = 12.0
 """Of the search in their layout, and of the one in the whole space."""
@@ -121,7 +121,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Pick:
-    """The plan of least closed form that was found, if any, and a bound that no plan of the space is below."""
+    """The fastest plan that was found, if any, and a bound that no plan of the space is below."""
 
     solved: Solved | None
     bound_s: float
@@ -130,9 +130,7 @@ class Pick:
     @property
     def gap(self) -> float:
         """Share by which the plan is above the bound at most."""
-        if self.solved is None or self.complete:
-            return 0.0
-        return self.solved.seconds / self.bound_s - 1.0
+        return 0.0 if self.solved is None else max(0.0, self.solved.seconds / self.bound_s - 1.0)
 
 
 def questions(rows: Sequence[Row]) -> list[Question]:
@@ -220,19 +218,19 @@ def answered(asked: Question, time_limit_s: float) -> Beside:
         outside=outside_of_space(theirs, profile, everything, setting.repeated),
         over_bytes=max(0.0, over),
         search_s=seconds,
-        proven=pick.solved is not None and pick.complete,
+        proven=pick.solved is not None and pick.gap <= TIE,
         gap=pick.gap,
     )
 
 
 def fastest(explorer: Explorer, theirs: Plan, priced: Estimate, pins: Pins, time_limit_s: float) -> Pick:
-    """The plan of least closed form. Plans of their layout are looked for first, and in the whole space only faster
+    """The fastest plan. Plans of their layout are looked for first, and in the whole space only faster
     ones; where theirs is not in the space, ones faster than theirs first, so that what need not be solved is not."""
     layout = replace(pins.as_in(shape_of(theirs)), micro_batch=theirs.micro_batch)
     alike = explorer.explore(layout, time.monotonic() + time_limit_s, near=0).best
     deadline = time.monotonic() + time_limit_s
-    for cutoff_s in [alike.seconds] if alike is not None else [priced.closed_form_s * slower for slower in CUTOFFS]:
-        outcome = explorer.explore(pins, deadline, near=0, cutoff_s=cutoff_s)
+    for cutoff_s in [alike.seconds] if alike is not None else [priced.step_time_s * slower for slower in CUTOFFS]:
+        outcome = explorer.explore(pins, deadline, near=1, cutoff_s=cutoff_s)
         best = outcome.best or alike
         if best is not None or not outcome.complete:
             return Pick(best, min(cutoff_s, outcome.bound), outcome.complete)

@@ -318,13 +318,15 @@ def certificate_line(plan: Plan) -> str:
     if certificate.status == "optimal":
         proof = "no plan in the space is faster under the cost model"
     elif certificate.bound > 0:
-        proof = f"stopped by the time limit; at most {certificate.gap:.1%} from the fastest"
+        proof = f"the fastest plan found; no plan in the space can be more than {certificate.gap:.1%} faster"
     else:
         proof = "stopped by the time limit before all shapes were counted; how far from the fastest is not known"
+    simpler = ""
+    if certificate.given_away >= 0.00005:
+        simpler = f"; {certificate.given_away:.2%} of its time is given away for a simpler plan"
     return (
-        f"{certificate.status}: {proof} (closed form {format_seconds(certificate.objective)}, "
-        f"bound {format_seconds(certificate.bound)}, gap {certificate.gap:.2%}; "
-        f"event simulation {format_seconds(certificate.simulated_s)}). "
+        f"{certificate.status}: {proof} (step {format_seconds(certificate.step_s)}, proven bound "
+        f"{format_seconds(certificate.bound)}, gap {certificate.gap:.2%}{simpler}). "
         f"{shapes['total']:,} shapes = {shapes['rejected']:,} rejected by rule + {shapes['pruned']:,} pruned by bound "
         f"+ {shapes['solved']:,} solved, {certificate.solver}, {format_seconds(certificate.search_seconds)}"
     )

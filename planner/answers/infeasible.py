@@ -19,7 +19,7 @@ from ..plan.pins import Pins
 from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
 from ..plan.shape import LayerOption, Shape
 from ..solve.explore import Explorer, Solved
-from ..solve.scan import scan
+from ..solve.scan import scan, simulated_s
 from ..solve.space import Space
 from .blame import blamed
 from .explain import does_not_fit
@@ -413,4 +413,4 @@ def _solved(explorer: Explorer, shape: Shape, pins: Pins) -> Solved | None:
         return None
     prices = explorer.priced(shape, pins.recompute, pins.reshard, pins.offered)
     found = scan(prices)
-    return None if found is None else Solved(shape, prices, found)
+    return None if found is None else Solved(shape, prices, found, simulated_s(prices, found))

@@ -20,6 +20,7 @@ from ..solve.solver import SolverError
 from .explain import compared
 from .guidance import RuleOfThumb, rules_of_thumb
 from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
+from .simplicity import simplicity
 from .verdict import FITS, THE_PLAN, Verdict, VerdictKind, nearest
 
 MORE_TIME = 0.05
@@ -67,16 +68,6 @@ class SearchResult:
 class _Priced:
     plan: Plan
     estimate: Estimate
-
-    @property
-    def simplicity(self) -> tuple[float, ...]:
-        """Smaller is simpler: kinds of parallelism, then memory in use, then a fixed order of degrees."""
-        d = self.plan.degrees
-        split = d.data_replicate, d.data_shard, d.tensor, d.pipeline, d.context, d.expert
-        kinds = sum(degree > 1 for degree in split)
-        memory = max(stage.device_bytes for stage in self.estimate.memory)
-        order = d.pipeline, d.tensor, d.context, d.expert, d.data_shard, self.plan.micro_batch
-        return (kinds + self.plan.sequence_parallel, memory, *order)
 
 
 @without_garbage_collection()
@@ -213,7 +204,7 @@ def simplest(priced: list[_Priced]) -> _Priced:
     """The simplest of those within 1% of the fastest by simulation."""
     fastest = min(p.estimate.step_time_s for p in priced)
     near = [p for p in priced if p.estimate.step_time_s <= fastest * (1 + SIMPLE)]
-    return min(near, key=lambda p: (*p.simplicity, p.estimate.step_time_s))
+    return min(near, key=lambda p: (*simplicity(p.plan, p.estimate), p.estimate.step_time_s))
 
 
 def _by_rules(explorer: Explorer, pins: Pins) -> Iterator[Solved]:

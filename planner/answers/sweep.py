@@ -136,9 +136,9 @@ def _best_s(point: Point, cluster: ClusterSpec, known: Sequence[Plan], pins: Pin
     """Seconds of the fastest step on a cluster: that of the plans known from a poorer one, which fit there as well, or
     of a faster one, which alone is searched for."""
     moved = [estimate(plan.model_copy(update={"cluster": cluster}), point.profile) for plan in known]
-    best = min(moved, key=lambda found: found.closed_form_s)
+    best = min(moved, key=lambda found: found.step_time_s)
     explorer = Explorer(point.profile, cluster, point.training)
-    other = best_of(explorer, pins, deadline, ALMOST * best.closed_form_s)
+    other = best_of(explorer, pins, deadline, ALMOST * best.step_time_s)
     found = [each.step_time_s for each in moved]
     return min(found if other is None else [*found, other[1].step_time_s])
 

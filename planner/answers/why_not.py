@@ -41,7 +41,7 @@ class Answer:
 def best_of(
     explorer: Explorer, pins: Pins, deadline: float, cutoff_s: float = float("inf")
 ) -> tuple[Plan, Estimate] | None:
-    """The fastest plan under these pins, priced; None if none fits, none has a closed form below `cutoff_s`, or none
+    """The fastest plan under these pins, priced; None if none fits, none has a step below `cutoff_s`, or none
     was found until time.monotonic() is `deadline` (at least a second from now)."""
     outcome = explorer.explore(pins, max(deadline, time.monotonic() + 1.0), near=0, cutoff_s=cutoff_s)
     if outcome.best is None:

@@ -229,6 +229,14 @@ class Bounds:
         found, layers = self.pipelines.least_s(table_of(prices.shape), runs, rooms, wait_s, end_s, enough_s)
         return found * (1 - ROUNDING), self._nearest(layers) if found < enough_s else None
 
+    def of_whole_layers(self, prices: StagePrices, below_s: float, seconds: float) -> tuple[float, Ints | None]:
+        """(seconds that no plan of a pipeline's shape beats, cuts that may be below `below_s`), by the integer program
+        of fluid.py in so many seconds."""
+        runs, rooms, wait_s, end_s = fluid_layers(prices)
+        table = table_of(prices.shape)
+        found, layers = self.pipelines.whole(table, runs, rooms, wait_s, end_s, below_s, seconds)
+        return found * (1 - ROUNDING), None if layers is None else self._nearest(layers)
+
     def _nearest(self, layers: Floats) -> Ints:
         """[stage] -> number of the place where it begins, and of the end: nearest to stages of so many layers."""
         places = np.array(self.chain.places)

@@ -23,10 +23,12 @@ from ..plan.shape import NO_EXTRAS, Offered, Shape
 from ..plan.training import TrainingSpec
 from .bounds import Bounds
 from .chunked import best_chunking
-from .columns import StagePrices
+from .columns import ROUNDING, StagePrices
+from .ilp import solve_master
 from .nodes import Node, ShapeNode, Solved, SplitNode, expired
 from .polish import all_cuts, best_of_all, evened, polished
 from .scan import Assignment, scan, simulated_s
+from .solver import OutOfTimeError
 from .space import Family, Space, Split
 from .tensor_choice import CutChoice
 from .unequal import Kinds, UnequalPrices
@@ -61,6 +63,12 @@ divisors) is not searched."""
 
 PATIENCE = 1 / 6
 """Share of the time in which a search goes on without a better plan, and then looks for better cuts of those it has."""
+
+WHOLE_S = 4.0
+"""Seconds of the integer program of a shape whose bound leaves a gap."""
+
+PROGRAM_S = 4.0
+"""Seconds of the integer program that chooses cuts and options of the best shape anew."""
 
 Ints = NDArray[np.int64]
 
@@ -184,6 +192,28 @@ class Explorer:
             Solved(shape, prices, better, better.seconds) if better.seconds < solved.seconds else solved
         ), all_played
 
+    def at(self, prices: StagePrices, cuts: Ints, cutoff_s: float) -> Solved | None:
+        """The shape with these cuts, if that is faster than `cutoff_s`."""
+        found = best_chunking(prices, [cuts], cutoff_s) if is_chunked(prices.shape.schedule) else _at(prices, cuts)
+        seconds = math.inf if found is None else simulated_s(prices, found)
+        return Solved(prices.shape, prices, found, seconds) if found is not None and seconds < cutoff_s else None
+
+    def by_program(self, solved: Solved, seconds: float) -> Solved:
+        """A 1F1B or GPipe pipeline, or one stage, as the integer program over columns (ilp.py) has it, if that is
+        faster: it chooses cuts and options anew, at exact prices, in so many seconds."""
+        prices, shape = solved.prices, solved.shape
+        if is_chunked(shape.schedule):
+            return solved
+        try:
+            with self._until(time.monotonic() + seconds):
+                found = solve_master([prices], CLOSER * solved.seconds, seconds)
+        except OutOfTimeError:
+            return solved
+        if found is None or found[0].status == "infeasible":
+            return solved
+        step_s = simulated_s(prices, found[2])
+        return Solved(shape, prices, found[2], step_s) if step_s < solved.seconds * (1 - ROUNDING) else solved
+
     def _cuts_of(self, prices: StagePrices | UnequalPrices, family: Family) -> list[Ints]:
         """The cuts that are tried of a chunked shape first, [stage] -> number of the place."""
         tried = self.bounds.tried(family, fitting=True)
@@ -252,9 +282,13 @@ class _Search:
         """What was found, and what no plan beats."""
         self._begin(time.monotonic())
         self._look()
-        if (self._near > 0 and not self._any_will_do) or not self._out.solved:
-            self._prove()
         out = self._out
+        if (self._near > 0 and not self._any_will_do) or (not out.solved and math.isinf(self._cutoff_s)):
+            self._prove()
+        if self._near > 0 and out.best is not None:
+            best = out.best
+            better = self.explorer.by_program(best, PROGRAM_S)
+            out.solved = [better if each is best else each for each in out.solved]
         out.pruned = out.total - sum(out.rejected.values()) - out.num_solved
         left = [node.bound for node in self._rest] + [node.bound for _, _, node in self._heap]
         out.bound = min([out.bound, *left, *(s.seconds for s in out.solved)])
@@ -369,15 +403,21 @@ class _Search:
         for node in sorted((n for n in self._rest if isinstance(n, ShapeNode)), key=lambda n: n.bound):
             if node.bound >= self._best * (1 - TIE) or expired(deadline_s):
                 return
-            if node.found is None:
-                continue
-            better, is_all = self.explorer.closer(node.found, deadline_s)
-            if better is not node.found:
-                self._out.solved = [better if each is node.found else each for each in self._out.solved]
+            better, is_all = node.found, False
+            if better is not None:
+                better, is_all = self.explorer.closer(better, deadline_s)
+            if not is_all and isinstance(node.prices, StagePrices):
+                below_s, left_s = self._best * (1 - TIE), deadline_s - time.monotonic()
+                whole_s, cuts = self.bounds.of_whole_layers(node.prices, below_s, min(WHOLE_S, left_s))
+                node.bound = max(node.bound, whole_s)
+                if cuts is not None:
+                    better = self.explorer.at(node.prices, cuts, self._best) or better
+            if better is not None and better is not node.found:
+                self._out.solved = [each for each in self._out.solved if each is not node.found] + [better]
                 node.found = better
                 self._best = min(self._best, better.seconds)
             if is_all:
-                node.bound = max(node.bound, min(better.seconds, self._best))
+                node.bound = max(node.bound, self._best)
 
 
 def _at(prices: StagePrices | UnequalPrices, cuts: Ints) -> Assignment | None:

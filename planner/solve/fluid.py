@@ -18,6 +18,7 @@ layer where it is cheapest at the prices of paths and memory (Prices). It is wor
 spares most of them a program.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -183,6 +184,36 @@ class FluidPipelines:
         del self.prices[table][:-MOST_PRICES]
         return least_s, np.bincount(program.stage, program.amounts, table.num_stages)
 
+    def whole(
+        self,
+        table: Table,
+        runs: Sequence[Layers],
+        rooms: Sequence[float],
+        wait_s: float,
+        least_end_s: float,
+        below_s: float,
+        seconds: float,
+    ) -> tuple[float, Floats | None]:
+        """(seconds that no step with whole layers beats, [stage] -> layers it holds in a solution below `below_s`, if
+        one was found): the integer program, in so many seconds. The bound is `below_s` where there is no solution."""
+        program = _Program(table, runs, rooms, wait_s, least_end_s)
+        until_s = time.monotonic() + seconds
+        for path in [*_of_ranks(table), *self._paths.get(table, _Paths(table)).each]:
+            program.add(path)
+        program.keep_whole(below_s)
+        least_s = 0.0
+        while time.monotonic() < until_s:
+            found_s, bound_s = program.solve_whole(until_s - time.monotonic())
+            least_s = max(least_s, min(bound_s, below_s))
+            if found_s is None or least_s >= below_s:
+                break
+            fresh = program.longer_paths(below_s)
+            if not fresh:
+                return least_s, np.bincount(program.stage, program.amounts, table.num_stages)
+            for path in fresh:
+                program.add(path)
+        return least_s, None
+
 
 def _of_ranks(table: Table) -> list[CriticalPath]:
     """For every rank: the first micro-batch passes all ranks before it, then it has all its passes to do, and, without
@@ -343,6 +374,26 @@ class _Program:
         values = np.array(self._model.getSolution().col_value)
         self.amounts = values[: self.num]
         return float(values[self.num] * self.unit_s)
+
+    def keep_whole(self, below_s: float) -> None:
+        """Layers are whole from now on, and steps below that."""
+        for column in range(self.num):
+            self._model.changeColIntegrality(column, highspy.HighsVarType.kInteger)
+        self._model.changeColBounds(self.num, 0.0, below_s / self.unit_s)
+
+    def solve_whole(self, seconds: float) -> tuple[float | None, float]:
+        """(T of a solution with whole layers, if there is one, seconds that none is below; infinite if none exists)."""
+        self._model.setOptionValue("time_limit", self._model.getRunTime() + max(0.05, seconds))
+        self._model.run()
+        if self._model.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            return None, float("inf")
+        info = self._model.getInfo()
+        bound_s = info.mip_dual_bound * self.unit_s if np.isfinite(info.mip_dual_bound) else 0.0
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None, bound_s
+        values = np.array(self._model.getSolution().col_value)
+        self.amounts = np.rint(values[: self.num])
+        return float(values[self.num] * self.unit_s), bound_s
 
     def durations(self) -> tuple[Floats, Floats]:
         """([forward, backward, weight][stage] -> seconds, transfers included, [rank] -> at the end) of the solution."""

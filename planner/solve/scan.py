@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..cost.crossing_cost import P2P_EXPOSED
 from ..cost.simulate import alone_s, simulated_step_s
 from ..cost.stage_cost import closed_form_s
-from ..plan.schedules import ZERO_BUBBLE, Schedule, first_forwards
+from ..plan.schedules import ZERO_BUBBLE, Schedule, first_forwards, rank_and_chunk
 from .columns import ROUNDING, Choice, Prices
 from .knapsack import in_time
 from .solver import OutOfTimeError
@@ -143,7 +143,10 @@ def simulated_s(prices: Prices, assignment: Assignment) -> float:
         prices.on(stage).stage_cost(composition, choice, shape.in_flight(stage))
         for stage, (composition, choice) in enumerate(zip(assignment.compositions, assignment.choices, strict=True))
     ]
-    passes = [cost.forward_s for cost in costs], [cost.backward_s for cost in costs], [cost.once_s for cost in costs]
+    once_s = [0.0] * shape.pipeline
+    for stage, cost in enumerate(costs):
+        once_s[rank_and_chunk(shape.schedule, stage, shape.pipeline)[0]] += cost.once_s
+    passes = [cost.forward_s for cost in costs], [cost.backward_s for cost in costs], once_s
     return simulated_step_s(shape.schedule, *passes, shape.num_microbatches, [cost.weight_s for cost in costs])
 
 
