@@ -31,7 +31,8 @@ from meshwright.planner.plan.document import EXECUTABLE_CONTEXTS, EXECUTES_EXPER
 from meshwright.planner.plan.legality import context_rule, expert_rule, sequence_rule, tensor_rule
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.pins import Pins
-from meshwright.planner.solve.explore import Explorer, Solved
+from meshwright.planner.solve.explore import TIE, Explorer
+from meshwright.planner.solve.nodes import Solved
 from meshwright.profiler.machine.cluster import ClusterSpec
 from meshwright.profiler.model.model_profile import ModelProfile
 

@@ -18,7 +18,8 @@ from ..plan.pin_texts import in_words
 from ..plan.pins import Pins
 from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
 from ..plan.shape import LayerOption, Shape
-from ..solve.explore import Explorer, Solved
+from ..solve.explore import Explorer
+from ..solve.nodes import Solved
 from ..solve.scan import scan, simulated_s
 from ..solve.space import Space
 from .blame import blamed

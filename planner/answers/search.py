@@ -15,7 +15,8 @@ from ..plan.not_run import priced_mark
 from ..plan.pins import Pins
 from ..plan.setups import Setup
 from ..plan.training import TrainingSpec
-from ..solve.explore import ALTERNATIVES, SIMPLE, TIE, WINDOW, Explorer, Outcome, Progress, Solved
+from ..solve.explore import ALTERNATIVES, SIMPLE, TIE, WINDOW, Explorer, Outcome, Progress
+from ..solve.nodes import Solved
 from ..solve.solver import SolverError
 from .explain import compared
 from .guidance import RuleOfThumb, rules_of_thumb

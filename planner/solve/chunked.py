@@ -600,7 +600,9 @@ class Known:
         if key not in self._stages:
             parts = []
             for run, row in zip(self._runs(composition), counts, strict=True):
-                order = sorted(range(len(row)), key=lambda o, run=run: _held_bytes(prices.costs[run][o], flights))
+                order = sorted(
+                    range(len(row)), key=[_held_bytes(cost, flights) for cost in prices.costs[run]].__getitem__
+                )
                 parts += [(run, prices.options[run][o], row[o]) for o in order if row[o]]
             choice = Choice(tuple(parts))
             self._stages[key] = choice, prices.stage_cost(composition, choice, flights)

@@ -31,6 +31,7 @@ from ..cost.simulate import CriticalPath, critical_paths
 from ..plan.schedules import ZERO_BUBBLE, Schedule, stage_of
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 TIGHT = 3e-4
 """Relative: a step that is no longer than that beyond T needs no further path."""
@@ -182,7 +183,7 @@ class FluidPipelines:
                 program.add(path)
         self.prices.setdefault(table, []).append(program.prices())
         del self.prices[table][:-MOST_PRICES]
-        return least_s, np.bincount(program.stage, program.amounts, table.num_stages)
+        return least_s, program.layers
 
     def whole(
         self,
@@ -209,7 +210,7 @@ class FluidPipelines:
                 break
             fresh = program.longer_paths(below_s)
             if not fresh:
-                return least_s, np.bincount(program.stage, program.amounts, table.num_stages)
+                return least_s, program.layers
             for path in fresh:
                 program.add(path)
         return least_s, None
@@ -284,6 +285,12 @@ def least_of_many_s(
         )
         seconds = seconds + layers.count * each.min(axis=0)
     return seconds
+
+
+def _sums(places: Ints, amounts: Floats, number: int) -> Floats:
+    """[place] -> sum of the amounts there."""
+    found: Floats = np.bincount(places, amounts, number).astype(np.float64)
+    return found
 
 
 class _Program:
@@ -395,13 +402,18 @@ class _Program:
         self.amounts = np.rint(values[: self.num])
         return float(values[self.num] * self.unit_s), bound_s
 
+    @property
+    def layers(self) -> Floats:
+        """[stage] -> layers that it holds in the solution."""
+        return _sums(self.stage, self.amounts, self.table.num_stages)
+
     def durations(self) -> tuple[Floats, Floats]:
         """([forward, backward, weight][stage] -> seconds, transfers included, [rank] -> at the end) of the solution."""
         num_stages = self.table.num_stages
-        seconds = np.array([np.bincount(self.stage, self.amounts * each, num_stages) for each in self.seconds])
+        seconds = np.array([_sums(self.stage, self.amounts * each, num_stages) for each in self.seconds])
         seconds[0, 1:] += self.wait_s
         seconds[1, :-1] += self.wait_s
-        return seconds, np.bincount(self.rank, self.amounts * self.once_s, self.table.num_ranks) + self.least_end_s
+        return seconds, _sums(self.rank, self.amounts * self.once_s, self.table.num_ranks) + self.least_end_s
 
     def longer_paths(self, longer_than_s: float) -> list[CriticalPath]:
         """Paths that are longer with the solution's layers, the longest first."""
@@ -419,7 +431,7 @@ class _Program:
         _, holds, order, memory, paths = (duals[a:b] for a, b in pairwise(starts))
         weights = np.maximum(0.0, paths)
         weights = weights / weights.sum() if weights.sum() > 0 else np.full(len(paths), 1 / len(paths))
-        ends = np.bincount([path.rank for path in self._paths], weights, table.num_ranks)
+        ends = _sums(np.array([path.rank for path in self._paths]), weights, table.num_ranks)
         passes = np.tensordot(weights, np.array([path.passes for path in self._paths]), 1)
         given = np.tile(np.maximum(0.0, holds) * self.unit_s, (num_runs, 1))
         given_s = float(given[0].sum())

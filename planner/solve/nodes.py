@@ -57,7 +57,10 @@ class Node(Protocol):
     """Some plans, none of which is faster than `bound` seconds, while the best of them are likely to take `guess`."""
 
     bound: float
-    guess: float
+
+    @property
+    def guess(self) -> float:
+        """Seconds."""
 
     def children(self, cutoff_s: float) -> Iterable["Node"]:
         """Nodes that together hold the same plans, but for those that take `cutoff_s` or longer."""
@@ -171,11 +174,12 @@ class ShapesNode:
     def children(self, cutoff_s: float) -> Iterator[Node]:
         """Itself with better bounds, then the first shape, and the others."""
         family, space, search = self.family.family, self.family.space, self.family.search
-        guesses, bounds, some = (list(row) for row in zip(*self.shapes, strict=True))
+        guesses, bounds = [shape[0] for shape in self.shapes], [shape[1] for shape in self.shapes]
+        some = [which for _, _, which in self.shapes]
         if not self.raised:
-            bounds = np.maximum(bounds, search.bounds.with_memory_s(family, space, some))
-            likely = np.maximum(bounds, search.bounds.guesses(family, space, some, with_memory=True))
-            yield from ShapesNode.of(bounds.tolist(), np.maximum(guesses, likely).tolist(), some, self.family, True)
+            better = np.maximum(bounds, search.bounds.with_memory_s(family, space, some))
+            likely = np.maximum(better, search.bounds.guesses(family, space, some, with_memory=True))
+            yield from ShapesNode.of(better.tolist(), np.maximum(guesses, likely).tolist(), some, self.family, True)
             return
         shape = family.shape(space.leaves(family).each[some[0]])
         yield ShapeNode(bounds[0], guesses[0], shape, family, space, search)
