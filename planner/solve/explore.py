@@ -54,6 +54,9 @@ SLOWEST = 4.0
 TIE = 0.001
 """A plan this near the bound counts as optimal."""
 
+PROVEN = 0.9 * TIE
+"""How near the bound is brought, so that rounding does not undo it."""
+
 CLOSER = 1.2
 """Closed forms of 1F1B are up to so many times their simulated steps (stage_cost.closed_form_s)."""
 
@@ -61,7 +64,7 @@ COUNTED = 0.5
 """Share of the time in which a space may be counted; what is left out then (of clusters whose number has hundreds of
 divisors) is not searched."""
 
-PATIENCE = 1 / 6
+PATIENCE = 1 / 12
 """Share of the time in which a search goes on without a better plan, and then looks for better cuts of those it has."""
 
 WHOLE_S = 4.0
@@ -372,7 +375,7 @@ class _Search:
         self._heap = [(node.bound, next(self._order), node) for node in rest]
         heapq.heapify(self._heap)
         until_s = self._patient_until_s if self._out.solved else self._deadline_s
-        while self._heap and self._heap[0][0] < self._best * (1 - TIE) and not expired(until_s):
+        while self._heap and self._heap[0][0] < self._best * (1 - PROVEN) and not expired(until_s):
             _, _, node = heapq.heappop(self._heap)
             if isinstance(node, ShapeNode) and node.raised:
                 self._solve(node, self._best)
@@ -401,13 +404,13 @@ class _Search:
     def _close(self, deadline_s: float) -> None:
         """Look for better plans of the shapes whose bounds leave a gap, the least bounds first."""
         for node in sorted((n for n in self._rest if isinstance(n, ShapeNode)), key=lambda n: n.bound):
-            if node.bound >= self._best * (1 - TIE) or expired(deadline_s):
+            if node.bound >= self._best * (1 - PROVEN) or expired(deadline_s):
                 return
             better, is_all = node.found, False
             if better is not None:
                 better, is_all = self.explorer.closer(better, deadline_s)
             if not is_all and isinstance(node.prices, StagePrices):
-                below_s, left_s = self._best * (1 - TIE), deadline_s - time.monotonic()
+                below_s, left_s = self._best * (1 - PROVEN), deadline_s - time.monotonic()
                 whole_s, cuts = self.bounds.of_whole_layers(node.prices, below_s, min(WHOLE_S, left_s))
                 node.bound = max(node.bound, whole_s)
                 if cuts is not None:

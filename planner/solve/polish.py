@@ -19,7 +19,7 @@ from .scan import Assignment
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MOST_CUTS = 400
+MOST_CUTS = 5000
 """So many ways to cut the chain, or fewer, are all priced."""
 
 MOST_PASSES = 600_000
