@@ -288,9 +288,10 @@ class _Search:
         out = self._out
         if (self._near > 0 and not self._any_will_do) or (not out.solved and math.isinf(self._cutoff_s)):
             self._prove()
-        if self._near > 0 and out.best is not None:
+        left_s = min(PROGRAM_S, self._deadline_s - time.monotonic())
+        if self._near > 0 and out.best is not None and left_s > 0:
             best = out.best
-            better = self.explorer.by_program(best, PROGRAM_S)
+            better = self.explorer.by_program(best, left_s)
             out.solved = [better if each is best else each for each in out.solved]
         out.pruned = out.total - sum(out.rejected.values()) - out.num_solved
         left = [node.bound for node in self._rest] + [node.bound for _, _, node in self._heap]
