@@ -195,11 +195,10 @@ def least_by_ranks(prices: Prices, enough_s: float) -> tuple[float, Ints | None]
             cuts.insert(0, int(parent[cuts[0]]))
         return np.array(cuts)
 
-    high = (
-        enough_s
-        if np.isfinite(enough_s)
-        else float(sum(np.nanmax(np.where(np.isfinite(a), a, np.nan)) for a in alone)) * 2
-    )
+    high = enough_s
+    if not np.isfinite(enough_s):
+        each = [busy_s + stage.once_s for busy_s, stage in zip(alone, stages, strict=True)]
+        high = 2 * sum(float(seconds[np.isfinite(seconds)].max(initial=0.0)) for seconds in each)
     cuts = way(high)
     if cuts is None:
         return high, None
@@ -238,7 +237,11 @@ class _RankedStage:
         most, least = (np.where(there, (chain.counts @ per + receives)[table], 0.0) for per in per_run)
         both = np.where(there, seconds[table], np.inf)
         put_off = np.where(there, (chain.counts @ weight)[table], 0.0) if shape.schedule in ZERO_BUBBLE else 0.0
-        layers = np.concatenate(([0.0], np.cumsum(per_run[1][chain.run_of])))
+        everywhere = {id(each): each for each in (prices.on(other) for other in range(shape.pipeline))}
+        fastest = np.min(
+            [[min(c.forward_total_s for c in costs) for costs in each.costs] for each in everywhere.values()], axis=0
+        )
+        layers = np.concatenate(([0.0], np.cumsum(fastest[chain.run_of])))
         return cls(
             both,
             both - put_off,
