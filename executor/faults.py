@@ -77,7 +77,7 @@ def _seat(plan: Plan, rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceMemory:
     """Bytes that a rank holds: by torch for model states, allocated and reserved at most, and what the device has."""
 
     parameters: float
@@ -89,7 +89,7 @@ class Held:
     total: float
 
 
-def held_memory(parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer, device: torch.device) -> Held:
+def held_memory(parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer, device: torch.device) -> DeviceMemory:
     """What this rank's device holds now, and at its peak."""
 
     def size(tensors: list[torch.Tensor]) -> float:
@@ -99,7 +99,7 @@ def held_memory(parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
-    return Held(
+    return DeviceMemory(
         parameters=size(parameters),
         gradients=size([p.grad for p in parameters if p.grad is not None]),
         optimizer=size(states),
@@ -110,7 +110,7 @@ def held_memory(parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer
     )
 
 
-def out_of_memory_message(plan: Plan, rank: int, num_elements: int, held: Held) -> str:
+def out_of_memory_message(plan: Plan, rank: int, num_elements: int, held: DeviceMemory) -> str:
     """Which item of the predicted memory was exceeded most, and what to change.
 
     num_elements: of the parameters that this rank holds, before sharding over data.

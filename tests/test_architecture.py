@@ -1,4 +1,5 @@
-"""Imports go left only and in no circle, the planner knows no torch, and what needs no torch never loads it."""
+"""Imports go left only and in no circle, a class name has one meaning, the planner knows no torch, and what needs no
+torch never loads it."""
 
 import ast
 from functools import cache
@@ -114,12 +115,52 @@ def files_named(node: ast.Import | ast.ImportFrom, file: Path, files: dict[str, 
     return {name for name in named if name in files}
 
 
+def names_defined_twice(root: Path) -> dict[str, list[str]]:
+    """Class name without its leading underscores -> "file:line" of its definitions, of names that have several.
+
+    Type aliases do not count.
+    """
+    found: dict[str, list[str]] = {}
+    for path in sorted(path for folder in MAY_IMPORT for path in (root / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(f"{path.relative_to(root)}:{node.lineno}")
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
 def test_imports_go_left_only() -> None:
     assert violations(ROOT) == []
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert circle(ROOT) == []
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    assert names_defined_twice(ROOT) == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "line"),
+    [
+        ("profiler/planted.py", "class Plan:\n    pass", 1),
+        ("executor/planted.py", "class _Plan:\n    pass", 1),
+        ("planner/plan/planted.py", "class Outer:\n    class Plan:\n        pass", 2),
+        ("planner/plan/planted.py", "def build():\n    class __Plan:\n        pass", 2),
+    ],
+)
+def test_a_planted_second_meaning_is_found(tmp_path: Path, file: str, source: str, line: int) -> None:
+    for path in ("planner/plan/document.py", file):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "planner" / "plan" / "document.py").write_text("class Plan:\n    pass\n")
+    (tmp_path / "planner" / "plan" / "alias.py").write_text("Plan = tuple[int, ...]\n_Plan = list[int]\n")
+    assert names_defined_twice(tmp_path) == {}
+    (tmp_path / file).write_text(source + "\n")
+
+    found = names_defined_twice(tmp_path)
+
+    assert list(found) == ["Plan"]
+    assert sorted(found["Plan"]) == sorted(["planner/plan/document.py:1", f"{file}:{line}"])
 
 
 @pytest.mark.parametrize(

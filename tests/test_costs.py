@@ -27,9 +27,8 @@ from meshwright.planner.plan.schedules import in_flight, table
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve import knapsack
-from meshwright.planner.solve.knapsack import Group, Turns, least_weight, lightest
-from meshwright.profiler.machine.cluster import Group as Ranks
-from meshwright.profiler.machine.cluster import Link
+from meshwright.planner.solve.knapsack import ItemGroup, Turns, least_weight, lightest
+from meshwright.profiler.machine.cluster import Group, Link
 from meshwright.profiler.model.model_profile import Bytes, ModelProfile, OpProfile
 from support import slow
 from support.synthetic import cluster, device, layer_class, profile
@@ -39,7 +38,7 @@ GIB = 2**30
 
 def links(ranks_per_host: int, hosts: int = 1) -> GroupLinks:
     return GroupLinks(
-        group=Ranks(ranks_per_host=ranks_per_host, hosts=hosts),
+        group=Group(ranks_per_host=ranks_per_host, hosts=hosts),
         link=Link(bandwidth=100e9, latency=1e-6),
         network=Link(bandwidth=50e9, latency=1e-5),
         devices_per_host=8,
@@ -370,7 +369,9 @@ def test_knapsack_finds_the_least_weight_of_all_packings(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(10):
         groups = [
-            Group(int(rng.integers(1, 5)), rng.integers(0, 20, n).astype(float), rng.integers(0, 20, n).astype(float))
+            ItemGroup(
+                int(rng.integers(1, 5)), rng.integers(0, 20, n).astype(float), rng.integers(0, 20, n).astype(float)
+            )
             for n in rng.integers(1, 5, int(rng.integers(1, 4)))
         ]
         room = float(rng.integers(0, 150))

@@ -12,7 +12,7 @@ import torch
 from benchmarks.faults import kill
 from benchmarks.faults.launched import Ending, launch
 from meshwright.executor import faults, parallelize, watch
-from meshwright.executor.faults import Held, NonFiniteError, out_of_memory_message
+from meshwright.executor.faults import DeviceMemory, NonFiniteError, out_of_memory_message
 from meshwright.planner.cost.software import load_software
 from meshwright.planner.cost.stage_cost import outside_bytes
 from meshwright.planner.plan.document import Plan, Prediction
@@ -251,7 +251,7 @@ def test_out_of_memory_names_the_item_that_was_exceeded(excess: dict[str, float]
         "total": 80.0,
     }
 
-    held = Held(**{name: (value + excess.get(name, 0.0)) * GIB for name, value in found.items()})
+    held = DeviceMemory(**{name: (value + excess.get(name, 0.0)) * GIB for name, value in found.items()})
     message = out_of_memory_message(plan, 1, 2**28, held)
 
     assert "out of memory on rank 1, stage 1 on a device of 80.00 GiB" in message
@@ -264,7 +264,7 @@ def test_out_of_memory_is_told_by_the_memory_of_the_plans_software() -> None:
     plan = some_plan(shard=2)
     training = plan.training.model_copy(update={"software": "megatron-2021+deepspeed"})
     device = load_software(training.software).on(plan.cluster.device, 2)
-    held = Held(0.0, 0.0, 0.0, 0.0, 0.0, others=outside_bytes(shape_of(plan), device), total=80.0 * GIB)
+    held = DeviceMemory(0.0, 0.0, 0.0, 0.0, 0.0, others=outside_bytes(shape_of(plan), device), total=80.0 * GIB)
 
     message = out_of_memory_message(plan.model_copy(update={"training": training}), 0, 0, held)
 

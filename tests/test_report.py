@@ -20,7 +20,7 @@ from meshwright.executor.measuring.compare import Comparison, compare, read_setu
 from meshwright.executor.reporting.chrome_trace import trace_events
 from meshwright.executor.reporting.drawing import nice_step, stage_colour, tag, ticks
 from meshwright.executor.reporting.html_report import report_page
-from meshwright.executor.reporting.plan_diff import Cost, Difference, difference
+from meshwright.executor.reporting.plan_diff import Cost, PlanDifference, difference
 from meshwright.executor.reporting.report import axis_rows
 from meshwright.executor.reporting.report_facts import Facts, front, gather, host_patterns, played
 from meshwright.executor.reporting.terminal import make_console, print_difference
@@ -407,7 +407,7 @@ def test_the_causes_of_a_difference_add_up_to_it(plan: Plan) -> None:
 
 def test_a_step_of_several_times_the_length_is_told_as_a_factor(capsys: pytest.CaptureFixture[str]) -> None:
     times = (Cost("step", 1.0, 22.3), Cost("compute", 1.0, 1.5), Cost("data", 0.0, 1.0))
-    print_difference(make_console(), ("a.json", "b.json"), Difference((), times, ()))
+    print_difference(make_console(), ("a.json", "b.json"), PlanDifference((), times, ()))
 
     out = capsys.readouterr().out
     assert "22.3x" in out

@@ -342,7 +342,7 @@ def test_a_large_model_without_a_small_version_is_refused(tmp_path: Path) -> Non
 
 def run(loss: float = 1.0, gradient: float = 1.0, tiny: float = 1e-9, parameter: float = 2.0) -> Any:
     """What a run of one step computed."""
-    return verify._Run(
+    return verify._RunResult(
         [loss], [gradient], {"a": torch.tensor([gradient, 0.0]), "zero": torch.tensor([tiny])},
         {"a": torch.tensor([parameter]), "zero": torch.tensor([0.0])}, 1e-8,
     )  # fmt: skip

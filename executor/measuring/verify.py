@@ -111,7 +111,7 @@ class VerifyReport:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunResult:
     """What a run computed. gradients: of the first step; parameters: after the last."""
 
     losses: list[float]
@@ -154,18 +154,18 @@ def beside_one_process(
     """
     ranks = plan.degrees.num_devices
     try:
-        expected: _Run = run_local_ranks(one_process, 1, loaded, plan, batches, timeout_s=timeout_s)[0]
+        expected: _RunResult = run_local_ranks(one_process, 1, loaded, plan, batches, timeout_s=timeout_s)[0]
     except RankError as error:
         return replace(report, failure=f"the model does not train in one process: {error}", detail=error.detail)
     try:
         given = loaded, plan, batches, expected.eps, compile
-        found: _Run = run_local_ranks(_one_rank, ranks, *given, timeout_s=timeout_s)[0]
+        found: _RunResult = run_local_ranks(_one_rank, ranks, *given, timeout_s=timeout_s)[0]
     except RankError as error:
         return replace(report, failure=f"the plan did not run: {error}", detail=error.detail)
     return compared(report, expected, found)
 
 
-def compared(report: VerifyReport, expected: _Run, found: _Run) -> VerifyReport:
+def compared(report: VerifyReport, expected: _RunResult, found: _RunResult) -> VerifyReport:
     """The report with what differs between two runs."""
     missing = [f"gradient of {name}" for name in expected.gradients if name not in found.gradients]
     missing += [name for name in expected.parameters if name not in found.parameters]
@@ -407,7 +407,7 @@ def _batches(loaded: LoadedModel, plan: Plan, steps: int) -> list[Batch]:
         return [loaded.batch(plan.training.global_batch) for _ in range(steps)]
 
 
-def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _Run:
+def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _RunResult:
     """The same training with none of our machinery."""
     torch.manual_seed(_SEED)
     model = loaded.build().train()
@@ -430,7 +430,7 @@ def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _R
             optimizer.step()
             optimizer.zero_grad()
     parameters = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
-    return _Run(losses, norms, gradients, parameters, eps)
+    return _RunResult(losses, norms, gradients, parameters, eps)
 
 
 def _accumulate(model: nn.Module, loaded: LoadedModel, parts: Sequence[Any]) -> float:
@@ -448,7 +448,7 @@ def _accumulate(model: nn.Module, loaded: LoadedModel, parts: Sequence[Any]) -> 
 
 def _one_rank(
     loaded: LoadedModel, plan: Plan, batches: Sequence[Batch], eps: float, compile: bool | str
-) -> _Run | None:
+) -> _RunResult | None:
     """The training by the plan; what it computed, on rank 0."""
     trainer = parallelize(
         loaded.build, plan, _optimizer(eps), loaded.loss, loaded.weight, seed=_SEED, device="cpu", compile=compile
@@ -467,7 +467,7 @@ def _one_rank(
     parameters = trainer.full_state_dict()
     is_first = trainer.mesh.rank == 0
     trainer.close()
-    return _Run(losses, norms, gradients, parameters, eps) if is_first else None
+    return _RunResult(losses, norms, gradients, parameters, eps) if is_first else None
 
 
 def _optimizer(eps: float) -> Callable[..., torch.optim.Optimizer]:

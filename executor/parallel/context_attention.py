@@ -119,7 +119,7 @@ def _forward(
     blocks = _passed_on(key, value, own) if kind == "ring" else _gathered(key, value, own)
     merged: _Merged | None = None
     for source, (keys, values) in blocks:
-        part = _Part(source, dist.get_rank(own), dist.get_world_size(own), query, is_causal)
+        part = _RingBlock(source, dist.get_rank(own), dist.get_world_size(own), query, is_causal)
         result = attention_forward(
             part.rows(query), part.columns(keys), part.columns(values), part.mask(mask), part.diagonal, scale
         )
@@ -131,7 +131,7 @@ def _forward(
     return [merged.output.to(query.dtype), merged.lse]
 
 
-class _Part:
+class _RingBlock:
     """Which of a rank's queries meet which of another rank's keys, and how."""
 
     def __init__(self, source: int, rank: int, num_ranks: int, query: torch.Tensor, is_causal: bool) -> None:
@@ -185,7 +185,7 @@ def _backward_blocks(
     query_grad = torch.zeros_like(query, dtype=torch.float32)
     grad = grad.contiguous()
     for source, (keys, values) in blocks:
-        part = _Part(source, dist.get_rank(group), dist.get_world_size(group), query, is_causal)
+        part = _RingBlock(source, dist.get_rank(group), dist.get_world_size(group), query, is_causal)
         rows = (part.rows(x) for x in (grad, query, output))
         own_grad, own_query, own_output = rows
         found = attention_backward(

@@ -20,7 +20,7 @@ from ...profiler.model.expert_banks import routing_of
 from ...profiler.model.model_profile import Experts
 
 
-class _Exchange(Function):
+class _RowExchange(Function):
     """Rows to other ranks of a group, and their gradients back."""
 
     @staticmethod
@@ -83,11 +83,11 @@ class Bank:
         of_rows = indices.flatten()
         order = of_rows.argsort(stable=True)
         told = count_rows(of_rows, self.count, self.group)
-        rows = _Exchange.apply(tokens[order // slots], told.sent, told.received, self.group)
+        rows = _RowExchange.apply(tokens[order // slots], told.sent, told.received, self.group)
         own = torch.arange(self.count // num_ranks, device=tokens.device).repeat(num_ranks)
         experts = own.repeat_interleave(told.arriving, output_size=rows.shape[0])
         made = self._own(rows, experts.to(indices.dtype), tokens, indices, weights, args, kwargs)
-        back = _Exchange.apply(made, told.received, told.sent, self.group)
+        back = _RowExchange.apply(made, told.received, told.sent, self.group)
         placed = torch.empty_like(order)
         placed[order] = torch.arange(order.shape[0], device=order.device)
         terms = back[placed].view(-1, slots, back.shape[-1]) * weights.unsqueeze(-1)
@@ -127,11 +127,11 @@ class StackedBank:
         (tokens,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         num_ranks = dist.get_world_size(self.group)
         each = [tokens.shape[0] // num_ranks] * num_ranks
-        arrived = _Exchange.apply(tokens, each, each, self.group)
+        arrived = _RowExchange.apply(tokens, each, each, self.group)
         own = arrived.unflatten(0, (num_ranks, -1)).transpose(0, 1).flatten(1, 2)
         given_args, given_kwargs = tree_map(lambda leaf: own if leaf is tokens else leaf, (args, kwargs))
         made = self.forward(*given_args, **given_kwargs).unflatten(1, (num_ranks, -1)).transpose(0, 1).flatten(0, 1)
-        returned: torch.Tensor = _Exchange.apply(made, each, each, self.group)
+        returned: torch.Tensor = _RowExchange.apply(made, each, each, self.group)
         return returned
 
 

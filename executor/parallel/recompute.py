@@ -158,7 +158,7 @@ class _Made:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RemadePart:
     """What backward finds instead of a tensor: the memory that a step made, and which part of it."""
 
     made: _Made
@@ -168,7 +168,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _CoreOp:
     """An operator of the core; tensors that earlier steps made are given as such. state: of the random numbers."""
 
     func: Any
@@ -189,7 +189,7 @@ class _AttentionCore(TorchDispatchMode):
         locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
         self._weights = {_storage(p)._cdata for p in locals_}
         self._module = type(module).__name__
-        self._steps: list[_Step] = []
+        self._steps: list[_CoreOp] = []
         self._given: list[tuple[torch.Tensor, int]] = []
         self._made: dict[int, tuple[_Made, torch.Tensor]] = {}
         self._given_back = 0
@@ -206,24 +206,24 @@ class _AttentionCore(TorchDispatchMode):
             return func(*args, **kwargs)
         state = _random_state(args) if torch.Tag.nondeterministic_seeded in func.tags else None
         noted_args, noted_kwargs = tree_map(self._noted, (args, kwargs))
-        step = _Step(func, noted_args, noted_kwargs, state)
+        step = _CoreOp(func, noted_args, noted_kwargs, state)
         output = func(*args, **kwargs)
         for leaf, x in enumerate(_tensors(output)):
             self._made[_storage(x)._cdata] = _Made(len(self._steps), leaf), x
         self._steps.append(step)
         return output
 
-    def pack(self, x: torch.Tensor) -> torch.Tensor | _Part:
+    def pack(self, x: torch.Tensor) -> torch.Tensor | _RemadePart:
         """What to keep of a tensor that backward will ask for."""
         known = self._made.get(_storage(x)._cdata) if not isinstance(x, DTensor) else None
         if known is None:
             return x
         self._packed += 1
-        return _Part(known[0], x.shape, x.stride(), int(x.storage_offset()))
+        return _RemadePart(known[0], x.shape, x.stride(), int(x.storage_offset()))
 
-    def unpack(self, kept: torch.Tensor | _Part) -> torch.Tensor:
+    def unpack(self, kept: torch.Tensor | _RemadePart) -> torch.Tensor:
         """The tensor. The first that is asked for makes all, which stay until the last has been."""
-        if not isinstance(kept, _Part):
+        if not isinstance(kept, _RemadePart):
             return kept
         if not self._again:
             self._repeat()
@@ -240,7 +240,7 @@ class _AttentionCore(TorchDispatchMode):
     def _noted(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and _storage(leaf)._cdata in self._made:
             made, _ = self._made[_storage(leaf)._cdata]
-            return _Part(made, leaf.shape, leaf.stride(), int(leaf.storage_offset()))
+            return _RemadePart(made, leaf.shape, leaf.stride(), int(leaf.storage_offset()))
         if isinstance(leaf, torch.Tensor):
             self._given.append((detached(leaf), leaf._version))
             return self._given[-1][0]
@@ -254,7 +254,7 @@ class _AttentionCore(TorchDispatchMode):
             )
 
         def real(leaf: Any) -> Any:
-            if not isinstance(leaf, _Part):
+            if not isinstance(leaf, _RemadePart):
                 return leaf
             return self._again[leaf.made.step][leaf.made.leaf].as_strided(leaf.shape, leaf.stride, leaf.offset)
 

@@ -121,7 +121,7 @@ class StageModule(nn.Module):
         """Crossing tensors for the next stage, or the scaled loss on the last one."""
         micro_batch = self._queue.popleft()
         self._calls.clear()
-        exchange = self._exchange = _Exchange(
+        exchange = self._exchange = _BoundaryTensors(
             arrived={
                 crossing.producer: self._arrived(crossing, tensor)
                 for crossing, tensor in zip(self.incoming, self._received, strict=True)
@@ -197,7 +197,7 @@ class StageModule(nn.Module):
     def _sent(self) -> tuple[torch.Tensor, ...]:
         return tuple(self.on_wire(crossing) for crossing in self.outgoing)
 
-    def _checked(self, exchange: "_Exchange") -> tuple[torch.Tensor, ...]:
+    def _checked(self, exchange: "_BoundaryTensors") -> tuple[torch.Tensor, ...]:
         exchange.check_all_seen()
         outputs = tuple(exchange.made[producer].contiguous() for producer in exchange.wanted)
         if self._plan.schedule in ZERO_BUBBLE:  # torch detaches what it sent in place, which no view can be
@@ -254,7 +254,7 @@ class _CompleteError(Exception):
     """All that the next stage needs has been produced."""
 
 
-class _Exchange:
+class _BoundaryTensors:
     """Puts arrived tensors in their producers' places, and collects the wanted ones until all are there."""
 
     def __init__(
@@ -293,7 +293,7 @@ class _Exchange:
                 raise RuntimeError(f"{_words(producer)} arrived, which the model never made: {STALE}")
 
 
-_NOTHING = _Exchange({}, (), {})
+_NOTHING = _BoundaryTensors({}, (), {})
 
 
 def _words(producer: Producer) -> str:

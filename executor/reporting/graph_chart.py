@@ -29,7 +29,7 @@ _ALIKE = 3
 
 
 @dataclass(frozen=True)
-class _Box:
+class _DrawnBox:
     """Layers that are drawn as one: neighbours of one class, on one stage or the same number on each of several."""
 
     layers: tuple[int, ...]
@@ -111,7 +111,7 @@ def shared_weights(graph: nx.DiGraph) -> list[str]:
     return told
 
 
-def _boxes(plan: Plan, graph: nx.DiGraph) -> list[_Box]:
+def _boxes(plan: Plan, graph: nx.DiGraph) -> list[_DrawnBox]:
     stage_of = [stage for stage, held in enumerate(plan.stages) for _ in held.layers]
     classes = nx.get_node_attributes(graph, "layer_class")
     runs = [
@@ -123,11 +123,11 @@ def _boxes(plan: Plan, graph: nx.DiGraph) -> list[_Box]:
     for (name, _), group in groupby(runs, key=lambda run: (run[1], run[0] if run[0] in several else None)):
         alike = [(stage, layers) for stage, _, layers in group]
         if len(alike) < _ALIKE:
-            boxes += [_Box(layers, (stage,), _times(name, [len(layers)])) for stage, layers in alike]
+            boxes += [_DrawnBox(layers, (stage,), _times(name, [len(layers)])) for stage, layers in alike]
         else:
             stages = tuple(stage for stage, _ in alike)
             words = _times(name, [len(layers) for _, layers in alike])
-            boxes.append(_Box(tuple(layer for _, layers in alike for layer in layers), stages, words))
+            boxes.append(_DrawnBox(tuple(layer for _, layers in alike for layer in layers), stages, words))
     return boxes
 
 
@@ -136,7 +136,7 @@ def _times(name: str, counts: Sequence[int]) -> str:
     return name if counts == [1] else f"{low} × {name}" if low == high else f"{low}–{high} × {name}"
 
 
-def _arcs(graph: nx.DiGraph, boxes: Sequence[_Box]) -> tuple[list[_Arc], list[_Arc]]:
+def _arcs(graph: nx.DiGraph, boxes: Sequence[_DrawnBox]) -> tuple[list[_Arc], list[_Arc]]:
     """(those that are drawn, shortest first; those for which there is no room)."""
     box_of = {layer: number for number, box in enumerate(boxes) for layer in box.layers}
     found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
@@ -164,7 +164,7 @@ def _lanes(arcs: Sequence[_Arc]) -> list[int]:
 
 
 def _joint(
-    graph: nx.DiGraph, before: _Box, box: _Box, top: float, width: float, carried: Sequence[float]
+    graph: nx.DiGraph, before: _DrawnBox, box: _DrawnBox, top: float, width: float, carried: Sequence[float]
 ) -> Iterator[str]:
     """Between two boxes: an arrow if the lower one reads what the upper one made, and the cut, if there is one; as wide
     as boxes and arcs."""
@@ -184,7 +184,7 @@ def _joint(
         yield text(36, middle + 4, size, class_="small dim")
 
 
-def _colour(plan: Plan, box: _Box) -> str:
+def _colour(plan: Plan, box: _DrawnBox) -> str:
     """That of its stage, or of its class where there is one stage, as in the strip of layers."""
     if len(plan.stages) > 1:
         return stage_colour((box.stages[0] + box.stages[-1]) // 2, len(plan.stages))
@@ -193,7 +193,7 @@ def _colour(plan: Plan, box: _Box) -> str:
 
 
 def _drawn(
-    graph: nx.DiGraph, box: _Box, top: float, width: float, colour: str, carried: Sequence[float]
+    graph: nx.DiGraph, box: _DrawnBox, top: float, width: float, colour: str, carried: Sequence[float]
 ) -> Iterator[str]:
     known = [graph.nodes[layer] for layer in box.layers]
     names = collapse(layer["name"] for layer in known)

@@ -26,7 +26,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PlanDifference:
     """Changes in the order of their weight; times and sizes where they are known."""
 
     changes: tuple[Change, ...]
@@ -34,14 +34,14 @@ class Difference:
     sizes: tuple[Cost, ...]
 
 
-def difference(first: Plan, second: Plan, priced: tuple[Estimate, Estimate] | None) -> Difference:
+def difference(first: Plan, second: Plan, priced: tuple[Estimate, Estimate] | None) -> PlanDifference:
     """What the second plan does differently. priced: both plans' estimates; without them only the totals that the
     documents state are compared."""
     times, sizes = _costs(*priced) if priced else _stated(first, second)
     batches = [plan.training.global_batch for plan in (first, second)]
     if times and batches[0] != batches[1]:
         times = (Cost("step per sample", times[0].first / batches[0], times[0].second / batches[1]), *times)
-    return Difference(tuple(_changes(first, second)), times, sizes)
+    return PlanDifference(tuple(_changes(first, second)), times, sizes)
 
 
 def _changes(first: Plan, second: Plan) -> list[Change]:

@@ -168,7 +168,7 @@ def joined_notes(notes: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class LayerRun:
+class AlikeLayers:
     """Consecutive layers of one stage that are treated alike."""
 
     names: str
@@ -176,7 +176,7 @@ class LayerRun:
     treatment: str
 
 
-def layer_runs(plan: Plan, position: int) -> list[LayerRun]:
+def layer_runs(plan: Plan, position: int) -> list[AlikeLayers]:
     """The layers of a pipeline coordinate, split where recompute, resharding or the tensor cut changes."""
     runs: list[tuple[str, list[str]]] = []
     for layer in (layer for stage in plan.stages_of(position) for layer in plan.stages[stage].layers):
@@ -185,7 +185,7 @@ def layer_runs(plan: Plan, position: int) -> list[LayerRun]:
             runs[-1][1].append(layer.name)
         else:
             runs.append((treatment, [layer.name]))
-    return [LayerRun(collapse(names), len(names), treatment) for treatment, names in runs]
+    return [AlikeLayers(collapse(names), len(names), treatment) for treatment, names in runs]
 
 
 def stage_names(plan: Plan, position: int) -> str:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ...planner.answers.search import Candidate, InfeasibleError
     from ...planner.cost.estimate import Estimate, StageMemory
     from .measured_report import MeasuredTable
-    from .plan_diff import Cost, Difference
+    from .plan_diff import Cost, PlanDifference
     from .report_facts import Facts
 
 _ITEMS = ("parameters", "gradients", "optimizer", "gathered", "activations", "transient")
@@ -402,7 +402,7 @@ def rows_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numeric_fr
     return table
 
 
-def print_difference(console: Console, names: tuple[str, str], found: "Difference") -> None:
+def print_difference(console: Console, names: tuple[str, str], found: "PlanDifference") -> None:
     """What two plans decide differently, and what it costs."""
     if not found.changes:
         console.print(Text("The plans decide everything alike.", style="bold green"))

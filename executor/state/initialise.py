@@ -66,7 +66,7 @@ def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int)
             model = model_fn()
         values = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
         return Values(values.__getitem__, dict(model.named_buffers(remove_duplicate=False)).__getitem__)
-    recording = Recording()
+    recording = OpRecording()
     # Not on the meta device, where torch.nn.init leaves much out because "sampling is a no-op".
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -130,7 +130,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _View:
+class _StorageView:
     """A tensor as a window on a storage."""
 
     storage: int
@@ -140,7 +140,7 @@ class _View:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _WritingCall:
     """An operator call that wrote to storages; tensors are given as views."""
 
     function: Any
@@ -148,15 +148,15 @@ class _Call:
     kwargs: dict[str, Any]
     read: frozenset[int]
     written: frozenset[int]
-    outputs: tuple[_View, ...]
+    outputs: tuple[_StorageView, ...]
 
 
-class Recording(TorchDispatchMode):
+class OpRecording(TorchDispatchMode):
     """What was done to fake tensors, so that it can be repeated for any one of them with real numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: list[_Call] = []
+        self._calls: list[_WritingCall] = []
         self._storages: dict[int, Any] = {}
 
     def note_in_place(
@@ -165,7 +165,7 @@ class Recording(TorchDispatchMode):
         """Note a function that fills a tensor as one call, instead of its operators."""
         view = self._view(tensor)
         storage = frozenset([view.storage])
-        self._calls.append(_Call(function, (view, *args), kwargs, storage, storage, (view,)))
+        self._calls.append(_WritingCall(function, (view, *args), kwargs, storage, storage, (view,)))
         return tensor
 
     def __torch_dispatch__(
@@ -182,7 +182,9 @@ class Recording(TorchDispatchMode):
                 written |= {self._view(x).storage for x in _tensors(value)}
         if written:
             saved_args, saved_kwargs = tree_map(self._saved, (args, kwargs))
-            self._calls.append(_Call(func, saved_args, saved_kwargs, frozenset(given), frozenset(written), outputs))
+            self._calls.append(
+                _WritingCall(func, saved_args, saved_kwargs, frozenset(given), frozenset(written), outputs)
+            )
         return output
 
     def repeat(self, tensor: torch.Tensor, seed: int, name: str) -> torch.Tensor:
@@ -207,7 +209,7 @@ class Recording(TorchDispatchMode):
             made = self._play(own, _with_rows(self._view(tensor), len(block)), f"{seed} {name} {first // size}")
             yield made[max(0, rows.start - first) : rows.stop - first]
 
-    def _calls_behind(self, tensor: torch.Tensor, name: str) -> list[_Call]:
+    def _calls_behind(self, tensor: torch.Tensor, name: str) -> list[_WritingCall]:
         """What gave a tensor its numbers, in order."""
         needed, calls = {self._view(tensor).storage}, []
         for call in reversed(self._calls):
@@ -221,24 +223,24 @@ class Recording(TorchDispatchMode):
             )
         return calls[::-1]
 
-    def _can_be_cut(self, tensor: torch.Tensor, calls: list[_Call]) -> bool:
+    def _can_be_cut(self, tensor: torch.Tensor, calls: list[_WritingCall]) -> bool:
         """Whether the tensor is large, and every call fills all of its elements alike, or some of one row."""
         whole, (made, *fills) = self._view(tensor), calls
         if tensor.numel() <= BLOCK_ELEMENTS or not tensor.is_contiguous() or made.outputs != (whole,) or made.read:
             return False
         return _plain_name(made) in _MAKERS and all(
             _plain_name(call) in _ALIKE
-            and [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, _View)] == [call.args[0]]
+            and [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, _StorageView)] == [call.args[0]]
             and (call.args[0] == whole or _row_of(call.args[0], whole) is not None)
             for call in fills
         )
 
-    def _play(self, calls: list[_Call], wanted: _View, seed: str) -> torch.Tensor:
+    def _play(self, calls: list[_WritingCall], wanted: _StorageView, seed: str) -> torch.Tensor:
         """The wanted tensor, made by repeating the calls."""
         made: dict[int, torch.Tensor] = {}
 
         def real(x: Any) -> Any:
-            if isinstance(x, _View):
+            if isinstance(x, _StorageView):
                 return made[x.storage].as_strided(x.shape, x.stride, x.offset)
             return torch.device("cpu") if isinstance(x, torch.device) else x
 
@@ -254,32 +256,32 @@ class Recording(TorchDispatchMode):
             found: torch.Tensor = real(wanted)
             return found if found.numel() == made[wanted.storage].numel() else found.clone()
 
-    def _view(self, tensor: torch.Tensor) -> _View:
+    def _view(self, tensor: torch.Tensor) -> _StorageView:
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = storage  # kept, so that no other gets its number
-        return _View(storage._cdata, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _StorageView(storage._cdata, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _saved(self, x: Any) -> Any:
         return self._view(x) if isinstance(x, torch.Tensor) else x
 
 
-def _plain_name(call: _Call) -> str:
+def _plain_name(call: _WritingCall) -> str:
     name: str = call.function.__name__
     return name.partition(".")[0]
 
 
-def _row_of(part: _View, whole: _View) -> int | None:
+def _row_of(part: _StorageView, whole: _StorageView) -> int | None:
     """The row of a contiguous tensor that a view lies in; None if it lies in several."""
     last = part.offset + sum((n - 1) * step for n, step in zip(part.shape, part.stride, strict=True))
     row = part.offset // whole.stride[0]
     return row if last // whole.stride[0] == row else None
 
 
-def _with_rows(view: _View, num_rows: int) -> _View:
+def _with_rows(view: _StorageView, num_rows: int) -> _StorageView:
     return replace(view, shape=torch.Size([num_rows, *view.shape[1:]]))
 
 
-def _of_rows(call: _Call, tensor: torch.Tensor, rows: range) -> _Call | None:
+def _of_rows(call: _WritingCall, tensor: torch.Tensor, rows: range) -> _WritingCall | None:
     """What a call does to a block of a tensor's rows, taken for a tensor of its own; None: nothing."""
     view = call.outputs[0]
     if view.shape == tensor.shape:

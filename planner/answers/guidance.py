@@ -102,11 +102,11 @@ def named_rules(cluster: ClusterSpec, profile: ModelProfile | None = None) -> tu
     count, per_host = cluster.num_devices, cluster.devices_per_host
     inside = [t for t in reversed(divisors(per_host)) if t > 1]
     stages = [p for p in divisors(count) if 1 < p <= _MOST_STAGES]
-    fewest = [_Split(t) for t in divisors(per_host) if count % t == 0]
+    fewest = [_ModelSplit(t) for t in divisors(per_host) if count % t == 0]
     longer = _context_splits(cluster, profile)
-    deeper = [_Split(t, pipeline=p) for p in stages for t in inside or [1] if count % (t * p) == 0]
+    deeper = [_ModelSplit(t, pipeline=p) for p in stages for t in inside or [1] if count % (t * p) == 0]
 
-    def pins(split: _Split, **more: Any) -> Pins:
+    def pins(split: _ModelSplit, **more: Any) -> Pins:
         ways = split.tensor * split.context * split.pipeline
         return Pins(
             tensor=split.tensor,
@@ -117,14 +117,14 @@ def named_rules(cluster: ClusterSpec, profile: ModelProfile | None = None) -> tu
             **more,
         )
 
-    def megatron(split: _Split) -> Pins:
+    def megatron(split: _ModelSplit) -> Pins:
         return pins(split, schedule="1f1b" if split.pipeline > 1 else "none", gradient_sync="last", reshard=False)
 
     def zero(stage: int) -> Pins:
         sync: Literal["every", "last"] = "last" if stage == 1 else "every"
         return Pins(tensor=1, pipeline=1, data_shard=count, gradient_sync=sync, reshard=stage == 3, **_PLAIN)
 
-    sharded = [_Split(), *(_Split(t) for t in inside if count % t == 0), *longer, *deeper]
+    sharded = [_ModelSplit(), *(_ModelSplit(t) for t in inside if count % t == 0), *longer, *deeper]
     return (
         RuleOfThumb(
             "megatron",
@@ -141,7 +141,7 @@ def named_rules(cluster: ClusterSpec, profile: ModelProfile | None = None) -> tu
 
 
 @dataclass(frozen=True)
-class _Split:
+class _ModelSplit:
     """Ways that the model and its sequences are split."""
 
     tensor: int = 1
@@ -149,7 +149,7 @@ class _Split:
     pipeline: int = 1
 
 
-def _context_splits(cluster: ClusterSpec, profile: ModelProfile | None) -> list[_Split]:
+def _context_splits(cluster: ClusterSpec, profile: ModelProfile | None) -> list[_ModelSplit]:
     """Tensor parallelism in the node with more and more context ranks, where sequences are long and the executor runs
     any kind of context parallelism."""
     if profile is None or not (has_sequence_attention(profile) and EXECUTABLE_CONTEXTS):
@@ -157,7 +157,7 @@ def _context_splits(cluster: ClusterSpec, profile: ModelProfile | None) -> list[
     if (profile.seq_len or 0) < LONG_SEQUENCE:
         return []
     tensor = cluster.devices_per_host
-    return [_Split(tensor, context) for context in divisors(cluster.num_devices // tensor) if context > 1]
+    return [_ModelSplit(tensor, context) for context in divisors(cluster.num_devices // tensor) if context > 1]
 
 
 def _experts_inside(cluster: ClusterSpec, profile: ModelProfile | None, ranks: int) -> int | None:

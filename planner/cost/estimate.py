@@ -112,7 +112,7 @@ class Estimate(Frozen):
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _PricedStage:
     cost: StageCost
     layers: tuple[LayerCost, ...]
 
@@ -161,7 +161,7 @@ def step_seconds(plan: Plan, profile: ModelProfile) -> float:
     return _step_s(plan, model, stages, _ranks(stages, shape))
 
 
-def _step_s(plan: Plan, model: CostModel, stages: list[_Stage], ranks: list[_Stage]) -> float:
+def _step_s(plan: Plan, model: CostModel, stages: list[_PricedStage], ranks: list[_PricedStage]) -> float:
     costs = [stage.cost for stage in stages]
     simulated_s = simulated_step_s(
         plan.schedule,
@@ -179,7 +179,7 @@ def _model_flops(profile: ModelProfile) -> float:
     return profile.flops_per_sample()
 
 
-def _ranks(stages: list[_Stage], shape: Shape) -> list[_Stage]:
+def _ranks(stages: list[_PricedStage], shape: Shape) -> list[_PricedStage]:
     """What each rank of the pipeline holds: its one stage, or several as one."""
     if shape.virtual_stages == 1:
         return stages
@@ -188,11 +188,11 @@ def _ranks(stages: list[_Stage], shape: Shape) -> list[_Stage]:
         chunks = range(shape.virtual_stages)
         held = [stages[stage_of(shape.schedule, rank, chunk, shape.pipeline)] for chunk in chunks]
         layers = tuple(layer for stage in held for layer in stage.layers)
-        ranks.append(_Stage(on_one_rank([stage.cost for stage in held]), layers))
+        ranks.append(_PricedStage(on_one_rank([stage.cost for stage in held]), layers))
     return ranks
 
 
-def _stages(plan: Plan, models: Sequence[CostModel], shape: Shape) -> list[_Stage]:
+def _stages(plan: Plan, models: Sequence[CostModel], shape: Shape) -> list[_PricedStage]:
     """models: [pipeline coordinate] -> of its devices."""
     model, chain = models[0], Chain(models[0])
     shared, waiting = chain.shared_weights(shape), chain.waiting_bytes(shape)
@@ -230,7 +230,7 @@ def _stages(plan: Plan, models: Sequence[CostModel], shape: Shape) -> list[_Stag
             shape,
             model.batch_bytes(shape),
         )
-        stages.append(_Stage(total, tuple(costs)))
+        stages.append(_PricedStage(total, tuple(costs)))
         first = last
     return stages
 
@@ -267,7 +267,7 @@ def _memory(cost: StageCost, shape: Shape, model: CostModel) -> StageMemory:
     )
 
 
-def _breakdown(stages: list[_Stage], num_microbatches: int, step_s: float) -> dict[str, float]:
+def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float) -> dict[str, float]:
     """Where the step goes, on the stage that computes longest; what it waits for others is `pipeline`."""
     slowest = max(stages, key=lambda stage: num_microbatches * stage.cost.microbatch_s + stage.cost.once_s)
     layers = slowest.layers
@@ -293,7 +293,7 @@ def _breakdown(stages: list[_Stage], num_microbatches: int, step_s: float) -> di
     return parts
 
 
-def _traffic(ranks: list[_Stage], model: CostModel, shape: Shape, plan: Plan) -> tuple[AxisTraffic, ...]:
+def _traffic(ranks: list[_PricedStage], model: CostModel, shape: Shape, plan: Plan) -> tuple[AxisTraffic, ...]:
     """Traffic of the rank that passes most, by axis and kind."""
     most: dict[tuple[GroupAxis, Collective], tuple[float, float]] = {}
     for rank, total in zip(ranks, rank_tallies(plan, model, shape), strict=True):

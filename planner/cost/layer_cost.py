@@ -35,7 +35,7 @@ from .layer_parts import (
 )
 from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_buffers, uses_fully_shard
 from .peak import Arrivals
-from .priced_layer import Held, LayerCost, Traffic
+from .priced_layer import HeldParameter, LayerCost, Traffic
 from .sharding import padded_elements
 from .software import StackMemory, load_software
 from .tensor_costs import mode_costs
@@ -211,13 +211,15 @@ class CostModel:
             trainable += item.elements if item.trainable else 0.0
         return total, trainable
 
-    def held(self, kind: Kind, shape: Shape) -> tuple[Held, ...]:
+    def held(self, kind: Kind, shape: Shape) -> tuple[HeldParameter, ...]:
         """Parameters of a layer as one tensor rank has them."""
         _, _, tensor, chosen = self._mode(kind, shape)
         return self._held_by(kind.layer_class, tensor, shape.sharded_over, chosen)
 
     @memo
-    def _held_by(self, number: int, tensor: int, sharded_over: int, chosen: tuple[int, ...]) -> tuple[Held, ...]:
+    def _held_by(
+        self, number: int, tensor: int, sharded_over: int, chosen: tuple[int, ...]
+    ) -> tuple[HeldParameter, ...]:
         """[parameter of a class]; chosen: the cuts that are applied."""
         layer_class = self.profile.classes[number]
         cut_dims = {name: dim for i in chosen for name, dim in layer_class.cuts[i].sharded.items()}
@@ -229,7 +231,9 @@ class CostModel:
                 local[cut_dims[parameter.name]] //= tensor
             elements = padded_elements(tuple(local), sharded_over)
             is_partial = parameter.name in partial
-            held.append(Held(parameter.name, elements, parameter.trainable, parameter.name not in cut_dims, is_partial))
+            held.append(
+                HeldParameter(parameter.name, elements, parameter.trainable, parameter.name not in cut_dims, is_partial)
+            )
         return tuple(held)
 
     def _transients(

@@ -18,7 +18,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A parameter of a layer class on one tensor rank. elements: padded to what data shards divide evenly; whole: not
     cut by tensor parallelism; partial: read between cut modules, so that each tensor rank has a share of its
     gradient."""

@@ -113,7 +113,7 @@ def _order(
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _ShortenedTable:
     """A table's steps, or those of a shorter one on both sides of a cut through its steady state.
 
     before, after: steps, numbered through. left_out: micro-batches between them. read: [rank] -> numbers of its steps
@@ -128,7 +128,7 @@ class _Cut:
 
 
 @lru_cache(maxsize=256)
-def _cut(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int, most: int) -> _Cut:
+def _cut(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int, most: int) -> _ShortenedTable:
     """The steps of a table; of one with more than about `most` micro-batches, cut."""
     num_stages = num_ranks * virtual
     stages = [[stage_of(schedule, rank, chunk, num_ranks) for chunk in range(virtual)] for rank in range(num_ranks)]
@@ -141,7 +141,7 @@ def _cut(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
     alike = not in_rounds or microbatches_in_round(num_ranks, short) == period
     if schedule == "gpipe" or num_microbatches - short <= period or not alike:
         steps, _ = _order(schedule, num_ranks, num_microbatches, virtual)
-        return _Cut(steps, (), 0, ((),) * num_ranks, own)
+        return _ShortenedTable(steps, (), 0, ((),) * num_ranks, own)
     passes = kinds * virtual * period
     back = short // period // 2 - (0 if in_rounds else num_ranks)
     tables = (table(schedule, num_ranks, count, virtual) for count in (short, short + period))
@@ -158,7 +158,7 @@ def _cut(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
     before, after = tuple(renumbered[: len(first) - 1]), tuple(renumbered[len(first) - 1 :])
     crossed = {waits for _, _, waits in after if 0 < waits <= len(before)}
     read = tuple(tuple(n for n in sorted(crossed) if before[n - 1][0] == rank) for rank in range(num_ranks))
-    return _Cut(before, after, num_microbatches - short, read, own)
+    return _ShortenedTable(before, after, num_microbatches - short, read, own)
 
 
 def _is_in_rounds(schedule: Schedule, virtual: int) -> bool:

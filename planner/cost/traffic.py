@@ -16,7 +16,7 @@ from .kept import kept
 from .kinds import kinds_of
 from .layer_cost import CostModel
 from .memory_cost import MASTER_BYTES, uses_fully_shard
-from .priced_layer import Held, LayerCost
+from .priced_layer import HeldParameter, LayerCost
 
 BUCKET_ELEMENTS = 16 * 2**20
 """Gradients that the executor reduces together in one flat buffer (64 MiB in fp32)."""
@@ -171,7 +171,7 @@ def _add_partial(tally: Tally, model: CostModel, shape: Shape, layers: Sequence[
     sliced = {kind for kind in kinds if model.mode(kind, shape)[0] == "sequence"}
     spread = set[str]().union(*(model.spread_names(kind, shape) for kind in sliced))
 
-    def is_share(layer: int, item: Held) -> bool:
+    def is_share(layer: int, item: HeldParameter) -> bool:
         share = item.whole and item.name not in spread if model.kinds[layer] in sliced else item.partial
         return item.trainable and share
 
@@ -181,7 +181,9 @@ def _add_partial(tally: Tally, model: CostModel, shape: Shape, layers: Sequence[
         tally.add("tensor", "all_reduce", MASTER_BYTES * sum(shards), num_buffers(shards))
 
 
-def _sizes(model: CostModel, shape: Shape, layers: Iterable[int], wanted: Callable[[int, Held], bool]) -> list[int]:
+def _sizes(
+    model: CostModel, shape: Shape, layers: Iterable[int], wanted: Callable[[int, HeldParameter], bool]
+) -> list[int]:
     """Elements of the wanted parameters of layers in their order; those that several share, with the first of them."""
     shared = _shared_names(model.profile)
     known: dict[int, list[int]] = {}

@@ -42,7 +42,7 @@ _OF_SCHEDULE: dict[str, tuple[int, int | None]] = {
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _Restriction:
     """One thing that was said: the flag as it was written, and what it means."""
 
     words: str
@@ -62,17 +62,17 @@ def read_pins(
 
     Raises ValueError that says which word is wrong, or which two contradict each other.
     """
-    said = [_Choice(f"--pin {text}", name, value) for text in pin for name, value in parse_pins([text]).items()]
+    said = [_Restriction(f"--pin {text}", name, value) for text in pin for name, value in parse_pins([text]).items()]
     if recompute is not None:
         ((name, value),) = parse_pins([f"recompute={recompute}"], "--recompute").items()
-        said.append(_Choice(f"--recompute {recompute}", name, value))
+        said.append(_Restriction(f"--recompute {recompute}", name, value))
     if micro_batch is not None:
-        said.append(_Choice(f"--micro-batch {micro_batch}", "micro_batch", micro_batch))
-    without: list[_Choice] = []
+        said.append(_Restriction(f"--micro-batch {micro_batch}", "micro_batch", micro_batch))
+    without: list[_Restriction] = []
     for name in forbid:
         for choice in _forbidden(name):
             (without if choice.name == "without" else said).append(choice)
-    limits = [_Choice(f"--max {text}", name, value) for text in most for name, value in parse_limits(text).items()]
+    limits = [_Restriction(f"--max {text}", name, value) for text in most for name, value in parse_limits(text).items()]
     for first, second in _contradictions(said, limits, without):
         raise ValueError(f"{first.words} contradicts {second.words}: leave out one of them")
     values = {choice.name: choice.value for choice in said}
@@ -84,7 +84,7 @@ def read_pins(
     )
 
 
-def _forbidden(name: str) -> Iterator[_Choice]:
+def _forbidden(name: str) -> Iterator[_Restriction]:
     key = name.strip().lower()
     words = f"--forbid {name}"
     pinned = _FORBIDDEN.get(key.replace("-", "_"), ())
@@ -92,13 +92,13 @@ def _forbidden(name: str) -> Iterator[_Choice]:
     if not pinned and not schedules:
         known = ", ".join(dict.fromkeys((*_FORBIDDEN, *_FORBIDDEN_SCHEDULES)))
         raise ValueError(f"{words}: there is nothing of that name; choose one of {known}")
-    yield from (_Choice(words, field, value) for field, value in pinned)
-    yield from (_Choice(words, "without", schedule) for schedule in schedules)
+    yield from (_Restriction(words, field, value) for field, value in pinned)
+    yield from (_Restriction(words, "without", schedule) for schedule in schedules)
 
 
 def _contradictions(
-    said: Sequence[_Choice], limits: Sequence[_Choice], without: Sequence[_Choice]
-) -> Iterator[tuple[_Choice, _Choice]]:
+    said: Sequence[_Restriction], limits: Sequence[_Restriction], without: Sequence[_Restriction]
+) -> Iterator[tuple[_Restriction, _Restriction]]:
     """Pairs that no plan of any cluster agrees with."""
     for i, second in enumerate(said):
         yield from ((first, second) for first in said[:i] if first.name == second.name and first.value != second.value)
@@ -106,7 +106,7 @@ def _contradictions(
         yield from ((second, other) for other in without if second.name == "schedule" and second.value == other.value)
     by_name = {choice.name: choice for choice in said}
 
-    def both(first: str, second: str, clash: bool) -> Iterator[tuple[_Choice, _Choice]]:
+    def both(first: str, second: str, clash: bool) -> Iterator[tuple[_Restriction, _Restriction]]:
         if clash:
             yield by_name[first], by_name[second]
 
@@ -140,7 +140,7 @@ def _contradictions(
         yield from both("tensor", "sequence_ways", ways not in (context, context * tensor))
 
 
-def _above(choice: _Choice, limit: _Choice) -> bool:
+def _above(choice: _Restriction, limit: _Restriction) -> bool:
     return isinstance(choice.value, int) and choice.value > cast(int, limit.value)
 
 

@@ -19,14 +19,14 @@ from ..plan.document import ContextKind, Recompute
 from ..plan.pins import Pins
 from ..plan.schedules import ZERO_BUBBLE, is_chunked
 from ..plan.shape import Offered, Shape
-from .chunked import Chunking, Chunkings, Cuts, HeldByRank
+from .chunked import Chunking, Chunkings, HeldByRank, StageCuts
 from .columns import ROUNDING, StagePrices
 from .fluid import FluidPipelines, Layers, Table, least_of_many_s
 from .least_work import Least, LeastWork
 from .memory_bounds import MemoryBounds
 from .shape_bounds import ShapeBounds
 from .space import Family, Space, Split
-from .unequal import Held, Kinds, UnequalPrices
+from .unequal import HeldOnKind, Kinds, UnequalPrices
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -56,7 +56,7 @@ class Bounds:
         self._shapes = ShapeBounds(chain)
         self._least = self._shapes.least
         self._memory = MemoryBounds(self._shapes)
-        self._cuts: dict[Frame, list[Cuts]] = {}
+        self._cuts: dict[Frame, list[StageCuts]] = {}
         self._fitting: set[Frame] = set()
         self._chunkings = Chunkings(chain)
 
@@ -176,7 +176,7 @@ class Bounds:
             return self._shapes.of_cuts(family, leaves, recompute, pins.reshard, cuts)[where]
         return self._memory.of_cuts(family, leaves, where, recompute, pins, cuts)
 
-    def tried(self, family: Family, fitting: bool) -> list[Cuts]:
+    def tried(self, family: Family, fitting: bool) -> list[StageCuts]:
         """The cuts that are tried of a chunked family first: those that balance its ranks; fitting: and others where
         memory leaves no rank room to spare."""
         key = frame_of(family.frugal)
@@ -319,7 +319,7 @@ class Bounds:
             return 0.0
         shape, count = family.frugal, family.num_microbatches
         held = [
-            Held(each.weights, each.held, allocatable_bytes(shape, model.device, self.training) + each.twice)
+            HeldOnKind(each.weights, each.held, allocatable_bytes(shape, model.device, self.training) + each.twice)
             for each, model in zip(least, kinds.models, strict=True)
         ]
         flights = [float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)]

@@ -71,7 +71,7 @@ class Chunking:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class StageCuts:
     """First layer of every stage and the number of layers at the end. stages: [stage][run] -> layers; work, ahead:
     [rank][run] -> layers that a rank holds, and layers in the first chunks of the ranks before it."""
 
@@ -141,7 +141,7 @@ class Recomputable:
     kind: Ints
 
     @property
-    def ways(self) -> list["_Way"]:
+    def ways(self) -> list["_RecomputeWay"]:
         """What layers may do where all recompute in one way, for each of the ways that save something; only not to
         recompute, if none does."""
         fastest = np.array([again.min() for again in self.again_s])
@@ -157,13 +157,13 @@ class Recomputable:
                 again_s = np.array([again[i] for i, again in zip(at, self.again_s, strict=True)]) - fastest
                 turn_again = np.stack([bytes_[i] for i, bytes_ in zip(at, self.turn, strict=True)])
                 saved = np.where(may, np.maximum(0.0, kept - taken), 0.0)
-                found.append(_Way(may, np.where(may, again_s, 0.0), kept, saved, turn, turn_again, paired))
+                found.append(_RecomputeWay(may, np.where(may, again_s, 0.0), kept, saved, turn, turn_again, paired))
         nothing = np.zeros_like(kept)
-        return found or [_Way(nothing > 0, nothing, kept, nothing, turn, turn, paired)]
+        return found or [_RecomputeWay(nothing > 0, nothing, kept, nothing, turn, turn, paired)]
 
 
 @dataclass(frozen=True)
-class _Way:
+class _RecomputeWay:
     """One way to recompute: [run] -> whether its layers may; seconds that it takes longer at least; bytes of a
     micro-batch that a layer keeps otherwise, and those that are saved. [run][shape] -> bytes in a layer's turn, at
     least, if it is recomputed, and at least with one of its kind behind it."""
@@ -188,7 +188,7 @@ class LeastRecompute:
 
     frame: Chunking
     layers: Recomputable
-    ways: list[_Way]
+    ways: list[_RecomputeWay]
     flights: Floats
 
     @classmethod
@@ -202,7 +202,7 @@ class LeastRecompute:
             layers = replace(layers, turn=nothing, paired=nothing)
         return cls(frame, layers, layers.ways, flights)
 
-    def added_s(self, cuts: Cuts, static: Floats, free: Floats, crossing: Floats) -> list[Floats]:
+    def added_s(self, cuts: StageCuts, static: Floats, free: Floats, crossing: Floats) -> list[Floats]:
         """[way to recompute][rank][shape] -> seconds per micro-batch; infinite where all recompute there is does not
         do. static: [run][shape] -> bytes that a layer holds anyway; free: [shape] -> bytes of a rank; crossing: [place
         of the chain] -> bytes of a micro-batch that cross there."""
@@ -218,7 +218,7 @@ class LeastRecompute:
             found.append(added)
         return found
 
-    def _added_in_one_way_s(self, way: _Way, cuts: Cuts, room: Floats) -> Floats:
+    def _added_in_one_way_s(self, way: _RecomputeWay, cuts: StageCuts, room: Floats) -> Floats:
         """[rank][shape] -> the same where all layers that may be recomputed are of one kind. room: [rank][shape]."""
         holds, there = self.frame.holds, cuts.work > 0
         turn = np.maximum(_most(there, way.turn), _most(holds @ (cuts.stages > 1) > 0, way.paired))
@@ -236,7 +236,7 @@ class LeastRecompute:
         seconds[:-1] = (number * (cuts.stages @ way.again_s / each)) @ holds.T
         return np.where(enough, 0.0, seconds[fewest.T, np.arange(len(need))[:, None]])
 
-    def _added_by_price_s(self, cuts: Cuts, room: Floats) -> Floats:
+    def _added_by_price_s(self, cuts: StageCuts, room: Floats) -> Floats:
         """[rank][shape] -> the same, whatever the layers and the ways."""
         layers, holds, flights = self.layers, self.frame.holds, self.flights
         room = room - _most(cuts.work > 0, np.stack([turn.min(axis=0) for turn in layers.turn]))
@@ -276,9 +276,9 @@ class Chunkings:
         self._places = chain.places
         common = chain.model.kinds[max(chain.runs, key=lambda run: run.length).start]
         self._is_common = np.array([float(kind == common) for kind in chain.model.kinds])
-        self._known: dict[tuple[object, ...], list[Cuts]] = {}
+        self._known: dict[tuple[object, ...], list[StageCuts]] = {}
 
-    def of(self, frame: Chunking, per_run_s: Floats) -> list[Cuts]:
+    def of(self, frame: Chunking, per_run_s: Floats) -> list[StageCuts]:
         """Cuts that balance the ranks, or all there are if those are few; none if the chain has too few places.
 
         Three starts: stages of equal seconds, stages of equal numbers of the most frequent layer with everything else
@@ -294,7 +294,9 @@ class Chunkings:
             self._known[key] = self._found(frame, parts)
         return self._known[key]
 
-    def with_fitting(self, frame: Chunking, tried: list[Cuts], per_run_s: Floats, held: HeldByRank) -> list[Cuts]:
+    def with_fitting(
+        self, frame: Chunking, tried: list[StageCuts], per_run_s: Floats, held: HeldByRank
+    ) -> list[StageCuts]:
         """The cuts, and where none of them leaves every rank room to spare, cuts that do, or come nearer to it: places
         are handed on from the fullest rank, of equally good ones the most even way."""
         places, run_of = self._places, self.chain.run_of
@@ -327,7 +329,7 @@ class Chunkings:
         found = self._counted(frame, tuple(places[i] for i in here))
         return [*tried, found] if found.places not in {cuts.places for cuts in tried} else tried
 
-    def _found(self, frame: Chunking, per_run: Floats) -> list[Cuts]:
+    def _found(self, frame: Chunking, per_run: Floats) -> list[StageCuts]:
         places, num_stages = self._places, frame.num_stages
         if math.comb(len(places) - 2, num_stages - 1) <= FEW_CUTS:
             inner = combinations(places[1:-1], num_stages - 1)
@@ -338,12 +340,12 @@ class Chunkings:
         found = {_improved(start, places, frame, per_layer) for start in starts}
         return [self._counted(frame, cuts) for cuts in sorted(found)]
 
-    def _counted(self, frame: Chunking, places: tuple[int, ...]) -> Cuts:
+    def _counted(self, frame: Chunking, places: tuple[int, ...]) -> StageCuts:
         of_run = np.zeros((self.chain.num_layers, len(self.chain.runs)))
         of_run[np.arange(self.chain.num_layers), self.chain.run_of] = 1.0
         stages = np.add.reduceat(of_run, places[:-1], axis=0)
         before = np.concatenate((np.zeros((1, len(self.chain.runs))), np.cumsum(stages, axis=0)))
-        return Cuts(places, stages, frame.holds @ stages, before[: frame.num_ranks])
+        return StageCuts(places, stages, frame.holds @ stages, before[: frame.num_ranks])
 
 
 def _balanced(weights: Floats, places: Sequence[int], num_stages: int) -> tuple[int, ...]:
@@ -471,7 +473,7 @@ def handed_on(frame: Chunking, rank: int) -> Ints:
     return _moves(*_ranges(frame, rank)[:3], np.arange(frame.num_stages + 1))
 
 
-_Held = tuple[tuple[int, int, int], ...]
+_HeldStages = tuple[tuple[int, int, int], ...]
 """[stage of a rank] -> the first stage on such a device, composition, micro-batches in flight."""
 
 _Stages = tuple[tuple[Choice, StageCost], ...]
@@ -479,7 +481,7 @@ _Stages = tuple[tuple[Choice, StageCost], ...]
 
 
 @dataclass(frozen=True)
-class _Step:
+class _OptionStep:
     """Layers of one run of a stage that go on from one option to one that holds less."""
 
     stage: int
@@ -501,16 +503,16 @@ class Known:
         on = [prices.on(stage) for stage in range(self.frame.num_stages)]
         self.devices = [next(i for i, other in enumerate(on) if other is mine) for mine in on]
         self._stages: dict[tuple[int, int, int, tuple[tuple[int, ...], ...]], tuple[Choice, StageCost]] = {}
-        self._ranks: dict[_Held, _Stages | None] = {}
+        self._ranks: dict[_HeldStages, _Stages | None] = {}
         self._hulls: dict[tuple[int, int, int], list[int]] = {}
 
-    def rank(self, held: _Held) -> _Stages | None:
+    def rank(self, held: _HeldStages) -> _Stages | None:
         """A rank's stages with the options that bring them into its memory at the least price; None if none do."""
         if held not in self._ranks:
             self._ranks[held] = self._fitting(held)
         return self._ranks[held]
 
-    def _fitting(self, held: _Held) -> _Stages | None:
+    def _fitting(self, held: _HeldStages) -> _Stages | None:
         """Every layer takes its fastest option, or as many of all layers of the rank as it must go on to one that holds
         less, those first that pay least for a byte."""
         steps = sorted(self._steps(held), key=lambda step: step.price)
@@ -550,7 +552,7 @@ class Known:
                 low = middle + 1
         return found
 
-    def _steps(self, held: _Held) -> Iterator[_Step]:
+    def _steps(self, held: _HeldStages) -> Iterator[_OptionStep]:
         for place, (device, composition, flights) in enumerate(held):
             costs = self.prices.on(device).costs
             counts = self.prices.chain.compositions[composition].counts
@@ -560,7 +562,7 @@ class Known:
                     longer = costs[run][after].microbatch_s - costs[run][before].microbatch_s
                     saved = _held_bytes(costs[run][before], flights) - _held_bytes(costs[run][after], flights)
                     if number:
-                        yield _Step(place, index, number, after, longer / saved)
+                        yield _OptionStep(place, index, number, after, longer / saved)
 
     def _hull(self, device: int, flights: int, run: int) -> list[int]:
         """Options of a run, from the fastest on, each paying least for a byte beyond the one before."""

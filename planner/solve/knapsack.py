@@ -43,7 +43,7 @@ def in_time(deadline_s: float) -> None:
 
 
 @dataclass(frozen=True)
-class Group:
+class ItemGroup:
     """`count` equal items with their options."""
 
     count: int
@@ -107,7 +107,7 @@ class _Tail:
 
 
 @dataclass(frozen=True)
-class _Case:
+class _PackingCase:
     """Rows of which the last has a single item with a single option, and what is known of them before any packing is.
 
     rooms: [pass]. starting: [pass][option] -> what is held throughout, by the option that the very first item takes.
@@ -118,15 +118,15 @@ class _Case:
     rows: list[Turns]
     rooms: Floats
     starting: Floats
-    groups: list[Group]
+    groups: list[ItemGroup]
     room: float
     price: float
     bound: float
 
     @classmethod
-    def of(cls, rows: list[Turns], rooms: Floats, starting: Floats) -> "_Case":
+    def of(cls, rows: list[Turns], rooms: Floats, starting: Floats) -> "_PackingCase":
         """The case of these rows."""
-        groups = [Group(row.count, row.weights, row.before[0]) for row in rows]
+        groups = [ItemGroup(row.count, row.weights, row.before[0]) for row in rows]
         room = float(rooms[0] - rows[-1].ending[0, 0])
         return cls(rows, rooms, starting, groups, room, *_best_price(groups, room))
 
@@ -179,7 +179,7 @@ def lightest(
         others = replace(last.of(slice(0, option + 1)), count=last.count - 1, ending=last.transient[:, : option + 1])
         those = [*rows[:-1], *([others] if last.count > 1 else []), fixed]
         begins = starting[:, option : option + 1] if len(those) == 1 else starting
-        cases.append((_Case.of(those, rooms, begins), option))
+        cases.append((_PackingCase.of(those, rooms, begins), option))
     best: tuple[Packing, int] | None = None
     for case, option in sorted(cases, key=lambda one: one[0].bound):
         limit = best[0].weight if best else cutoff
@@ -198,7 +198,7 @@ def lightest(
     return Packing(packing.weight, (*packing.counts[: len(rows) - 1], counts))
 
 
-def _lightest_of_case(case: _Case, cutoff: float, deadline_s: float) -> Packing | None:
+def _lightest_of_case(case: _PackingCase, cutoff: float, deadline_s: float) -> Packing | None:
     """The packing of a case that is lightest and below `cutoff`.
 
     First without all turns but the last of the first pass, which bounds it from below: if what that finds fits, it is
@@ -224,7 +224,7 @@ def _lightest_of_case(case: _Case, cutoff: float, deadline_s: float) -> Packing 
     return None
 
 
-def _fits_in_turns(case: _Case, packing: Packing) -> bool:
+def _fits_in_turns(case: _PackingCase, packing: Packing) -> bool:
     """Whether a packing holds no more than there is room for in every pass."""
     first = int(np.argmax(packing.counts[0] > 0))
     before, most = case.starting[:, first], np.full(len(case.rooms), -np.inf)
@@ -235,7 +235,7 @@ def _fits_in_turns(case: _Case, packing: Packing) -> bool:
     return bool((most <= case.rooms).all())
 
 
-def _lightest_in_turns(case: _Case, limit: float, deadline_s: float) -> tuple[Packing | None, float]:
+def _lightest_in_turns(case: _PackingCase, limit: float, deadline_s: float) -> tuple[Packing | None, float]:
     """(The packing of least weight below `limit` that in no pass and at no turn holds more than that pass's room, or
     None; what any weighs at least, at least `limit` if there is none.)
 
@@ -278,7 +278,7 @@ def _lightest_in_turns(case: _Case, limit: float, deadline_s: float) -> tuple[Pa
     return _traced([tables[i] for i in range(len(rows))], chosen, weight), limit
 
 
-def _counts_in_turns(case: _Case, place: int, limit: float, deadline_s: float) -> tuple[Ints, float]:
+def _counts_in_turns(case: _PackingCase, place: int, limit: float, deadline_s: float) -> tuple[Ints, float]:
     """([combination][option] -> items, for the combinations of a row that may be part of a packing below `limit`, do
     not hold too much by themselves, and are not beaten by another; what packings with others of them weigh at least).
 
@@ -310,7 +310,7 @@ def _counts_in_turns(case: _Case, place: int, limit: float, deadline_s: float) -
     return table[_unbeaten_of_row(case, place, table, deadline_s)], least
 
 
-def _unbeaten_of_row(case: _Case, place: int, table: Ints, deadline_s: float) -> Ints:
+def _unbeaten_of_row(case: _PackingCase, place: int, table: Ints, deadline_s: float) -> Ints:
     """Combinations of a row that no other is below in weight or in what it holds, and nowhere above."""
     row = case.rows[place]
     begins = case.starting[:, np.argmax(table > 0, axis=1)].T if place == 0 else np.zeros(len(case.rooms))
@@ -349,11 +349,11 @@ def _unbeaten(points: Floats, deadline_s: float) -> Ints:
 
 
 def least_weight(
-    groups: list[Group], room: float, cutoff: float = math.inf, deadline_s: float = math.inf
+    groups: list[ItemGroup], room: float, cutoff: float = math.inf, deadline_s: float = math.inf
 ) -> Packing | None:
     """The packing of least weight within `room`, or None if nothing fits or nothing is lighter than `cutoff`."""
     kept = [_undominated(group) for group in groups]
-    slim = [Group(g.count, g.weights[k], g.memory[k]) for g, k in zip(groups, kept, strict=True)]
+    slim = [ItemGroup(g.count, g.weights[k], g.memory[k]) for g, k in zip(groups, kept, strict=True)]
     if sum(g.count * float(g.memory.min()) for g in slim) > room:
         return None
     price, bound = _best_price(slim, room)
@@ -375,14 +375,14 @@ def least_weight(
     return Packing(found.weight, tuple(_spread(c, k, g) for c, k, g in zip(found.counts, kept, groups, strict=True)))
 
 
-def _undominated(group: Group) -> Ints:
+def _undominated(group: ItemGroup) -> Ints:
     """Options that no other beats in both weight and memory."""
     order = np.lexsort((group.weights, group.memory))
     lightest_before = np.concatenate(([np.inf], np.minimum.accumulate(group.weights[order])[:-1]))
     return order[group.weights[order] < lightest_before]
 
 
-def _spread(counts: Ints, kept: Ints, group: Group) -> Ints:
+def _spread(counts: Ints, kept: Ints, group: ItemGroup) -> Ints:
     full = np.zeros(len(group.weights), dtype=np.int64)
     full[kept] = counts
     return full
@@ -399,7 +399,7 @@ def tie_prices(weights: list[Floats], memory: list[Floats]) -> Floats:
     return np.unique(np.concatenate(found))
 
 
-def _best_price(groups: list[Group], room: float) -> tuple[float, float]:
+def _best_price(groups: list[ItemGroup], room: float) -> tuple[float, float]:
     """(lambda, L(lambda)) of the tightest bound; L is concave with kinks where two options of a group tie."""
     prices = tie_prices([group.weights for group in groups], [group.memory for group in groups])
     bounds = -prices * room
@@ -409,7 +409,7 @@ def _best_price(groups: list[Group], room: float) -> tuple[float, float]:
     return float(prices[best]), float(bounds[best])
 
 
-def _rounded(groups: list[Group], room: float, price: float) -> Packing:
+def _rounded(groups: list[ItemGroup], room: float, price: float) -> Packing:
     """Every item at its cheapest option at this price, ties to the smaller; then lighter ones while they fit."""
     counts = []
     used = weight = 0.0
@@ -440,13 +440,13 @@ def _rounded(groups: list[Group], room: float, price: float) -> Packing:
     return Packing(weight, tuple(counts))
 
 
-def _all_at(group: Group, option: int) -> Ints:
+def _all_at(group: ItemGroup, option: int) -> Ints:
     count = np.zeros(len(group.weights), dtype=np.int64)
     count[option] = group.count
     return count
 
 
-def _enumerated(groups: list[Group], room: float, price: float, gap: float, deadline_s: float) -> Packing | None:
+def _enumerated(groups: list[ItemGroup], room: float, price: float, gap: float, deadline_s: float) -> Packing | None:
     """The best packing among all whose reduced cost is within `gap`, as is what they leave of the room at its price."""
     fewest = [group.count * float(group.memory.min()) for group in groups]
     largest = [group.count * float(group.memory.max()) for group in groups]
@@ -487,14 +487,14 @@ def _traced(tables: list[Ints], chosen: list[tuple[Ints, Ints]], weight: Floats)
     return Packing(total, tuple(reversed(counts)))
 
 
-def _reduced(group: Group, price: float) -> Floats:
+def _reduced(group: ItemGroup, price: float) -> Floats:
     """Per option: what it costs above the group's cheapest at this price."""
     cost: Floats = group.weights + price * group.memory
     reduced: Floats = cost - cost.min()
     return reduced
 
 
-def _counts_within(group: Group, price: float, gap: float, least: float, most: float) -> Ints:
+def _counts_within(group: ItemGroup, price: float, gap: float, least: float, most: float) -> Ints:
     """[combination][option] -> items, for the combinations of a group that hold at most `most` bytes, and whose reduced
     cost is within `gap` together with the price of what they hold less than `least` bytes; without those that another
     beats."""

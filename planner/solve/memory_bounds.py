@@ -18,10 +18,10 @@ from ..plan.document import Recompute
 from ..plan.pins import Pins
 from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
 from ..plan.shape import Offered, Shape
-from .chunked import Chunking, Cuts, LeastRecompute, Recomputable
+from .chunked import Chunking, LeastRecompute, Recomputable, StageCuts
 from .fluid import ManyLayers
 from .relaxed import least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
-from .shape_bounds import Fastest, ShapeBounds
+from .shape_bounds import FastestTables, ShapeBounds
 from .space import Family, Leaves
 from .turns import Gathered, passing_bytes
 
@@ -41,7 +41,7 @@ class _Ways:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldBytes:
     """Bytes in the middle of a step, whatever is recomputed: tables of what a layer holds without copies of parameters,
     and of those copies; the column of what an element that several layers read is counted too often."""
 
@@ -61,7 +61,7 @@ class MemoryBounds:
         self._common = int(bounds.counts.argmax())
         self._known_ways: dict[tuple[object, ...], _Ways] = {}
         self._known_slowest: dict[tuple[object, ...], Floats] = {}
-        self._known_held: dict[tuple[object, ...], _Held] = {}
+        self._known_held: dict[tuple[object, ...], _HeldBytes] = {}
 
     def seconds(self, family: Family, leaves: Leaves, some: Ints, recompute: Recompute | None, pins: Pins) -> Floats:
         """[of these shapes] -> seconds that no assignment beats; infinite where what is held cannot fit. Where devices
@@ -137,7 +137,7 @@ class MemoryBounds:
         some: Ints,
         recompute: Recompute | None,
         pins: Pins,
-        cuts: Sequence[Cuts],
+        cuts: Sequence[StageCuts],
     ) -> Floats:
         """[of these shapes] -> seconds that a chunked family takes at least with the best of these cuts, each rank with
         the recompute that its memory asks for."""
@@ -221,7 +221,14 @@ class MemoryBounds:
         return first, where, np.minimum.reduceat(each_s[:, order], starts, axis=1)
 
     def _on_one(
-        self, family: Family, kept: Fastest, given: Fastest | None, held: _Held, ways: _Ways, room: Floats, some: Ints
+        self,
+        family: Family,
+        kept: FastestTables,
+        given: FastestTables | None,
+        held: _HeldBytes,
+        ways: _Ways,
+        room: Floats,
+        some: Ints,
     ) -> Floats:
         """The same on one stage: each layer keeps or gives back its gathered parameters."""
         room = room[some] - self.model.batch_bytes(family.frugal)
@@ -306,13 +313,13 @@ class MemoryBounds:
             return ()
         return self.model.ways(kind, offered) if recompute is None else (self.model.pinned(kind, recompute),)
 
-    def _held(self, family: Family, leaves: Leaves) -> _Held:
+    def _held(self, family: Family, leaves: Leaves) -> _HeldBytes:
         key = leaves, family.sequence, family.cuts, family.virtual_stages > 1
         if key not in self._known_held:
             self._known_held[key] = self._found_held(family, leaves)
         return self._known_held[key]
 
-    def _found_held(self, family: Family, leaves: Leaves) -> _Held:
+    def _found_held(self, family: Family, leaves: Leaves) -> _HeldBytes:
         data = self.bounds.data(family, leaves)
         shapes, alike = self.bounds.alike(family, leaves)
         several, chunks = family.num_microbatches > 1, family.virtual_stages > 1
@@ -343,7 +350,7 @@ class MemoryBounds:
         fixed += late * accumulated + np.where(data.in_root, elements.trainable_gathered * root, 0.0)
         copies = np.where(data.resharded, 0.0, elements.gathered * gathered)
         twice = twice * self.bounds.shared_elements(family, leaves)
-        return _Held(fixed, copies, twice, stay > 0, copied > 0)
+        return _HeldBytes(fixed, copies, twice, stay > 0, copied > 0)
 
 
 def _in_flight(family: Family) -> tuple[float, ...]:

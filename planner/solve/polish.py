@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from .chunked import Chunking, Cuts, Known, evenness, handed_on
+from .chunked import Chunking, Known, StageCuts, evenness, handed_on
 from .columns import Prices
 from .scan import Assignment
 
@@ -74,7 +74,7 @@ def polished(prices: Prices, found: Assignment, deadline_s: float) -> Assignment
     return found
 
 
-def evened(prices: Prices, tried: Sequence[Cuts]) -> list[Ints]:
+def evened(prices: Prices, tried: Sequence[StageCuts]) -> list[Ints]:
     """Cuts for devices that differ, [stage] -> number of the place: places of these ones are handed on while that makes
     the slowest rank faster, fewer ranks as slow, or the stages more even in time."""
     frame = Chunking(prices.shape.schedule, prices.shape.pipeline, prices.shape.virtual_stages)

@@ -59,7 +59,7 @@ def _ever_better(prices: Prices, cutoff_s: float) -> Iterator[tuple[float, tuple
     chain, shape = prices.chain, prices.shape
     stages = []
     for number in range(shape.pipeline):
-        stages.append(_Stage(prices, number, cutoff_s))
+        stages.append(_ScannedStage(prices, number, cutoff_s))
         if not np.isfinite(stages[-1].seconds).any():
             return None
     cutoff = cutoff_s
@@ -80,7 +80,7 @@ def _ever_better(prices: Prices, cutoff_s: float) -> Iterator[tuple[float, tuple
         in_time(chain.deadline_s)
 
 
-class _Stage:
+class _ScannedStage:
     """What the compositions cost on one stage, at least or exactly: [composition] -> seconds, seconds once."""
 
     def __init__(self, prices: Prices, stage: int, cutoff_s: float) -> None:
@@ -105,7 +105,7 @@ class _Stage:
         return np.where(table >= 0, self.seconds[table], np.inf), np.where(table >= 0, self.once[table], np.inf)
 
 
-def _best_cuts(stages: list[_Stage], more: int, cutoff: float) -> list[int] | None:
+def _best_cuts(stages: list[_ScannedStage], more: int, cutoff: float) -> list[int] | None:
     """Cuts of least closed form below `cutoff`, or None."""
     places = _places(stages)
     if places is None:
@@ -266,7 +266,7 @@ class _RankedStage:
         return seconds
 
 
-def _places(stages: list[_Stage]) -> list[Ints] | None:
+def _places(stages: list[_ScannedStage]) -> list[Ints] | None:
     """[stage] -> places of the chain where it may begin, and at last the end: all that lie on a way through."""
     num_places = len(stages[0].prices.chain.composition_of)
     everywhere = np.arange(num_places)

@@ -21,7 +21,7 @@ from ..cost.memory_cost import state_bytes
 from ..cost.stage_cost import allocatable_bytes
 from ..plan.document import Recompute, parts_of
 from ..plan.shape import Shape
-from .chunked import Chunking, Cuts
+from .chunked import Chunking, StageCuts
 from .least_work import LeastWork
 from .space import Family, Leaf, Leaves
 
@@ -37,7 +37,7 @@ MOST_KEPT = 20_000_000
 
 
 @dataclass(frozen=True)
-class Fastest:
+class FastestTables:
     """Tables of the least seconds of a layer: per micro-batch, of its forward, of reductions and gathers once per step,
     and of a whole step on one stage."""
 
@@ -46,9 +46,9 @@ class Fastest:
     once_s: Floats
     step_s: Floats
 
-    def at_most(self, other: "Fastest") -> "Fastest":
+    def at_most(self, other: "FastestTables") -> "FastestTables":
         """The less of each."""
-        return Fastest(
+        return FastestTables(
             np.minimum(self.microbatch_s, other.microbatch_s),
             np.minimum(self.forward_s, other.forward_s),
             np.minimum(self.once_s, other.once_s),
@@ -57,7 +57,7 @@ class Fastest:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankBytes:
     """Columns of the bytes that a rank holds per element of all parameters, and beside them of trainable ones, and of
     the bytes that the ranks of a pipeline together may hand out."""
 
@@ -102,7 +102,7 @@ class _Columns:
     gather: tuple[Floats, Floats]
     scatter: tuple[Floats, Floats]
     reduce: tuple[Floats, Floats]
-    held: Held
+    held: RankBytes
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ShapeBounds:
         self._waits: dict[tuple[object, ...], tuple[Floats, Ints]] = {}
         self._columns: dict[tuple[Leaves, bool], _Columns] = {}
         self._tables: dict[tuple[object, ...], Data] = {}
-        self._options: dict[tuple[object, ...], tuple[Fastest, Fastest | None]] = {}
+        self._options: dict[tuple[object, ...], tuple[FastestTables, FastestTables | None]] = {}
         self._even: dict[tuple[object, ...], Floats] = {}
         self._whole: dict[tuple[object, ...], Floats] = {}
         self._aheads: dict[int, Floats] = {}
@@ -163,7 +163,12 @@ class ShapeBounds:
         return pass_s, np.maximum(self.slowest_s(each, family.pipeline), pass_s / family.pipeline)
 
     def of_cuts(
-        self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None, cuts: Sequence[Cuts]
+        self,
+        family: Family,
+        leaves: Leaves,
+        recompute: Recompute | None,
+        reshard: bool | None,
+        cuts: Sequence[StageCuts],
     ) -> Floats:
         """[shape] -> seconds that a chunked family takes at least with the best of these cuts, memory aside; infinite
         without any."""
@@ -195,7 +200,7 @@ class ShapeBounds:
             self._aheads[pipeline] = np.bincount(np.concatenate(kinds), minlength=len(self.kinds)).astype(float)
         return self._aheads[pipeline]
 
-    def once_s(self, family: Family, leaves: Leaves, fastest: Fastest, work: Floats) -> Floats:
+    def once_s(self, family: Family, leaves: Leaves, fastest: FastestTables, work: Floats) -> Floats:
         """[rank][shape] -> seconds after the last pass of ranks that hold so many layers, at least. work: [rank][run],
         or [run] of one."""
         data = self.data(family, leaves)
@@ -203,7 +208,7 @@ class ShapeBounds:
         total: Floats = work @ fastest.once_s[self.kind_of_run] + update
         return total
 
-    def waits_s(self, family: Family, leaves: Leaves, cuts: Cuts) -> Floats:
+    def waits_s(self, family: Family, leaves: Leaves, cuts: StageCuts) -> Floats:
         """[rank][shape] -> seconds that a rank waits for the transfers of a micro-batch, stages cut like that."""
         seconds, which = self._transfers(family, leaves)
         each = seconds[list(cuts.places)]
@@ -246,7 +251,7 @@ class ShapeBounds:
         slowest: Floats = np.maximum(self.counts @ each / pipeline, most)
         return slowest
 
-    def held(self, family: Family, leaves: Leaves) -> Held:
+    def held(self, family: Family, leaves: Leaves) -> RankBytes:
         """What the ranks of the family's shapes hold of the model."""
         return self._columns_of(family, leaves).held
 
@@ -259,14 +264,16 @@ class ShapeBounds:
         columns = self._columns_of(family, leaves)
         return columns.shapes, columns.alike
 
-    def fastest(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Fastest:
+    def fastest(
+        self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None
+    ) -> FastestTables:
         """What layers take at least under each shape of a family, whatever memory says."""
         kept, given = self.options(family, leaves, recompute, reshard)
         return kept if given is None else kept.at_most(given)
 
     def options(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None
-    ) -> tuple[Fastest, Fastest | None]:
+    ) -> tuple[FastestTables, FastestTables | None]:
         """The same for layers that keep gathered parameters (or do what the shape says), and, if any may choose, for
         those that give them back; infinite for a choice that a layer has not."""
         key = leaves, family.any_schedule, recompute or "none", reshard
@@ -288,7 +295,7 @@ class ShapeBounds:
 
     def _found_options(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None, some: Sequence[int]
-    ) -> tuple[Fastest, Fastest | None]:
+    ) -> tuple[FastestTables, FastestTables | None]:
         """The same for some kinds."""
         model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
         data, count, kinds = self.data(family, leaves), family.num_microbatches, [self.kinds[i] for i in some]
@@ -309,11 +316,11 @@ class ShapeBounds:
         traffic, whole_s = (data.gather_s[some], data.reduce_s[some]), self._whole_s(family, leaves)[some]
         chooses, optimizer_s = data.chooses[some], data.optimizer_s[some]
 
-        def priced(resharded: Flags, allowed: Flags) -> Fastest:
+        def priced(resharded: Flags, allowed: Flags) -> FastestTables:
             ahead_s, back_s, once_s = self._with_data(columns, *traffic, forward, backward, resharded)
             pass_s, once_s = ahead + ahead_s + back + back_s, once_s + whole_s
             tables = pass_s, ahead + ahead_s, once_s, count * pass_s + once_s + optimizer_s
-            return Fastest(*(np.where(allowed, table, np.inf) for table in tables))
+            return FastestTables(*(np.where(allowed, table, np.inf) for table in tables))
 
         kept = priced(data.resharded[some], ~chooses if reshard else np.ones_like(chooses))
         if reshard is False or not chooses.any():
@@ -466,7 +473,7 @@ class ShapeBounds:
             gather=self._rates("all_gather", sharding, leaves.anywhere),
             scatter=self._rates("reduce_scatter", sharding, leaves.anywhere),
             reduce=self._rates("all_reduce", replicas, leaves.anywhere),
-            held=Held(*held[which].T),
+            held=RankBytes(*held[which].T),
         )
 
     def _held(self, shape: Shape) -> tuple[float, float, float]:

@@ -101,7 +101,7 @@ class CutChoice:
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
-        self._tables: dict[tuple[int, bool, float], _Table | None] = {}
+        self._tables: dict[tuple[int, bool, float], _CutTable | None] = {}
         self._tied: dict[tuple[CutOf, ...], list[list[CutOf]]] = {}
         self._kinds: dict[int, Kind] = {}
         self._counts: Counter[int] = Counter(kind.layer_class for kind in model.kinds)
@@ -124,16 +124,16 @@ class CutChoice:
         saved = added_s(ways, frozenset(range(len(ways)))) - seconds
         return table.cuts(taken) if saved > WORTH * shape.num_microbatches * table.all_cut_s else None
 
-    def _table(self, shape: Shape) -> "_Table | None":
+    def _table(self, shape: Shape) -> "_CutTable | None":
         key = shape.tensor, shape.sequence, shape.samples
         if key not in self._tables:
             self._tables[key] = self._table_of(shape)
         return self._tables[key]
 
-    def _table_of(self, shape: Shape) -> "_Table | None":
+    def _table_of(self, shape: Shape) -> "_CutTable | None":
         """What each way of this shape's layers adds; None if there is nothing to choose."""
         every = replace(shape, cuts=None)
-        parts: dict[CutOf, _Part] = {}
+        parts: dict[CutOf, _CutCost] = {}
         fixed: set[CutOf] = set()
         all_cut_s = 0.0
         for index in self._kinds:
@@ -160,7 +160,7 @@ class CutChoice:
         most = sum(max(0.0, sum(parts[cut].most_s for cut in group)) for group in groups)
         if most <= WORTH * all_cut_s:
             return None
-        return _Table(groups, parts, tuple(sorted(fixed)), self.model, all_cut_s)
+        return _CutTable(groups, parts, tuple(sorted(fixed)), self.model, all_cut_s)
 
     def _seconds(self, index: int, shape: Shape, without_entries: bool = False) -> float:
         """Compute and collectives of a layer for one micro-batch, forward and backward."""
@@ -173,7 +173,7 @@ class CutChoice:
             + sum(seconds for entry, seconds in named if not (entry and without_entries))
         )
 
-    def _part(self, index: int, cut: int, left: tuple[int, ...], shape: Shape) -> "_Part":
+    def _part(self, index: int, cut: int, left: tuple[int, ...], shape: Shape) -> "_CutCost":
         """What one cut adds to the layers of a class beside others (of a layer on slices), or alone."""
         layer_class, kind, count = self.model.profile.classes[index], self._kinds[index], self._counts[index]
         own = layer_class.cuts[cut]
@@ -187,7 +187,7 @@ class CutChoice:
                 entries[name] = entries.get(name, 0.0) + count * seconds
         model = self.model
         once_s = model.whole_gradients_s(kind, with_it) - model.whole_gradients_s(kind, without)
-        return _Part(
+        return _CutCost(
             seconds=count * (self._seconds(index, with_it, True) - self._seconds(index, without, True)),
             once_s=count * once_s,
             elements=count * (model.elements(kind, with_it)[1] - model.elements(kind, without)[1]),
@@ -206,7 +206,7 @@ class CutChoice:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _CutCost:
     """What one cut adds: seconds of all layers of its class for one micro-batch, seconds and elements once a step."""
 
     seconds: float
@@ -222,12 +222,12 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _CutTable:
     """Groups of tied cuts, what each cut adds, and the cuts that there is no choice about. all_cut_s: seconds of all
     layers for one micro-batch with everything cut."""
 
     groups: list[list[CutOf]]
-    parts: dict[CutOf, _Part]
+    parts: dict[CutOf, _CutCost]
     fixed: tuple[CutOf, ...]
     model: CostModel
     all_cut_s: float

@@ -146,7 +146,7 @@ class UnequalPrices:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldOnKind:
     """What layers hold at least on a kind of device. weights: [run][way] -> seconds with what is run again; held: [run]
     -> ([way] -> bytes that a layer keeps of a micro-batch, bytes that it holds anyway); room: bytes on one rank."""
 
@@ -207,7 +207,7 @@ class Kinds:
         """How the stages of a pipeline can share layers. each: [kind][run] -> least seconds of a layer."""
         return Shares.of(each, self.chains[0].lengths, self._stages(pipeline))
 
-    def least_slowest_s(self, held: Sequence[Held], flights: Sequence[float]) -> float:
+    def least_slowest_s(self, held: Sequence[HeldOnKind], flights: Sequence[float]) -> float:
         """Seconds per micro-batch that the slowest stage takes at least, with the recompute that memory asks for, in
         the best order of the kinds. held: [kind]; flights: [stage] -> micro-batches there."""
         stages, counts = self._stages(len(flights)), self.chains[0].lengths

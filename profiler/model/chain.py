@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..semantics.producers import Producers
-from .chain_watch import Cursor, Event, Key, Watch, recording_outputs, stubbed
+from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, stubbed
 from .fake import FakeModel
 from .layer_graph import bytes_over, maker_of, tensors_of, wired
 from .layer_units import Units, find_units
@@ -65,7 +65,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Chain:
+class LayerChain:
     """The layers of a model in the order in which they run. graph: of them and the crossings, by their numbers."""
 
     units: Units
@@ -90,7 +90,7 @@ class Chain:
         return tuple(first.setdefault(signature, i) for i, signature in enumerate(self.signatures))
 
 
-def observe(fake: FakeModel, size: int, seq_len: int | None) -> Chain:
+def observe(fake: FakeModel, size: int, seq_len: int | None) -> LayerChain:
     """Run the whole model forward (once, and once more if stages were opened in vain) and read off its chain."""
     units = find_units(fake.module)
     buffers = {name: (buffer, buffer._version) for name, buffer in fake.module.named_buffers()}
@@ -109,16 +109,16 @@ def observe(fake: FakeModel, size: int, seq_len: int | None) -> Chain:
     return replace(chain, notes=(*chain.notes, *_stateful(fake.module, written)))
 
 
-def _observe(fake: FakeModel, units: Units, size: int, seq_len: int | None) -> Chain:
+def _observe(fake: FakeModel, units: Units, size: int, seq_len: int | None) -> LayerChain:
     batch = fake.batch(size, seq_len)
     with fake.running():
-        watch = Watch(fake, units)
+        watch = ChainWatch(fake, units)
         with watch, watch.producers:
             fake.loss(batch, before_loss=watch.start_loss)
     return _build_chain(fake.module, units, watch)
 
 
-def _opened_in_vain(fake: FakeModel, chain: Chain) -> frozenset[str]:
+def _opened_in_vain(fake: FakeModel, chain: LayerChain) -> frozenset[str]:
     """Opened elements of containers within which every cut carries more bytes than those around them."""
     crossing = bytes_over(chain.graph)
     in_vain = set()
@@ -144,7 +144,7 @@ def _stateful(root: nn.Module, written: list[str]) -> tuple[str, ...]:
     )
 
 
-def shapes_at(fake: FakeModel, chain: Chain, size: int, seq_len: int | None) -> Shapes:
+def shapes_at(fake: FakeModel, chain: LayerChain, size: int, seq_len: int | None) -> Shapes:
     """Shapes at another batch size or length; of each class only the first layer really runs."""
     positions = Positions(fake.module)
     shapes = run_first_of_each_class(fake, chain, fake.batch(size, seq_len), positions)
@@ -153,7 +153,7 @@ def shapes_at(fake: FakeModel, chain: Chain, size: int, seq_len: int | None) -> 
 
 
 def run_first_of_each_class(
-    fake: FakeModel, chain: Chain, batch: Batch, watch: AbstractContextManager[Any] | None = None
+    fake: FakeModel, chain: LayerChain, batch: Batch, watch: AbstractContextManager[Any] | None = None
 ) -> Shapes:
     """What one forward of `batch` produces, under `watch`; other layers return what the first of their class did."""
     shapes = Shapes()
@@ -186,7 +186,7 @@ def run_first_of_each_class(
     return shapes
 
 
-def _build_chain(root: nn.Module, units: Units, watch: Watch) -> Chain:
+def _build_chain(root: nn.Module, units: Units, watch: ChainWatch) -> LayerChain:
     events, run = watch.events, watch.graph()
     spans = _spans(units, events, bytes_over(run))
     notes = list(units.notes)
@@ -195,13 +195,13 @@ def _build_chain(root: nn.Module, units: Units, watch: Watch) -> Chain:
     crossings = _crossings(watch, spans)
     layers = _layers(root, units, watch, spans, notes)
     graph = wired(len(layers), ((c.made_by, c.used_by, c.num_bytes) for c in crossings))
-    chain = Chain(units, layers, crossings, graph, (), watch.shapes, tuple(notes))
+    chain = LayerChain(units, layers, crossings, graph, (), watch.shapes, tuple(notes))
     parameters = dict(root.named_parameters(remove_duplicate=False))
     signatures = tuple(_signature(root, parameters, events, chain, index) for index in range(len(layers)))
     return replace(chain, signatures=signatures)
 
 
-def _spans(units: Units, events: list[Event], crossing: list[float]) -> list[tuple[int, int]]:
+def _spans(units: Units, events: list[CallEvent], crossing: list[float]) -> list[tuple[int, int]]:
     """(first, last) event of each layer, before any have to be joined. crossing: [event] -> bytes over a cut before."""
     groups: list[tuple[str, int, int]] = []
     for i, event in enumerate(events):
@@ -231,7 +231,7 @@ def _cheapest_cut(crossing: list[float], before: int, after: int, early: bool) -
 
 
 def _collapse_repeats(
-    units: Units, events: list[Event], spans: list[tuple[int, int]], notes: list[str]
+    units: Units, events: list[CallEvent], spans: list[tuple[int, int]], notes: list[str]
 ) -> list[tuple[int, int]]:
     """An element that runs again later cannot be in two places of the chain: join all from its first to last run."""
     runs: dict[str, list[int]] = defaultdict(list)
@@ -247,7 +247,7 @@ def _collapse_repeats(
 
 
 def _collapse_leaks(
-    watch: Watch, run: nx.DiGraph, spans: list[tuple[int, int]], notes: list[str]
+    watch: ChainWatch, run: nx.DiGraph, spans: list[tuple[int, int]], notes: list[str]
 ) -> list[tuple[int, int]]:
     """A tensor kept aside inside a layer module and read in a later layer cannot be sent: join the layers."""
     visible = {watch.storages.number(t) for t in watch.tensors.values()}
@@ -273,7 +273,7 @@ def _joined(spans: list[tuple[int, int]], first: int, last: int) -> list[tuple[i
     return [*spans[:start], (spans[start][0], spans[end][1]), *spans[end + 1 :]]
 
 
-def _crossings(watch: Watch, spans: list[tuple[int, int]]) -> tuple[Crossing, ...]:
+def _crossings(watch: ChainWatch, spans: list[tuple[int, int]]) -> tuple[Crossing, ...]:
     layer_of = [i for i, (first, last) in enumerate(spans) for _ in range(first, last + 1)]
     used: dict[Producer, set[int]] = defaultdict(set)
     made_by: dict[Producer, int] = {}
@@ -320,7 +320,7 @@ def _use(
 
 
 def _layers(
-    root: nn.Module, units: Units, watch: Watch, spans: list[tuple[int, int]], notes: list[str]
+    root: nn.Module, units: Units, watch: ChainWatch, spans: list[tuple[int, int]], notes: list[str]
 ) -> tuple[Layer, ...]:
     names = dict(root.named_parameters(remove_duplicate=False))
     canonical = {id(p): name for name, p in root.named_parameters()}
@@ -365,7 +365,7 @@ def _name(layer: Layer, index: int, num_layers: int, units: Units, root: nn.Modu
 
 
 def _signature(
-    root: nn.Module, parameters: dict[str, nn.Parameter], events: list[Event], chain: Chain, index: int
+    root: nn.Module, parameters: dict[str, nn.Parameter], events: list[CallEvent], chain: LayerChain, index: int
 ) -> tuple[Any, ...]:
     """What two layers of one class have in common."""
     layer = chain.layers[index]

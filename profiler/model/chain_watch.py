@@ -29,7 +29,7 @@ LOSS: Key = ("loss", "loss", 0)
 
 
 @dataclass
-class Event:
+class CallEvent:
     """One layer module call, glue function call, or the loss."""
 
     key: Key
@@ -145,13 +145,13 @@ class Inputs:
             self.writers.add(name)
 
 
-class Watch(Mode):
+class ChainWatch(Mode):
     """Notes, per event, what is read and made while the whole model runs once."""
 
     def __init__(self, fake: FakeModel, units: Units) -> None:
         super().__init__()
         self.cursor = Cursor()
-        self.events: list[Event] = []
+        self.events: list[CallEvent] = []
         self.shapes = Shapes()
         self.storages = Storages(fake.dtype)
         self.made: dict[int, list[tuple[Producer, int]]] = defaultdict(list)
@@ -166,7 +166,7 @@ class Watch(Mode):
         self._outputs = recording_outputs(fake.module, units.names, self.cursor, self.shapes)
         self._inputs = self.inputs.watched()
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "ChainWatch":
         self._outputs.__enter__()
         self._inputs.__enter__()
         super().__enter__()
@@ -232,7 +232,7 @@ class Watch(Mode):
     def _start(self, kind: str, name: str, call: int) -> None:
         self.cursor.start(kind, name, call)
         if self.cursor.index == len(self.events):
-            self.events.append(Event(self.cursor.key))
+            self.events.append(CallEvent(self.cursor.key))
         self.events[-1].key = self.cursor.key
 
     def _produced(self, producer: Producer, tensor: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from ..tensor_cuts.tensor_cuts import Found, common_degree, gathering_ways
 from ..tensor_cuts.tensor_rank import run_cut
 from ..tensor_cuts.tensor_trial import sequence_problem
-from .chain import Chain, Layer
+from .chain import Layer, LayerChain
 from .fake import FakeModel
 from .fitted_costs import fitted_costs, fitted_experts
 from .layer_run import LayerRun, Observation
@@ -17,7 +17,7 @@ _Like = Callable[[tuple[TensorCut, ...]], Sequence[Observation]]
 
 
 def layer_class_of(
-    fake: FakeModel, chain: Chain, sizes: RunSizes, index: int, found: Found
+    fake: FakeModel, chain: LayerChain, sizes: RunSizes, index: int, found: Found
 ) -> tuple[LayerClass, Observation]:
     """The class of layer `index`, and what the layer did in its first run. found: what tensor parallelism may cut."""
     layer = chain.layers[index]
@@ -71,7 +71,7 @@ def _parts(layer: Layer, whole: Sequence[Observation]) -> tuple[LayerPart, ...]:
     return tuple(LayerPart(name=name, reads_arriving=first.reads_arriving(name)) for name in found[0])
 
 
-def _whole_runs(fake: FakeModel, chain: Chain, sizes: RunSizes, index: int) -> list[Observation]:
+def _whole_runs(fake: FakeModel, chain: LayerChain, sizes: RunSizes, index: int) -> list[Observation]:
     """Runs of a layer at two batch sizes: one and two samples, or two and three where one sample is copied less often
     (a transposed batch of one is as contiguous as before), which no other batch would follow."""
 
@@ -85,7 +85,7 @@ def _whole_runs(fake: FakeModel, chain: Chain, sizes: RunSizes, index: int) -> l
 
 def _runs_like(
     fake: FakeModel,
-    chain: Chain,
+    chain: LayerChain,
     sizes: RunSizes,
     index: int,
     cuts: tuple[TensorCut, ...],
@@ -100,7 +100,7 @@ def _runs_like(
 
 def _cut_runs(
     fake: FakeModel,
-    chain: Chain,
+    chain: LayerChain,
     sizes: RunSizes,
     index: int,
     cuts: tuple[TensorCut, ...],
@@ -117,7 +117,7 @@ def _cut_runs(
 
 def _sequence_costs(
     fake: FakeModel,
-    chain: Chain,
+    chain: LayerChain,
     sizes: RunSizes,
     index: int,
     cuts: tuple[TensorCut, ...],

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .chain import Chain, Crossing
+from .chain import Crossing, LayerChain
 from .fake import FakeModel
 from .fitted_costs import fit_bytes
 from .layer_run import Observation
@@ -16,7 +16,7 @@ from .run_sizes import RunSizes, dims_of, other_length
 
 
 def crossing_tensors(
-    fake: FakeModel, chain: Chain, sizes: RunSizes, seen: dict[int, Observation]
+    fake: FakeModel, chain: LayerChain, sizes: RunSizes, seen: dict[int, Observation]
 ) -> tuple[CrossingTensor, ...]:
     """The tensors that cross, in the order in which they are made. seen: of each class what its first layer did; the
     others save the tensors of the same ordinal."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..semantics.producers import Producers
-from .chain import Chain, Crossing, Layer
+from .chain import Crossing, Layer, LayerChain
 from .chain_watch import Cursor, stubbed
 from .expert_banks import BankCall, counts_of, is_linear_in, keeps_apart, routing_of, stacked_of, stacked_over
 from .fake import FakeModel
@@ -101,7 +101,7 @@ class LayerRun:
     """One run of one layer at one batch size; `recorder` and `storages` may be used by hooks while it runs."""
 
     def __init__(
-        self, fake: FakeModel, chain: Chain, index: int, shapes: Shapes, size: int, seq_len: int | None
+        self, fake: FakeModel, chain: LayerChain, index: int, shapes: Shapes, size: int, seq_len: int | None
     ) -> None:
         self.fake = fake
         self.chain = chain

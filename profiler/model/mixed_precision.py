@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .chain import Chain, run_first_of_each_class
+from .chain import LayerChain, run_first_of_each_class
 from .fake import FakeModel, fake_model
 from .gpu_kernel_emulation import Mode
 
 
-def mixed_precision_problem(fake: FakeModel, chain: Chain) -> str:
+def mixed_precision_problem(fake: FakeModel, chain: LayerChain) -> str:
     """Why it does not run, in a few words; '' if it does. Only the first layer of each class is run."""
     if fake.dtype != torch.bfloat16:
         fake = fake_model(fake.loaded, torch.bfloat16)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
-from .chain import Chain, Crossing, shapes_at
+from .chain import Crossing, LayerChain, shapes_at
 from .fake import FakeModel
 from .positions import longest
 from .run_shapes import Shapes
@@ -16,7 +16,7 @@ class RunSizes:
     """Shapes at two batch sizes (at a third when asked) and, for models with a sequence, at a second length."""
 
     def __init__(
-        self, fake: FakeModel, chain: Chain, seq_len: int | None, two: Shapes, like: "RunSizes | None" = None
+        self, fake: FakeModel, chain: LayerChain, seq_len: int | None, two: Shapes, like: "RunSizes | None" = None
     ) -> None:
         self.seq_len = seq_len
         self.one = shapes_at(fake, chain, 1, seq_len)
@@ -63,7 +63,7 @@ class RunSizes:
         return dims.index("sequence") if dims.count("sequence") == 1 else None
 
 
-def _at_other_length(fake: FakeModel, chain: Chain, seq_len: int | None) -> Shapes | None:
+def _at_other_length(fake: FakeModel, chain: LayerChain, seq_len: int | None) -> Shapes | None:
     """Shapes of one sample at another length; None where there is none that the model takes."""
     other = other_length(seq_len)
     if other is None:

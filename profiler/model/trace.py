@@ -16,7 +16,7 @@ from torch import nn
 from ..garbage import without_garbage_collection
 from ..tensor_cuts.context_trial import context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
-from .chain import Chain, Layer, observe, shapes_at
+from .chain import Layer, LayerChain, observe, shapes_at
 from .class_costs import layer_class_of
 from .crossing_tensors import batch_tensors, crossing_tensors
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
@@ -121,7 +121,7 @@ def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: P
 
 def _profile_at(
     fake: FakeModel,
-    chain: Chain,
+    chain: LayerChain,
     sizes: RunSizes,
     found: dict[int, Found],
     mixed_precision: str,
@@ -177,7 +177,7 @@ def _profile_at(
     return profile.model_copy(update={"fingerprint": _fingerprint(profile)})
 
 
-def _found_cuts(fake: FakeModel, chain: Chain, sizes: RunSizes, firsts: Sequence[int]) -> dict[int, Found]:
+def _found_cuts(fake: FakeModel, chain: LayerChain, sizes: RunSizes, firsts: Sequence[int]) -> dict[int, Found]:
     """Cuts of each class's first layer; together they must allow a common degree and agree on tied parameters."""
     if fake.mode is None:
         return dict.fromkeys(firsts, Found())
@@ -188,7 +188,7 @@ def _found_cuts(fake: FakeModel, chain: Chain, sizes: RunSizes, firsts: Sequence
     return _agreeing_on_ties(fake, chain, found)
 
 
-def _with_common_degree(chain: Chain, index: int, found: Found) -> Found:
+def _with_common_degree(chain: LayerChain, index: int, found: Found) -> Found:
     cuts: list[TensorCut] = []
     notes = list(found.notes)
     for cut in found.cuts:
@@ -200,7 +200,7 @@ def _with_common_degree(chain: Chain, index: int, found: Found) -> Found:
     return replace(found, cuts=tuple(cuts), notes=tuple(notes))
 
 
-def _agreeing_on_ties(fake: FakeModel, chain: Chain, found: dict[int, Found]) -> dict[int, Found]:
+def _agreeing_on_ties(fake: FakeModel, chain: LayerChain, found: dict[int, Found]) -> dict[int, Found]:
     """A parameter with several readers is cut alike in all of them, or not at all."""
     named = dict(fake.module.named_parameters(remove_duplicate=False))
     ways: dict[int, set[int | None]] = defaultdict(set)
@@ -253,7 +253,7 @@ def _ties(fake: FakeModel, layers: Sequence[LayerProfile]) -> tuple[tuple[str, .
     )
 
 
-def _attention_modules(chain: Chain, found: dict[int, Found]) -> tuple[str, ...]:
+def _attention_modules(chain: LayerChain, found: dict[int, Found]) -> tuple[str, ...]:
     """Full names of the modules that call fused attention, in every layer."""
     return tuple(
         ".".join(part for part in (layer.root, name) if part)

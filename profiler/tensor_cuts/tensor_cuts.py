@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..model.chain import Chain
+from ..model.chain import LayerChain
 from ..model.fake import FakeModel
 from ..model.layer_run import LayerRun
 from ..model.meters import View
@@ -59,7 +59,7 @@ class Found:
     attention_modules: tuple[str, ...] = ()
 
 
-def find_cuts(fake: FakeModel, chain: Chain, index: int, shapes: Sequence[Shapes], seq_len: int | None) -> Found:
+def find_cuts(fake: FakeModel, chain: LayerChain, index: int, shapes: Sequence[Shapes], seq_len: int | None) -> Found:
     """Cuts of layer `index`; shapes: of runs with one and with two samples."""
     probe = _Probe(fake, chain, index, shapes[0], seq_len)
     flow = probe.flow()
@@ -96,7 +96,9 @@ def common_degree(cuts: Sequence[TensorCut]) -> int | None:
     return next((degree for degree in _DEGREES if all(unit % degree == 0 for unit in units)), None)
 
 
-def gathering_ways(fake: FakeModel, chain: Chain, index: int, cuts: Sequence[TensorCut]) -> list[tuple[TensorCut, ...]]:
+def gathering_ways(
+    fake: FakeModel, chain: LayerChain, index: int, cuts: Sequence[TensorCut]
+) -> list[tuple[TensorCut, ...]]:
     """The cuts with each choice of where the sequence is gathered: before the columns, or before the module around.
 
     Attention modules that take shapes from their input (Hugging Face's) need the whole sequence at their door.
@@ -120,7 +122,7 @@ def gathering_ways(fake: FakeModel, chain: Chain, index: int, cuts: Sequence[Ten
 class _Probe:
     """Runs of one layer at one sample, to see its data flow and to try cuts."""
 
-    def __init__(self, fake: FakeModel, chain: Chain, index: int, shapes: Shapes, seq_len: int | None) -> None:
+    def __init__(self, fake: FakeModel, chain: LayerChain, index: int, shapes: Shapes, seq_len: int | None) -> None:
         self.fake = fake
         self.chain = chain
         self.index = index

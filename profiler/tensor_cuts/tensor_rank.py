@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ..model.chain import Chain, Crossing
+from ..model.chain import Crossing, LayerChain
 from ..model.fake import FakeModel
 from ..model.layer_run import Collective, LayerRun, Observation
 from ..model.meters import Recorder, Size
@@ -19,7 +19,7 @@ from ..semantics.logit_shards import shard_logits
 
 def run_cut(
     fake: FakeModel,
-    chain: Chain,
+    chain: LayerChain,
     index: int,
     shapes: Shapes,
     size: int,
@@ -42,7 +42,7 @@ def run_cut(
     return seen
 
 
-def layer_modules(fake: FakeModel, chain: Chain, index: int) -> dict[str, nn.Module]:
+def layer_modules(fake: FakeModel, chain: LayerChain, index: int) -> dict[str, nn.Module]:
     """Modules of a layer by name relative to its root."""
     layer = chain.layers[index]
     prefix = layer.root + "." if layer.root else ""
