@@ -96,8 +96,8 @@ class ContextParallel:
 class Passage:
     """Marks are on tensor objects, and both fully_shard and checkpointing give a module new ones for what it was given.
 
-    Call `inside` before the module is wrapped for recompute, `outside` behind that. Where fully_shard wraps it, call
-    `below` before and `around` behind.
+    Call `inside` before the module is wrapped for recompute, `outside` after that. Where fully_shard wraps it, call
+    `below` before and `around` after.
     """
 
     def __init__(self, context: ContextParallel, module: nn.Module) -> None:

@@ -710,11 +710,11 @@ class CostModel:
 
     def crossings(self, shape: Shape) -> list[Cut]:
         """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
-        between layers, behind the last."""
+        between layers, after the last."""
         return self._crossings.cuts(shape)
 
     def arrivals(self, shape: Shape, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrivals:
-        """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one behind
+        """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one after
         its last."""
         return self._crossings.arrivals(shape, firsts, ends)
 

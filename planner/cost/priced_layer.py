@@ -40,7 +40,7 @@ class LayerCost:
     gradients are reduced. accumulated_bytes: gradients before they are reduced, beyond their shards. root_bytes:
     gradients that wait for fully_shard's root from the layer's backward on, and root_end_bytes what that takes then.
     transient_bytes: there only during the layer's turn, beyond what is kept and held; ending_bytes: the same in a pass
-    that reduces gradients; waiting_bytes: of that, what is there while those of the layer behind it, its reduced_bytes,
+    that reduces gradients; waiting_bytes: of that, what is there while those of the layer after it, its reduced_bytes,
     are on their way.
     """
 

@@ -101,7 +101,7 @@ class Cuts:
         added_s: Floats | float = 0.0,
         once_s: Floats | float = 0.0,
     ) -> Floats:
-        """[shape] -> the same, with [run][shape] -> seconds of a layer. once_s: [rank][shape] -> seconds behind the
+        """[shape] -> the same, with [run][shape] -> seconds of a layer. once_s: [rank][shape] -> seconds after the
         last pass of a rank."""
         passes = num_microbatches * (self.work @ per_run_s + added_s)
         ended = once_s
@@ -130,7 +130,7 @@ def _flights(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual:
 class Recomputable:
     """Layers by what each way to recompute them (the first: none, or what is pinned) takes and saves: [run][way] ->
     its name, seconds that a micro-batch takes beyond the fastest, and bytes that a layer keeps of it. turn, paired:
-    [run] -> [way][shape] bytes that are there only in its turn, and if one of its kind is behind it in its stage. kind:
+    [run] -> [way][shape] bytes that are there only in its turn, and if one of its kind is after it in its stage. kind:
     [run] -> number of its kind of layer. Where nothing is known, no ways have names."""
 
     names: Sequence[tuple[Recompute, ...]]
@@ -166,7 +166,7 @@ class Recomputable:
 class _Way:
     """One way to recompute: [run] -> whether its layers may; seconds that it takes longer at least; bytes of a
     micro-batch that a layer keeps otherwise, and those that are saved. [run][shape] -> bytes in a layer's turn, at
-    least, if it is recomputed, and at least with one of its kind behind it."""
+    least, if it is recomputed, and at least with one of its kind after it."""
 
     may: Flags
     again_s: Floats

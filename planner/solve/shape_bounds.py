@@ -178,7 +178,7 @@ class ShapeBounds:
 
     def even_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Floats:
         """[shape] -> seconds that no cuts of a pipeline beat, whatever the schedule: the
-        mean over the ranks of what each has to do, behind a place of the chain for every rank before."""
+        mean over the ranks of what each has to do, after a place of the chain for every rank before."""
         key = leaves, replace(family, schedule="1f1b"), recompute or "none", reshard
         if key not in self._even:
             fastest = self.fastest(family, leaves, recompute, reshard)

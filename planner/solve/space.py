@@ -482,7 +482,7 @@ class Space:
 
     def _placed(self, replicate: int, shard: int, context: int, tensor: int, pipeline: int) -> tuple[_Placed, ...]:
         """All orders of the axes, each with where its groups sit; one on one host. Context ranks shard parameters
-        together with data_shard, behind which they come."""
+        together with data_shard, after which they come."""
         key = replicate, shard, context, tensor, pipeline
         if key not in self._known_placed:
             degrees: dict[Axis, int] = {

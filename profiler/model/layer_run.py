@@ -445,7 +445,7 @@ class _Stop(BaseException):
 
 
 def _writes_behind(ops: Sequence[Op], begins: Sequence[bool], storages: set[int]) -> bool:
-    """Whether an operator writes into one of these storages behind the first of the operators that begin."""
+    """Whether an operator writes into one of these storages after the first of the operators that begin."""
     first = next((i for i, here in enumerate(begins) if here), len(ops))
     return any(
         op.name.endswith("_") and any(view.storage in storages for view in op.outputs) for op in ops[first + 1 :]

@@ -167,7 +167,7 @@ def _run_here(
 def _dim_after(
     func: Callable[..., Any], name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
-    """Where the classes are behind a function that treats all of them alike; None: it may not."""
+    """Where the classes are after a function that treats all of them alike; None: it may not."""
     dim = x.__dict__[_CLASSES].dim
     if name in _VIEWS:
         given = args[1] if len(args) > 1 else None

@@ -9,7 +9,7 @@ import torch
 from .logit_shards import LogitShards, as_before, with_all_classes
 
 Spans = tuple[tuple[int, int], ...]
-"""Ranges of places, in ascending order: (first, behind the last)."""
+"""Ranges of places, in ascending order: (first, the one after the last)."""
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ class OwnHeads:
         return tree_unflatten(leaves, tree)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Hook behind the forward."""
+        """A hook that runs after the forward."""
         leaves, tree = tree_flatten(output)
         taken, self._taken = self._taken, []
         for place, dim in self._cut.returned.items():
