@@ -90,7 +90,7 @@ def side_by_side(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 
 def solid(x: torch.Tensor) -> torch.Tensor:
-    """The same memory under a tensor that autograd does not take for a view of another."""
+    """A tensor over the memory of x that autograd does not take for a view of another."""
     return _Solid.apply(x) if x._is_view() else x
 
 

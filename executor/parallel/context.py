@@ -48,7 +48,8 @@ class ContextParallel:
 
     @contextmanager
     def whole_forward(self) -> Iterator[None]:
-        """The same around a model's forward and loss. Raises ValueError if no sequence of the plan's length came by."""
+        """While it lasts, which is a model's forward and loss, tensors that hold tokens are known as such. Raises
+        ValueError if no sequence of the plan's length came by."""
         self._mode.started = False
         with self.running():
             yield

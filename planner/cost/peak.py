@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class Moment:
     """One pass backward over a stage, and what it finds there. While a layer has its turn, it and those before it hold
-    `before`, and those after it, whose turn is over, `behind`.
+    `before`, and those after it in the chain, whose turn is over, `behind`.
 
     flights: micro-batches whose activations are there when it begins. before_shards, behind_shards: bytes of gradients
     per trainable element; before_whole, behind_whole: whether accumulated ones are there beyond these. copies_stay:

@@ -82,7 +82,8 @@ class LayerCost:
         return max(self.ending_bytes, waiting)
 
     def with_waiting(self, num_bytes: float) -> "LayerCost":
-        """The same in a place where so many bytes of others pass by."""
+        """This layer's cost at a place of the chain where `num_bytes` of other layers' tensors pass by during its
+        turn."""
         if not num_bytes:
             return self
         return replace(
@@ -99,7 +100,7 @@ class LayerCost:
 
     @property
     def exchange_backward_s(self) -> float:
-        """The same of the backward."""
+        """Exposed exchanges of the backward with context ranks, expert ranks and the host."""
         return self.context_backward_s + self.expert_backward_s + self.offload_backward_s
 
     @property

@@ -452,7 +452,8 @@ def _ranges(frame: Chunking, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def _legal_ranges(frame: Chunking, rank: int, here: Ints) -> tuple[Ints, Ints, Ints]:
-    """The same of stages that have a place to give. here: [stage] -> number of the place where it begins."""
+    """[move] -> (first stage, last stage, 1 or 0 for up or down) of those moves of `_ranges` whose giving stage has a
+    place to give. here: [stage] -> number of the place where it begins."""
     first, last, up, giver = _ranges(frame, rank)
     legal = here[giver + 1] - here[giver] > 1
     return first[legal], last[legal], up[legal]

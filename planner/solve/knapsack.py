@@ -73,7 +73,7 @@ class Turns:
     ending: Floats
 
     def of(self, options: slice) -> "Turns":
-        """The same items with some of their options."""
+        """These items with only some of their options."""
         return Turns(
             self.count,
             self.weights[options],

@@ -67,7 +67,7 @@ class Observation:
     given_arriving: list[bool] = field(default_factory=list)
     """Whether a module of the layer is given it, so that recompute needs it."""
     saves_leaving: list[bool] = field(default_factory=list)
-    """The same of the tensors it makes for later layers."""
+    """Whether the layer saves each of the tensors that it makes for later layers."""
     saves_in_fp32: list[bool] = field(default_factory=list)
     """Both, leaving and arriving, where the compute dtype is fp32: a layer that casts first saves what it was given."""
     forward_transient: Size = NOTHING

@@ -73,7 +73,7 @@ class LogitShards(torch.Tensor):
 
 
 def shard_logits(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The same tensor, known as this rank's classes along its last dim."""
+    """The tensor x, marked as this rank's classes along its last dim."""
     return _marked(x, _Classes(x.dim() - 1, ranks))
 
 

@@ -233,7 +233,7 @@ class TensorRank:
         self._forward("all_reduce", self._run.storages.size(x))
 
     def sum_(self, x: torch.Tensor) -> None:
-        """The same."""
+        """Note the all-reduce of a sum, of as many elements as x has."""
         self._forward("all_reduce", self._run.storages.size(x))
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -135,8 +135,8 @@ def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: 
 
 
 def order_problem(whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> str:
-    """Why the order of a view is a problem: it moves the cut features after others, so that a slice that was contiguous
-    no longer is."""
+    """Why a cut fails where a view mixes the cut features with others, or moves them to a place after others, so that a
+    contiguous slice before the view is none after it; "" if no view does."""
     fused = {v.storage for op in whole if op.module in trial.parts and not op.is_view for v in op.outputs}
     for a, b in zip(whole, cut, strict=True):
         if a.name not in ("view", "_unsafe_view") or a.inputs[0].storage in fused:
