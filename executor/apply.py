@@ -272,7 +272,7 @@ def _prefetch_in_backward(units: list[FSDPModule]) -> None:
     """Let every unit gather the one before it while its backward runs. units: in the order of forward (what is inside
     of another one before it), then the root.
 
-    Left alone, fully_shard goes by the order of all forwards since gradients were last reduced: behind the backward of
+    Left alone, fully_shard goes by the order of all forwards since gradients were last reduced: after the backward of
     the first unit it would gather the last one once more in every micro-batch but the first, for nothing. What
     prefetches itself gathers nothing: so does the root, which begins anew whenever one of the model's outputs gets its
     gradient (an encoder's comes late). The trainer gathers the last layer ahead.

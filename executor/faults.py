@@ -51,7 +51,7 @@ def check_finite(
 def raise_spoiled(mesh: RankMesh, step: int, names: list[str], norms: torch.Tensor) -> None:
     """Raise NonFiniteError on every rank: say which ranks and stages have parameters that are no numbers.
 
-    Every rank must call it. names, norms: this rank's parameters, and their norms behind that step.
+    Every rank must call it. names, norms: this rank's parameters, and their norms after that step.
     """
     bad = [name for name, value in zip(names, norms.tolist(), strict=True) if not math.isfinite(value)]
     found: list[Any] = [(bad[:1], len(bad), mesh.rank)]

@@ -90,7 +90,7 @@ def side_by_side(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 
 def solid(x: torch.Tensor) -> torch.Tensor:
-    """The same memory under a tensor that autograd does not take for a view of another."""
+    """A tensor over the memory of x that autograd does not take for a view of another."""
     return _Solid.apply(x) if x._is_view() else x
 
 
@@ -168,7 +168,7 @@ class LeanPipelineStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Backward of a micro-batch for weights, which its backward for inputs has put off.
 
-        torch goes from one group of parameters to the next, and frees the graph behind each, though a parameter that
+        torch goes from one group of parameters to the next, and frees the graph after each, though a parameter that
         several layers read (seen in 2.13: the position bias of T5) leads through it once more, and may be in two groups
         and be counted twice.
         """
@@ -231,7 +231,7 @@ def custom_schedule(
 
 
 def reduce_gradients(root: FSDPModule) -> None:
-    """What fully_shard does behind the last backward of a step; after a backward for weights nothing else calls it."""
+    """What fully_shard does after the last backward of a step; after a backward for weights nothing else calls it."""
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 

@@ -163,7 +163,7 @@ class Trainer:
         self._read = Progress()  # how far `loader` is ahead
         self._watch: Watch | None = None
         self._telemetry: Telemetry | None = None
-        self._norms: torch.Tensor | None = None  # of each parameter, behind the last step
+        self._norms: torch.Tensor | None = None  # of each parameter, after the last step
         self._skip = 0  # samples that the next `loader` leaves out
         if plan.degrees.tensor > 1:
             self._first_step = SharedGradients(model.model, model.layout)

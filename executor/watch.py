@@ -48,7 +48,7 @@ class Beat:
     """A sign of life of a rank.
 
     place: how much the job has asked of it, which all ranks count alike: odd inside of a step or another task, even
-    behind it. what: the words for that, since_s: for how long. where: the line its thread is at; waits: for others.
+    after it. what: the words for that, since_s: for how long. where: the line its thread is at; waits: for others.
     """
 
     count: int

@@ -53,7 +53,7 @@ def _shares(every: Mapping[int, Sums]) -> dict[str, str]:
 
 
 def _words(cut: TensorCut) -> str:
-    """A cut as a table shows it: columns, what lies between, and the row behind them."""
+    """A cut as a table shows it: columns, what lies between, and the row after them."""
 
     def last(names: Sequence[str]) -> str:
         return ", ".join(name.rpartition(".")[2] or "the layer" for name in names)

@@ -33,7 +33,7 @@ _RESIDENT_BYTES = 300e6
 
 
 def layers_alone(profile: ModelProfile) -> dict[str, int]:
-    """Module -> class of the layers that are one module with no code behind it, as far as a profile can tell."""
+    """Module -> class of the layers that are one module with no code after it, as far as a profile can tell."""
     alone: dict[str, int] = {}
     for i, layer in enumerate(profile.layers[:-1]):
         leaving = [t.producer for t in profile.tensors if t.made_by == i]

@@ -53,7 +53,7 @@ def predicted(
 
 
 def _without_parameters(profile: ModelProfile) -> ModelProfile:
-    """The same activations, of layers without parameters and without a batch."""
+    """A profile with the activations of this one, but with layers without parameters and without a batch."""
     classes = tuple(c.model_copy(update={"parameters": (), "cuts": ()}) for c in profile.classes)
     layers = tuple(layer.model_copy(update={"parameters": ()}) for layer in profile.layers)
     return profile.model_copy(update={"classes": classes, "layers": layers, "ties": (), "batch": ()})

@@ -117,7 +117,7 @@ class _Alike(Function):
 
 
 class _Sum(Function):
-    """All-reduce forward, nothing backward: behind rows."""
+    """All-reduce forward, nothing backward: after rows."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -131,7 +131,7 @@ class _Sum(Function):
 
 
 class _Gather(Function):
-    """All-gather of features forward, this rank's slice backward: behind the head."""
+    """All-gather of features forward, this rank's slice backward: after the head."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -210,7 +210,7 @@ def collectives_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int
 
 
 class _Stage(nn.Module):
-    """Some layers of the model, with the embedding before them or norm and head behind them."""
+    """Some layers of the model, with the embedding before them or norm and head after them."""
 
     def __init__(self, model: LlamaForCausalLM, first: int, end: int) -> None:
         super().__init__()

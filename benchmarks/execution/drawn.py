@@ -186,7 +186,7 @@ def _stages(
     num_stages = shape.pipeline * shape.virtual_stages
     places = chain.places[1:-1]
     assume(len(places) >= num_stages - 1)
-    for behind in reversed(range(num_stages - 1)):  # so many cuts must find a place behind this one
+    for behind in reversed(range(num_stages - 1)):  # so many cuts must find a place after this one
         free = [place for place in places if place > ends[-1]]
         ends.append(pick(free[: len(free) - behind]))
     may_recompute = shape.schedule not in ZERO_BUBBLE

@@ -103,7 +103,7 @@ class _Shards(Sequence[torch.Tensor]):
         return self._count
 
     def joined(self, dim: int) -> torch.Tensor:
-        """A tensor of the shape that all parts have one behind the other."""
+        """A tensor of the shape that all parts have one after the other."""
         shape = list(self._tensor.shape)
         shape[self._dim] = self._size
         shape[dim] *= self._count

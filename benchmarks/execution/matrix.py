@@ -110,7 +110,7 @@ def key_of(drawn: Drawn) -> str:
 
 
 def run_all(plans: Sequence[Drawn], file: Path, words: Sequence[str] = ()) -> Iterator[list[Row]]:
-    """All rows known so far, in order, again and again: at first, and behind each plan that had to be run.
+    """All rows known so far, in order, again and again: at first, and after each plan that had to be run.
 
     Plans that `file` has already are not run again, others are put there at once. words: only plans whose lines hold
     all of them are run.

@@ -107,7 +107,7 @@ class Model(nn.Module):
 
 
 def plan_of(case: Case, config: LlamaConfig) -> Plan:
-    """The same set-up as a plan."""
+    """A plan of the set-up that is also run by hand."""
     profile = trace(load_model(lambda: Model(config), batch=_batch, loss=_loss))
     fields = {"data_replicate": 1, "data_shard": 1, "tensor": 1, "pipeline": 1, "micro_batch": 2} | case.shape
     shape = Shape(**fields)

@@ -43,7 +43,7 @@ def resume_all(job: runs.Job, plan: Plan, folders: list[Path]) -> list[list[floa
 
 
 def undisturbed(job: runs.Job, plan: Plan) -> list[float]:
-    """Losses behind the checkpoint of a run that needs none: of one process, or where rounding differs of the plan."""
+    """Losses after the checkpoint of a run that needs none: of one process, or where rounding differs of the plan."""
     if job.precision == "fp32":
         return train(job, job.plan("one"), BEFORE + AFTER)[BEFORE:]
     found = run_local_ranks(train, plan.degrees.num_devices, job, plan, BEFORE + AFTER, timeout_s=TIMEOUT_S)

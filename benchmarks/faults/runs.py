@@ -30,7 +30,7 @@ LOSS = 1e-5
 """Relative difference of losses that the order of sums explains, in fp32."""
 
 LOSS_BF16 = 2.0**-9
-"""The same in bf16: half of its rounding step."""
+"""Relative difference of losses that rounding explains in bf16: half of its rounding step."""
 
 
 class Mixture(nn.Module):

@@ -142,7 +142,7 @@ def loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def small() -> nn.Module:
-    """The same shape of model, small."""
+    """A small DiT, built like the model to plan for."""
     return DiT(SMALL)
 
 

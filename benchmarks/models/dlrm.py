@@ -73,7 +73,7 @@ def loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def small() -> nn.Module:
-    """The same shape of model with four short tables."""
+    """A small DLRM, built like the model to plan for, with four short tables."""
     return DLRM(SMALL)
 
 

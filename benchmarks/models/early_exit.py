@@ -103,7 +103,7 @@ def loss(exits: tuple[torch.Tensor, ...], batch: tuple[torch.Tensor, torch.Tenso
 
 
 def small() -> nn.Module:
-    """The same shape of model, small."""
+    """A small model with early exits, built like the one to plan for."""
     return EarlyExit(SMALL)
 
 

@@ -107,7 +107,7 @@ def loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 
 def small() -> nn.Module:
-    """The same shape of model, small enough to train on a laptop while a plan is verified."""
+    """A GPT built like the one to plan for, small enough to train on a laptop while a plan is verified."""
     return GPT(SMALL)
 
 

@@ -60,7 +60,7 @@ def loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 
 def small() -> nn.Module:
-    """The same layers, narrow, with few words and no dropout."""
+    """A narrow model of the same layers, with few words and no dropout."""
     return LanguageModel(SMALL)
 
 

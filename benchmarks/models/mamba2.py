@@ -146,7 +146,7 @@ def loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 
 def small() -> nn.Module:
-    """The same shape of model, small."""
+    """A small Mamba-2, built like the model to plan for."""
     return Mamba2(SMALL)
 
 

@@ -43,7 +43,7 @@ def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 
 def small() -> nn.Module:
-    """The same shape of model, small."""
+    """A narrow MLP, built like the model to plan for."""
     return MLP(32)
 
 

@@ -91,7 +91,7 @@ def loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 
 def small() -> nn.Module:
-    """The same stages, narrow, with one or two blocks each."""
+    """A narrow ResNet of the same stages, with one or two blocks each."""
     return ResNet((1, 2, 2, 1), 8, 10)
 
 

@@ -73,7 +73,7 @@ def train_on_one_device(steps: int) -> None:
 
 
 def train_by_plan(steps: int, plan: str) -> None:
-    """The same, as this rank's part of a plan."""
+    """Training by a plan, of which this process runs its rank's part."""
     trainer = parallelize(model, plan, optimizer, loss=loss, seed=0, max_grad_norm=1.0)  # 1. instead of the model
     for step, share in zip(range(steps), trainer.loader(samples), strict=False):  # 2. this rank's samples
         metrics = trainer.step(share)  # 3. forward, backward, clip, update

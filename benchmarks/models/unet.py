@@ -68,7 +68,7 @@ def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 
 def small() -> nn.Module:
-    """The same shape of model, small."""
+    """A small U-Net, built like the model to plan for."""
     return UNet((8, 16, 32, 64))
 
 

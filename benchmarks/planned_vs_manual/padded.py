@@ -127,7 +127,7 @@ def pad_trainer(trainer: Trainer, plan: Plan, profile: ModelProfile, device: Dev
 
 
 def _pad_layers(model: nn.Module, layers: list[PaddedLayer], clock: Clock) -> None:
-    """What runs outside of modules counts with the layer before, or if there is none with the one behind."""
+    """What runs outside of modules counts with the layer before, or if there is none with the one after."""
     carried, last = NOTHING, ""
     joined: dict[str, Pad] = {}
     for layer in layers:

@@ -61,7 +61,7 @@ EXACT = 1e-9
 """Relative difference between brute force, search and scan: rounding."""
 
 OF_SOLVERS = 1e-5
-"""The same of an ILP solved to a gap of 1e-6."""
+"""Relative difference between brute force and an ILP that is solved to a gap of 1e-6."""
 
 FEWEST_PLANS = 2
 """A question with fewer plans is no question."""

@@ -57,7 +57,7 @@ class Case:
 
 
 LAYER_WISE = tuple(f"layer-wise choice, Llama-3-8B, 8 GPUs of {memory} GB" for memory in (40, 80))
-"""The same with less and with more memory."""
+"""Names of two cases that differ only in the memory of a GPU: less, then more."""
 
 
 CASES = (

@@ -148,7 +148,7 @@ def chain(
     loose: Sequence[int] = (),
     attention_modules: Sequence[str] = (),
 ) -> ModelProfile:
-    """Layers `order` (indices of classes), with `crossing` bytes per sample behind each but the last. ties: pairs of
+    """Layers `order` (indices of classes), with `crossing` bytes per sample after each but the last. ties: pairs of
     layers with one weight; loose: layers of two modules, which are not recomputed."""
     layers = tuple(
         LayerProfile(

@@ -66,7 +66,7 @@ def cluster_of_kinds(case: Case) -> ClusterSpec:
 
 
 def as_the_slowest(cluster: ClusterSpec) -> ClusterSpec:
-    """The same hosts with the slowest device, the least memory and the slowest link of any."""
+    """The cluster with as many hosts, each with the slowest device, the least memory and the slowest link of any."""
     worst, link = cluster.device, cluster.link
     hosts = tuple(group.model_copy(update={"device": worst, "link": link}) for group in cluster.hosts)
     return cluster.model_copy(update={"hosts": hosts})

@@ -26,13 +26,13 @@ def profile_of(name: str, sizes: Sizes) -> ModelProfile:
 
 
 def _grown(profile: ModelProfile, block: int, extra: int) -> ModelProfile:
-    """The profile with `extra` copies of a block behind it."""
+    """The profile with `extra` copies of a block after it."""
     if extra == 0:
         return profile
     at = next(i for i, layer in enumerate(profile.layers) if layer.root == f"blocks.{block}")
 
     def moved(value: Any, by: int, behind: int) -> Any:
-        """A record with blocks numbered and layers counted `by` higher where they lie behind layer `behind`."""
+        """A record with blocks numbered and layers counted `by` higher where they lie after layer `behind`."""
         if isinstance(value, str):
             found = _BLOCK.match(value)
             if found is None or int(found.group(1)) <= block + behind - at:

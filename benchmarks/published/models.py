@@ -123,7 +123,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the stream."""
+    """Attention and feed-forward, each after a norm and added to the stream."""
 
     def __init__(self, sizes: Sizes, dense: bool) -> None:
         super().__init__()
@@ -137,14 +137,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The stream behind the block."""
+        """The stream after the block."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         out: torch.Tensor = x + self.dropout(self.feed_forward(self.norm2(x)))
         return out
 
 
 class Single(nn.Module):
-    """A layer of a hybrid: one mixer behind a norm, added to the stream."""
+    """A layer of a hybrid: one mixer after a norm, added to the stream."""
 
     def __init__(self, sizes: Sizes, kind: str) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Single(nn.Module):
         self.inner = {"M": "mixer", "*": "attention"}.get(kind, "feed_forward")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The stream behind the layer."""
+        """The stream after the layer."""
         out: torch.Tensor = x + getattr(self, self.inner)(self.norm1(x))
         return out
 

@@ -66,7 +66,8 @@ def batches_of(
 
 
 def _scaled(text: str | None, counts: list[int], own: int | None) -> tuple[list[int], list[str]]:
-    """The same for a batch that grows in proportion to the GPUs."""
+    """(global batch at each number of GPUs, what must be said about it) for a batch that grows in proportion to the
+    GPUs."""
     fewest = min(counts)
     numbers = numbers_of("--global-batch", text) if text else [own or SAMPLES_PER_GPU * fewest]
     if len(numbers) > 1:

@@ -408,7 +408,7 @@ def _batches(loaded: LoadedModel, plan: Plan, steps: int) -> list[Batch]:
 
 
 def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _RunResult:
-    """The same training with none of our machinery."""
+    """What training in one process gives on these batches, with none of our machinery."""
     torch.manual_seed(_SEED)
     model = loaded.build().train()
     parts = plan.num_microbatches * plan.degrees.data

@@ -51,7 +51,7 @@ def backend_of(compile: bool | str | None, plan: Plan) -> str | None:
 
 
 def compile_layers(model: nn.Module, layers: list[LayerPlan], backend: str) -> list[CompiledForward]:
-    """Replace the forwards of layer modules, and of the parts that are recomputed of a layer; call it behind tensor
+    """Replace the forwards of layer modules, and of the parts that are recomputed of a layer; call it after tensor
     parallelism and before recompute, whose repetition runs what was compiled.
 
     What tensor parallelism has put into a layer (its products and collectives) runs as it is, in between. Layers that
@@ -66,7 +66,8 @@ def compile_layers(model: nn.Module, layers: list[LayerPlan], backend: str) -> l
 
 
 def compile_around_parts(model: nn.Module, layers: list[LayerPlan], backend: str) -> list[CompiledForward]:
-    """The same of what is left of layers of which parts are recomputed; call it behind recompute."""
+    """Replace the forwards of layers of which parts are recomputed by compiled ones, for what is left of these layers;
+    call it after recompute is set up."""
     with_parts = dict.fromkeys(layer.modules[0] for layer in layers if parts_of(layer.recompute))
     made = [_compiled(model.get_submodule(name), backend) for name in with_parts]
     return [forward for forward in made if forward is not None]

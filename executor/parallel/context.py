@@ -48,7 +48,8 @@ class ContextParallel:
 
     @contextmanager
     def whole_forward(self) -> Iterator[None]:
-        """The same around a model's forward and loss. Raises ValueError if no sequence of the plan's length came by."""
+        """While it lasts, which is a model's forward and loss, tensors that hold tokens are known as such. Raises
+        ValueError if no sequence of the plan's length came by."""
         self._mode.started = False
         with self.running():
             yield
@@ -96,8 +97,8 @@ class ContextParallel:
 class Passage:
     """Marks are on tensor objects, and both fully_shard and checkpointing give a module new ones for what it was given.
 
-    Call `inside` before the module is wrapped for recompute, `outside` behind that. Where fully_shard wraps it, call
-    `below` before and `around` behind.
+    Call `inside` before the module is wrapped for recompute, `outside` after that. Where fully_shard wraps it, call
+    `below` before and `around` after.
     """
 
     def __init__(self, context: ContextParallel, module: nn.Module) -> None:

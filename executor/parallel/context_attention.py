@@ -213,7 +213,7 @@ def _padded(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _ring_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Keys and values go round once more, and behind them their gradients, each of which starts at the next rank and
+    """Keys and values go round once more, and after them their gradients, each of which starts at the next rank and
     ends at home."""
     group: dist.ProcessGroup = rest[-1]
     own: list[Pair] = []

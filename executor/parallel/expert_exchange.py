@@ -117,7 +117,8 @@ class Bank:
 
 @dataclass(frozen=True)
 class StackedBank:
-    """The same of a bank that is called with as many tokens for each expert, [experts, tokens, width]."""
+    """A bank of experts spread over a group that is called with as many tokens for each expert, [experts, tokens,
+    width]. forward: of the module."""
 
     forward: Callable[..., torch.Tensor]
     group: dist.ProcessGroup

@@ -158,7 +158,7 @@ class _Seen:
     writes_batch: bool = False
 
     def recast(self, found: torch.dtype, instead: torch.dtype) -> "_Seen":
-        """The same with another dtype in place of one."""
+        """What would have been seen with the dtype `instead` in place of `found`."""
 
         def recast(leaf: Any) -> Any:
             return replace(leaf, dtype=instead) if isinstance(leaf, Like) and leaf.dtype == found else leaf

@@ -52,7 +52,7 @@ def apply_tensor_parallel(
 
     stage: holds the layers under their original names; on the meta device or not. Of cut parameters this rank's part
     is left, an ordinary tensor (DTensors cost more than small layers compute). mesh: one axis. following: the layer
-    behind the stage's last, on another stage; None if there is none.
+    after the stage's last, on another stage; None if there is none.
     Raises ValueError if a tied parameter would be cut in one place and whole in another.
     """
     _check_ties(plan)

@@ -26,7 +26,7 @@ def call(function: type[Function], x: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 def _mark_after(function: type[Function], mark: Mark, args: tuple[Any, ...]) -> Mark:
-    """Which tokens there are behind a collective; args: its dim, if it has one, and its group."""
+    """Which tokens there are after a collective; args: its dim, if it has one, and its group."""
     if not isinstance(mark, Held) or len(args) < 2 or args[0] != mark.dim:
         return mark
     group = args[1]

@@ -49,7 +49,7 @@ class Explanation:
 
 
 def explanation_document(explanation: Explanation) -> dict[str, Any]:
-    """The same as JSON."""
+    """The explanation as a document for JSON."""
     return {
         "plan": {"layout": shape_of(explanation.plan).label, "step_time_s": explanation.found.step_time_s},
         "why_not": [

@@ -46,7 +46,7 @@ def _label(node: Any, known: dict[str, Any]) -> str:
 
 
 def _with_plain_values(graph: nx.DiGraph) -> nx.DiGraph:
-    """The same graph with the names and values that a file of graphs can hold; what is not known is left out."""
+    """A copy of the graph with names and values that a file of graphs can hold; what is not known is left out."""
     plain = nx.DiGraph()
     for node, known in graph.nodes(data=True):
         values = {name: _plain(value) for name, value in known.items() if value is not None}

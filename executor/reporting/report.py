@@ -241,7 +241,8 @@ def gpus_of(plan: Plan, position: int) -> str:
 
 
 def _hosts_and_kinds(plan: Plan, starts: list[int], length: int) -> str:
-    """The same on unequal devices: hosts by their number in the cluster file, and the kinds of devices."""
+    """Where runs of ranks sit on unequal devices: hosts by their number in the cluster file, and the kinds of
+    devices."""
     cluster, places = plan.cluster, []
     for start in starts[:_MANY_RUNS]:
         seats = [cluster.host_of(rank) for rank in range(start, start + length)]

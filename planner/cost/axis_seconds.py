@@ -10,7 +10,7 @@ from .layer_cost import CostModel
 
 
 def axis_seconds(plan: Plan, profile: ModelProfile) -> dict[GroupAxis, float]:
-    """Axis -> seconds of all calls of the rank that passes most, one behind the other, were nothing waited for."""
+    """Axis -> seconds of all calls of the rank that passes most, one after the other, were nothing waited for."""
     model, shape = CostModel(profile, plan.cluster, plan.training), shape_of(plan)
     found: dict[GroupAxis, float] = {}
     for item in estimate(plan, profile).collectives:

@@ -213,7 +213,7 @@ class Chain:
 
     @cached_property
     def examples(self) -> tuple[Ints, Ints]:
-        """([composition] -> first layer of one of its intervals, the layer behind its last)."""
+        """([composition] -> first layer of one of its intervals, the layer after its last)."""
         found, where = np.unique(self.composition_of, return_index=True)
         where, places = where[found >= 0], np.array(self.places)
         return places[where // len(places)], places[where % len(places)]

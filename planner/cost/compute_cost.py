@@ -187,7 +187,8 @@ def layer_seconds_of_each(
     tensor: int,
     as_run: AsRun = amounts_of,
 ) -> list[Seconds]:
-    """The same for each of some batches, which costs little more than for one."""
+    """[batch] -> compute seconds of a layer on one device, forward and backward, as `layer_seconds` gives them for one;
+    several batches cost little more than one."""
     table = _table_of_layer(costs)
     seconds = _operators_s(table, as_run(table, batches_at(batches, tensor)), device, precision, element_bytes)
     found = []
@@ -333,7 +334,8 @@ def optimizer_s(num_elements: float, optimizer: str, device: Device) -> float:
 
 
 def host_optimizer_s(num_elements: float, optimizer: str, device: Device) -> float:
-    """The same where state and step are on the host: fp32 gradients go there, parameters come back, one after the
-    other (Ren et al., ZeRO-Offload, USENIX ATC 2021, without its delayed update)."""
+    """Seconds to update `num_elements` fp32 parameters where state and step are on the host: fp32 gradients go there,
+    parameters come back, one after the other (Ren et al., ZeRO-Offload, USENIX ATC 2021, without its delayed
+    update)."""
     passed_s = 2 * 4 * num_elements / device.host_bandwidth
     return passed_s + OPTIMIZER_BYTES[optimizer] * num_elements / device.host_memory_bandwidth

@@ -2,7 +2,7 @@
 
 Work, saved bytes and everything else of a layer are those of samples / context samples (Shape.samples): tokens are
 divided, and of a sample's s^2 scores each rank has s^2 / context, causal ones in balanced chunks. An operator that runs
-over samples but not over positions (a classifier behind pooling) is divided, too, where every rank would repeat it.
+over samples but not over positions (a classifier after pooling) is divided, too, where every rank would repeat it.
 """
 
 from dataclasses import dataclass

@@ -60,7 +60,7 @@ class Crossings:
     @memo_by(lambda _, shape: (shape.samples, _slices_of(shape), shape.cuts, shape.pipeline, shape.stride("pipeline")))
     def cuts(self, shape: Shape) -> list[Cut]:
         """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
-        between layers, behind the last."""
+        between layers, after the last."""
         links = self._model.axis_links(shape, "pipeline")
         sizes = self._bytes(shape)
         cuts = {size: Cut(collective_s("p2p", size, links) if size else 0.0, size) for size in set(sizes)}
@@ -70,7 +70,7 @@ class Crossings:
         return self._model.mode(kind, shape)[0] == "sequence"
 
     def _layers_on_slices(self, shape: Shape) -> NDArray[np.bool_]:
-        """[layer] -> whether it works on slices of the sequence; behind the last: False."""
+        """[layer] -> whether it works on slices of the sequence; after the last: False."""
         kinds = self._model.kinds
         known = {kind: self._on_slices(kind, shape) for kind in dict.fromkeys(kinds)}
         return np.array([*(known[kind] for kind in kinds), False])
@@ -87,7 +87,7 @@ class Crossings:
         return summed
 
     def arrivals(self, shape: Shape, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrivals:
-        """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one behind
+        """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one after
         its last."""
         tensors = self._model.profile.tensors
         if shape.pipeline == 1 or not tensors:

@@ -51,7 +51,8 @@ def memo(method: Callable[[_Self, *_Given], _Result]) -> Callable[[_Self, *_Give
 def memo_by(
     key: Callable[[Any, *_Given], Hashable],
 ) -> Callable[[Callable[[_Self, *_Given], _Result]], Callable[[_Self, *_Given], _Result]]:
-    """The same of a method whose results hang on less than its arguments: on what `key` makes of them."""
+    """A decorator like `memo`, for a method whose results depend on less than its arguments: on what `key` makes of
+    them. The method is called once for each such key."""
 
     def decorated(method: Callable[[_Self, *_Given], _Result]) -> Callable[[_Self, *_Given], _Result]:
         place = f"memo of {method.__qualname__}"

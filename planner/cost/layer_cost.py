@@ -97,7 +97,8 @@ class CostModel:
 
     @memo
     def links_of_stages(self, size: int, stride: int) -> GroupLinks:
-        """The same of groups with ranks of several stages: where those have unequal devices, at the slowest of each."""
+        """Links of the groups of `size` ranks that lie `stride` apart and belong to several stages: where those have
+        unequal devices, the slowest device and link of any."""
         if self.job is self.cluster:
             return self.links(size, stride)
         devices = [self.software.on(group.device, self.job.num_devices) for group in self.job.hosts]
@@ -130,7 +131,7 @@ class CostModel:
         return optimizer_s(elements, self.training.optimizer, self.device)
 
     def host_optimizer_s(self, elements: float) -> float:
-        """The same with state and step on the host."""
+        """Seconds of the optimizer step over `elements` parameters with state and step on the host."""
         return host_optimizer_s(elements, self.training.optimizer, self.device)
 
     def layer_class(self, kind: Kind) -> LayerClass:
@@ -142,7 +143,7 @@ class CostModel:
         return self._mode(kind, shape)[:3]
 
     def _mode(self, kind: Kind, shape: Shape) -> "_Mode":
-        """The same, and the cuts that are applied."""
+        """(name, observed costs, tensor degree, cuts that are applied) that a kind runs with under a shape."""
         key = kind.layer_class, shape.tensor, shape.sequence, shape.cuts
         if key not in self._modes:  # asked for more often than all else: `memo_by` would cost a call more
             self._modes[key] = self._mode_of(self.layer_class(kind), shape)
@@ -714,11 +715,11 @@ class CostModel:
 
     def crossings(self, shape: Shape) -> list[Cut]:
         """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
-        between layers, behind the last."""
+        between layers, after the last."""
         return self._crossings.cuts(shape)
 
     def arrivals(self, shape: Shape, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrivals:
-        """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one behind
+        """What stages hold of tensors from earlier ones. firsts, ends: [stage] -> its first layer, and the one after
         its last."""
         return self._crossings.arrivals(shape, firsts, ends)
 

@@ -16,7 +16,8 @@ def ways_of_parts(layer_class: LayerClass) -> tuple[Recompute, ...]:
 
 
 def within(layer_class: LayerClass, recompute: Recompute) -> Recompute:
-    """The same recompute of a layer of this class: of the parts that it has, in its order; none if it has none."""
+    """What a recompute means for a layer of this class: if it names parts, those that the layer has, in the layer's
+    order, and no recompute if it has none of them; else the recompute itself."""
     named = parts_of(recompute)
     if not named:
         return recompute

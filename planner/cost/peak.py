@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class Moment:
     """One pass backward over a stage, and what it finds there. While a layer has its turn, it and those before it hold
-    `before`, and those behind it, whose turn is over, `behind`.
+    `before`, and those after it in the chain, whose turn is over, `behind`.
 
     flights: micro-batches whose activations are there when it begins. before_shards, behind_shards: bytes of gradients
     per trainable element; before_whole, behind_whole: whether accumulated ones are there beyond these. copies_stay:
@@ -118,7 +118,7 @@ def moments_of(shape: Shape, state: StateBytes, in_flight: int) -> tuple[Moment,
 def highest(moment: Moment, layers: Sequence[tuple[LayerCost, int]]) -> tuple[int, int]:
     """(index, turn): layers hold most in a pass when it is the turn of the `turn`-th of the equal layers at this index
     of `layers`. Of neighbours that are equal it is the first, the last, or the one before that, which has one of its
-    own kind behind it."""
+    own kind after it."""
     there, best = 0.0, (-math.inf, 0, 0)
     for index, (cost, n) in enumerate(layers):
         more = moment.before(cost) - moment.behind(cost)
@@ -130,7 +130,7 @@ def highest(moment: Moment, layers: Sequence[tuple[LayerCost, int]]) -> tuple[in
 
 
 def behind_of(layers: Sequence[tuple[LayerCost, int]], index: int, turn: int) -> LayerCost | None:
-    """The next layer of the stage behind the `turn`-th of the equal layers at this index."""
+    """The next layer of the stage after the `turn`-th of the equal layers at this index."""
     if turn < layers[index][1]:
         return layers[index][0]
     return layers[index + 1][0] if index + 1 < len(layers) else None

@@ -40,7 +40,7 @@ class LayerCost:
     gradients are reduced. accumulated_bytes: gradients before they are reduced, beyond their shards. root_bytes:
     gradients that wait for fully_shard's root from the layer's backward on, and root_end_bytes what that takes then.
     transient_bytes: there only during the layer's turn, beyond what is kept and held; ending_bytes: the same in a pass
-    that reduces gradients; waiting_bytes: of that, what is there while those of the layer behind it, its reduced_bytes,
+    that reduces gradients; waiting_bytes: of that, what is there while those of the layer after it, its reduced_bytes,
     are on their way.
     """
 
@@ -82,7 +82,8 @@ class LayerCost:
         return max(self.ending_bytes, waiting)
 
     def with_waiting(self, num_bytes: float) -> "LayerCost":
-        """The same in a place where so many bytes of others pass by."""
+        """This layer's cost at a place of the chain where `num_bytes` of other layers' tensors pass by during its
+        turn."""
         if not num_bytes:
             return self
         return replace(
@@ -99,7 +100,7 @@ class LayerCost:
 
     @property
     def exchange_backward_s(self) -> float:
-        """The same of the backward."""
+        """Exposed exchanges of the backward with context ranks, expert ranks and the host."""
         return self.context_backward_s + self.expert_backward_s + self.offload_backward_s
 
     @property

@@ -75,8 +75,8 @@ Step = tuple[int, int, int]
 def _order(
     schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
 ) -> tuple[tuple[Step, ...], tuple[Action, ...]]:
-    """Every action of a table, each behind the one that it waits for: a forward for that of the stage before, a
-    backward for that of the stage behind, weights for their backward. Durations count by kind, then by stage."""
+    """Every action of a table, each after the one that it waits for: a forward for that of the stage before, a
+    backward for that of the stage after, weights for their backward. Durations count by kind, then by stage."""
     order = table(schedule, num_ranks, num_microbatches, virtual)
     num_stages, last = num_ranks * virtual, num_ranks * virtual - 1
     stages = [[stage_of(schedule, rank, chunk, num_ranks) for chunk in range(virtual)] for rank in range(num_ranks)]

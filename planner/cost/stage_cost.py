@@ -54,7 +54,7 @@ def combine(
 
     Memory is the running maximum over the passes of a step and the layers' turns in them (peak.py), or what the end of
     the step takes, if that is more: activations are gone by then. Items are those of that moment. receives, sends: the
-    cuts before and behind the stage; arrives: what it holds of the former. batch_bytes: of the rank's samples.
+    cuts before and after the stage; arrives: what it holds of the former. batch_bytes: of the rank's samples.
     shared_elements: parameter elements counted more than once because layers of this stage share them (tied weights).
     tie_s: seconds of summing the gradients of weights that are tied to weights of other stages.
     """

@@ -74,7 +74,8 @@ def _changed(base: Costs, alone: list[Costs], peaks_fall: bool) -> Costs:
 
 
 def _part_bytes(base: Costs, alone: list[Costs]) -> tuple[PartBytes, ...]:
-    """The same of what parts of the layer save and are given."""
+    """Bytes that parts of the layer save and are given: those of `base` with all the changes that each of `alone`
+    shows."""
     first, *tables = ({(item.saved_in, item.given_to): item.size for item in c.part_bytes} for c in (base, *alone))
     return tuple(
         PartBytes(
@@ -90,7 +91,8 @@ def _part_bytes(base: Costs, alone: list[Costs]) -> tuple[PartBytes, ...]:
 
 
 def _part_peaks(base: Costs, alone: list[Costs]) -> tuple[Bytes, ...]:
-    """The same of peaks while parts run backward: the highest of what one cut shows, and of all changes."""
+    """[part] -> peak while it runs backward: the highest of what each of `alone` shows, and of `base` with all
+    changes."""
     found = []
     for here, *others in zip(base.part_peaks, *(costs.part_peaks for costs in alone), strict=True):
         found.append(max([_sum_of_bytes(here, others), *others], key=lambda size: size.at(1, 2, 2)))

@@ -12,7 +12,7 @@ _NUMBERED = re.compile(r"(.+)\.(\d+)")
 
 @dataclass(frozen=True)
 class BlockRow:
-    """Number of layers before the blocks (embeddings), of the blocks, and of layers behind them (norm, head)."""
+    """Number of layers before the blocks (embeddings), of the blocks, and of layers after them (norm, head)."""
 
     before: int
     blocks: int

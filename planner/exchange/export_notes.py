@@ -52,7 +52,7 @@ def row_of(plan: Plan, target: Target) -> BlockRow:
 
 
 def blocks_by_stage(plan: Plan, row: BlockRow, target: Target) -> tuple[int, ...]:
-    """Blocks of each stage. Raises ValueError where layers before or behind the blocks are on other stages than the
+    """Blocks of each stage. Raises ValueError where layers before or after the blocks are on other stages than the
     first and the last."""
     counts, place = [], 0
     for index, stage in enumerate(plan.stages):

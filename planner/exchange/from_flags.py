@@ -123,7 +123,7 @@ def needed_row(row: BlockRow | None, profile: ModelProfile, pipeline: int) -> Bl
 
 
 def stage_sizes(counts: Sequence[int], row: BlockRow | None) -> tuple[int, ...]:
-    """Layers of each stage: its blocks, on the first what comes before them, on the last what comes behind."""
+    """Layers of each stage: its blocks, on the first what comes before them, on the last what comes after."""
     if not counts or row is None:
         return ()
     sizes = list(counts)

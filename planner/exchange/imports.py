@@ -30,7 +30,7 @@ from .targets import NAMES, Target
 class Layout:
     """What settings of `target` decide. None: not said, so the fastest choice that fits is taken.
 
-    reshard: which layers give gathered parameters back after forward; "inner" is all but those behind the blocks.
+    reshard: which layers give gathered parameters back after forward; "inner" is all but those after the blocks.
     sync_every: shards of gradients are reduced after every micro-batch. recomputed: blocks of each stage that are run
     again, first ones first; None: all. stage_sizes: layers of each stage; (): all on one.
     """

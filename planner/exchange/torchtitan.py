@@ -177,7 +177,7 @@ def _expert_notes(plan: Plan) -> list[str]:
 
 
 def _reshard(plan: Plan, notes: list[str]) -> str:
-    """always, never, or default: without a pipeline all but what comes behind the blocks."""
+    """always, never, or default: without a pipeline all but what comes after the blocks."""
     layers, row = layers_of(plan), block_row(layers_of(plan))
     reshards = [layer.reshard for layer in layers]
     if not any(reshards):

@@ -11,7 +11,7 @@ REFERENCE = "fsdp2-eager"
 """What our executor runs, and what device files are made for."""
 
 COMPILING = "fsdp2-compile"
-"""The same with layers that are compiled one by one."""
+"""What our executor runs where layers are compiled one by one."""
 
 Precision = Literal["bf16", "fp32", "fp16", "fp8", "fp4"]
 

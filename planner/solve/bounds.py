@@ -302,7 +302,8 @@ class Bounds:
         return max(bound, pass_s, (busy_s + float(ahead @ of_kinds(least.seconds))) / family.pipeline)
 
     def _of_unequal(self, family: Family, kinds: Kinds) -> float:
-        """The same of shapes whose stages are each on one kind of device, in any order; infinite if there are none."""
+        """Seconds that no shape of a family beats whose stages are each on one kind of device, in any order; infinite
+        if there is no such shape."""
         least, shape = self.leasts_of_kinds(family, kinds), family.frugal
         if least is None:
             return float("inf")

@@ -101,7 +101,7 @@ class StageCuts:
         added_s: Floats | float = 0.0,
         once_s: Floats | float = 0.0,
     ) -> Floats:
-        """[shape] -> the same, with [run][shape] -> seconds of a layer. once_s: [rank][shape] -> seconds behind the
+        """[shape] -> the same, with [run][shape] -> seconds of a layer. once_s: [rank][shape] -> seconds after the
         last pass of a rank."""
         passes = num_microbatches * (self.work @ per_run_s + added_s)
         ended = once_s
@@ -130,7 +130,7 @@ def _flights(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual:
 class Recomputable:
     """Layers by what each way to recompute them (the first: none, or what is pinned) takes and saves: [run][way] ->
     its name, seconds that a micro-batch takes beyond the fastest, and bytes that a layer keeps of it. turn, paired:
-    [run] -> [way][shape] bytes that are there only in its turn, and if one of its kind is behind it in its stage. kind:
+    [run] -> [way][shape] bytes that are there only in its turn, and if one of its kind is after it in its stage. kind:
     [run] -> number of its kind of layer. Where nothing is known, no ways have names."""
 
     names: Sequence[tuple[Recompute, ...]]
@@ -166,7 +166,7 @@ class Recomputable:
 class _RecomputeWay:
     """One way to recompute: [run] -> whether its layers may; seconds that it takes longer at least; bytes of a
     micro-batch that a layer keeps otherwise, and those that are saved. [run][shape] -> bytes in a layer's turn, at
-    least, if it is recomputed, and at least with one of its kind behind it."""
+    least, if it is recomputed, and at least with one of its kind after it."""
 
     may: Flags
     again_s: Floats
@@ -454,7 +454,8 @@ def _ranges(frame: Chunking, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def _legal_ranges(frame: Chunking, rank: int, here: Ints) -> tuple[Ints, Ints, Ints]:
-    """The same of stages that have a place to give. here: [stage] -> number of the place where it begins."""
+    """[move] -> (first stage, last stage, 1 or 0 for up or down) of those moves of `_ranges` whose giving stage has a
+    place to give. here: [stage] -> number of the place where it begins."""
     first, last, up, giver = _ranges(frame, rank)
     legal = here[giver + 1] - here[giver] > 1
     return first[legal], last[legal], up[legal]

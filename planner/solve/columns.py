@@ -442,7 +442,7 @@ class StagePrices:
         )
 
     def _at_end(self, joined: Floats, ending: Floats) -> Floats:
-        """[composition][run] -> transient of the run's last layer: the stage's last one has none behind it."""
+        """[composition][run] -> transient of the run's last layer: the stage's last one has none after it."""
         is_last = np.arange(len(joined)) == self.chain.last_runs[:, None]
         return np.where(is_last, ending, joined)
 
@@ -533,7 +533,7 @@ class StagePrices:
 @dataclass(frozen=True)
 class _Pass:
     """What the options of each run hold in one pass: [run] -> [option] -> bytes. transient: of layers with one of their
-    run behind them; joined: with the next run's first; ending: with none."""
+    run after them; joined: with the next run's first; ending: with none."""
 
     moment: Moment
     before: list[Floats]

@@ -73,7 +73,7 @@ class Turns:
     ending: Floats
 
     def of(self, options: slice) -> "Turns":
-        """The same items with some of their options."""
+        """These items with only some of their options."""
         return Turns(
             self.count,
             self.weights[options],
@@ -132,7 +132,7 @@ class _PackingCase:
 
     @cached_property
     def tails(self) -> list[list[_Tail]]:
-        """[row][option but the last] -> the options behind it."""
+        """[row][option but the last] -> the options after it."""
         return [
             [self._tail(row, option + 1) for option in range(len(g.weights) - 1)] for row, g in enumerate(self.groups)
         ]
@@ -152,7 +152,7 @@ class _PackingCase:
 
     @cached_property
     def later(self) -> Floats:
-        """[row][pass] -> bytes that it and all rows behind it hold at least after their turns."""
+        """[row][pass] -> bytes that it and all rows after it hold at least after their turns."""
         least = np.array([row.count * row.behind.min(axis=1) for row in self.rows])
         return np.concatenate((np.cumsum(least[::-1], axis=0)[::-1], np.zeros((1, len(self.rooms)))))
 
@@ -174,7 +174,7 @@ def lightest(
     last = rows[-1]
     cases = []
     for option in range(len(last.weights)):
-        # in their order, so none behind this one
+        # in their order, so none after this one
         fixed = replace(last.of(slice(option, option + 1)), count=1)
         others = replace(last.of(slice(0, option + 1)), count=last.count - 1, ending=last.transient[:, : option + 1])
         those = [*rows[:-1], *([others] if last.count > 1 else []), fixed]
@@ -239,7 +239,7 @@ def _lightest_in_turns(case: _PackingCase, limit: float, deadline_s: float) -> t
     """(The packing of least weight below `limit` that in no pass and at no turn holds more than that pass's room, or
     None; what any weighs at least, at least `limit` if there is none.)
 
-    While an item has its turn, those up to it hold `before`, those behind it `behind`. The price of memory at the last
+    While an item has its turn, those up to it hold `before`, those after it `behind`. The price of memory at the last
     turn of the first pass bounds how far from the cheapest option any item may be.
     """
     rows, rooms, gap = case.rows, case.rooms, limit - case.bound
@@ -283,7 +283,7 @@ def _counts_in_turns(case: _PackingCase, place: int, limit: float, deadline_s: f
     not hold too much by themselves, and are not beaten by another; what packings with others of them weigh at least).
 
     Option by option in the order of their turns: those that take it must fit, and what is left must be light enough
-    with the options behind it.
+    with the options after it.
     """
     row, group = case.rows[place], case.groups[place]
     limit += SLACK * max(1.0, float(np.abs(group.weights).max())) * group.count

@@ -180,8 +180,9 @@ class MemoryBounds:
         return self._slowest_s(family.any_schedule, leaves, recompute, pins, _in_flight(family.any_schedule))
 
     def slowest_chunked_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins) -> Floats:
-        """The same of a chunked family, with what its schedule lets layers recompute, and of interleaved pipelines with
-        the micro-batches in flight in that stage of each rank which has fewest."""
+        """[shape] -> seconds per micro-batch that the slowest rank of a chunked family takes at least to hold all
+        layers of the most frequent kind, with what its schedule lets them recompute. An interleaved rank counts the
+        micro-batches in flight in that one of its stages which has fewest."""
         if family.schedule in ZERO_BUBBLE:
             return self._slowest_s(family.any_schedule, leaves, recompute, pins, _in_flight(family.any_schedule))
         frame = Chunking(family.schedule, family.pipeline, family.virtual_stages)
@@ -192,7 +193,8 @@ class MemoryBounds:
     def _slowest_s(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, pins: Pins, flights: tuple[float, ...]
     ) -> Floats:
-        """The same with so many micro-batches in flight on each rank. recompute: what all layers do, if not None."""
+        """[shape] -> seconds per micro-batch that the slowest rank takes at least to hold all layers of the most
+        frequent kind. flights: [rank] -> micro-batches in flight. recompute: what all layers do, if not None."""
         key = leaves, family, recompute, pins.offered, flights
         if key not in self._known_slowest:
             kind, everywhere = self._common, np.arange(len(leaves.each))
@@ -230,7 +232,8 @@ class MemoryBounds:
         room: Floats,
         some: Ints,
     ) -> Floats:
-        """The same on one stage: each layer keeps or gives back its gathered parameters."""
+        """[of these shapes] -> seconds that no assignment of a single stage beats, where each layer keeps or gives back
+        its gathered parameters; infinite where the layers cannot be held."""
         room = room[some] - self.model.batch_bytes(family.frugal)
         choices = [(kept.step_s[:, some], (held.fixed + held.copies)[:, some])]
         if given is not None:

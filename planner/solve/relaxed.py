@@ -24,7 +24,7 @@ MOST_PRICES = 24
 """Prices of memory that are tried, spread over all: any of them gives a bound."""
 
 MOST_PRICES_OF_EACH = 8
-"""The same where many shapes are bounded at once."""
+"""Prices of memory that are tried for each shape where many shapes are bounded at once."""
 
 MOST_WORTHS_OF_EACH = 2
 """Prices at whose cost layers' worth is taken, where many shapes are bounded at once."""
@@ -60,7 +60,8 @@ Stage = tuple[Sequence[Floats], Sequence[Floats], float]
 
 
 def least_slowest_of_unequal_s(stages: Sequence[Stage], counts: Floats) -> float:
-    """The same where stages are on unequal devices, each with seconds, bytes and options of its own."""
+    """Seconds per micro-batch that the slowest stage takes at least where stages are on unequal devices, each with
+    seconds, bytes and options of its own; infinite if the layers cannot be held."""
     ties = {id(weights): tie_prices(list(weights), list(memory)) for weights, memory, _ in stages}
     prices = np.unique(np.concatenate(list(ties.values())))
     prices = prices[_spread(len(prices), MOST_PRICES)]

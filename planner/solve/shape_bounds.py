@@ -183,7 +183,7 @@ class ShapeBounds:
 
     def even_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Floats:
         """[shape] -> seconds that no cuts of a pipeline beat, whatever the schedule: the
-        mean over the ranks of what each has to do, behind a place of the chain for every rank before."""
+        mean over the ranks of what each has to do, after a place of the chain for every rank before."""
         key = leaves, replace(family, schedule="1f1b"), recompute or "none", reshard
         if key not in self._even:
             fastest = self.fastest(family, leaves, recompute, reshard)
@@ -274,8 +274,9 @@ class ShapeBounds:
     def options(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None
     ) -> tuple[FastestTables, FastestTables | None]:
-        """The same for layers that keep gathered parameters (or do what the shape says), and, if any may choose, for
-        those that give them back; infinite for a choice that a layer has not."""
+        """What layers take at least under each shape of a family, whatever memory says: (of layers that keep gathered
+        parameters or do what the shape says, of those that give them back, or None if no layer may choose); infinite
+        for a choice that a layer has not."""
         key = leaves, family.any_schedule, recompute or "none", reshard
         if key not in self._options:
             self._kept_options += 8 * len(self.kinds) * len(leaves.each)
@@ -296,7 +297,7 @@ class ShapeBounds:
     def _found_options(
         self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None, some: Sequence[int]
     ) -> tuple[FastestTables, FastestTables | None]:
-        """The same for some kinds."""
+        """What `options` gives, worked out for some kinds of layers: their numbers."""
         model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
         data, count, kinds = self.data(family, leaves), family.num_microbatches, [self.kinds[i] for i in some]
         ways = [model.pinned(kind, recompute or "none") for kind in kinds]

@@ -83,7 +83,7 @@ class Family:
 
     @functools.cached_property
     def any_schedule(self) -> "Family":
-        """The same for all families that differ in nothing but the schedule and the stages of each rank."""
+        """One family that stands for all that differ in nothing but the schedule and the stages of each rank."""
         return replace(self, schedule="1f1b", virtual_stages=1) if self.pipeline > 1 else self
 
     def shape(self, leaf: "Leaf") -> Shape:
@@ -284,7 +284,8 @@ class Space:
         return [context for context in degrees if self.pins.allows("context", context)]
 
     def _experts(self, num_ranks: int) -> list[int]:
-        """The same of expert degrees, for so many ranks that hold different tokens."""
+        """Expert degrees that the pins allow, legal or not, for so many ranks that hold different tokens; only 1 where
+        experts are not spread."""
         degrees = divisors(num_ranks) if self._spreads_experts else [1]
         return [expert for expert in degrees if self.pins.allows("expert", expert)]
 
@@ -431,7 +432,8 @@ class Space:
         return self._known_shapes[key]
 
     def unplaced(self, family: Family) -> "Leaves":
-        """The same, each but once for all orders of the mesh axes and of the kinds of devices."""
+        """What the shapes of a family differ in but for the order of the mesh axes and of the kinds of devices: one
+        leaf stands for all such orders."""
         key = self._leaves_of_key(family)
         if key not in self._known_unplaced:
             split, count = family.split, min(2, family.num_microbatches)
@@ -482,7 +484,7 @@ class Space:
 
     def _placed(self, replicate: int, shard: int, context: int, tensor: int, pipeline: int) -> tuple[_Placed, ...]:
         """All orders of the axes, each with where its groups sit; one on one host. Context ranks shard parameters
-        together with data_shard, behind which they come."""
+        together with data_shard, after which they come."""
         key = replicate, shard, context, tensor, pipeline
         if key not in self._known_placed:
             degrees: dict[Axis, int] = {

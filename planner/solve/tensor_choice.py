@@ -4,7 +4,7 @@
     subject to  (module)  sum_{w that cut module n} x_w <= 1       each module n that several ways would cut
                 (entry)   y_e >= x_w                               each tensor e that columns of way w read
 
-x_w in {0, 1}: modules of way w are cut (columns and the row behind them, a vocabulary, ...), not left whole; seconds_w:
+x_w in {0, 1}: modules of way w are cut (columns and the row after them, a vocabulary, ...), not left whole; seconds_w:
 what that adds to a step, less than 0 where it saves more compute than its collectives take. y_e: the collective where
 tensor e enters columns, one for all of them. Left whole, modules run on every rank (under sequence parallelism each on
 its slice). Ways whose weights are tied stand or fall together, and count as one. Layouts change only where modules

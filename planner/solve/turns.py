@@ -2,7 +2,7 @@
 gathered parameters, those fetched ahead, and its gradients until they are sharded.
 
 A layer of experts gathers gigabytes for its turn, and what a stage keeps must leave room for them. The numbers are no
-more than LayerCost.transient_bytes, and than ending_bytes where every pass reduces gradients; with a layer behind them
+more than LayerCost.transient_bytes, and than ending_bytes where every pass reduces gradients; with a layer after them
 in their stage, no more than LayerCost.reducing_bytes.
 """
 
@@ -46,7 +46,7 @@ def passing_bytes(
     columns: Gathered,
     resharded: Flags,
 ) -> tuple[Floats, Floats]:
-    """([way to recompute][shape] -> bytes, the same of a layer with one of its kind behind it in its stage, whose
+    """([way to recompute][shape] -> bytes, the same of a layer with one of its kind after it in its stage, whose
     gradients are being reduced). shape: one of the family; kept: [way] -> bytes that the layer keeps of a micro-batch,
     at least; resharded: the column of whether it gives its gathered parameters back."""
     element_bytes, in_root = model.training.compute_bytes, kind.is_in_root(shape)

@@ -134,7 +134,8 @@ class UnequalPrices:
         return self.shares.step_s(self.shape)
 
     def least_with_memory_s(self) -> float:
-        """The same with the options that memory asks for, if layers could be divided (relaxed.py)."""
+        """Seconds that no assignment of the shape can beat, with the options that memory asks for, if layers could be
+        divided (relaxed.py)."""
         stages: dict[int, Stage] = {}
         for kind, prices in enumerate(self.by_kind):
             own = [stage for stage, here in enumerate(self.kinds) if here == kind]

@@ -208,7 +208,8 @@ class ClusterSpec(Frozen):
         return tuple(self.model_copy(update={"hosts": tuple(found)}) for found in groups)
 
     def in_order(self, kinds: tuple[int, ...]) -> "ClusterSpec":
-        """The same hosts, with ranks going over one kind after the other; kinds: numbers of them, () as they are."""
+        """This cluster with its hosts by kind, so that ranks go over one kind after the other. kinds: numbers of the
+        kinds in that order; () leaves the hosts as they are."""
         if not kinds:
             return self
         found = self.kinds

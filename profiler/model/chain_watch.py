@@ -182,7 +182,7 @@ class ChainWatch(Mode):
         self._start(*LOSS)
 
     def graph(self) -> nx.DiGraph:
-        """The events by number, and the tensors that are read behind the event that made them; each node of one has the
+        """The events by number, and the tensors that are read after the event that made them; each node of one has the
         number of its `storage`. What depends on no parameter is left out: every stage makes it itself."""
         found = {}
         for number, made in self.storage_made.items():

@@ -100,7 +100,7 @@ def maker_of(graph: nx.DiGraph, tensor: TensorNode) -> int:
 
 def bytes_over(graph: nx.DiGraph) -> list[float]:
     """[layer] -> bytes of the tensors that a cut before it carries: those made before and read there or later. Nothing
-    crosses before the first, nor behind the last, which has a place here, too."""
+    crosses before the first, nor after the last, which has a place here, too."""
     carried = [0.0] * (sum(kind == "layer" for _, kind in graph.nodes(data="kind")) + 1)
     for tensor in tensors_of(graph):
         for place in range(maker_of(graph, tensor) + 1, max(graph.successors(tensor)) + 1):
@@ -109,7 +109,7 @@ def bytes_over(graph: nx.DiGraph) -> list[float]:
 
 
 def skips(graph: nx.DiGraph) -> list[TensorNode]:
-    """Tensors that are read behind the layer after their maker, so pass by a layer."""
+    """Tensors that are read after the layer that follows their maker, so pass by a layer."""
     return [tensor for tensor in tensors_of(graph) if max(graph.successors(tensor)) > maker_of(graph, tensor) + 1]
 
 

@@ -67,7 +67,7 @@ class Observation:
     given_arriving: list[bool] = field(default_factory=list)
     """Whether a module of the layer is given it, so that recompute needs it."""
     saves_leaving: list[bool] = field(default_factory=list)
-    """The same of the tensors it makes for later layers."""
+    """Whether the layer saves each of the tensors that it makes for later layers."""
     saves_in_fp32: list[bool] = field(default_factory=list)
     """Both, leaving and arriving, where the compute dtype is fp32: a layer that casts first saves what it was given."""
     forward_transient: Size = NOTHING
@@ -445,7 +445,7 @@ class _Stop(BaseException):
 
 
 def _writes_behind(ops: Sequence[Op], begins: Sequence[bool], storages: set[int]) -> bool:
-    """Whether an operator writes into one of these storages behind the first of the operators that begin."""
+    """Whether an operator writes into one of these storages after the first of the operators that begin."""
     first = next((i for i, here in enumerate(begins) if here), len(ops))
     return any(
         op.name.endswith("_") and any(view.storage in storages for view in op.outputs) for op in ops[first + 1 :]

@@ -80,7 +80,8 @@ def _mixed_operators(runs: Sequence[Sequence[dict[str, Any]]], weights: Sequence
 
 
 def _mixed_part_bytes(runs: Sequence[Sequence[dict[str, Any]]], weights: Sequence[float]) -> tuple[Any, ...]:
-    """The same of what parts of a layer save and are given, matched by which parts these are."""
+    """Mixed bytes of what parts of a layer save and are given, matched by which parts these are; entries of the first
+    run only, and one that is missing in another run counts there as what it is here."""
     tables = [{(item["saved_in"], item["given_to"]): item for item in run} for run in runs]
     return tuple(_mixed([table.get(key, item) for table in tables], weights) for key, item in tables[0].items())
 

@@ -79,7 +79,7 @@ class LoadedModel:
     make_batch: MakeBatch | None = None
 
     def with_seq_len(self, seq_len: int) -> "LoadedModel":
-        """The same model with micro-batches of another length. Raises ValueError if it has no sequence."""
+        """This model with micro-batches of another sequence length. Raises ValueError if it has no sequence."""
         if self.make_batch is None or not _takes_seq_len(self.make_batch):
             raise ValueError(
                 f"--seq-len {seq_len} was given, but batch(size) of {self.source} takes no seq_len: "

@@ -134,7 +134,8 @@ class Storages:
         return Size(total.elements, total.other_bytes, in_fp32 - total.fp32_bytes)
 
     def peak_in_fp32(self, start: int, end: int, without: set[int]) -> float:
-        """The same as peak where the compute dtype is fp32, in bytes."""
+        """The most bytes that lived at once between two positions of the log, as `peak` counts them, if the compute
+        dtype were fp32."""
         living: Counter[int] = Counter()
         left_out = {self.in_fp32(number) for number in without}
         live = best = 0.0

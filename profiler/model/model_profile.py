@@ -165,7 +165,7 @@ class TensorCut(Frozen):
     columns give each rank a slice of their output features, rows take that slice as input and give a partial sum.
     kind "head": columns whose output (logits) is gathered again, unless it stays cut. kind "embedding": a
     vocabulary-cut nn.Embedding. kind "table": an nn.EmbeddingBag of which each rank holds some features of every row,
-    gathered behind it.
+    gathered after it.
     Module names are relative to the layer's root module.
     """
 

@@ -162,7 +162,7 @@ class ModuleCalls:
         return found[::-1]
 
     def within(self, call: int, after: int, parts: tuple[str, ...], last: bool = False) -> str:
-        """The part in which something ran after so many operators, if that part runs it again: nothing behind the last
+        """The part in which something ran after so many operators, if that part runs it again: nothing after the last
         tensor that it saves. call: the module that ran then. last: also that which comes with this tensor."""
         place = self._place_of_calls(parts)[call]
         if place < 0:

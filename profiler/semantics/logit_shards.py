@@ -73,7 +73,7 @@ class LogitShards(torch.Tensor):
 
 
 def shard_logits(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The same tensor, known as this rank's classes along its last dim."""
+    """The tensor x, marked as this rank's classes along its last dim."""
     return _marked(x, _Classes(x.dim() - 1, ranks))
 
 
@@ -167,7 +167,7 @@ def _run_here(
 def _dim_after(
     func: Callable[..., Any], name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
-    """Where the classes are behind a function that treats all of them alike; None: it may not."""
+    """Where the classes are after a function that treats all of them alike; None: it may not."""
     dim = x.__dict__[_CLASSES].dim
     if name in _VIEWS:
         given = args[1] if len(args) > 1 else None

@@ -205,5 +205,5 @@ class Producers(TorchFunctionMode):
 
 @lru_cache(maxsize=10_000)
 def _producer(kind: Any, name: str, call: int, leaf: int) -> Producer:
-    """The same ones come in every forward."""
+    """The producer of these names and numbers: one object for all forwards."""
     return Producer(kind=kind, name=name, call=call, leaf=leaf)

@@ -9,7 +9,7 @@ import torch
 from .logit_shards import LogitShards, as_before, with_all_classes
 
 Spans = tuple[tuple[int, int], ...]
-"""Ranges of places, in ascending order: (first, behind the last)."""
+"""Ranges of places, in ascending order: (first, the one after the last)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Held:
         return self.before == self.after == 1
 
     def at(self, dim: int) -> "Held":
-        """The same tokens along another dim."""
+        """The mark of a tensor that holds these tokens along another dim."""
         if dim == self.dim:
             return self
         return Held(dim, self.length, self.spans, self.before, self.after, self.within)
@@ -137,7 +137,7 @@ def divided(held: Held, index: int, count: int) -> Held:
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> Spans:
-    """The same tokens, neighbouring ranges made one."""
+    """Ranges of the same tokens in which neighbouring ones are made one."""
     found: list[tuple[int, int]] = []
     for start, end in spans:
         if found and found[-1][1] == start:

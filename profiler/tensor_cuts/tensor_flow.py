@@ -86,7 +86,7 @@ def by_heads_of(flow: Flow, row: str) -> ByHeads:
 
 
 def _behind_columns(flow: Flow, row: str) -> tuple[set[int], set[str]]:
-    """Storages that a row's input is made of behind the linears nearest to it, and these."""
+    """Storages that a row's input is made of after the linears nearest to it, and these."""
     linears = _outputs_of_linears(flow, besides=row)
     reached = _made_of(flow, row, linears)
     return reached - linears.keys(), {linears[storage] for storage in reached & linears.keys()}

@@ -233,7 +233,7 @@ class TensorRank:
         self._forward("all_reduce", self._run.storages.size(x))
 
     def sum_(self, x: torch.Tensor) -> None:
-        """The same."""
+        """Note the all-reduce of a sum, of as many elements as x has."""
         self._forward("all_reduce", self._run.storages.size(x))
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -291,7 +291,7 @@ class OwnHeads:
         return tree_unflatten(leaves, tree)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Hook behind the forward."""
+        """A hook that runs after the forward."""
         leaves, tree = tree_flatten(output)
         taken, self._taken = self._taken, []
         for place, dim in self._cut.returned.items():

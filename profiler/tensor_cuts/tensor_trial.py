@@ -135,7 +135,8 @@ def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: 
 
 
 def order_problem(whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> str:
-    """A view that moves the cut features behind others: a contiguous slice before is none after."""
+    """Why a cut fails where a view mixes the cut features with others, or moves them to a place after others, so that a
+    contiguous slice before the view is none after it; "" if no view does."""
     fused = {v.storage for op in whole if op.module in trial.parts and not op.is_view for v in op.outputs}
     for a, b in zip(whole, cut, strict=True):
         if a.name not in ("view", "_unsafe_view") or a.inputs[0].storage in fused:
