@@ -1,0 +1,190 @@
+"""Programs over all cuts and options: below every step there is, and their prices bound other shapes."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from meshwright.planner.cost.simulate import alone_s, even_step_s, simulated_step_s
+from meshwright.planner.plan.schedules import ZERO_BUBBLE, Schedule
+from meshwright.planner.solve.fluid import FluidPipelines, Layers, ManyLayers, Table, least_of_many_s
+
+TABLES = (
+    Table("1f1b", 3, 7, 1),
+    Table("gpipe", 3, 2, 1),
+    Table("interleaved", 2, 4, 2),
+    Table("zb-h1", 3, 6, 1),
+    Table("zb-h2", 2, 5, 1),
+    Table("zb-v", 2, 6, 2),
+)
+
+
+def chain_of(draw: random.Random, table: Table) -> list[Layers]:
+    """One or two layers, some equal ones, and one or three others; all but zero bubbles may recompute, at half the bytes or none."""
+    split, flights = table.schedule in ZERO_BUBBLE, np.array([draw.uniform(1, 4) for _ in range(table.num_stages)])
+    runs = []
+    for count in (draw.choice((1.0, 2.0)), float(table.num_stages + draw.randint(0, 2)), draw.choice((1.0, 3.0))):
+        forward, weight = draw.choice((0.3, 1.0, 3.0)) * draw.uniform(1, 2), draw.uniform(0.1, 0.3) if split else 0.0
+        again = np.zeros(1) if split else np.array([0.0, 0.4, 1.0]) * forward
+        kept = draw.uniform(0.5, 1.5) * (np.ones(1) if split else np.array([1.0, 0.5, 0.05]))
+        backward = 2 * forward * draw.uniform(0.8, 1.2) + again
+        held = flights[:, None] * kept + draw.uniform(0, 1)
+        each = np.full(len(again), forward), backward, np.full(len(again), weight), held
+        runs.append(Layers(count, *each, draw.uniform(0, 1)))
+    return runs
+
+
+def steps_of(table: Table, runs: list[Layers], room: float, wait_s: float) -> list[float]:
+    """Simulated steps of all cuts whose layers all take one option that fits."""
+    order = [r for r, layers in enumerate(runs) for _ in range(int(layers.count))]
+    rank_of, found = table.rank_of, []
+    for inner in itertools.combinations(range(1, len(order)), table.num_stages - 1):
+        stages = [order[a:b] for a, b in itertools.pairwise((0, *inner, len(order)))]
+        for o in range(len(runs[0].forward_s)):
+            held = [0.0] * table.num_ranks
+            once = [0.0] * table.num_ranks
+            for s, stage in enumerate(stages):
+                held[rank_of[s]] += sum(runs[r].bytes[s, o] for r in stage)
+                once[rank_of[s]] += sum(runs[r].once_s for r in stage)
+            if max(held) > room:
+                continue
+            forward, backward, weight = (
+                [sum(getattr(runs[r], name)[o] for r in stage) for stage in stages]
+                for name in ("forward_s", "backward_s", "weight_s")
+            )
+            forward = [seconds + wait_s * (s > 0) for s, seconds in enumerate(forward)]
+            backward = [seconds + wait_s * (s < len(stages) - 1) for s, seconds in enumerate(backward)]
+            found.append(simulated_step_s(table.schedule, forward, backward, once, table.num_microbatches, weight))
+    return found
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.schedule)
+@pytest.mark.parametrize("room", [12.0, 1e9])
+def test_no_step_is_shorter_than_the_program_and_whole_layers_come_nearer(table: Table, room: float) -> None:
+    draw = random.Random(table.schedule + str(room))
+    for _ in range(4):
+        runs, pipelines = chain_of(draw, table), FluidPipelines()
+        rooms, wait_s = [room] * table.num_ranks, draw.choice((0.0, 0.1))
+        steps = steps_of(table, runs, room, wait_s)
+
+        least_s, layers = pipelines.least_s(table, runs, rooms, wait_s)
+        if not steps:
+            continue
+        whole_s, _ = pipelines.whole(table, runs, rooms, wait_s, 0.0, min(steps) * (1 - 1e-6), 10.0)
+
+        assert 0.5 * min(steps) < least_s <= min(steps) * (1 + 1e-9)
+        assert least_s * (1 - 1e-3) <= max(whole_s, least_s) <= min(steps) * (1 + 1e-9)
+        assert layers.sum() == pytest.approx(sum(run.count for run in runs))
+        assert (layers > 1 - 1e-6).all()
+
+
+def test_whole_layers_are_bounded_by_the_best_of_all_cuts() -> None:
+    table, draw = Table("zb-h1", 3, 6, 1), random.Random(4)
+    runs = chain_of(draw, table)
+    best_s = min(steps_of(table, runs, 1e9, 0.0))
+
+    below_s, none = FluidPipelines().whole(table, runs, [1e9] * 3, 0.0, 0.0, best_s * (1 - 1e-4), 30.0)
+    above_s, found = FluidPipelines().whole(table, runs, [1e9] * 3, 0.0, 0.0, best_s * (1 + 1e-4), 30.0)
+
+    assert none is None
+    assert below_s == pytest.approx(best_s * (1 - 1e-4))
+    assert found is not None
+    assert above_s <= best_s * (1 + 1e-9)
+
+
+def many_of(runs: list[Layers], table: Table) -> tuple[list[ManyLayers], np.ndarray]:
+    """The layers as one of many shapes, and micro-batches in flight, which are 1 everywhere."""
+    split = table.schedule in ZERO_BUBBLE
+    many = [
+        ManyLayers(
+            run.count,
+            run.forward_s[:1],
+            run.forward_s[:1] + run.backward_s[:1],
+            float(run.weight_s[0]) if split else 0.0,
+            np.zeros(1),
+            run.backward_s - run.backward_s[0],
+            run.bytes[0],
+            np.array([run.once_s]),
+        )
+        for run in runs
+    ]
+    return many, np.ones(table.num_stages)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.schedule)
+@pytest.mark.parametrize("scale", [0.0, 0.7, 1.0, 1.5])
+def test_prices_of_one_shape_bound_itself_exactly_and_others_from_below(table: Table, scale: float) -> None:
+    draw = random.Random(table.schedule)
+    for _ in range(4):
+        pipelines, room = FluidPipelines(), draw.uniform(8, 30)
+        both = [chain_of(draw, table) for _ in range(2)]
+        for runs in both:  # bytes alike on all stages, as of many shapes
+            for run in runs:
+                run.bytes[:] = run.bytes[0]
+        seconds = [pipelines.least_s(table, runs, [room] * table.num_ranks, 0.05)[0] for runs in both]
+        if not all(map(np.isfinite, seconds)):
+            continue
+        prices = pipelines.prices[table][-1]  # of the second
+
+        bounds = []
+        for runs in both:
+            many, flights = many_of(runs, table)
+            rooms = np.full((table.num_ranks, 1), room)
+            bound = least_of_many_s(table, prices, many, flights, rooms, np.array([0.05]), np.zeros(1), scale)
+            bounds.append(float(bound[0]))
+
+        assert bounds[0] <= seconds[0] * (1 + 1e-3)
+        assert bounds[1] <= seconds[1] * (1 + 1e-6)
+        if scale == 1.0:
+            assert bounds[1] == pytest.approx(seconds[1], rel=1e-4)
+
+
+def test_layers_that_no_rank_can_hold_have_no_step() -> None:
+    table = Table("interleaved", 2, 4, 2)
+
+    assert FluidPipelines().least_s(table, chain_of(random.Random(1), table), [1.0, 1.0], 0.0)[0] == float("inf")
+
+
+def test_as_soon_as_enough_is_known_no_more_is_looked_for() -> None:
+    table = Table("interleaved", 4, 8, 2)
+    runs, rooms = chain_of(random.Random(2), table), [1e9] * 4
+    whole_s, _ = FluidPipelines().least_s(table, runs, rooms, 0.0)
+
+    some_s, _ = FluidPipelines().least_s(table, runs, rooms, 0.0, enough_s=0.9 * whole_s)
+
+    assert 0.9 * whole_s <= some_s <= whole_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zb-h2"])
+def test_no_step_is_shorter_than_what_one_rank_waits_for_and_does(schedule: Schedule) -> None:
+    draw = random.Random(schedule)
+    for _ in range(200):
+        ranks = draw.randint(2, 6)
+        count = draw.randint(ranks if schedule == "1f1b" else 1, 5 * ranks)
+        spread = draw.choice((0.0, 0.3, 2.0))
+        forward = [1 + draw.random() * spread for _ in range(ranks)]
+        backward = [seconds * draw.uniform(0.5, 3) for seconds in forward]
+        weight = [seconds * draw.uniform(0, 0.6) for seconds in backward]
+        once = [draw.random() for _ in range(ranks)]
+        split = schedule in ZERO_BUBBLE
+        step_s = simulated_step_s(schedule, forward, backward, once, count, weight if split else None)
+
+        for rank in range(ranks):
+            after = sum(forward[rank + 1 :]) + sum(backward[rank + 1 :]) - (sum(weight[rank + 1 :]) if split else 0.0)
+            busy_s = alone_s(schedule, rank, ranks, count, forward[rank], backward[rank], after)
+            assert sum(forward[:rank]) + busy_s + once[rank] <= step_s * (1 + 1e-12)
+            if not split:
+                assert sum(forward[:rank]) + sum(backward[:rank]) + busy_s + once[0] <= step_s * (1 + 1e-12)
+        if not split:
+            slowest = max(f + b for f, b in zip(forward, backward, strict=True))
+            assert even_step_s(schedule, ranks, count, slowest, sum(forward) + sum(backward)) <= step_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_equal_ranks_take_what_their_bounds_say(schedule: Schedule) -> None:
+    count = 8 if schedule == "1f1b" else 3
+    step_s = simulated_step_s(schedule, [1.0] * 4, [2.0] * 4, [0.0] * 4, count)
+
+    assert even_step_s(schedule, 4, count, 3.0, 12.0) == pytest.approx(step_s)
+    assert 3 * 3 + alone_s(schedule, 3, 4, count, 1.0, 2.0, 0.0) == pytest.approx(step_s)
