@@ -21,7 +21,7 @@ TABLES = (
 
 
 def chain_of(draw: random.Random, table: Table) -> list[Layers]:
-    """One or two layers, some equal ones, and one or three others; all but zero bubbles may recompute, at half the bytes or none."""
+    """One or two layers, some equal ones, and one or three others; all but zero bubbles may recompute, in two ways."""
     split, flights = table.schedule in ZERO_BUBBLE, np.array([draw.uniform(1, 4) for _ in range(table.num_stages)])
     runs = []
     for count in (draw.choice((1.0, 2.0)), float(table.num_stages + draw.randint(0, 2)), draw.choice((1.0, 3.0))):
