@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from meshwright.planner.cost.simulate import Event, critical_path, least_step_s, simulate, simulated_step_s
+from meshwright.planner.cost.simulate import Event, critical_paths, least_step_s, simulate, simulated_step_s
 from meshwright.planner.plan.schedules import (
     ZERO_BUBBLE,
     Schedule,
@@ -409,7 +409,7 @@ def test_a_critical_path_is_as_long_as_its_step_and_no_longer_than_any_other(sch
         mine, other = (random_seconds(ranks * virtual, draw.randrange(99)) for _ in range(2))
         once, later = ([draw.uniform(0.0, 1.0) for _ in range(ranks)] for _ in range(2))
 
-        path = critical_path(schedule, mine[0], mine[1], once, microbatches, mine[2])
+        path = critical_paths(schedule, mine[0], mine[1], once, microbatches, mine[2])[0]
 
         whole_s = whole_step_s(schedule, mine, once, microbatches)
         if virtual == 1 or microbatches <= 5 * ranks:

@@ -44,6 +44,7 @@ class Timing:
     name: str
     plan: str
     status: str
+    gap: float | None
     shapes: dict[str, int]
     search_s: float | None
     search_target_s: float | None
@@ -54,7 +55,7 @@ class Timing:
     @classmethod
     def failed(cls, case: Case, said: str) -> "Timing":
         """That of a case without an answer."""
-        return cls(case.name, said, "no plan", {}, None, case.search_s, None, case.shell_s, None)
+        return cls(case.name, said, "no plan", None, {}, None, case.search_s, None, case.shell_s, None)
 
     @property
     def is_met(self) -> bool | None:
@@ -114,6 +115,7 @@ def timed(case: Case, folder: Path, from_shell: bool) -> Timing:
         name=case.name,
         plan=_words(found[0]["plan"]),
         status=certificate["status"],
+        gap=certificate["gap"],
         shapes=certificate["shapes"],
         search_s=statistics.median(each["certificate"]["search_seconds"] for each in found),
         search_target_s=case.search_s,
@@ -136,8 +138,8 @@ def _words(plan: dict[str, dict[str, int]]) -> str:
 
 
 HEAD = (
-    "| work | plan | shapes | rejected | pruned | solved | search s | target s | from the shell s | target s "
-    "| peak GiB | met |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| work | plan | gap | shapes | rejected | pruned | solved | search s | target s | from the shell s | target s "
+    "| peak GiB | met |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -149,7 +151,8 @@ def line(each: Timing) -> str:
     numbers = " | ".join("" if value is None else f"{value:.2f}" for value in times)
     met = {None: "", True: "yes", False: "**no**"}[each.is_met]
     met += "" if each.status == "optimal" else f" ({each.status})"
-    return f"| {each.name} | {each.plan} | {counts} | {numbers} | {met} |"
+    gap = "" if each.gap is None else f"{each.gap:.2%}"
+    return f"| {each.name} | {each.plan} | {gap} | {counts} | {numbers} | {met} |"
 
 
 def table(timings: Sequence[Timing]) -> str:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from ...profiler.model.model_profile import CrossingTensor, ModelProfile
 from ..plan.document import Recompute
 from ..plan.legality import stage_starts
-from ..plan.schedules import is_chunked
 from ..plan.shape import LayerOption, Offered, Shape
 from .kept import kept
 from .kinds import Kind, kinds_of, shared_groups
@@ -91,18 +90,16 @@ class Chain:
     def priced(
         self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered
     ) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
-        """([run] -> options of its layers that no other beats, what a layer costs with each): the same for all
-        schedules of a pipeline, but that where ranks hold several stages (chunked.py), which recompute in one way, no
-        part that some layer could recompute is left out."""
+        """([run] -> options of its layers that no other beats, what a layer costs with each), for all schedules of a
+        pipeline."""
         alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
-        every = "parts" in offered and is_chunked(shape.schedule)
-        key = alike, recompute, reshard, offered, every
+        key = alike, recompute, reshard, offered
         if key not in self._costs:
             by_kind: dict[Kind, tuple[list[LayerOption], list[LayerCost]]] = {}
             for kind in {self.model.kinds[run.start] for run in self.runs}:
                 options = self.model.options(kind, shape, recompute, reshard, offered)
                 costs = [self.model.cost(kind, shape, option) for option in options]
-                best = list(range(len(costs))) if every else unbeaten(costs)
+                best = unbeaten(costs)
                 by_kind[kind] = [options[i] for i in best], [costs[i] for i in best]
             found = [by_kind[self.model.kinds[run.start]] for run in self.runs]
             waiting = self.waiting_bytes(shape)

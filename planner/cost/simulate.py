@@ -245,19 +245,6 @@ class CriticalPath:
         return float((self.passes * seconds).sum() + once_s[self.rank])
 
 
-def critical_path(
-    schedule: Schedule,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    once_s: Sequence[float],
-    num_microbatches: int,
-    weight_s: Sequence[float] | None = None,
-) -> CriticalPath:
-    """The longest path of a step, in the sense of `simulated_step_s`; of long ones in rounds, the longest of those that
-    spend the rounds between filling and emptying the pipeline on one rank."""
-    return critical_paths(schedule, forward_s, backward_s, once_s, num_microbatches, weight_s)[0]
-
-
 def critical_paths(
     schedule: Schedule,
     forward_s: Sequence[float],
@@ -267,7 +254,8 @@ def critical_paths(
     weight_s: Sequence[float] | None = None,
     longer_than_s: float = 0.0,
 ) -> list[CriticalPath]:
-    """The longest path to the end of every rank that is longer than so many seconds, the longest first."""
+    """The longest path to the end of every rank that is longer than so many seconds, the longest first: of long tables
+    in rounds, of those that spend the rounds between filling and emptying the pipeline on one rank."""
     num_ranks, num_stages = len(once_s), len(forward_s)
     cut = _cut(schedule, num_ranks, num_microbatches, num_stages // num_ranks, STEADY * num_ranks)
     seconds = _durations(schedule, forward_s, backward_s, weight_s)

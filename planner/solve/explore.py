@@ -80,8 +80,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass
 class Outcome:
-    """What a search over a space found and proved. bound: seconds that no plan of the space beats; open: bounds of
-    shapes that were solved, below what was found of them."""
+    """What a search over a space found and proved. bound: seconds that no plan of the space beats."""
 
     solved: list[Solved] = field(default_factory=list)
     bound: float = float("inf")
