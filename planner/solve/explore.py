@@ -276,10 +276,6 @@ class _Search:
         self._patient_until_s = deadline_s
         self._out = Outcome()
 
-    def priced(self, shape: Shape, recompute: Recompute | None, space: Space) -> StagePrices | UnequalPrices:
-        """The prices of a shape's stages."""
-        return self.explorer.priced(shape, recompute, space.pins.reshard, space.pins.offered)
-
     def outcome(self) -> Outcome:
         """What was found, and what no plan beats."""
         self._begin(time.monotonic())
@@ -310,7 +306,7 @@ class _Search:
             out.total += space.num_shapes_of(split)
             splits.append(split)
         for split, bound in zip(splits, self.bounds.of_splits(splits, space), strict=True):
-            self._put(SplitNode(bound, split, space, self), float("inf"))
+            self._put(SplitNode(bound, split, space, explorer), float("inf"))
         out.rejected = dict(space.rejected)
         out.total += sum(space.rejected.values())
 
@@ -388,18 +384,6 @@ class _Search:
                 if child.bound < self._best:
                     heapq.heappush(self._heap, (child.bound, next(self._order), child))
         self._close(until_s)
-
-    def solved(
-        self,
-        prices: StagePrices | UnequalPrices,
-        family: Family,
-        near: Ints | None,
-        cutoff_s: float,
-        deadline_s: float,
-        least_s: float = 0.0,
-    ) -> Solved | None:
-        """As of the explorer."""
-        return self.explorer.solved(prices, family, near, cutoff_s, deadline_s, least_s)
 
     def _close(self, deadline_s: float) -> None:
         """Look for better plans of the shapes whose bounds leave a gap, the least bounds first."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.document import Recompute
-from ..plan.shape import Shape
+from ..plan.shape import NO_EXTRAS, Offered, Shape
 from .bounds import Bounds, recompute_of
 from .columns import StagePrices
 from .scan import Assignment, least_by_ranks
@@ -38,7 +38,9 @@ class Solver(Protocol):
 
     bounds: Bounds
 
-    def priced(self, shape: Shape, recompute: Recompute | None, space: Space) -> StagePrices | UnequalPrices:
+    def priced(
+        self, shape: Shape, recompute: Recompute | None, reshard: bool | None = None, offered: Offered = NO_EXTRAS
+    ) -> StagePrices | UnequalPrices:
         """The prices of a shape's stages."""
 
     def solved(
@@ -48,7 +50,7 @@ class Solver(Protocol):
         near: NDArray[np.int64] | None,
         cutoff_s: float,
         deadline_s: float,
-        least_s: float,
+        least_s: float = 0.0,
     ) -> Solved | None:
         """The best stages of a shape that were found, if they are faster than `cutoff_s`."""
 
@@ -207,7 +209,8 @@ class ShapeNode:
     @cached_property
     def prices(self) -> StagePrices | UnequalPrices:
         """What its stages cost."""
-        return self.search.priced(self.shape, recompute_of(self.family, self.space.pins), self.space)
+        pins = self.space.pins
+        return self.search.priced(self.shape, recompute_of(self.family, pins), pins.reshard, pins.offered)
 
     def children(self, cutoff_s: float) -> "Iterator[ShapeNode]":
         """Itself with a bound that knows all cuts and options; none if that reaches the cut-off."""
