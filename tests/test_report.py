@@ -21,7 +21,7 @@ from meshwright.executor.reporting.chrome_trace import trace_events
 from meshwright.executor.reporting.drawing import nice_step, stage_colour, tag, ticks
 from meshwright.executor.reporting.html_report import report_page
 from meshwright.executor.reporting.plan_diff import Cost, PlanDifference, difference
-from meshwright.executor.reporting.report import axis_rows
+from meshwright.executor.reporting.report import axis_rows, certificate_line
 from meshwright.executor.reporting.report_facts import Facts, front, gather, host_patterns, played
 from meshwright.executor.reporting.terminal import make_console, print_difference
 from meshwright.executor.run_document import RunHeader, RunStep
@@ -30,7 +30,7 @@ from meshwright.planner.answers.sensitivity import scaled, sensitivity
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.exchange.export import export
 from meshwright.planner.exchange.targets import NAMES
-from meshwright.planner.plan.document import AXES, Axis, Plan, placements
+from meshwright.planner.plan.document import AXES, Axis, Certificate, Plan, placements
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.setups import parse_setup, setup_words
 from meshwright.planner.plan.shape import Shape
@@ -710,3 +710,32 @@ def test_played_counts_what_it_is_asked_for(plan: Plan, facts: Facts) -> None:
 
     assert {event.action.microbatch for event in step.events} == set(range(4))
     assert step.seconds < facts.estimate.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("step_s", "fastest_s", "bound", "said"),
+    [
+        (1.0, 1.0, 1.0, "no plan in the space is faster under"),
+        (1.009, 1.0, 1.0, "no plan in the space can be more than 0.89% faster"),
+        (1.0, 1.0, 0.9, "no plan in the space can be more than 10.00% faster"),
+        (1.0, 1.0, 0.0, "how far from the fastest is not known"),
+    ],
+)
+def test_the_proof_says_how_much_faster_than_the_plan_itself_another_may_be(
+    step_s: float, fastest_s: float, bound: float, said: str
+) -> None:
+    certificate = Certificate(
+        step_s=step_s,
+        fastest_s=fastest_s,
+        bound=bound,
+        gap=1 - bound / fastest_s,
+        status="feasible",
+        solver="HiGHS",
+        search_seconds=1.0,
+        shapes={"total": 3, "rejected": 1, "pruned": 1, "solved": 1},
+    )
+
+    line = certificate_line(some_plan().model_copy(update={"certificate": certificate}))
+
+    assert said in line
+    assert ("given away for a simpler plan" in line) == (step_s > fastest_s)
