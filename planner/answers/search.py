@@ -172,7 +172,7 @@ def pins_of(setup: Setup) -> Pins:
 
 
 def price(explorer: Explorer, solved: Solved) -> _Priced:
-    """The plan of a solved shape with its estimate, whose closed form is the search's own number."""
+    """The plan of a solved shape with its estimate, whose step is the search's own number."""
     plan = explorer.plan_of(solved)
     found = estimate(plan, explorer.profile)
     passes_s = found.step_time_s - explorer.model.software.step_s

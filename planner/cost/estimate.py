@@ -62,7 +62,7 @@ class Estimate(Frozen):
 
     step_time_s: float = Field(description="event simulation of the schedule")
     closed_form_s: float = Field(
-        description="what the search minimises: (m - 1) slowest + one pass + slowest end; if chunked, the simulation"
+        description="(m - 1) slowest + one pass + slowest end, which scan and ILP minimise; if chunked, the simulation"
     )
     tokens_per_s: float
     samples_per_s: float

@@ -1,4 +1,7 @@
-"""Joins columns into a pipeline by dynamic programming over candidate bottlenecks: exact, and the ILP's oracle."""
+"""Joins columns into a pipeline: at the least closed form, exactly, and what no way of joining them beats, step by step.
+
+Both go from place to place of the chain. `scan` is the ILP's oracle; `least_by_ranks` bounds the simulated step.
+"""
 
 import time
 from collections.abc import Iterator
