@@ -1,4 +1,4 @@
-"""Joins columns into a pipeline: at the least closed form, exactly, and what no way of joining them beats, step by step.
+"""Joins columns into a pipeline: at the least closed form, exactly, and what no way of joining them beats.
 
 Both go from place to place of the chain. `scan` is the ILP's oracle; `least_by_ranks` bounds the simulated step.
 """
