@@ -9,6 +9,7 @@ import pytest
 from meshwright.planner.cost.simulate import alone_s, even_step_s, simulated_step_s
 from meshwright.planner.plan.schedules import ZERO_BUBBLE, Schedule
 from meshwright.planner.solve.fluid import FluidPipelines, Layers, ManyLayers, Table, least_of_many_s
+from meshwright.planner.solve.rank_bounds import least_of_ranks_s
 
 TABLES = (
     Table("1f1b", 3, 7, 1),
@@ -110,6 +111,41 @@ def many_of(runs: list[Layers], table: Table) -> tuple[list[ManyLayers], np.ndar
         for run in runs
     ]
     return many, np.ones(table.num_stages)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.schedule)
+@pytest.mark.parametrize("room", [7.0, 12.0, 1e9])
+def test_no_step_is_shorter_than_whole_layers_on_ranks_allow(table: Table, room: float) -> None:
+    draw, tight = random.Random(table.schedule + str(room)), []
+    for _ in range(12):
+        runs, wait_s = chain_of(draw, table), draw.choice((0.0, 0.1))
+        for run in runs:  # bytes alike on all stages, as of many shapes
+            run.bytes[:] = run.bytes[0]
+        steps = steps_of(table, runs, room, wait_s)
+
+        many, flights = many_of(runs, table)
+        rooms = np.full((table.num_ranks, 1), room)
+        bound = float(least_of_ranks_s(table, many, flights, rooms, np.array([wait_s]), np.zeros(1))[0])
+
+        assert bound <= min(steps, default=float("inf")) * (1 + 1e-9)
+        if steps:
+            tight.append(bound / min(steps))
+    assert not tight or max(tight) > 0.5
+
+
+def test_whole_layers_on_ranks_are_told_from_divided_ones() -> None:
+    table = Table("interleaved", 4, 64, 2)
+    one, kept = np.ones(1), np.zeros(1)
+
+    def layers(count: float, seconds: float) -> ManyLayers:
+        return ManyLayers(count, one * seconds / 3, one * seconds, 0.0, np.zeros(1), np.zeros(1), kept, np.zeros(1))
+
+    runs = [layers(1, 0.1), layers(8, 1.0), layers(1, 1.0)]
+    rooms = np.ones((4, 1))
+    bound = float(least_of_ranks_s(table, runs, np.ones(8), rooms, np.zeros(1), np.zeros(1))[0])
+
+    # 9.1 seconds of layers for four ranks: 2.275 each if divided, but one has three of 1 s or two with another's 1 s
+    assert bound == pytest.approx(64 * 3.0, rel=0.05)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.schedule)

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,6 +132,12 @@ class Chain:
     def runs(self) -> tuple[Run, ...]:
         """Runs in order."""
         return _runs(self.model.profile)
+
+    @cached_property
+    def alike(self) -> list[list[int]]:
+        """Neighbouring runs whose layers are of one kind, so that they differ at most in what crosses beside them."""
+        kinds = [self.model.kinds[run.start] for run in self.runs]
+        return [[number for number, _ in group] for _, group in groupby(enumerate(kinds), key=itemgetter(1))]
 
     @cached_property
     def lengths(self) -> Floats:

@@ -21,9 +21,10 @@ from ..plan.schedules import ZERO_BUBBLE, is_chunked
 from ..plan.shape import Offered, Shape
 from .chunked import Chunking, Chunkings, HeldByRank, StageCuts
 from .columns import ROUNDING, StagePrices
-from .fluid import FluidPipelines, Layers, Table, least_of_many_s
+from .fluid import MOST_PRICES, FluidPipelines, Layers, Table, least_of_many_s
 from .least_work import Least, LeastWork
 from .memory_bounds import MemoryBounds
+from .rank_bounds import least_of_ranks_s
 from .shape_bounds import ShapeBounds
 from .space import Family, Space, Split
 from .unequal import HeldOnKind, Kinds, UnequalPrices
@@ -147,21 +148,33 @@ class Bounds:
             seconds = np.where(own, self._of_unequal_with_memory(family, self.kinds, pins), seconds)
         return seconds
 
-    def with_memory_s(self, family: Family, space: Space, some: Sequence[int]) -> Floats:
-        """[of these shapes] -> the same with what memory asks layers to run again."""
+    def with_memory_s(
+        self, family: Family, space: Space, some: Sequence[int], enough_s: float = float("inf")
+    ) -> Floats:
+        """[of these shapes] -> the same with what memory asks layers to run again; of those that take `enough_s` by a
+        cheap bound only that."""
         leaves, where, pins = space.leaves(family), np.array(some, dtype=np.int64), space.pins
         seconds, recompute = np.zeros(len(where)), recompute_of(family, pins)
         own = np.array([bool(leaves.each[i].kind_order) for i in where], dtype=bool)
         if not own.all():
-            alike = where[~own]
-            least = self._memory.seconds(family, leaves, alike, recompute, pins)
-            seconds[~own] = np.maximum(least, self.by_prices_s(family, space, alike)) * (1 - ROUNDING)
+            seconds[~own] = self.of_whole_ranks(family, space, where[~own]) * (1 - ROUNDING)
+            left = np.flatnonzero(~own & (seconds < enough_s))
+            least = self._memory.seconds(family, leaves, where[left], recompute, pins)
+            least = np.maximum(least, self.by_prices_s(family, space, where[left])) * (1 - ROUNDING)
+            seconds[left] = np.maximum(seconds[left], least)
         for place in np.flatnonzero(own):
             shape = family.shape(leaves.each[where[place]])
             if self.kinds is not None and not is_chunked(family.schedule):
                 priced = self.kinds.priced(shape, recompute, pins.reshard, pins.offered)
                 seconds[place] = priced.least_s()
         return seconds
+
+    def of_whole_ranks(self, family: Family, space: Space, some: NDArray[np.int64]) -> Floats:
+        """[of these shapes] -> seconds that their ranks take at least, each with whole layers (rank_bounds.py)."""
+        many = None
+        if family.pipeline > 1 and "offload" not in family.offered:
+            many = self._memory.layers(family, space.leaves(family), some, recompute_of(family, space.pins), space.pins)
+        return np.zeros(len(some)) if many is None else least_of_ranks_s(table_of(family.frugal), *many)
 
     def guesses(self, family: Family, space: Space, some: Sequence[int], with_memory: bool) -> Floats:
         """[of these shapes] -> seconds that a chunked family is likely to take, at least those of the best of the cuts
@@ -200,11 +213,15 @@ class Bounds:
             self._cuts[key] = self._chunkings.with_fitting(frame, self._cuts[key], least.seconds, held)
         return self._cuts[key]
 
-    def by_prices_s(self, family: Family, space: Space, some: NDArray[np.int64]) -> Floats:
+    def num_prices(self, family: Family) -> int:
+        """How many prices programs have found for the table of a family's shapes so far."""
+        return 0 if family.pipeline == 1 else self.pipelines.num_prices[table_of(family.frugal)]
+
+    def by_prices_s(self, family: Family, space: Space, some: NDArray[np.int64], latest: int | None = None) -> Floats:
         """[of these shapes] -> seconds that they take at least by the prices that programs of shapes with the same
-        table have found (fluid.py); 0 before there are any."""
+        table have found (fluid.py), or by so many of the latest; 0 before there are any."""
         table = table_of(family.frugal)
-        known = self.pipelines.prices.get(table, [])
+        known = self.pipelines.prices.get(table, [])[-(latest or MOST_PRICES) :]
         least = np.zeros(len(some))
         if family.pipeline == 1 or not known or "offload" in family.offered:
             return least
@@ -374,14 +391,14 @@ def fluid_layers(prices: StagePrices) -> tuple[list[Layers], list[float], float,
     update_s = model.optimizer_s(1.0) / shape.sharded_over
     runs = [
         Layers(
-            float(run.length),
+            float(chain.lengths[group].sum()),
             np.array([cost.forward_total_s for cost in costs]),
             np.array([cost.backward_total_s for cost in costs]),
             np.array([cost.weight_s for cost in costs]),
-            np.maximum(0.0, held),
+            np.maximum(0.0, np.min([memory[run] for run in group], axis=0)),
             min(cost.once_data_s for cost in costs) + costs[0].trainable_elements * update_s,
         )
-        for run, costs, held in zip(chain.runs, prices.costs, memory, strict=True)
+        for group, costs in ((group, prices.costs[group[0]]) for group in chain.alike)
     ]
     wait_s = P2P_EXPOSED * min((crossings[i].seconds for i in inner), default=0.0)
     return runs, rooms, wait_s, -shared * update_s

@@ -103,11 +103,12 @@ class MemoryBounds:
         fixed = (held.fixed + held.copies)[:, some]
         zero_bubble = family.schedule in ZERO_BUBBLE
         runs = []
-        for run, kind in zip(bounds.chain.runs, bounds.kind_of_run, strict=True):
+        for group in bounds.chain.alike:
+            kind = bounds.kind_of_run[group[0]]
             computed = self.model.compute(bounds.kinds[kind], shape)
             runs.append(
                 ManyLayers(
-                    count=float(run.length),
+                    count=float(bounds.chain.lengths[group].sum()),
                     forward_s=fastest.forward_s[kind, some],
                     both_s=fastest.microbatch_s[kind, some],
                     weight_s=computed.backward_weight if zero_bubble else 0.0,

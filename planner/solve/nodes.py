@@ -155,7 +155,7 @@ class FamilyNode:
 @dataclass
 class ShapesNode:
     """Shapes of a family that are left, in the order of what they are likely to take. raised: whether that, and their
-    bounds, know memory."""
+    bounds, know memory; known: how many prices of their table (fluid.py) their bounds know."""
 
     bound: float
     guess: float
@@ -163,29 +163,44 @@ class ShapesNode:
     """(guess, bound, which of the family) of each."""
     family: FamilyNode
     raised: bool = False
+    known: int = 0
 
     @classmethod
     def of(
-        cls, bounds: Iterable[float], guesses: Iterable[float], some: Iterable[int], family: FamilyNode, raised: bool
+        cls,
+        bounds: Iterable[float],
+        guesses: Iterable[float],
+        some: Iterable[int],
+        family: FamilyNode,
+        raised: bool,
+        known: int = 0,
     ) -> "Iterator[ShapesNode]":
         """That of some shapes, if there are any."""
         found = sorted(zip(guesses, bounds, some, strict=True))
         if found:
-            yield cls(min(bound for _, bound, _ in found), found[0][0], found, family, raised)
+            yield cls(min(bound for _, bound, _ in found), found[0][0], found, family, raised, known)
 
     def children(self, cutoff_s: float) -> Iterator[Node]:
         """Itself with better bounds, then the first shape, and the others."""
         family, space, search = self.family.family, self.family.space, self.family.search
         guesses, bounds = [shape[0] for shape in self.shapes], [shape[1] for shape in self.shapes]
-        some = [which for _, _, which in self.shapes]
+        some, known = [which for _, _, which in self.shapes], search.bounds.num_prices(family)
         if not self.raised:
-            better = np.maximum(bounds, search.bounds.with_memory_s(family, space, some))
+            better = np.maximum(bounds, search.bounds.with_memory_s(family, space, some, cutoff_s))
             likely = np.maximum(better, search.bounds.guesses(family, space, some, with_memory=True))
-            yield from ShapesNode.of(better.tolist(), np.maximum(guesses, likely).tolist(), some, self.family, True)
+            likely = np.maximum(guesses, likely)
+            yield from ShapesNode.of(better.tolist(), likely.tolist(), some, self.family, True, known)
+            return
+        if self.known < known:  # programs of other shapes have found prices since
+            better = np.maximum(bounds, search.bounds.by_prices_s(family, space, np.array(some), known - self.known))
+            left = better < cutoff_s
+            likely = np.maximum(guesses, better)
+            some = np.array(some)[left].tolist()
+            yield from ShapesNode.of(better[left].tolist(), likely[left].tolist(), some, self.family, True, known)
             return
         shape = family.shape(space.leaves(family).each[some[0]])
         yield ShapeNode(bounds[0], guesses[0], shape, family, space, search)
-        yield from ShapesNode.of(bounds[1:], guesses[1:], some[1:], self.family, True)
+        yield from ShapesNode.of(bounds[1:], guesses[1:], some[1:], self.family, True, known)
 
 
 @dataclass
