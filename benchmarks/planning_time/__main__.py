@@ -1,6 +1,7 @@
 """Seconds and memory of planning beside their targets: of the search alone, and from the shell; Markdown, JSON, a plot.
 
     python -m benchmarks.planning_time [--only WORDS] [--out FOLDER]
+    python -m benchmarks.planning_time --without BOUND [BOUND ...]
 
 Search alone: `certificate.search_seconds` of `plan` on a saved profile, the median of three runs, of fewer where they
 take long. From the shell: one run with the model profiled anew. Rows are printed as they come. On a machine that does
@@ -21,6 +22,7 @@ from pathlib import Path
 from meshwright.planner.plan.pins import Pins
 from meshwright.profiler.model.model_profile import load_profile
 
+from . import without
 from .cases import CASES, LAYER_WISE, MOST_GROWTH, SCALES, Case
 from .layer_wise import Choice, choice
 
@@ -229,7 +231,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning_time", description=__doc__)
     parser.add_argument("--only", metavar="WORDS", default="", help="cases whose name holds these words; no plot")
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=RESULTS, help="where results are written")
+    parser.add_argument(
+        "--without", metavar="BOUND", nargs="+", help="only measure what these bounds buy (`each`: all in turn)"
+    )
     asked = parser.parse_args()
+    if asked.without:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        command = f"`python -m benchmarks.planning_time --without {' '.join(asked.without)}`"
+        text = f"# What bounds buy\n\n{command}\n\n{without.told(asked.without)}\n"
+        (asked.out / "without.md").write_text(text)
+        return
     begun = time.monotonic()
     cases = [case for case in CASES if asked.only.lower() in case.name.lower()]
     with tempfile.TemporaryDirectory() as name:

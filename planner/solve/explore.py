@@ -64,11 +64,18 @@ COUNTED = 0.5
 """Share of the time in which a space may be counted; what is left out then (of clusters whose number has hundreds of
 divisors) is not searched."""
 
-PATIENCE = 1 / 12
+PATIENCE = 1 / 6
 """Share of the time in which a search goes on without a better plan, and then looks for better cuts of those it has."""
 
-WHOLE_S = 4.0
-"""Seconds of the integer program of a shape whose bound leaves a gap."""
+NARROW = 0.9 * 0.005
+"""A gap that is closed further only where that takes little time."""
+
+WHOLE = ((1.0, NARROW), (4.0, NARROW), (0.5, PROVEN))
+"""(seconds of the integer program of a shape whose bound leaves a gap, the gap that it is to close), one after the
+other."""
+
+LAST_S = 1.0
+"""Seconds that narrow gaps are closed in, all together."""
 
 PROGRAM_S = 4.0
 """Seconds of the integer program that chooses cuts and options of the best shape anew."""
@@ -386,25 +393,41 @@ class _Search:
         self._close(until_s)
 
     def _close(self, deadline_s: float) -> None:
-        """Look for better plans of the shapes whose bounds leave a gap, the least bounds first."""
-        for node in sorted((n for n in self._rest if isinstance(n, ShapeNode)), key=lambda n: n.bound):
-            if node.bound >= self._best * (1 - PROVEN) or expired(deadline_s):
+        """Look for better plans of the shapes whose bounds leave a gap, the least bounds first: in some cuts, then by
+        the integer program, each time for longer, as long as the gap is wide."""
+        for node in self._open(PROVEN):
+            if expired(deadline_s):
                 return
-            better, is_all = node.found, False
-            if better is not None:
-                better, is_all = self.explorer.closer(better, deadline_s)
-            if not is_all and isinstance(node.prices, StagePrices):
-                below_s, left_s = self._best * (1 - PROVEN), deadline_s - time.monotonic()
-                whole_s, cuts = self.bounds.of_whole_layers(node.prices, below_s, min(WHOLE_S, left_s))
-                node.bound = max(node.bound, whole_s)
-                if cuts is not None:
-                    better = self.explorer.at(node.prices, cuts, self._best) or better
-            if better is not None and better is not node.found:
-                self._out.solved = [each for each in self._out.solved if each is not node.found] + [better]
-                node.found = better
-                self._best = min(self._best, better.seconds)
+            if node.found is None:
+                continue
+            better, is_all = self.explorer.closer(node.found, deadline_s)
+            self._replace(node, better)
             if is_all:
-                node.bound = max(node.bound, self._best)
+                node.bound = max(node.bound, better.seconds)
+        for seconds, gap in WHOLE:
+            until_s = min(deadline_s, time.monotonic() + LAST_S) if gap < NARROW else deadline_s
+            for node in self._open(gap):
+                left_s = min(seconds, until_s - time.monotonic())
+                if left_s <= 0:
+                    break
+                if isinstance(node.prices, StagePrices):
+                    below_s = self._best * (1 - gap)
+                    whole_s, cuts = self.bounds.of_whole_layers(node.prices, below_s, left_s)
+                    node.bound = max(node.bound, whole_s)
+                    if cuts is not None:
+                        self._replace(node, self.explorer.at(node.prices, cuts, self._best))
+
+    def _open(self, gap: float) -> Iterator[ShapeNode]:
+        """Shapes whose bounds leave such a gap, the least bounds first."""
+        shapes = sorted((node for node in self._rest if isinstance(node, ShapeNode)), key=lambda node: node.bound)
+        return (node for node in shapes if node.bound < self._best * (1 - gap) * (1 - 2 * ROUNDING))
+
+    def _replace(self, node: ShapeNode, found: Solved | None) -> None:
+        """Keep what was found of a shape, if it is better."""
+        if found is not None and (node.found is None or found.seconds < node.found.seconds):
+            self._out.solved = [each for each in self._out.solved if each is not node.found] + [found]
+            node.found = found
+            self._best = min(self._best, found.seconds)
 
 
 def _at(prices: StagePrices | UnequalPrices, cuts: Ints) -> Assignment | None:

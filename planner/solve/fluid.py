@@ -11,7 +11,11 @@ n[s,r,o] >= 0 is how many layers of run r stage s holds with option o (recompute
 the schedule's table (simulate.CriticalPath): its passes take at least that long in any step of that schedule, so T is
 below the simulated step of every plan of the shape, for all cuts and all options, as long as bytes, seconds and waits
 are no more than the plan's and rooms no less. Paths are added until the step of the solution is no longer than T, or T
-has reached what is asked for. Paths belong to schedule, ranks and micro-batches alone and are kept for later programs.
+has reached what is asked for. They belong to schedule, ranks and micro-batches alone: those that had a price in the
+last program of a table are where the next one begins. Runs are `Chain.alike`: neighbours of one kind are one run.
+
+The integer program asks for whole layers: first on every rank, which says most of it and is quick, then in every stage
+with every option.
 
 The dual of a solved program is a bound of its own for every shape with the same table, whatever its layers take: each
 layer where it is cheapest at the prices of paths and memory (Prices). It is worked out for many shapes at once, and
@@ -19,6 +23,7 @@ spares most of them a program.
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,8 +44,8 @@ TIGHT = 3e-4
 MOST_ROUNDS = 100
 """Times that paths are looked for in one program."""
 
-MOST_PATHS = 2000
-"""Paths that are kept of one table."""
+STALLED = 10
+"""Rounds after which a program that is not likely to reach what is asked for is left."""
 
 MOST_PRICES = 6
 """Duals that are kept of one table, the latest ones."""
@@ -105,43 +110,13 @@ class PathPrices:
         return float(self.passes[0, 1:].sum() + self.passes[1, :-1].sum())
 
 
-class _Paths:
-    """The paths that were found of a table."""
-
-    def __init__(self, table: Table) -> None:
-        self.each: list[CriticalPath] = []
-        self._keys: set[bytes] = set()
-        self._passes = np.zeros((0, 3 * table.num_stages))
-        self._ranks = np.zeros(0, dtype=np.int64)
-
-    def add(self, paths: Sequence[CriticalPath]) -> None:
-        """Those that are new; beyond MOST_PATHS none."""
-        for path in paths:
-            key = path.passes.tobytes() + path.rank.to_bytes(4)
-            if key not in self._keys and len(self.each) < MOST_PATHS:
-                self._keys.add(key)
-                self.each.append(path)
-        if len(self.each) > len(self._ranks):
-            fresh = self.each[len(self._ranks) :]
-            self._passes = np.concatenate((self._passes, [path.passes.ravel() for path in fresh]))
-            self._ranks = np.concatenate((self._ranks, [path.rank for path in fresh]))
-
-    def longest(self, seconds: Floats, once_s: Floats, longer_than_s: float, most: int) -> list[CriticalPath]:
-        """Those that take longer than that, the longest ones. seconds: [forward, backward, weight][stage]; once_s:
-        [rank]."""
-        if not self.each:
-            return []
-        each = self._passes @ seconds.ravel() + once_s[self._ranks]
-        order = np.argsort(-each)[:most]
-        return [self.each[i] for i in order if each[i] > longer_than_s]
-
-
 class FluidPipelines:
-    """Solves such programs; keeps the paths of every table, and the prices of the last programs."""
+    """Solves such programs; keeps the prices that the last ones of each table found, and the paths that had some."""
 
     def __init__(self) -> None:
-        self._paths: dict[Table, _Paths] = {}
+        self._paths: dict[Table, list[CriticalPath]] = {}
         self.prices: dict[Table, list[PathPrices]] = {}
+        self.num_prices: Counter[Table] = Counter()
 
     def least_s(
         self,
@@ -160,30 +135,23 @@ class FluidPipelines:
         seconds that a step takes after the last pass of any rank, beyond those of layers (negative where they count
         weights twice).
         """
-        program = _Program(table, runs, rooms, wait_s, least_end_s)
-        known = self._paths.setdefault(table, _Paths(table))
-        for path in _of_ranks(table):
-            program.add(path)
-        least_s = 0.0
-        for _ in range(MOST_ROUNDS):
-            found_s = program.solve()
-            if found_s is None:
-                return float("inf"), np.zeros(table.num_stages)
-            least_s = max(least_s, found_s)
-            if least_s >= enough_s:
-                break
-            seconds, once_s = program.durations()
-            fresh = known.longest(seconds, once_s, least_s * (1 + TIGHT), table.num_ranks)
-            if not fresh:
-                fresh = program.longer_paths(least_s * (1 + TIGHT))
-                if not fresh or fresh[0].length_s(seconds, once_s) < enough_s < float("inf"):
-                    break  # what is found so far has a step that is shorter
-                known.add(fresh)
-            for path in fresh:
-                program.add(path)
-        self.prices.setdefault(table, []).append(program.prices())
+        program = self._program(table, runs, rooms, wait_s, least_end_s)
+        least_s = program.solve_with_paths(enough_s)
+        if np.isinf(least_s):
+            return least_s, np.zeros(table.num_stages)
+        prices, self._paths[table] = program.prices()
+        self.prices.setdefault(table, []).append(prices)
         del self.prices[table][:-MOST_PRICES]
+        self.num_prices[table] += 1
         return least_s, program.layers
+
+    def _program(
+        self, table: Table, runs: Sequence[Layers], rooms: Sequence[float], wait_s: float, least_end_s: float
+    ) -> "_Program":
+        """The program with the paths that are known."""
+        program = _Program(table, runs, rooms, wait_s, least_end_s)
+        program.add([*_of_ranks(table), *self._paths.get(table, [])])
+        return program
 
     def whole(
         self,
@@ -196,24 +164,28 @@ class FluidPipelines:
         seconds: float,
     ) -> tuple[float, Floats | None]:
         """(seconds that no step with whole layers beats, [stage] -> layers it holds in a solution below `below_s`, if
-        one was found): the integer program, in so many seconds. The bound is `below_s` where there is no solution."""
-        program = _Program(table, runs, rooms, wait_s, least_end_s)
+        one was found): the integer program, in so many seconds; first with whole layers on every rank, which says most
+        of it, then in every stage with every option. The bound is `below_s` where there is no solution."""
         until_s = time.monotonic() + seconds
-        for path in [*_of_ranks(table), *self._paths.get(table, _Paths(table)).each]:
-            program.add(path)
-        program.keep_whole(below_s)
-        least_s = 0.0
-        while time.monotonic() < until_s:
-            found_s, bound_s = program.solve_whole(until_s - time.monotonic())
-            least_s = max(least_s, min(bound_s, below_s))
-            if found_s is None or least_s >= below_s:
-                break
-            fresh = program.longer_paths(below_s)
-            if not fresh:
-                return least_s, program.layers
-            for path in fresh:
-                program.add(path)
-        return least_s, None
+        program = self._program(table, runs, rooms, wait_s, least_end_s)
+        least_s = min(program.solve_with_paths(below_s, shorter_will_do=False), below_s)
+        if least_s >= below_s:
+            return below_s, None
+        for keep_whole in (program.keep_whole_on_ranks, program.keep_whole):
+            keep_whole(below_s)
+            while True:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    return least_s, None
+                found_s, bound_s = program.solve_whole(left_s)
+                least_s = max(least_s, min(bound_s, below_s))
+                if found_s is None or least_s >= below_s:
+                    return least_s, None
+                fresh = program.longer_paths(below_s)
+                if not fresh:
+                    break
+                program.add(fresh)
+        return least_s, program.layers
 
 
 def _of_ranks(table: Table) -> list[CriticalPath]:
@@ -360,9 +332,13 @@ class _Program:
         self.num = num
         self.amounts: Floats = np.zeros(num)
 
-    def add(self, path: CriticalPath) -> None:
-        """One more path that the step is no shorter than."""
-        self._paths.append(path)
+    def add(self, paths: Sequence[CriticalPath]) -> None:
+        """More paths that the step is no shorter than."""
+        self._paths += paths
+        for path in paths:
+            self._add(path)
+
+    def _add(self, path: CriticalPath) -> None:
         passes = path.passes
         each = (passes[:, self.stage] * self.seconds).sum(axis=0) + np.where(self.rank == path.rank, self.once_s, 0.0)
         waits = self.wait_s * float(passes[0, 1:].sum() + passes[1, :-1].sum()) + self.least_end_s
@@ -382,6 +358,20 @@ class _Program:
         self.amounts = values[: self.num]
         return float(values[self.num] * self.unit_s)
 
+    def keep_whole_on_ranks(self, below_s: float) -> None:
+        """Every rank holds whole layers of each run from now on, and steps are below that."""
+        for number, layers in enumerate(self.runs):
+            for rank in range(self.table.num_ranks):
+                here = np.flatnonzero((self.run == number) & (self.rank == rank))
+                if not len(here):
+                    continue
+                self._model.addVar(0.0, layers.count)
+                sum_of = self._model.getNumCol() - 1
+                self._model.changeColIntegrality(sum_of, highspy.HighsVarType.kInteger)
+                where = np.append(here, sum_of).astype(np.int32)
+                self._model.addRow(0.0, 0.0, len(where), where, np.append(np.ones(len(here)), -1.0))
+        self._model.changeColBounds(self.num, 0.0, below_s / self.unit_s)
+
     def keep_whole(self, below_s: float) -> None:
         """Layers are whole from now on, and steps below that."""
         for column in range(self.num):
@@ -399,7 +389,7 @@ class _Program:
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None, bound_s
         values = np.array(self._model.getSolution().col_value)
-        self.amounts = np.rint(values[: self.num])
+        self.amounts = values[: self.num]
         return float(values[self.num] * self.unit_s), bound_s
 
     @property
@@ -415,6 +405,54 @@ class _Program:
         seconds[1, :-1] += self.wait_s
         return seconds, _sums(self.rank, self.amounts * self.once_s, self.table.num_ranks) + self.least_end_s
 
+    def solve_with_paths(self, enough_s: float, shorter_will_do: bool = True) -> float:
+        """Least T for all paths that were found, infinite if the layers cannot be held; it ends once T is `enough_s`,
+        once it is not likely to get there, and if `shorter_will_do` once some amounts have a shorter step."""
+        least_s, gained_s = 0.0, 0.0
+        center, shortest_s = None, float("inf")
+        for number in range(MOST_ROUNDS):
+            found_s = self.solve()
+            if found_s is None:
+                return float("inf")
+            least_s = max(least_s, found_s)
+            longer_than_s = least_s * (1 + TIGHT)
+            if least_s >= enough_s or shortest_s <= longer_than_s:
+                break
+            if shorter_will_do and shortest_s < enough_s < float("inf"):
+                break
+            if number % STALLED == STALLED - 1:
+                to_gain_s = TIGHT * least_s if enough_s == float("inf") else enough_s - least_s
+                if least_s - gained_s < to_gain_s / STALLED:
+                    break
+                gained_s = least_s
+            fresh, center, shortest_s = self.cuts_towards(center, shortest_s, longer_than_s)
+            if not fresh:
+                break
+            self.add(fresh)
+        return least_s
+
+    def cuts_towards(
+        self, center: Floats | None, shortest_s: float, longer_than_s: float
+    ) -> tuple[list[CriticalPath], Floats, float]:
+        """(paths that are longer than that with the solution's layers, the amounts of the shortest step so far, that
+        step): paths are looked for between the two, as those of the extreme solutions of programs that know few paths
+        say little (the in-out separation of Ben-Ameur and Neto, 2007)."""
+        solution = self.amounts
+        at_solution = self.durations()
+        center = solution if center is None else center
+        for share in (0.5, 1.0):
+            self.amounts = share * solution + (1 - share) * center
+            paths = self.longer_paths(longer_than_s)
+            at = self.durations()
+            step_s = max((path.length_s(*at) for path in paths), default=longer_than_s)
+            if step_s < shortest_s:
+                center, shortest_s = self.amounts, step_s
+            self.amounts = solution
+            paths = [path for path in paths if path.length_s(*at_solution) > longer_than_s]
+            if paths:
+                break
+        return paths, center, shortest_s
+
     def longer_paths(self, longer_than_s: float) -> list[CriticalPath]:
         """Paths that are longer with the solution's layers, the longest first."""
         (forward, backward, weight), once_s = self.durations()
@@ -423,8 +461,8 @@ class _Program:
             self.table.num_microbatches, weight.tolist(), longer_than_s,
         )  # fmt: skip
 
-    def prices(self) -> PathPrices:
-        """The dual of the solution."""
+    def prices(self) -> tuple[PathPrices, list[CriticalPath]]:
+        """(the dual of the solution, paths that have a price there, without those of ranks)."""
         table, num_stages, num_runs = self.table, self.table.num_stages, len(self.runs)
         duals = np.array(self._model.getSolution().row_dual)
         starts = np.cumsum([0, num_runs, num_stages, len(self._order), table.num_ranks, len(self._paths)])
@@ -439,4 +477,6 @@ class _Program:
             given[r, : s + 1] += dual / self.runs[r].count
             given[r + 1, : s + 1] -= dual / self.runs[r + 1].count
         per_byte_s = np.maximum(0.0, -memory) * np.array(self._scales) * self.unit_s
-        return PathPrices(passes, ends, per_byte_s, given, given_s)
+        own = len(_of_ranks(table))
+        priced = [path for path, weight in zip(self._paths[own:], weights[own:].tolist(), strict=True) if weight > 0]
+        return PathPrices(passes, ends, per_byte_s, given, given_s), priced
