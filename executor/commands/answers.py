@@ -91,13 +91,12 @@ def print_plan(
     plan, estimate = result.plan, result.estimate
     terminal.print_assumptions(console, assumptions)
     terminal.print_job(console, plan)
-    others = [*result.runners_up, *result.baselines]
-    terminal.print_choice(console, plan, estimate.step_time_s, others)
+    terminal.print_choice(console, plan, estimate.step_time_s, result.alternatives)
     if not quiet:
         replicas = next((c.verdict for c in result.baselines if c.label == "DDP"), None)
         print_estimate(console, plan, estimate, replicas)
         terminal.print_placement(console, plan)
-        terminal.print_candidates(console, "Best alternatives", result.runners_up[:5])
+        terminal.print_alternatives(console, plan, estimate, result.alternatives)
         terminal.print_candidates(console, "What people usually try", result.baselines)
         terminal.print_notes(console, [*joined_notes(profile.notes), *batch_advice(plan)])
         terminal.print_certificate(console, plan)
