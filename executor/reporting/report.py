@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...planner.answers.verdict import VerdictKind
@@ -15,6 +15,7 @@ from ...profiler.machine.units import GIB, format_count, format_seconds
 
 if TYPE_CHECKING:
     from ...planner.answers.candidate import Candidate
+    from ...planner.answers.fewer import Fewer
     from ...planner.answers.search import SearchResult
     from ...planner.cost.estimate import Estimate
 
@@ -393,14 +394,16 @@ def launch_command(plan: Plan, script: str) -> str:
     return f"torchrun {nodes}--nproc-per-node {each} {script}"
 
 
-def json_document(result: "SearchResult") -> dict[str, Any]:
-    """What `plan --json` prints: plan, what of it is not run yet, estimate, certificate, alternatives."""
+def json_document(result: "SearchResult", fewer: "Fewer | None" = None) -> dict[str, Any]:
+    """What `plan --json` prints: plan, what of it is not run yet, estimate, certificate, alternatives, and fewer GPUs
+    that would nearly do."""
     return {
         "plan": result.plan.model_dump(mode="json"),
         "not_run": list(not_run(result.plan)),
         "estimate": result.estimate.model_dump(mode="json"),
         "certificate": result.certificate.model_dump(mode="json"),
         "alternatives": alternatives_document(result.alternatives, result.plan, result.estimate),
+        "fewer_gpus": None if fewer is None else asdict(fewer),
     }
 
 
