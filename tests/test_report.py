@@ -127,7 +127,7 @@ def test_the_page_draws_the_graph_of_the_model_and_what_each_cut_carries(plan: P
 
     assert [line for line in words if "block" in line] == ["block", "3 × block", "2 × block", "2 × block"]
     assert sum(line.startswith("cut: 9.54 MiB") for line in words) == len(plan.stages) - 1  # 1e7 bytes
-    assert "<td>behind stages 0–2, each</td>" in page
+    assert "<td>after stages 0–2, each</td>" in page
 
 
 def test_every_picture_says_in_words_what_it_shows(page: str) -> None:
