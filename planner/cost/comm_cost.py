@@ -8,7 +8,7 @@ from typing import Literal
 from ...profiler.machine.cluster import Group, Link
 from .elementwise import Values, choose, least
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "all_to_all"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "all_to_all"]
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class GroupLinks:
     factors: tuple[tuple[str, float], ...] = ()
     flat: bool = False
 
-    def factor(self, kind: Collective) -> float:
+    def factor(self, kind: CollectiveKind) -> float:
         """Measured time over the ideal ring for this backend; 1 where nothing was measured."""
         return dict(self.factors).get(kind, 1.0)
 
 
-def collective_s(kind: Collective, full_bytes: float, links: GroupLinks) -> float:
+def collective_s(kind: CollectiveKind, full_bytes: float, links: GroupLinks) -> float:
     """Seconds of one collective of a tensor of `full_bytes` (gathered or reduced size, not one rank's shard).
 
     Inside a host a ring moves (n-1)/n of the tensor past each device. Across hosts the group's share of a host's
@@ -57,7 +57,7 @@ def ring_s(full_bytes: Values, rates: tuple[Values, Values]) -> Values:
     return seconds
 
 
-def ring_rates(kind: Collective, links: GroupLinks) -> tuple[float, float]:
+def ring_rates(kind: CollectiveKind, links: GroupLinks) -> tuple[float, float]:
     """(seconds per byte of the full tensor, seconds of latency) of all_gather, reduce_scatter or all_reduce."""
     times = (2 if kind == "all_reduce" else 1) * links.factor(kind)
     inside, hosts, size = links.group.ranks_per_host, links.group.hosts, links.group.size
@@ -72,13 +72,13 @@ def ring_rates(kind: Collective, links: GroupLinks) -> tuple[float, float]:
     return times * max(inside_s, across_s), times * latency_s
 
 
-RINGS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+RINGS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives whose seconds are linear in bytes, but for latency."""
 
 
-def seconds_at_places(traffic: Sequence[tuple[Collective, float]], places: Sequence[GroupLinks]) -> list[float]:
+def seconds_at_places(traffic: Sequence[tuple[CollectiveKind, float]], places: Sequence[GroupLinks]) -> list[float]:
     """[place] -> seconds of these collectives, each (kind, bytes): the bytes of all rings of a kind at once."""
-    sums: dict[Collective, tuple[float, int]] = {}
+    sums: dict[CollectiveKind, tuple[float, int]] = {}
     for kind, num_bytes in traffic:
         if num_bytes:
             total, calls = sums.get(kind, (0.0, 0))

@@ -16,7 +16,7 @@ from ..plan.making import shape_of
 from ..plan.schedules import is_chunked, stage_of
 from ..plan.shape import LayerOption, Shape
 from .chain import Chain
-from .comm_cost import Collective
+from .comm_cost import CollectiveKind
 from .kept import kept
 from .layer_cost import CostModel
 from .memory_cost import state_bytes
@@ -52,7 +52,7 @@ class AxisTraffic(Frozen):
     """What one rank passes to one kind of collective on one mesh axis during a step; full tensors, not shards."""
 
     axis: GroupAxis
-    kind: Collective
+    kind: CollectiveKind
     bytes: float
     calls: float
 
@@ -295,7 +295,7 @@ def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float)
 
 def _traffic(ranks: list[_PricedStage], model: CostModel, shape: Shape, plan: Plan) -> tuple[AxisTraffic, ...]:
     """Traffic of the rank that passes most, by axis and kind."""
-    most: dict[tuple[GroupAxis, Collective], tuple[float, float]] = {}
+    most: dict[tuple[GroupAxis, CollectiveKind], tuple[float, float]] = {}
     for rank, total in zip(ranks, rank_tallies(plan, model, shape), strict=True):
         add_layers(total, _counted(rank.layers), plan.num_microbatches)
         for key, value in total.passed.items():

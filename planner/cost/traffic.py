@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import GroupAxis, Plan
 from ..plan.shape import Shape
-from .comm_cost import Collective
+from .comm_cost import CollectiveKind
 from .kept import kept
 from .kinds import kinds_of
 from .layer_cost import CostModel
@@ -26,7 +26,7 @@ FIRST_DDP_BUCKET_BYTES, DDP_BUCKET_BYTES = 2**20, 25 * 2**20
 2.13, nn/parallel/distributed.py)."""
 
 
-Elements = tuple[float, float]
+OwnElements = tuple[float, float]
 """(all, trainable)"""
 
 
@@ -34,9 +34,9 @@ class Tally:
     """Bytes and calls by axis and collective; bytes of full tensors, not shards."""
 
     def __init__(self) -> None:
-        self.passed: dict[tuple[GroupAxis, Collective], tuple[float, float]] = {}
+        self.passed: dict[tuple[GroupAxis, CollectiveKind], tuple[float, float]] = {}
 
-    def add(self, axis: GroupAxis, kind: Collective, num_bytes: float, calls: float = 1.0) -> None:
+    def add(self, axis: GroupAxis, kind: CollectiveKind, num_bytes: float, calls: float = 1.0) -> None:
         """Count `num_bytes`, the sum over `calls` of them; negative: count them off."""
         before = self.passed.get((axis, kind), (0.0, 0.0))
         self.passed[axis, kind] = before[0] + num_bytes, before[1] + calls
@@ -83,7 +83,7 @@ def rank_tallies(plan: Plan, model: CostModel, shape: Shape) -> list[Tally]:
 
 
 def _add_units(
-    tally: Tally, model: CostModel, shape: Shape, layers: range, own: Sequence[Elements], reshards: Sequence[bool]
+    tally: Tally, model: CostModel, shape: Shape, layers: range, own: Sequence[OwnElements], reshards: Sequence[bool]
 ) -> None:
     """Gathers and reductions of fully_shard: a unit for every layer, but layers that share parameters with another one
     of the stage are in the root, which gathers and reduces them all at once and never gives them back."""
@@ -112,7 +112,7 @@ def _add_banks(tally: Tally, model: CostModel, shape: Shape, layers: range, resh
 
 
 def _add_unit(
-    tally: Tally, model: CostModel, shape: Shape, elements: Elements, reshard: bool, count: int, sharded_over: int
+    tally: Tally, model: CostModel, shape: Shape, elements: OwnElements, reshard: bool, count: int, sharded_over: int
 ) -> None:
     """So many units of fully_shard with so many elements each."""
     total, trainable = elements
@@ -129,14 +129,14 @@ def _add_unit(
         tally.add("data_replicate", "all_reduce", calls * reduced / sharded_over, calls)
 
 
-def _own_parameters(model: CostModel, shape: Shape, stages: Sequence[range]) -> list[list[Elements]]:
+def _own_parameters(model: CostModel, shape: Shape, stages: Sequence[range]) -> list[list[OwnElements]]:
     """[stage][layer] -> elements that data shards pass and that no earlier layer of the stage has; no experts that are
     spread over ranks."""
     shared = _shared_names(model.profile)
-    known: dict[int, Elements] = {}
+    known: dict[int, OwnElements] = {}
     found = []
     for layers in stages:
-        own: list[Elements] = []
+        own: list[OwnElements] = []
         seen: set[str] = set()
         for layer in layers:
             kind, names = model.kinds[layer], shared[layer]

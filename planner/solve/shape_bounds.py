@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.chain import Chain
-from ..cost.comm_cost import Collective, Exchanged, ring_rates
+from ..cost.comm_cost import CollectiveKind, Exchanged, ring_rates
 from ..cost.crossing_cost import P2P_EXPOSED
 from ..cost.data_cost import DataRates, added_elements, added_share, exposed_data_s, gather_s, reduce_s
 from ..cost.kinds import Kind
@@ -22,7 +22,7 @@ from ..cost.stage_cost import allocatable_bytes
 from ..plan.document import Recompute, parts_of
 from ..plan.shape import Shape
 from .chunked import Chunking, StageCuts
-from .least_work import LeastWork
+from .layer_lower_bounds import LeastWork
 from .space import Family, Leaf, Leaves
 
 Floats = NDArray[np.float64]
@@ -139,7 +139,7 @@ class ShapeBounds:
         self._even: dict[tuple[object, ...], Floats] = {}
         self._whole: dict[tuple[object, ...], Floats] = {}
         self._aheads: dict[int, Floats] = {}
-        self._known_rates: dict[tuple[Collective, bool], dict[tuple[int, int], tuple[float, float]]] = {}
+        self._known_rates: dict[tuple[CollectiveKind, bool], dict[tuple[int, int], tuple[float, float]]] = {}
         self._kept = self._kept_options = 0
         self._elements: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._exchanges: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
@@ -458,7 +458,7 @@ class ShapeBounds:
             expert=min(most, shape.expert_stride),
         )
 
-    def _rates(self, kind: Collective, groups: Sequence[tuple[int, int]], anywhere: bool) -> tuple[Floats, Floats]:
+    def _rates(self, kind: CollectiveKind, groups: Sequence[tuple[int, int]], anywhere: bool) -> tuple[Floats, Floats]:
         """Columns of (seconds per byte, seconds of latency) of a collective of groups of (size, stride); anywhere: of
         their size where each takes least."""
         known, model = self._known_rates.setdefault((kind, anywhere), {}), self.model
