@@ -44,6 +44,9 @@ from .transient_cost import Transients, Turn, Working, transients
 
 Part = Literal["forward", "backward"]
 
+TensorTraffic = tuple[tuple[Part, bool, Traffic], ...]
+"""(part, whether recompute repeats it, collective) of each exchange with tensor ranks."""
+
 _Mode = tuple[str, Costs, int, tuple[int, ...]]
 """Name, observed costs, tensor degree, and indices of the cuts that are applied."""
 
@@ -329,11 +332,11 @@ class CostModel:
         contexts = [self.context_of(kind, shape, stride) for stride in self.places(shape.context)]
         return min(c.forward_s for c in contexts), min(c.backward_s for c in contexts)
 
-    def tensor_s(self, kind: Kind, shape: Shape, links: GroupLinks, recompute: Recompute = "full") -> Exchanged:
-        """Exposed seconds of a layer's exchanges with tensor ranks over these links."""
+    def tensor_s(self, traffic: TensorTraffic, computed: Seconds, links: GroupLinks) -> Exchanged:
+        """Exposed seconds of a layer's exchanges with tensor ranks over these links. computed: what the layer takes."""
         seconds: dict[Part, float] = {"forward": 0.0, "backward": 0.0}
-        repeated_s, hidden, computed = 0.0, self.hidden_tensor(links), self.compute(kind, shape)
-        for part, repeated, item in self.tensor_traffic(kind, shape, recompute):
+        repeated_s, hidden = 0.0, self.hidden_tensor(links)
+        for part, repeated, item in traffic:
             item_s = collective_s(item.kind, item.bytes, links)
             seconds[part] += item_s
             repeated_s += item_s if repeated else 0.0
@@ -397,9 +400,7 @@ class CostModel:
         """Seconds of adding that many gradients to those that are there."""
         return accumulate_s(elements, self.device)
 
-    def tensor_traffic(
-        self, kind: Kind, shape: Shape, recompute: Recompute = "full"
-    ) -> tuple[tuple[Part, bool, Traffic], ...]:
+    def tensor_traffic(self, kind: Kind, shape: Shape, recompute: Recompute = "full") -> TensorTraffic:
         """(part, whether recompute repeats it, collective) of tensor parallelism in one layer for one micro-batch."""
         mode, costs, tensor = self.mode(kind, shape)
         element_bytes, batch = self.training.compute_bytes, shape.samples
@@ -432,7 +433,8 @@ class CostModel:
         seconds = self.compute(kind, shape)
         state = state_bytes(shape, self.training)
         total, trainable = self.spread_of(kind, shape)
-        tensor = self.tensor_s(kind, shape, self.axis_links(shape, "tensor"), option.recompute)
+        tensor_traffic = self.tensor_traffic(kind, shape, option.recompute)
+        tensor = self.tensor_s(tensor_traffic, seconds, self.axis_links(shape, "tensor"))
         in_root = kind.is_in_root(shape)
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
         own, own_trainable = self.spread_of(kind, shape, kind.held_before(shape))
@@ -479,8 +481,7 @@ class CostModel:
             waiting_bytes=passing.waiting + buffers,
             reduced_bytes=0.0 if in_root else trainable.reduced * MASTER_BYTES,
             traffic=tuple(
-                Traffic(t.axis, t.kind, t.bytes, 2.0 if repeated else 1.0, False)
-                for _, repeated, t in self.tensor_traffic(kind, shape, option.recompute)
+                Traffic(t.axis, t.kind, t.bytes, 2.0 if repeated else 1.0, False) for _, repeated, t in tensor_traffic
             )
             + self._exchange_traffic(kind, shape, attends_again, dispatches_again),
             context_forward_s=attended.forward_s,

@@ -36,6 +36,12 @@ class Tally:
     def __init__(self) -> None:
         self.passed: dict[tuple[GroupAxis, CollectiveKind], tuple[float, float]] = {}
 
+    def copy(self) -> "Tally":
+        """The same counts, to which more can be added."""
+        found = Tally()
+        found.passed.update(self.passed)
+        return found
+
     def add(self, axis: GroupAxis, kind: CollectiveKind, num_bytes: float, calls: float = 1.0) -> None:
         """Count `num_bytes`, the sum over `calls` of them; negative: count them off."""
         before = self.passed.get((axis, kind), (0.0, 0.0))
@@ -57,20 +63,25 @@ def rank_tallies(plan: Plan, model: CostModel, shape: Shape) -> list[Tally]:
     tallies = []
     fully_sharded = uses_fully_shard(shape, model.training)
     own = _own_parameters(model, shape, stages) if fully_sharded else []
+    shared, known = _shared_names(model.profile), dict[object, Tally]()
     for position in range(shape.pipeline):
-        tally = Tally()
         here = plan.stages_of(position)
         layers = [layer for stage in here for layer in stages[stage]]
-        if fully_sharded:
-            for stage in here:
-                reshards = [layer.reshard for layer in plan.stages[stage].layers]
-                _add_units(tally, model, shape, stages[stage], own[stage], reshards)
-                _add_banks(tally, model, shape, stages[stage], reshards)
-        elif shape.data_replicate > 1:
-            _add_replicas(tally, model, shape, layers)
-        if shape.tensor > 1:
-            _add_partial(tally, model, shape, layers)
-        tallies.append(tally)
+        reshards = [[layer.reshard for layer in plan.stages[stage].layers] for stage in here]
+        # Ranks with the same kinds of layers pass the same, unless what one shares depends on the others there.
+        ties = position if any(shared[layer] for layer in layers) else None
+        alike = ties, tuple(id(model.kinds[layer]) for layer in layers), tuple(map(tuple, reshards))
+        if alike not in known:
+            known[alike] = tally = Tally()
+            if fully_sharded:
+                for stage, each in zip(here, reshards, strict=True):
+                    _add_units(tally, model, shape, stages[stage], own[stage], each)
+                    _add_banks(tally, model, shape, stages[stage], each)
+            elif shape.data_replicate > 1:
+                _add_replicas(tally, model, shape, layers)
+            if shape.tensor > 1:
+                _add_partial(tally, model, shape, layers)
+        tallies.append(known[alike].copy())
     places = [tallies[plan.position_of(stage)] for stage in range(len(stages))]
     if shape.pipeline > 1:
         _add_ties(places, model, shape, stages)
@@ -103,6 +114,8 @@ def _add_units(
 
 def _add_banks(tally: Tally, model: CostModel, shape: Shape, layers: range, reshards: Sequence[bool]) -> None:
     """Experts that are spread over ranks are units of their own, over the ranks that hold the same."""
+    if shape.expert == 1:
+        return
     units: Counter[tuple[float, float, bool]] = Counter()
     for layer, reshard in zip(layers, reshards, strict=True):
         for total, trainable in model.bank_elements(model.kinds[layer], shape):

@@ -385,9 +385,11 @@ class ShapeBounds:
 
     def _exchange_s(self, axis: str, kind: Kind, shape: Shape, stride: int, way: Recompute) -> Exchanged:
         """What a kind exchanges on an axis whose ranks are so far apart."""
+        model = self.model
         if axis == "tensor":
-            return self.model.tensor_s(kind, shape, self.model.links(shape.tensor, stride), way)
-        return (self.model.context_s if axis == "context" else self.model.expert_s)(kind, shape, stride)
+            traffic, computed = model.tensor_traffic(kind, shape, way), model.compute(kind, shape)
+            return model.tensor_s(traffic, computed, model.links(shape.tensor, stride))
+        return (model.context_s if axis == "context" else model.expert_s)(kind, shape, stride)
 
     def _columns_of(self, family: Family, leaves: Leaves) -> _Columns:
         key = leaves, family.sequence
