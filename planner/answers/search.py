@@ -24,7 +24,7 @@ from .candidate import Candidate
 from .explain import compared
 from .guidance import RuleOfThumb, rules_of_thumb
 from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
-from .simplicity import simplicity
+from .simplicity import preference
 from .verdict import FITS, THE_PLAN, VerdictKind, nearest
 
 MORE_TIME = 0.05
@@ -208,7 +208,7 @@ def simplest(priced: list[_Priced]) -> _Priced:
     """The simplest of those within 1% of the fastest by simulation."""
     fastest = min(p.estimate.step_time_s for p in priced)
     near = [p for p in priced if p.estimate.step_time_s <= fastest * (1 + SIMPLE)]
-    return min(near, key=lambda p: (*simplicity(p.plan, p.estimate), p.estimate.step_time_s))
+    return min(near, key=lambda p: preference(p.plan, p.estimate))
 
 
 def _by_rules(explorer: Explorer, pins: Pins) -> Iterator[Solved]:
