@@ -300,7 +300,7 @@ def _runners_up(
 
 def _with_less(plan: Plan, pins: Pins) -> Iterator[list[Pins]]:
     """For each kind of parallelism that the plan has and the pins leave open, degrees without it: its ranks go to the
-    data, or to tensor ranks as far as a host has them, or to stages."""
+    data, or to tensor ranks as far as a host has them, or to stages. Where these stay, so does the schedule."""
     degrees, per_host = plan.degrees, plan.cluster.devices_per_host
     had = {name: getattr(degrees, name) for name in ("context", "pipeline", "tensor", "expert")}
     tied = {
@@ -313,11 +313,13 @@ def _with_less(plan: Plan, pins: Pins) -> Iterator[list[Pins]]:
         if ways == 1 or any(each is not None for each in tied[name]):
             continue
         left = had | {name: 1}
-        attempts = [replace(pins, **left)]
+        alike = replace(pins, schedule=plan.schedule, virtual_stages=degrees.virtual_stages)
+        attempts = [replace(alike if left["pipeline"] > 1 else pins, **left)]
         for other, most in (("tensor", per_host), ("pipeline", plan.degrees.num_devices)):
             more = max(left[other] * part for part in divisors(ways) if left[other] * part <= max(most, left[other]))
             if name not in (other, "expert") and more > left[other] and all(each is None for each in tied[other]):
-                attempts.append(replace(pins, **left | {other: more}))
+                kept_stages = left["pipeline"] > 1 and other != "pipeline"
+                attempts.append(replace(alike if kept_stages else pins, **left | {other: more}))
         yield attempts
 
 
