@@ -106,7 +106,7 @@ def test_json_is_one_document_with_the_promised_keys(saved: str, capsys: pytest.
     assert run_plan(saved, "--gpus", "8", "--json") == 0
 
     document = json.loads(capsys.readouterr().out)
-    assert set(document) == {"plan", "not_run", "estimate", "certificate", "runners_up", "baselines"}
+    assert set(document) == {"plan", "not_run", "estimate", "certificate", "alternatives", "fewer_gpus"}
     degrees = document["plan"]["degrees"]
     assert set(degrees) == DEGREES
     product = 1
@@ -118,7 +118,7 @@ def test_json_is_one_document_with_the_promised_keys(saved: str, capsys: pytest.
         document["certificate"]
     )
     assert set(document["certificate"]["shapes"]) == {"total", "rejected", "pruned", "solved"}
-    assert all({"label", "verdict", "estimate"} <= set(c) for c in document["runners_up"] + document["baselines"])
+    assert all({"label", "verdict", "ratio", "trade", "estimate"} <= set(c) for c in document["alternatives"])
     assert not Path("plan.json").exists()
 
 

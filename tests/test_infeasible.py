@@ -106,7 +106,7 @@ def test_an_optimizer_without_state_cannot_be_sent_away() -> None:
 def test_the_search_itself_never_sends_the_optimizer_away() -> None:
     result = search(chain(), cluster(1, 4, device(memory=3e9)), job(), pins=Pins(everything=True))
 
-    plans = [result.plan, *(each.plan for each in (*result.runners_up, *result.baselines) if each.plan is not None)]
+    plans = [result.plan, *(each.plan for each in result.alternatives if each.plan is not None)]
     assert not any(plan.offload_optimizer for plan in plans)
 
 

@@ -216,6 +216,6 @@ def test_the_cuts_of_a_plan_carry_what_skips_them() -> None:
     skipping = model.tensors[0].model_copy(update={"last_used_by": 9, "used_by": (1, 9)})
     graph = graph_of(model.model_copy(update={"tensors": (skipping, *model.tensors[1:])}))
 
-    assert cut_rows(some_plan(pipeline=5), graph) == [("behind stages 0–3, each", "2", "19.1 MiB")]
+    assert cut_rows(some_plan(pipeline=5), graph) == [("after stages 0–3, each", "2", "19.1 MiB")]
     assert 'class="skip"' in layer_graph(some_plan(), graph)
     assert 'class="skip"' not in layer_graph(some_plan(), graph_of(model))

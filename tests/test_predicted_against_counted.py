@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.accuracy.counters import Passed, PeakMeter, Traffic
 from meshwright.executor import Trainer, parallelize
-from meshwright.planner.cost.comm_cost import Collective
+from meshwright.planner.cost.comm_cost import CollectiveKind
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.plan.document import AXES, Axis, Plan, Recompute
 from meshwright.planner.plan.making import make_plan
@@ -126,7 +126,7 @@ class Counted:
     """What one rank did in its third step."""
 
     stage: int
-    passed: dict[tuple[Axis, Collective], Passed]
+    passed: dict[tuple[Axis, CollectiveKind], Passed]
     peak_bytes: int
 
 
@@ -241,7 +241,7 @@ def _counted(name: str) -> list[Counted]:
 def test_predicted_traffic_is_what_the_ranks_pass(name: str) -> None:
     """Bytes per axis and collective of the rank that passes most, within 1%, and its calls."""
     collectives = _predicted(CASES[name]).collectives
-    counted: dict[tuple[Axis, Collective], tuple[int, int]] = {}
+    counted: dict[tuple[Axis, CollectiveKind], tuple[int, int]] = {}
     for rank in _counted(name):
         for key, passed in rank.passed.items():
             counted[key] = max(counted.get(key, (0, 0)), (passed.bytes, passed.calls))

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner.cost.bands import memory_band, time_band
-from meshwright.planner.cost.comm_cost import Collective, GroupLinks, collective_s, exchange_s, exposed_s
+from meshwright.planner.cost.comm_cost import CollectiveKind, GroupLinks, collective_s, exchange_s, exposed_s
 from meshwright.planner.cost.compute_cost import accumulate_s, host_optimizer_s, layer_seconds, moving_s, optimizer_s
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
@@ -37,8 +37,8 @@ NO_LATENCY = Link(bandwidth=50e9, latency=0.0)
 
 # --- communication ---------------------------------------------------------------------------------------------------
 
-COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
-RINGS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
+RINGS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def on_more_hosts(links: GroupLinks, more: int) -> GroupLinks:
@@ -49,14 +49,14 @@ def on_more_hosts(links: GroupLinks, more: int) -> GroupLinks:
 
 @settings(max_examples=100)
 @given(st.sampled_from(COLLECTIVES), any_links(), sizes, factors)
-def test_more_bytes_never_take_less_time(kind: Collective, links: GroupLinks, size: float, factor: float) -> None:
+def test_more_bytes_never_take_less_time(kind: CollectiveKind, links: GroupLinks, size: float, factor: float) -> None:
     assert collective_s(kind, size, links) <= collective_s(kind, size * factor, links)
 
 
 @settings(max_examples=100)
 @given(st.sampled_from(RINGS), any_links(), sizes, st.integers(1, 512))
 def test_more_hosts_with_as_many_ranks_each_never_take_less_time(
-    kind: Collective, links: GroupLinks, size: float, more: int
+    kind: CollectiveKind, links: GroupLinks, size: float, more: int
 ) -> None:
     assert collective_s(kind, size, links) <= collective_s(kind, size, on_more_hosts(links, more)) * (1 + ROUNDING)
 
@@ -73,7 +73,7 @@ def test_all_reduce_never_takes_less_time_than_reduce_scatter_or_all_gather(link
 @settings(max_examples=100)
 @given(st.sampled_from(COLLECTIVES), any_links(), sizes, factors, factors)
 def test_more_bandwidth_never_makes_a_collective_slower(
-    kind: Collective, links: GroupLinks, size: float, inside: float, across: float
+    kind: CollectiveKind, links: GroupLinks, size: float, inside: float, across: float
 ) -> None:
     link = links.link.model_copy(update={"bandwidth": links.link.bandwidth * inside})
     network = links.network.model_copy(update={"bandwidth": links.network.bandwidth * across})

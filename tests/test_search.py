@@ -333,7 +333,7 @@ def test_every_candidate_keeps_the_global_batch_and_what_cannot_is_named() -> No
 
     result = search(model, cluster(per_host=4), TrainingSpec(global_batch=6, seq_len=64))
 
-    candidates = [c.plan for c in (*result.runners_up, *result.baselines) if c.plan is not None]
+    candidates = [c.plan for c in result.alternatives if c.plan is not None]
     for plan in (result.plan, *candidates):
         assert plan.micro_batch * plan.num_microbatches * plan.degrees.data == 6
     assert any("6 is no multiple of 4 data ranks" in rule for rule in result.certificate.rejected)

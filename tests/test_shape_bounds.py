@@ -15,14 +15,14 @@ from support import slow
 sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.planning_time.instances import Instance, instance
-from meshwright.planner.cost.comm_cost import Collective, GroupLinks, collective_s, seconds_at_places
+from meshwright.planner.cost.comm_cost import CollectiveKind, GroupLinks, collective_s, seconds_at_places
 from meshwright.planner.plan.document import Recompute
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
-from meshwright.planner.solve.least_work import LeastWork
+from meshwright.planner.solve.layer_lower_bounds import LeastWork
 from meshwright.planner.solve.memory_bounds import MemoryBounds
 from meshwright.planner.solve.scan import least_by_ranks
 from meshwright.planner.solve.shape_bounds import ShapeBounds
@@ -205,7 +205,7 @@ def test_micro_batches_take_together_what_each_takes_alone(seed: int) -> None:
 def test_collectives_of_a_layer_cost_at_once_what_they_cost_one_by_one(inside: int, hosts: int) -> None:
     group, link, network = Group(ranks_per_host=inside, hosts=hosts), Link(bandwidth=1e11, latency=1e-6), NETWORK
     links = GroupLinks(group, link, network, 8, (("all_gather", 1.3),))
-    traffic = [(kind, size) for kind in get_args(Collective) for size in (0.0, 1e6, 3e8)]
+    traffic = [(kind, size) for kind in get_args(CollectiveKind) for size in (0.0, 1e6, 3e8)]
 
     found = seconds_at_places(traffic, [links])
 

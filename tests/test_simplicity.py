@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.answers.simplicity import mechanism, simplicity
+from meshwright.planner.answers.simplicity import mechanism, preference, simplicity
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
@@ -73,3 +73,34 @@ def test_memory_counts_only_where_predictions_may_be_exceeded() -> None:
 
     assert on(2 * used) == on(4 * used) == 0.0
     assert on(used) > 0.0
+
+
+def test_context_ranks_share_the_state_and_so_spare_no_kind() -> None:
+    pipeline = Shape(1, 2, 2, 2, 1, 8, schedule="1f1b")
+
+    assert tuple_of(plan_of(pipeline)) < tuple_of(
+        plan_of(replace(pipeline, data_shard=1, num_microbatches=16, context=2))
+    )
+
+
+@pytest.mark.parametrize("faster", [0, 1])
+def test_of_equally_simple_layouts_the_same_is_preferred_whichever_is_a_little_faster(faster: int) -> None:
+    plans = [plan_of(Shape(4, 1, 2, 1, 2, 2)), plan_of(Shape(2, 1, 4, 1, 4, 2))]
+    found = [estimate(plan, MODEL) for plan in plans]
+    assert tuple_of(plans[0]) == tuple_of(plans[1])
+    seconds = [1.0, 1.0]
+    seconds[faster] = 0.999
+
+    tuples = [
+        preference(plan, each.model_copy(update={"step_time_s": step_s}))
+        for plan, each, step_s in zip(plans, found, seconds, strict=True)
+    ]
+
+    assert min(tuples) == tuples[0]
+
+
+def test_of_plans_of_one_layout_the_faster_is_preferred() -> None:
+    plan = plan_of(DDP)
+    found = estimate(plan, MODEL)
+
+    assert preference(plan, found) < preference(plan, found.model_copy(update={"step_time_s": 2 * found.step_time_s}))

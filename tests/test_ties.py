@@ -9,7 +9,7 @@ import pytest
 from meshwright.executor.measuring.measurement import Measurement
 from meshwright.executor.measuring.significance import standing, student_quantile, student_share
 from meshwright.executor.reporting.measured_report import measured_document, measured_table, standing_document
-from meshwright.planner.answers.search import Candidate
+from meshwright.planner.answers.candidate import Candidate
 from meshwright.planner.answers.verdict import FITS
 from meshwright.planner.cost.estimate import estimate
 from support.cli import small_profile, some_plan

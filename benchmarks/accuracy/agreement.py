@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.planner.cost.comm_cost import Collective
+from meshwright.planner.cost.comm_cost import CollectiveKind
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.plan.document import Axis, ContextKind, Plan
 from meshwright.planner.plan.legality import can_recompute, legal_cuts
@@ -33,7 +33,7 @@ from .report import Check, off, publish
 MOST_BYTES, MEDIAN_PEAK, MOST_PEAK = 0.01, 0.03, 0.08
 """Targets: bytes of every collective; median and worst peak of memory."""
 
-Key = tuple[Axis, Collective]
+Key = tuple[Axis, CollectiveKind]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.planner.cost.comm_cost import Collective
+from meshwright.planner.cost.comm_cost import CollectiveKind
 
-KINDS: dict[str, Collective] = {
+KINDS: dict[str, CollectiveKind] = {
     "allgather_": "all_gather",
     "_allgather_base_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
@@ -46,7 +46,7 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self, least_bytes: int = 0) -> None:
         super().__init__()
-        self.passed: dict[tuple[tuple[int, ...], Collective], Passed] = defaultdict(Passed)
+        self.passed: dict[tuple[tuple[int, ...], CollectiveKind], Passed] = defaultdict(Passed)
         self._least_bytes = least_bytes
 
     def __torch_dispatch__(

@@ -60,7 +60,7 @@ def _words(cut: TensorCut) -> str:
 
     between = f" ({last(cut.between)})" if cut.between else ""
     rows = f" > {last(cut.rows)}" if cut.rows else ""
-    entries = f", behind {last(cut.entries)}" if cut.entries else ""
+    entries = f", after {last(cut.entries)}" if cut.entries else ""
     return f"{cut.kind}: {last(cut.columns)}{between}{rows}{entries}"
 
 

@@ -23,7 +23,7 @@ from meshwright.executor.parallel import expert_exchange
 from meshwright.executor.parallel.expert_exchange import Rows, count_rows
 from meshwright.executor.state.initialise import Values
 from meshwright.executor.torch_compat import data_parallel
-from meshwright.planner.cost.comm_cost import Collective
+from meshwright.planner.cost.comm_cost import CollectiveKind
 from meshwright.planner.plan.document import AXES, GroupAxis, Plan
 from meshwright.profiler.model.load import LoadedModel
 
@@ -39,7 +39,7 @@ class Played:
 
     rank: int
     stage: int
-    passed: dict[tuple[GroupAxis, Collective], Passed]
+    passed: dict[tuple[GroupAxis, CollectiveKind], Passed]
     peak_bytes: int
 
 
@@ -80,9 +80,9 @@ def play(loaded: LoadedModel, plan: Plan, rank: int, meter: type[PeakMeter] = Pe
             dist.destroy_process_group()
 
 
-def by_axis(ours: Trainer, traffic: Traffic) -> dict[tuple[GroupAxis, Collective], Passed]:
+def by_axis(ours: Trainer, traffic: Traffic) -> dict[tuple[GroupAxis, CollectiveKind], Passed]:
     """What a rank has passed by axis and collective."""
-    found: dict[tuple[GroupAxis, Collective], Passed] = defaultdict(Passed)
+    found: dict[tuple[GroupAxis, CollectiveKind], Passed] = defaultdict(Passed)
     for (ranks, kind), passed in traffic.passed.items():
         total = found[axis_of(ours, ranks, kind), kind]
         total.bytes += passed.bytes
@@ -90,7 +90,7 @@ def by_axis(ours: Trainer, traffic: Traffic) -> dict[tuple[GroupAxis, Collective
     return dict(found)
 
 
-def axis_of(ours: Trainer, ranks: tuple[int, ...], kind: Collective) -> GroupAxis:
+def axis_of(ours: Trainer, ranks: tuple[int, ...], kind: CollectiveKind) -> GroupAxis:
     """The axis that ranks lie on; those that hold tied weights, or the same experts, are a part of their axis.
     Parameters that are sharded over context ranks, too, pass along data_shard, as the planner says it."""
     mesh, of_shards = ours.mesh, kind in ("all_gather", "reduce_scatter")

@@ -104,7 +104,10 @@ def key_of(drawn: Drawn) -> str:
     was predicted to take."""
     model = {"source", "fingerprint"}
     told = drawn.plan.model_dump_json(
-        exclude={"model": model, "cluster": True, "prediction": True, "certificate": True, "versions": True}
+        exclude={
+            "model": model,
+            **dict.fromkeys(("cluster", "prediction", "certificate", "alternatives", "versions"), True),
+        }
     )
     return hashlib.sha256(f"{drawn.model} {drawn.kind} {told}".encode()).hexdigest()[:16]
 

@@ -122,7 +122,9 @@ def row_of(name: str, label: str, plan: Plan, profile: ModelProfile, target: str
         except Exception as error:
             return Row(name, label, target, "not parsed", False, f"{type(error).__name__}: {error}")
     try:
-        same = _read_back(found, plan, profile) == plan.model_copy(update={"prediction": None, "certificate": None})
+        same = _read_back(found, plan, profile) == plan.model_copy(
+            update={"prediction": None, "certificate": None, "alternatives": ()}
+        )
     except ValueError:  # what is said of the target's own layout is one that no plan of ours can say
         same = False
     outcome = "same" if same else "said" if found.notes else "silent"

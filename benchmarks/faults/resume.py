@@ -102,7 +102,7 @@ def main() -> int:
         head = [
             f"`python -m benchmarks.faults.resume`, {date}, torch {torch.__version__}",
             "",
-            f"Largest relative difference of the {AFTER} losses behind a checkpoint of step {BEFORE} from those of a "
+            f"Largest relative difference of the {AFTER} losses after a checkpoint of step {BEFORE} from those of a "
             "run without a stop: of one process, in bf16 of the plan that resumes. Columns: resumed by.",
             "",
             *(f"- {line}" for line in summaries),

@@ -221,7 +221,7 @@ def _distinct(plans: dict[str, Plan]) -> dict[str, str]:
     seen: dict[str, str] = {}
     found = {}
     for label, plan in plans.items():
-        key = plan.model_copy(update={"certificate": None, "prediction": None}).model_dump_json()
+        key = plan.model_copy(update={"certificate": None, "prediction": None, "alternatives": ()}).model_dump_json()
         found[label] = seen.setdefault(key, label)
     return found
 

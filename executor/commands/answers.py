@@ -17,6 +17,7 @@ from ..reporting import terminal
 from ..reporting.report import joined_notes, launch_command
 
 if TYPE_CHECKING:
+    from ...planner.answers.fewer import Fewer
     from ...planner.answers.search import SearchResult
     from ...planner.answers.verdict import Verdict
     from ...planner.cost.estimate import Estimate
@@ -84,22 +85,24 @@ def print_plan(
     assumptions: list[str],
     target: Path | None,
     quiet: bool,
+    fewer: "Fewer | None" = None,
 ) -> None:
-    """A plan that was just made, with all that was weighed; quiet: the choice only. target: the file it went to."""
+    """A plan that was just made, with all that was weighed; quiet: the choice only. target: the file it went to; fewer:
+    GPUs that would nearly do."""
     from ...planner.answers.explain import batch_advice
 
     plan, estimate = result.plan, result.estimate
     terminal.print_assumptions(console, assumptions)
     terminal.print_job(console, plan)
-    others = [*result.runners_up, *result.baselines]
-    terminal.print_choice(console, plan, estimate.step_time_s, others)
+    terminal.print_choice(console, plan, estimate.step_time_s, result.alternatives)
     if not quiet:
         replicas = next((c.verdict for c in result.baselines if c.label == "DDP"), None)
         print_estimate(console, plan, estimate, replicas)
         terminal.print_placement(console, plan)
-        terminal.print_candidates(console, "Best alternatives", result.runners_up[:5])
+        terminal.print_alternatives(console, plan, estimate, result.alternatives)
         terminal.print_candidates(console, "What people usually try", result.baselines)
-        terminal.print_notes(console, [*joined_notes(profile.notes), *batch_advice(plan)])
+        less = [] if fewer is None else [str(fewer)]
+        terminal.print_notes(console, [*joined_notes(profile.notes), *batch_advice(plan), *less])
         terminal.print_certificate(console, plan)
     if target is not None:
         run = [

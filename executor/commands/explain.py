@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 explain_app = options.new_app()
 
 _BYTES_PER_PARAMETER = 4
+_WEIGHED_SECONDS = 8.0
+"""For pricing rules of thumb, where the plan's document keeps nothing that was weighed beside it."""
 
 
 @explain_app.command()
@@ -100,6 +102,7 @@ def _explained(
     """Why the plan is not each of these layouts; without any, all that people are told to ask."""
     from ...planner.answers.decision_path import walk
     from ...planner.answers.guidance import no_candidates
+    from ...planner.answers.landscape import weighed
     from ...planner.answers.tutorial import lessons
 
     excluded = no_candidates(_BYTES_PER_PARAMETER * profile.num_parameters, plan.cluster.num_devices)
@@ -107,7 +110,8 @@ def _explained(
         answers = _answers(why_not, plan, found, profile, seconds)
         return Explanation(plan, found, answers=answers, excluded=excluded)
     steps, taught = walk(plan, found, profile, seconds), lessons(plan, found, profile)
-    return Explanation(plan, found, steps=steps, lessons=taught, excluded=excluded)
+    listed = weighed(plan, found, profile, _WEIGHED_SECONDS)
+    return Explanation(plan, found, steps=steps, lessons=taught, excluded=excluded, alternatives=listed)
 
 
 def _answers(

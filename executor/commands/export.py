@@ -20,7 +20,8 @@ from .answers import DOES_NOT_FIT, at_work
 from .option_groups import grouped
 
 if TYPE_CHECKING:
-    from ...planner.answers.search import Candidate, SearchResult
+    from ...planner.answers.candidate import Candidate
+    from ...planner.answers.search import SearchResult
     from ...planner.exchange.imports import Imported, Layout
     from ...profiler.machine.cluster import ClusterSpec
     from ...profiler.model.model_profile import ModelProfile
@@ -188,8 +189,8 @@ def _better(
 
 def _candidates(name: str, found: "Imported", result: "SearchResult | str") -> "list[Candidate]":
     """The planned layout, and the set-up beside it with its verdict."""
+    from ...planner.answers.candidate import Candidate
     from ...planner.answers.explain import compared, does_not_fit
-    from ...planner.answers.search import Candidate
     from ...planner.answers.verdict import FITS, THE_PLAN
 
     if not found.estimate.fits:

@@ -60,6 +60,8 @@ def _plan_command(
 
     Needs no GPU: the model runs on fake tensors, the machine is a preset or a cluster file.
     """
+    from ...planner.answers.fewer import fewer_gpus
+
     target = output or (None if as_json else Path("plan.json"))
     check_document(target, "meshwright-plan")
     machine, pins = inputs.read_cluster(job.machine), choices.pins()
@@ -70,13 +72,14 @@ def _plan_command(
             machine, choice = _part_for(objective, profile, machine, training, pins, waiting)
             assumptions.append(choice)
         result = searched(profile, machine, training, pins, time_limit, waiting)
+        fewer = None if quiet else fewer_gpus(result.plan, result.estimate, profile, pins)
     if target is not None:
         result.plan.save(target)
     if as_json:
-        terminal.write_json(json.dumps(json_document(result)))
+        terminal.write_json(json.dumps(json_document(result, fewer)))
         return
     console = terminal.make_console(record=svg is not None)
-    print_plan(console, result, profile, assumptions, target, quiet)
+    print_plan(console, result, profile, assumptions, target, quiet, fewer)
     if svg is not None:
         console.save_svg(str(svg), title=f"plan {model} --gpus {machine.num_devices}")
 

@@ -20,7 +20,8 @@ from ...profiler.model.model_profile import ModelProfile
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ...planner.answers.search import Candidate, SearchResult
+    from ...planner.answers.candidate import Candidate
+    from ...planner.answers.search import SearchResult
     from ...planner.cost.estimate import Estimate
     from ...profiler.model.load import LoadedModel
     from ..reporting.measured_report import Times
@@ -128,7 +129,8 @@ def compare(
 
     all_baselines: beside the set-ups the rules of thumb and what every framework leads to, those named before left out.
     """
-    from ...planner.answers.search import Candidate, InfeasibleError, price_setup, search
+    from ...planner.answers.candidate import Candidate
+    from ...planner.answers.search import InfeasibleError, price_setup, search
     from ...planner.answers.why_not import followed
     from ...planner.solve.explore import Explorer
 
@@ -171,8 +173,8 @@ def _with_its_replicas(setup: Setup, candidate: "Candidate") -> "Candidate":
 
 def _price_plan(saved: SavedPlan, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec) -> "Candidate":
     """A plan document, priced for this cluster and job. Raises ValueError if it is for another model or batch."""
+    from ...planner.answers.candidate import Candidate
     from ...planner.answers.check import violations
-    from ...planner.answers.search import Candidate
     from ...planner.cost.estimate import estimate
 
     if saved.plan.training.global_batch != training.global_batch:

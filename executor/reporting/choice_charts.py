@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import cos, pi, sin
 
+from ...planner.answers.candidate import Candidate
 from ...planner.answers.explain import CAUSES
-from ...planner.answers.search import Candidate
 from ...planner.answers.sensitivity import Shift
 from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.estimate import Estimate
@@ -16,7 +16,7 @@ from .report_facts import Facts, front
 def scatter(facts: Facts) -> str:
     """Step time against memory of the fullest GPU: the plan, what people usually try, and other layouts."""
     found = facts.estimate
-    priced = [c for c in facts.alternatives if c.estimate is not None and c.plan is not None]
+    priced = [c for c in (*facts.alternatives, *facts.others) if c.estimate is not None and c.plan is not None]
     mine = (_peak(found), found.step_time_s)
     points = [mine, *((_peak(c.estimate), c.seconds) for c in priced if c.estimate is not None)]
     slowest = 4 * found.step_time_s

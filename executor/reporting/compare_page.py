@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from ...planner.answers.search import Candidate
+from ...planner.answers.candidate import Candidate
 from ...planner.plan.document import Plan
 from .choice_charts import loss_bars
 from .drawing import table, tag

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...planner.answers.candidate import Candidate
 from ...planner.answers.explain import CAUSES
-from ...planner.answers.search import Candidate
 from ...profiler.machine.units import format_seconds
 from .report import loss_rows
 

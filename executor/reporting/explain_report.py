@@ -9,8 +9,10 @@ from rich.text import Text
 from ...planner.plan.document import Plan
 from ...planner.plan.making import shape_of
 from . import terminal
+from .report import alternatives_document
 
 if TYPE_CHECKING:
+    from ...planner.answers.candidate import Candidate
     from ...planner.answers.decision_path import Step
     from ...planner.answers.guidance import NoCandidate
     from ...planner.answers.tutorial import Lesson
@@ -41,6 +43,7 @@ class Explanation:
     steps: "tuple[Step, ...]" = ()
     lessons: "tuple[Lesson, ...]" = ()
     excluded: "tuple[NoCandidate, ...]" = ()
+    alternatives: "tuple[Candidate, ...]" = ()
 
     @property
     def rejected(self) -> dict[str, int]:
@@ -67,6 +70,7 @@ def explanation_document(explanation: Explanation) -> dict[str, Any]:
             {"split": lesson.name, "sentence": lesson.sentence, "step_time_s": lesson.estimate.step_time_s}
             for lesson in explanation.lessons
         ],
+        "alternatives": alternatives_document(explanation.alternatives, explanation.plan, explanation.found),
         "rejected": explanation.rejected,
         "no_candidates": [asdict(each) for each in explanation.excluded],
     }
@@ -87,6 +91,7 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
     for lesson in explanation.lessons:
         console.print()
         console.print(terminal.hanging("lesson", Text(lesson.sentence), "cyan"))
+    terminal.print_alternatives(console, explanation.plan, explanation.found, explanation.alternatives)
     _print_rejected(console, explanation.rejected)
     console.print()
     for each in explanation.excluded:

@@ -91,8 +91,8 @@ def cut_rows(plan: Plan, graph: nx.DiGraph) -> list[tuple[str, str, str]]:
     rows = []
     for (count, size), group in groupby(found, key=lambda row: row[1:]):
         stages = [stage for stage, _, _ in group]
-        behind = f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}–{stages[-1]}, each"
-        rows.append((f"behind {behind}", count, size))
+        where = f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}–{stages[-1]}, each"
+        rows.append((f"after {where}", count, size))
     return rows
 
 

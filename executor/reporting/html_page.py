@@ -1,10 +1,10 @@
 """What every HTML page is made of: the document around it, its sections, and the lines that pages share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from ...planner.answers.search import Candidate
+from ...planner.answers.candidate import Candidate
 from ...planner.plan.document import Plan
 from ...profiler.machine.units import format_count
 from .drawing import tag
@@ -64,9 +64,11 @@ def job_in_words(plan: Plan) -> str:
     return " · ".join(parts)
 
 
-def verdict_rows(candidates: Sequence[Candidate]) -> list[tuple[str, str, str]]:
-    """(set-up, layout, verdict) of each."""
+def verdict_rows(
+    candidates: Sequence[Candidate], words: Callable[[Candidate], str] = lambda c: str(c.verdict)
+) -> list[tuple[str, str, str]]:
+    """(set-up, layout, verdict) of each. words: what is said of one."""
     return [
-        (c.label, "–" if c.plan is None else f"{label_of(c.plan)}, micro-batch {c.plan.micro_batch}", str(c.verdict))
+        (c.label, "–" if c.plan is None else f"{label_of(c.plan)}, micro-batch {c.plan.micro_batch}", words(c))
         for c in candidates
     ]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+from ...planner.answers.alternatives import in_words
 from ...planner.answers.explain import CAUSES, reason
 from ...planner.cost.bands import Band, memory_band, no_band, time_band
 from ...planner.cost.estimate import MFU_CONVENTION
@@ -259,9 +260,11 @@ def _alternatives_section(facts: Facts) -> str:
         "Each point is a layout with its best micro-batch, schedule and recompute; the line joins those that none "
         "beats in both time and memory. Layouts over four times as slow are left out."
     )
-    rows = verdict_rows(facts.alternatives)
-    details = folded("All alternatives and why they lost", table(["set-up", "layout", "verdict"], rows, numeric_from=3))
-    return section("alternatives", "Time against memory", below, marks + wide(scatter(facts)) + details)
+    headings, more = ("set-up", "layout", "verdict"), verdict_rows(facts.others)
+    rows = verdict_rows(facts.alternatives, lambda c: in_words(c, facts.plan, facts.estimate))
+    weighed = tag("h3", "What was weighed, and what it would trade") + table(headings, rows, numeric_from=3)
+    details = folded("The other points and why they lost", table(headings, more, numeric_from=3)) if more else ""
+    return section("alternatives", "Time against memory", below, marks + wide(scatter(facts)) + weighed + details)
 
 
 def _sensitivity_section(facts: Facts) -> str:

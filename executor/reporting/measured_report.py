@@ -9,7 +9,7 @@ from ..measuring.measurement import Measurement
 from ..measuring.significance import CONFIDENCE, Apart, Standing, standing
 
 if TYPE_CHECKING:
-    from ...planner.answers.search import Candidate
+    from ...planner.answers.candidate import Candidate
 
 Times = Mapping[str, Measurement | str]
 """Label -> what a set-up really took, or why it was not run."""

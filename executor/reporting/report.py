@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...planner.answers.verdict import VerdictKind
@@ -14,7 +14,10 @@ from ...planner.plan.not_run import not_run
 from ...profiler.machine.units import GIB, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from ...planner.answers.search import Candidate, SearchResult
+    from ...planner.answers.candidate import Candidate
+    from ...planner.answers.fewer import Fewer
+    from ...planner.answers.search import SearchResult
+    from ...planner.cost.estimate import Estimate
 
 _BRACKETS = re.compile(r" \(.*\)")
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
@@ -91,15 +94,12 @@ class Against:
 
 def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]) -> Against:
     """Why this plan, against the candidates that were priced beside it."""
-    label = label_of(plan)
-    rivals = [
-        c for c in others if c.estimate is not None and c.plan is not None and c.verdict.kind is not VerdictKind.PLAN
-    ]
-    different = [c for c in rivals if c.plan is not None and label_of(c.plan) != label] or rivals
-    parts = []
-    of_the_plan = False
+    from ...planner.answers.alternatives import shown
+
+    label, parts, of_the_plan = label_of(plan), [], False
+    different = sorted(shown(others, plan), key=_step_time)
     if different:
-        best = min(different, key=_step_time)
+        best = different[0]
         name = _name(best) if _name(best) != label else best.label
         ahead = _step_time(best) / step_time_s - 1
         of_the_plan = ahead > -0.015
@@ -131,7 +131,7 @@ def _name(candidate: "Candidate") -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f}%" if share < 1 else f"{1 + share:.1f} times"
+    return f"{share:.1%}" if share < 1 else f"{1 + share:.1f} times"
 
 
 def collapse(names: Iterable[str]) -> str:
@@ -394,16 +394,29 @@ def launch_command(plan: Plan, script: str) -> str:
     return f"torchrun {nodes}--nproc-per-node {each} {script}"
 
 
-def json_document(result: "SearchResult") -> dict[str, Any]:
-    """What `plan --json` prints: plan, what of it is not run yet, estimate, certificate, runners_up, baselines."""
+def json_document(result: "SearchResult", fewer: "Fewer | None" = None) -> dict[str, Any]:
+    """What `plan --json` prints: plan, what of it is not run yet, estimate, certificate, alternatives, and fewer GPUs
+    that would nearly do."""
     return {
         "plan": result.plan.model_dump(mode="json"),
         "not_run": list(not_run(result.plan)),
         "estimate": result.estimate.model_dump(mode="json"),
         "certificate": result.certificate.model_dump(mode="json"),
-        "runners_up": [candidate_document(c) for c in result.runners_up],
-        "baselines": [candidate_document(c) for c in result.baselines],
+        "alternatives": alternatives_document(result.alternatives, result.plan, result.estimate),
+        "fewer_gpus": None if fewer is None else asdict(fewer),
     }
+
+
+def alternatives_document(listed: Sequence["Candidate"], plan: Plan, found: "Estimate") -> list[dict[str, Any]]:
+    """What was weighed beside a plan, with what each layout would trade."""
+    from ...planner.answers.alternatives import trade
+
+    rows = []
+    for each in listed:
+        traded = trade(each, plan, found)
+        beside = None if traded is None else {"more_bytes": traded.more_bytes, "needs": list(traded.needs)}
+        rows.append(candidate_document(each) | {"by_rule": each.by_rule, "trade": beside})
+    return rows
 
 
 def candidate_document(candidate: "Candidate") -> dict[str, Any]:
@@ -412,6 +425,7 @@ def candidate_document(candidate: "Candidate") -> dict[str, Any]:
     return {
         "label": candidate.label,
         "verdict": str(candidate.verdict),
+        "ratio": None if estimate is None else candidate.verdict.ratio,
         "degrees": None if plan is None else plan.degrees.model_dump(mode="json"),
         "micro_batch": None if plan is None else plan.micro_batch,
         "num_microbatches": None if plan is None else plan.num_microbatches,

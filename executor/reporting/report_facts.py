@@ -1,25 +1,18 @@
 """What a report says of a plan, as plain data: alternatives, sensitivity, one step played out, who sits where."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import networkx as nx
 
-from ...planner.answers.explain import compared
-from ...planner.answers.guidance import named_rules, rules_of_thumb
-from ...planner.answers.search import Candidate
+from ...planner.answers.candidate import Candidate
+from ...planner.answers.landscape import landscape, weighed
 from ...planner.answers.sensitivity import Shift, sensitivity
-from ...planner.answers.why_not import best_of, followed
 from ...planner.cost.estimate import Estimate, StageMemory, estimate, priced_stages
 from ...planner.cost.priced_layer import LayerCost
 from ...planner.cost.simulate import Event, simulate
 from ...planner.plan.document import Plan
-from ...planner.plan.legality import divisors
-from ...planner.plan.making import shape_of
-from ...planner.plan.pins import Pins
 from ...planner.plan.schedules import stage_of
-from ...planner.solve.explore import Explorer
 from ...profiler.model.layer_graph import graph_of
 from ...profiler.model.model_profile import ModelProfile
 
@@ -28,11 +21,6 @@ DRAWN_PASSES = 5000
 
 EXPLORED_SECONDS = 8.0
 """Time for pricing alternatives beside a plan; the rules of thumb are priced in any case."""
-
-LEANER = (0.3, 0.45, 0.6, 0.75, 0.85)
-"""Shares of memory left free for which the plan's own degrees are planned again: the front of time against memory."""
-
-_WHY_NOT = "pinned away, less simple, or not in the space when this was planned"
 
 
 @dataclass(frozen=True)
@@ -62,11 +50,13 @@ class HostPattern:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that a report draws."""
+    """Everything that a report draws. alternatives: the list of what was weighed beside the plan; others: more layouts,
+    priced for the picture of time against memory."""
 
     plan: Plan
     estimate: Estimate
     alternatives: tuple[Candidate, ...]
+    others: tuple[Candidate, ...]
     shifts: tuple[Shift, ...]
     spare_memory: str
     played: Played
@@ -86,92 +76,21 @@ def gather(
     for another model."""
     found = estimate(plan, profile)
     say("pricing alternatives", None)
-    others = tuple(alternatives(plan, found, profile, seconds))
+    listed = weighed(plan, found, profile, seconds)
+    others = tuple(landscape(plan, found, profile, listed, seconds))
     say("playing the schedule", None)
     return Facts(
         plan=plan,
         estimate=found,
-        alternatives=others,
-        shifts=sensitivity(plan, found, profile, others),
+        alternatives=listed,
+        others=others,
+        shifts=sensitivity(plan, found, profile, (*listed, *others)),
         spare_memory=_spare_memory(found),
         played=played(plan, profile, found, drawn_microbatches(plan)),
         patterns=host_patterns(plan),
         ideal_s=found.mfu * found.step_time_s,
         graph=graph_of(profile, plan.training.compute_bytes),
     )
-
-
-def alternatives(plan: Plan, found: Estimate, profile: ModelProfile, seconds: float) -> Iterator[Candidate]:
-    """Rules of thumb first, then other tensor and pipeline degrees, nearest first, each with its best choices; and the
-    plan's own degrees with less memory. Those that are the plan itself, or priced before, are left out."""
-    explorer = Explorer(profile, plan.cluster, plan.training)
-    deadline = time.monotonic() + seconds
-    seen = {_identity(plan)}
-    for rule in (*rules_of_thumb(plan.cluster, plan.training), *named_rules(plan.cluster, profile)):
-        candidate = followed(explorer, rule, deadline)
-        if candidate.estimate is not None:
-            candidate = replace(candidate, verdict=compared(candidate.estimate, found, _WHY_NOT))
-        if candidate.plan is None or _identity(candidate.plan) not in seen:
-            yield candidate
-        if candidate.plan is not None:
-            seen.add(_identity(candidate.plan))
-    for pins in _neighbours(plan):
-        if time.monotonic() > deadline:
-            return
-        yield from _unseen(explorer, pins, found, deadline, seen)
-    own = Pins(
-        tensor=plan.degrees.tensor,
-        pipeline=plan.degrees.pipeline,
-        data_shard=plan.degrees.data_shard,
-        data_replicate=plan.degrees.data_replicate,
-        context=plan.degrees.context,
-        context_kind=plan.context_kind if plan.degrees.context > 1 else None,
-        expert=plan.degrees.expert,
-    )
-    for margin in LEANER:
-        training = plan.training.model_copy(update={"memory_margin": margin})
-        yield from _unseen(Explorer(profile, plan.cluster, training), own, found, deadline, seen)
-
-
-def _unseen(explorer: Explorer, pins: Pins, found: Estimate, deadline: float, seen: set[object]) -> Iterator[Candidate]:
-    other = best_of(explorer, pins, deadline)
-    if other is None or _identity(other[0]) in seen:
-        return
-    seen.add(_identity(other[0]))
-    shape = shape_of(other[0])
-    label = f"{shape.label}, micro-batch {shape.micro_batch}"
-    yield Candidate(label, *other, compared(other[1], found, _WHY_NOT), other[1].step_time_s)
-
-
-def _identity(plan: Plan) -> object:
-    treatments = tuple(tuple((layer.recompute, layer.reshard) for layer in stage.layers) for stage in plan.stages)
-    layout = plan.degrees, plan.schedule, plan.micro_batch, plan.sequence_parallel, plan.gradient_sync, treatments
-    return layout, plan.context_kind
-
-
-def _neighbours(plan: Plan) -> Iterator[Pins]:
-    """Other tensor degrees within a host and pipeline degrees, those that differ least from the plan's first; shards
-    over all data ranks, over those of a host, and none."""
-    per_host, count = plan.cluster.devices_per_host, plan.degrees.num_devices
-    layers = sum(len(stage.layers) for stage in plan.stages)
-    pairs = [
-        (tensor, pipeline)
-        for tensor in divisors(per_host)
-        for pipeline in divisors(count // tensor)
-        if pipeline <= min(layers, 64)
-    ]
-
-    def steps(pair: tuple[int, int]) -> int:
-        return sum(
-            max(a, b).bit_length() - min(a, b).bit_length()
-            for a, b in zip(pair, (plan.degrees.tensor, plan.degrees.pipeline), strict=True)
-        )
-
-    for tensor, pipeline in sorted(pairs, key=steps):
-        data = count // tensor // pipeline
-        inside = max(size for size in divisors(data) if size <= max(1, per_host // tensor))
-        for shard in dict.fromkeys((data, inside, 1)):
-            yield Pins(tensor=tensor, pipeline=pipeline, data_shard=shard, data_replicate=data // shard)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:

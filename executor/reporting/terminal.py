@@ -33,7 +33,8 @@ from .report import (
 )
 
 if TYPE_CHECKING:
-    from ...planner.answers.search import Candidate, InfeasibleError
+    from ...planner.answers.candidate import Candidate
+    from ...planner.answers.search import InfeasibleError
     from ...planner.cost.estimate import Estimate, StageMemory
     from .measured_report import MeasuredTable
     from .plan_diff import Cost, PlanDifference
@@ -273,18 +274,34 @@ def print_placement(console: Console, plan: Plan) -> None:
     print_titled(console, "Mesh, outermost axis first", axes)
 
 
+def print_alternatives(console: Console, plan: Plan, found: "Estimate", listed: Sequence["Candidate"]) -> None:
+    """Of what was weighed beside a plan the best of other families, each with what it would trade."""
+    from ...planner.answers.alternatives import in_words, shown
+
+    table = _candidates_table("what it would trade")
+    for candidate in shown(listed, plan):
+        table.add_row(*_candidate_cells(candidate)[:3], in_words(candidate, plan, found))
+    if table.row_count:
+        print_titled(console, "Alternatives", table)
+
+
 def print_candidates(console: Console, title: str, candidates: Sequence["Candidate"]) -> None:
-    """Alternatives with time, memory and why they lost."""
+    """Set-ups with time, memory and why they lost."""
     if not candidates:
         return
+    table = _candidates_table("verdict")
+    for candidate in candidates:
+        table.add_row(*_candidate_cells(candidate))
+    print_titled(console, title, table)
+
+
+def _candidates_table(last: str) -> Table:
     table = make_table()
     table.add_column("layout", ratio=4)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("GiB", justify="right", no_wrap=True)
-    table.add_column("verdict", ratio=5)
-    for candidate in candidates:
-        table.add_row(*_candidate_cells(candidate))
-    print_titled(console, title, table)
+    table.add_column(last, ratio=5)
+    return table
 
 
 def print_comparison(console: Console, candidates: Sequence["Candidate"], reference_s: float | None) -> None:
@@ -367,8 +384,7 @@ def print_essentials(console: Console, facts: "Facts") -> None:
     print_no_band(console, plan)
     print_breakdown(console, found)
     print_memory(console, found.memory, plan.training.memory_margin, memory_band(plan))
-    fitting = sorted((c for c in facts.alternatives if c.estimate is not None), key=lambda c: c.seconds)
-    print_candidates(console, "Fastest of the alternatives", fitting[:5])
+    print_alternatives(console, plan, found, facts.alternatives)
     table = make_table()
     table.add_column("20% lower or higher")
     for heading in ("now", "-20%", "+20%"):

@@ -1,8 +1,8 @@
 """The question and its answer: profile, cluster and job in; the plan, its proof, runners-up and baselines out."""
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ...profiler.garbage import without_garbage_collection
 from ...profiler.machine.cluster import ClusterSpec
@@ -10,25 +10,31 @@ from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
 from ..cost.layer_cost import CostModel
 from ..plan.document import Certificate, Plan, Prediction
+from ..plan.legality import divisors
 from ..plan.making import shape_of
 from ..plan.not_run import priced_mark
 from ..plan.pins import Pins
 from ..plan.setups import Setup
 from ..plan.training import TrainingSpec
-from ..solve.explore import ALTERNATIVES, SIMPLE, TIE, WINDOW, Explorer, Outcome, Progress
+from ..solve.explore import SIMPLE, TIE, WINDOW, Explorer, Outcome, Progress
 from ..solve.nodes import Solved
 from ..solve.solver import SolverError
+from .alternatives import SHOWN, family, kept, of_other_families, ordered
+from .candidate import Candidate
 from .explain import compared
 from .guidance import RuleOfThumb, rules_of_thumb
 from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
-from .simplicity import simplicity
-from .verdict import FITS, THE_PLAN, Verdict, VerdictKind, nearest
+from .simplicity import preference
+from .verdict import FITS, THE_PLAN, VerdictKind, nearest
 
 MORE_TIME = 0.05
 """Of the time limit: how long rules of thumb may be followed beyond it, all together; at least a second."""
 
 RULE_S = 2.0
 """Seconds to look for the plan of a rule of thumb where the search of the whole space found none in its time."""
+
+SO_SLOW = 1.25
+"""Times the plan's step: only faster layouts without one of its kinds of parallelism are looked for."""
 
 AGREES = 1e-6
 """The evaluator and the search may differ by as much, relative to the step."""
@@ -40,29 +46,23 @@ __all__ = ["Candidate", "InfeasibleError", "SearchResult", "SolverError", "price
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One layout beside the plan; without plan and estimate it does not fit or is not legal, as the verdict says.
-
-    by_rule: whether it is what a rule of thumb or a framework leads to.
-    """
-
-    label: str
-    plan: Plan | None
-    estimate: Estimate | None
-    verdict: Verdict
-    seconds: float = field(default=float("inf"), compare=False)
-    by_rule: bool = field(default=False, compare=False)
-
-
-@dataclass(frozen=True)
 class SearchResult:
-    """The plan with its account, and everything it was measured against."""
+    """The plan with its account, and everything it was weighed against, in the order of alternatives.py."""
 
     plan: Plan
     estimate: Estimate
     certificate: Certificate
-    runners_up: tuple[Candidate, ...]
-    baselines: tuple[Candidate, ...]
+    alternatives: tuple[Candidate, ...]
+
+    @property
+    def runners_up(self) -> tuple[Candidate, ...]:
+        """Those that the search found."""
+        return tuple(each for each in self.alternatives if not each.by_rule)
+
+    @property
+    def baselines(self) -> tuple[Candidate, ...]:
+        """Those that rules of thumb lead to."""
+        return tuple(each for each in self.alternatives if each.by_rule)
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,17 @@ def search(
         },
         rejected=outcome.rejected,
     )
-    plan = chosen.plan.model_copy(update={"certificate": certificate, "prediction": _prediction(chosen.estimate)})
-    return SearchResult(
-        plan=plan,
-        estimate=chosen.estimate,
-        certificate=certificate,
-        runners_up=_runners_up(explorer, outcome, chosen, pins, deadline),
-        baselines=tuple(_baseline(explorer, rule, priced, chosen, pins) for rule, priced in rules),
-    )
+    baselines = [_baseline(explorer, rule, priced, chosen, pins) for rule, priced in rules]
+    by_rule = {shape_of(each.plan).layout for each in baselines if each.plan is not None}
+    found = [*baselines]
+    for each in _runners_up(explorer, outcome, chosen, baselines, pins, deadline):
+        assert each.plan is not None
+        if shape_of(each.plan).layout not in by_rule:
+            found.append(each)
+    alternatives = ordered(found, chosen.plan)
+    decided = {"certificate": certificate, "prediction": _prediction(chosen.estimate)}
+    plan = chosen.plan.model_copy(update=decided | {"alternatives": kept(alternatives, chosen.plan.cluster)})
+    return SearchResult(plan=plan, estimate=chosen.estimate, certificate=certificate, alternatives=alternatives)
 
 
 @without_garbage_collection()
@@ -205,7 +208,7 @@ def simplest(priced: list[_Priced]) -> _Priced:
     """The simplest of those within 1% of the fastest by simulation."""
     fastest = min(p.estimate.step_time_s for p in priced)
     near = [p for p in priced if p.estimate.step_time_s <= fastest * (1 + SIMPLE)]
-    return min(near, key=lambda p: (*simplicity(p.plan, p.estimate), p.estimate.step_time_s))
+    return min(near, key=lambda p: preference(p.plan, p.estimate))
 
 
 def _by_rules(explorer: Explorer, pins: Pins) -> Iterator[Solved]:
@@ -256,21 +259,73 @@ def _at_its_best(explorer: Explorer, solved: Solved, pins: Pins, deadline: float
 
 
 def _runners_up(
-    explorer: Explorer, outcome: Outcome, chosen: _Priced, pins: Pins, deadline: float
-) -> tuple[Candidate, ...]:
-    """The best five others, each of other degrees, schedule or micro-batch, and none beaten by another micro-batch."""
+    explorer: Explorer,
+    outcome: Outcome,
+    chosen: _Priced,
+    baselines: Sequence[Candidate],
+    pins: Pins,
+    deadline: float,
+) -> list[Candidate]:
+    """The best plan of each other family of layouts that was met, none beaten by another micro-batch; where rules of
+    thumb and these are too few, the best without one of the plan's kinds of parallelism, and then other layouts of its
+    own family."""
     seen = {shape_of(chosen.plan).layout}
-    result = []
-    for first in sorted(outcome.solved, key=lambda s: s.seconds):
-        if first.shape.layout in seen:
-            continue
+    families, found, step_s = {family(chosen.plan.degrees)}, list[Candidate](), chosen.estimate.step_time_s
+
+    def add(first: Solved) -> None:
         best = _at_its_best(explorer, first, pins, deadline)
         solved = first if best.shape.layout in seen else best
-        seen |= {first.shape.layout, solved.shape.layout}
-        priced = price(explorer, solved)
-        label = f"{solved.shape.label}, micro-batch {solved.shape.micro_batch}"
-        verdict = compared(priced.estimate, chosen.estimate).noted(priced_mark(priced.plan))
-        result.append(Candidate(label, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s))
-        if len(result) == ALTERNATIVES:
-            break
-    return tuple(sorted(result, key=lambda c: c.seconds))
+        seen.update((first.shape.layout, solved.shape.layout))
+        families.add(family(first.shape.degrees))
+        found.append(_beside(explorer, solved, chosen))
+
+    def too_few() -> bool:
+        return len(of_other_families([*found, *baselines], chosen.plan)) < SHOWN
+
+    ranked = sorted(outcome.solved, key=lambda s: s.seconds)
+    for solved in ranked:
+        if family(solved.shape.degrees) not in families and len(found) < SHOWN:
+            add(solved)
+    for attempts in _with_less(chosen.plan, pins):
+        if too_few() and time.monotonic() < deadline:
+            tried = [explorer.explore(each, deadline, near=0, cutoff_s=SO_SLOW * step_s).best for each in attempts]
+            others = [each for each in tried if each is not None and family(each.shape.degrees) not in families]
+            if others:
+                add(min(others, key=lambda s: s.seconds))
+    for solved in ranked:
+        if too_few() and len(found) < SHOWN and solved.shape.layout not in seen:
+            add(solved)
+    return found
+
+
+def _with_less(plan: Plan, pins: Pins) -> Iterator[list[Pins]]:
+    """For each kind of parallelism that the plan has and the pins leave open, degrees without it: its ranks go to the
+    data, or to tensor ranks as far as a host has them, or to stages. Where these stay, so does the schedule."""
+    degrees, per_host = plan.degrees, plan.cluster.devices_per_host
+    had = {name: getattr(degrees, name) for name in ("context", "pipeline", "tensor", "expert")}
+    tied = {
+        "context": (pins.context, pins.context_kind, pins.sequence_ways),
+        "pipeline": (pins.pipeline, pins.schedule, pins.virtual_stages),
+        "tensor": (pins.tensor, pins.sequence, pins.sequence_ways),
+        "expert": (pins.expert,),
+    }
+    for name, ways in had.items():
+        if ways == 1 or any(each is not None for each in tied[name]):
+            continue
+        left = had | {name: 1}
+        alike = replace(pins, schedule=plan.schedule, virtual_stages=degrees.virtual_stages)
+        attempts = [replace(alike if left["pipeline"] > 1 else pins, **left)]
+        for other, most in (("tensor", per_host), ("pipeline", plan.degrees.num_devices)):
+            more = max(left[other] * part for part in divisors(ways) if left[other] * part <= max(most, left[other]))
+            if name not in (other, "expert") and more > left[other] and all(each is None for each in tied[other]):
+                kept_stages = left["pipeline"] > 1 and other != "pipeline"
+                attempts.append(replace(alike if kept_stages else pins, **left | {other: more}))
+        yield attempts
+
+
+def _beside(explorer: Explorer, solved: Solved, chosen: _Priced) -> Candidate:
+    """A solved shape as a candidate, named by its layout."""
+    priced = price(explorer, solved)
+    label = f"{solved.shape.label}, micro-batch {solved.shape.micro_batch}"
+    verdict = compared(priced.estimate, chosen.estimate).noted(priced_mark(priced.plan))
+    return Candidate(label, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s)

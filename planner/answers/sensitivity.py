@@ -8,7 +8,7 @@ from ...profiler.machine.units import format_flops_per_s, format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, step_seconds
 from ..plan.document import Plan
-from .search import Candidate
+from .candidate import Candidate
 
 _LATENCY = "latency of links"
 

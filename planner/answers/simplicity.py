@@ -13,9 +13,10 @@ def simplicity(plan: Plan, found: Estimate) -> tuple[float, ...]:
     """Smaller is simpler, the first difference decides: the most demanding mechanism, how many kinds of parallelism,
     how data ranks share the model, layers recomputed, micro-batches accumulated without a pipeline, whether the mesh
     axes are out of their usual order, and bytes by which memory comes nearer to the budget than predictions are sure.
+    Context ranks shard the model's state between them, which is a kind of its own.
     """
     degrees, layers = plan.degrees, [layer for stage in plan.stages for layer in stage.layers]
-    kinds = (degrees.data_replicate, degrees.data_shard, degrees.tensor, degrees.context, degrees.expert)
+    kinds = (degrees.data_replicate, degrees.sharded_over, degrees.tensor, degrees.context, degrees.expert)
     used = [axis for axis in plan.mesh_axes if degrees.of(axis) > 1]
     return (
         mechanism(plan),
@@ -26,6 +27,16 @@ def simplicity(plan: Plan, found: Estimate) -> tuple[float, ...]:
         used != [axis for axis in AXES if degrees.of(axis) > 1],
         _shortfall(plan, found),
     )
+
+
+def preference(plan: Plan, found: Estimate) -> tuple[object, ...]:
+    """Smaller is preferred among plans that are about as fast: the simpler one; of equally simple layouts the first in
+    an order that no price has a say in, so that small changes of the question leave the answer; of plans of one layout
+    the faster one."""
+    degrees = plan.degrees
+    ranks = degrees.pipeline, degrees.virtual_stages, degrees.tensor, degrees.context, degrees.expert
+    named = plan.schedule, plan.context_kind, plan.mesh_axes
+    return *simplicity(plan, found), *ranks, degrees.data_replicate, *named, found.step_time_s
 
 
 def mechanism(plan: Plan) -> int:
@@ -43,7 +54,7 @@ def _of_data(plan: Plan) -> int:
     """How data ranks share the model: not at all, as replicas, gathered once a step (ZeRO-1 or 2), layer by layer
     (FSDP), within groups of them (HSDP)."""
     degrees = plan.degrees
-    if degrees.data_shard == 1:
+    if degrees.sharded_over == 1:
         return int(degrees.data_replicate > 1)
     if degrees.data_replicate > 1:
         return 4

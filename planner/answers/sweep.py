@@ -158,8 +158,7 @@ def robustness(point: Point) -> str:
     if point.result is None:
         return ""
     result = point.result
-    others = [*result.runners_up, *result.baselines]
-    shifts = sensitivity(result.plan, result.estimate, point.profile, others)
+    shifts = sensitivity(result.plan, result.estimate, point.profile, result.alternatives)
     overtaken = [(shift.name, shift.overtaken_by) for shift in shifts if shift.overtaken_by is not None]
     if overtaken:
         cases = (f"with {name} at {by.change}, {by.label} would be over 1% faster" for name, by in overtaken)

@@ -13,11 +13,12 @@ from ..plan.pins import Pins
 from ..plan.setups import Setup
 from ..solve.explore import SIMPLE, Explorer
 from .blame import blamed
+from .candidate import Candidate
 from .check import violations
 from .explain import CAUSES, causes_apart
 from .guidance import RuleOfThumb
 from .infeasible import Closest, closest_plan, closest_verdict
-from .search import Candidate, pins_of
+from .search import pins_of
 from .verdict import FITS, VerdictKind, nearest
 
 SMALL = 0.02

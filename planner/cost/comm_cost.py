@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...profiler.machine.cluster import Group, Link
+from .elementwise import Values, choose, least
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "all_to_all"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "all_to_all"]
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class GroupLinks:
     factors: tuple[tuple[str, float], ...] = ()
     flat: bool = False
 
-    def factor(self, kind: Collective) -> float:
+    def factor(self, kind: CollectiveKind) -> float:
         """Measured time over the ideal ring for this backend; 1 where nothing was measured."""
         return dict(self.factors).get(kind, 1.0)
 
 
-def collective_s(kind: Collective, full_bytes: float, links: GroupLinks) -> float:
+def collective_s(kind: CollectiveKind, full_bytes: float, links: GroupLinks) -> float:
     """Seconds of one collective of a tensor of `full_bytes` (gathered or reduced size, not one rank's shard).
 
     Inside a host a ring moves (n-1)/n of the tensor past each device. Across hosts the group's share of a host's
@@ -46,11 +47,17 @@ def collective_s(kind: Collective, full_bytes: float, links: GroupLinks) -> floa
         return _neighbour_s(full_bytes, links) * links.factor(kind)
     if kind == "all_to_all":
         return exchange_s(full_bytes, full_bytes, links) * links.factor(kind)
-    per_byte_s, latency_s = ring_rates(kind, links)
-    return full_bytes * per_byte_s + latency_s
+    return ring_s(full_bytes, ring_rates(kind, links))
 
 
-def ring_rates(kind: Collective, links: GroupLinks) -> tuple[float, float]:
+def ring_s(full_bytes: Values, rates: tuple[Values, Values]) -> Values:
+    """Seconds of a ring's collective of tensors of `full_bytes`, at rates as of `ring_rates`; what is empty is free."""
+    per_byte_s, latency_s = rates
+    seconds: Values = choose(full_bytes > 0.0, full_bytes * per_byte_s + latency_s, 0.0)
+    return seconds
+
+
+def ring_rates(kind: CollectiveKind, links: GroupLinks) -> tuple[float, float]:
     """(seconds per byte of the full tensor, seconds of latency) of all_gather, reduce_scatter or all_reduce."""
     times = (2 if kind == "all_reduce" else 1) * links.factor(kind)
     inside, hosts, size = links.group.ranks_per_host, links.group.hosts, links.group.size
@@ -65,13 +72,13 @@ def ring_rates(kind: Collective, links: GroupLinks) -> tuple[float, float]:
     return times * max(inside_s, across_s), times * latency_s
 
 
-RINGS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+RINGS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives whose seconds are linear in bytes, but for latency."""
 
 
-def seconds_at_places(traffic: Sequence[tuple[Collective, float]], places: Sequence[GroupLinks]) -> list[float]:
+def seconds_at_places(traffic: Sequence[tuple[CollectiveKind, float]], places: Sequence[GroupLinks]) -> list[float]:
     """[place] -> seconds of these collectives, each (kind, bytes): the bytes of all rings of a kind at once."""
-    sums: dict[Collective, tuple[float, int]] = {}
+    sums: dict[CollectiveKind, tuple[float, int]] = {}
     for kind, num_bytes in traffic:
         if num_bytes:
             total, calls = sums.get(kind, (0.0, 0))
@@ -113,10 +120,25 @@ def _doublings(hosts: int) -> int:
     return math.ceil(math.log2(hosts))
 
 
-def exposed_s(comm_s: float, compute_s: float, overlap: float, contention: float) -> float:
+@dataclass(frozen=True)
+class Exchanged:
+    """Exposed seconds of a layer's exchanges on one axis for a micro-batch: of its forward, of its backward, and of
+    what the backward repeats where the layer is run again."""
+
+    forward_s: float
+    backward_s: float
+    again_s: float
+
+
+def unhidden_s(comm_s: Values, share: float, compute_s: Values) -> Values:
+    """What is left of communication where the stack hides a share of it behind the layer's work, as far as it goes."""
+    return comm_s - least(share * comm_s, compute_s)
+
+
+def exposed_s(comm_s: Values, compute_s: Values, overlap: Values, contention: float) -> Values:
     """Seconds that communication adds to a layer that computes `compute_s` meanwhile.
 
     Behind a share `overlap` of the compute time communication hides, yet slows it by `contention` of what is hidden.
     """
-    hidden_s = min(comm_s, overlap * compute_s)
+    hidden_s = least(comm_s, overlap * compute_s)
     return comm_s - hidden_s + contention * hidden_s

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ...profiler.machine.cluster import Device, MatmulSample
 from ...profiler.model.model_profile import Amount, Costs, OpProfile
 from ..plan.document import Recompute, parts_of
+from .elementwise import Values
 from .kept import kept
 
 Floats = NDArray[np.float64]
@@ -326,7 +327,7 @@ def accumulate_s(num_elements: float, device: Device) -> float:
     return moving_s(12.0 * num_elements, device, "add_", "elementwise")
 
 
-def optimizer_s(num_elements: float, optimizer: str, device: Device) -> float:
+def optimizer_s(num_elements: Values, optimizer: str, device: Device) -> Values:
     """Seconds to update `num_elements` fp32 parameters on one device: all memory traffic, at any size alike (an
     optimizer works parameter by parameter)."""
     share = device.kernel_efficiency.get(optimizer, device.bandwidth_efficiency)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from ...profiler.machine.cluster import Device
 from ...profiler.model.model_profile import Costs, LayerClass, amount_at
 from ..plan.document import ContextKind, Recompute
-from .comm_cost import Collective, GroupLinks, collective_s, exposed_s
+from .comm_cost import CollectiveKind, GroupLinks, collective_s, exposed_s
 from .compute_cost import operator_s
 
-Sizes = tuple[float, float]
+AttentionBytes = tuple[float, float]
 """Bytes of (queries, keys and values) of the whole sequence."""
 
 
@@ -21,7 +21,7 @@ Sizes = tuple[float, float]
 class Exchange:
     """Collectives that one pass of attention needs: kind, bytes (as collective_s counts them) and how many."""
 
-    kind: Collective
+    kind: CollectiveKind
     num_bytes: float
     calls: int
 
@@ -54,7 +54,7 @@ NOTHING = ContextCost(0.0, 0.0, (), (), 0.0)
 
 def attention_bytes(
     layer_class: LayerClass, costs: Costs, micro_batch: int, element_bytes: int, tensor: int
-) -> Sizes | None:
+) -> AttentionBytes | None:
     """Bytes of what a layer's attention reads of a micro-batch's whole sequences on one tensor rank; None without any.
 
     Fused attention moves queries, keys, values and an output as wide as the queries. Unfused attention begins with the
@@ -88,7 +88,9 @@ def _keys_per_query(layer_class: LayerClass) -> float:
     return 1.0
 
 
-def exchanges(sizes: Sizes, context: int, kind: ContextKind) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+def exchanges(
+    sizes: AttentionBytes, context: int, kind: ContextKind
+) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
     """(forward, backward) exchanges of one layer.
 
     ring: each rank passes on the block of keys and values that it has, context - 1 times; backward their gradients go

@@ -16,7 +16,7 @@ from ..plan.making import shape_of
 from ..plan.schedules import is_chunked, stage_of
 from ..plan.shape import LayerOption, Shape
 from .chain import Chain
-from .comm_cost import Collective
+from .comm_cost import CollectiveKind
 from .kept import kept
 from .layer_cost import CostModel
 from .memory_cost import state_bytes
@@ -52,7 +52,7 @@ class AxisTraffic(Frozen):
     """What one rank passes to one kind of collective on one mesh axis during a step; full tensors, not shards."""
 
     axis: GroupAxis
-    kind: Collective
+    kind: CollectiveKind
     bytes: float
     calls: float
 
@@ -135,7 +135,7 @@ def priced_by(model: CostModel, plan: Plan) -> Estimate:
     ranks = _ranks(stages, shape)
     once = [rank.cost.once_s for rank in ranks]
     step_s = _step_s(plan, model, stages, ranks)
-    peak = peak_flops_per_s(plan.cluster, plan.training.precision)
+    peak, is_mixed = peak_flops_per_s(plan.cluster, plan.training.precision), len(model.job.kinds) > 1
     samples_per_s = plan.training.global_batch / step_s
     return Estimate(
         step_time_s=step_s,
@@ -149,7 +149,7 @@ def priced_by(model: CostModel, plan: Plan) -> Estimate:
         stage_forward_s=tuple(rank.cost.forward_s for rank in ranks),
         stage_backward_s=tuple(rank.cost.backward_s for rank in ranks),
         stage_once_s=tuple(once),
-        memory=tuple(_memory(rank.cost, shape, of) for rank, of in zip(ranks, models, strict=True)),
+        memory=tuple(_memory(rank.cost, shape, of, is_mixed) for rank, of in zip(ranks, models, strict=True)),
         collectives=_traffic(ranks, model, shape, plan),
     )
 
@@ -249,7 +249,8 @@ def _counted(layers: Sequence[LayerCost]) -> list[tuple[LayerCost, int]]:
     return [(layer, counts.pop(id(layer))) for layer in layers if id(layer) in counts]
 
 
-def _memory(cost: StageCost, shape: Shape, model: CostModel) -> StageMemory:
+def _memory(cost: StageCost, shape: Shape, model: CostModel, is_mixed: bool) -> StageMemory:
+    """is_mixed: devices are unequal, so that each says which it is."""
     device = model.device
     allocated = cost.allocated_bytes
     reserved = allocated * (1.0 + device.fragmentation)
@@ -263,7 +264,7 @@ def _memory(cost: StageCost, shape: Shape, model: CostModel) -> StageMemory:
         reserved_bytes=reserved,
         device_bytes=reserved + outside,
         budget_bytes=budget_bytes(device, model.training),
-        device=device.name if len(model.job.kinds) > 1 else "",
+        device=device.name if is_mixed else "",
     )
 
 
@@ -295,7 +296,7 @@ def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float)
 
 def _traffic(ranks: list[_PricedStage], model: CostModel, shape: Shape, plan: Plan) -> tuple[AxisTraffic, ...]:
     """Traffic of the rank that passes most, by axis and kind."""
-    most: dict[tuple[GroupAxis, Collective], tuple[float, float]] = {}
+    most: dict[tuple[GroupAxis, CollectiveKind], tuple[float, float]] = {}
     for rank, total in zip(ranks, rank_tallies(plan, model, shape), strict=True):
         add_layers(total, _counted(rank.layers), plan.num_microbatches)
         for key, value in total.passed.items():

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
@@ -15,10 +14,12 @@ from ..plan.document import EXECUTABLE_RECOMPUTES, Axis, Recompute, parts_of
 from ..plan.legality import chosen_cuts, divisors, is_sequence_cut
 from ..plan.shape import NO_EXTRAS, Cuts, LayerOption, Offered, Shape
 from ..plan.training import TrainingSpec
-from .comm_cost import GroupLinks, collective_s, exposed_s
+from .comm_cost import Exchanged, GroupLinks, collective_s, exposed_s, ring_rates, unhidden_s
 from .compute_cost import AsRun, Seconds, accumulate_s, amounts_of, host_optimizer_s, layer_seconds_of_each, optimizer_s
 from .context_cost import NOTHING, ContextCost, context_cost
 from .crossing_cost import Crossings, Cut
+from .data_cost import DataRates, DataSeconds, added_elements, added_share, exposed_data_s, gather_s, reduce_s
+from .elementwise import Values
 from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
 from .kept import kept, memo, memo_by
 from .kinds import Kind, kinds_of
@@ -39,8 +40,12 @@ from .priced_layer import HeldParameter, LayerCost, Traffic
 from .sharding import padded_elements
 from .software import StackMemory, load_software
 from .tensor_costs import mode_costs
+from .transient_cost import Transients, Turn, Working, transients
 
 Part = Literal["forward", "backward"]
+
+TensorTraffic = tuple[tuple[Part, bool, Traffic], ...]
+"""(part, whether recompute repeats it, collective) of each exchange with tensor ranks."""
 
 _Mode = tuple[str, Costs, int, tuple[int, ...]]
 """Name, observed costs, tensor degree, and indices of the cuts that are applied."""
@@ -126,7 +131,7 @@ class CostModel:
         size, stride = shape.degree(axis), shape.stride(axis)
         return self.links_of_stages(size, stride) if axis == "pipeline" else self.links(size, stride)
 
-    def optimizer_s(self, elements: float) -> float:
+    def optimizer_s(self, elements: Values) -> Values:
         """Seconds of the optimizer step over `elements` parameters on one device."""
         return optimizer_s(elements, self.training.optimizer, self.device)
 
@@ -242,46 +247,34 @@ class CostModel:
         kind: Kind,
         shape: Shape,
         state: StateBytes,
-        working: "Working",
+        working: Working[float],
         kept: float,
         resharded: bool,
         again: bool,
-    ) -> tuple[float, float, float]:
-        """(transient_bytes, ending_bytes, waiting_bytes): the most of a layer's forward, of its backward, and of what
-        comes after that, when what it kept is gone: gradients in compute dtype, and in fp32 until they are reduced.
-        again: the layer is recomputed, so that the first new gradient meets all that the forward has made again."""
+    ) -> Transients[float]:
+        """Bytes that are there only during a layer's turn. again: the layer is recomputed, so that the first new
+        gradient meets all that the forward has made again."""
         if state.buffers:
-            return (max(working.forward, working.backward),) * 3
+            most = max(working.forward, working.backward)
+            return Transients(most, most, most)
         total, trainable = self.spread_of(kind, shape)
         if not uses_fully_shard(shape, self.training):
             sizes = [p.num_elements for p in self.layer_class(kind).parameters if p.trainable]
             new = max(sizes, default=0) * state.new_gradient or trainable.gathered * MASTER_BYTES - kept
             most = max(working.forward, working.backward + (max(0.0, new) if again else 0.0), new)
-            return most, most, -math.inf
-        in_root, several = kind.is_in_root(shape), shape.sharded_over > 1
-        copy = total.gathered * state.gathered
-        own = copy if resharded else 0.0
-        ahead = self.fetched_ahead(kind, shape) if resharded and several else None
-        prefetched = self.spread_of(ahead, shape)[0].gathered * state.gathered if ahead else 0.0
-        arrived = copy if several and not in_root and (resharded or not state.copies_stay) else 0.0
-        new, whole = trainable.gathered * self.training.compute_bytes, trainable.reduced * MASTER_BYTES
-        if working.logits:
-            # The loss comes when the layer's parameters are given back, unless it is computed inside of the module.
-            around = arrived if self.profile.returns_loss else 0.0
-            most = max(working.forward, working.backward) + around
-            forward = working.logits - working.passed
-            backward = forward + new
-        else:
-            most, forward = 0.0, working.forward
-            backward = working.backward + max(0.0, new - working.passed)
-        between = max(most, forward + own + arrived, backward + own + prefetched)
-        ending = between
-        if not in_root:
-            made = 0.0 if state.copies_stay else new
-            scattered = whole / shape.sharded_over if several else 0.0
-            after = made + whole + scattered + prefetched - kept - (0.0 if resharded else copy)
-            ending = max(ending, after)
-        return between, ending, backward + own + prefetched
+            return Transients(most, most, -math.inf)
+        ahead = self.fetched_ahead(kind, shape) if resharded and shape.sharded_over > 1 else None
+        turn = Turn(
+            copy=total.gathered * state.gathered,
+            fetched=self.spread_of(ahead, shape)[0].gathered * state.gathered if ahead else 0.0,
+            new=trainable.gathered * self.training.compute_bytes,
+            whole=trainable.reduced * MASTER_BYTES,
+            sharded_over=float(shape.sharded_over),
+            resharded=resharded,
+            copies_stay=state.copies_stay,
+            in_root=kind.is_in_root(shape),
+        )
+        return transients(working, turn, kept, self.profile.returns_loss)
 
     @memo_by(lambda _, kind, shape: (kind, shape.pipeline == 1))
     def fetched_ahead(self, kind: Kind, shape: Shape) -> Kind | None:
@@ -299,10 +292,6 @@ class CostModel:
         matmul into pieces to send each as soon as it is ready writes into the other GPUs' memory (user buffers of
         Transformer Engine, torch's symmetric memory), which reaches as far as the links inside a host do."""
         return self.software.tensor_overlap if links.group.hosts == 1 else 0.0
-
-    def exposed_tensor_s(self, comm_s: float, compute_s: float, links: GroupLinks) -> float:
-        """What is left of tensor-parallel communication where the stack hides a share of it behind the layer's work."""
-        return comm_s - min(self.hidden_tensor(links) * comm_s, compute_s)
 
     def shard_links(self, shape: Shape) -> GroupLinks:
         """Links of the groups that parameters are sharded over."""
@@ -343,9 +332,34 @@ class CostModel:
         contexts = [self.context_of(kind, shape, stride) for stride in self.places(shape.context)]
         return min(c.forward_s for c in contexts), min(c.backward_s for c in contexts)
 
-    def exposed_dispatch_s(self, dispatch_s: float, kind: Kind, shape: Shape) -> float:
-        """What is left of sending tokens to experts where the stack hides a share of it behind the layer's work."""
-        return dispatch_s - min(self.software.expert_overlap * dispatch_s, self.compute(kind, shape).forward)
+    def tensor_s(self, traffic: TensorTraffic, computed: Seconds, links: GroupLinks) -> Exchanged:
+        """Exposed seconds of a layer's exchanges with tensor ranks over these links. computed: what the layer takes."""
+        seconds: dict[Part, float] = {"forward": 0.0, "backward": 0.0}
+        repeated_s, hidden = 0.0, self.hidden_tensor(links)
+        for part, repeated, item in traffic:
+            item_s = collective_s(item.kind, item.bytes, links)
+            seconds[part] += item_s
+            repeated_s += item_s if repeated else 0.0
+        return Exchanged(
+            unhidden_s(seconds["forward"], hidden, computed.forward),
+            unhidden_s(seconds["backward"], hidden, computed.backward),
+            unhidden_s(repeated_s, hidden, computed.forward),
+        )
+
+    def context_s(self, kind: Kind, shape: Shape, stride: int | None = None) -> Exchanged:
+        """Exposed seconds of a layer's exchanges with context ranks; stride: as of `context_of`."""
+        cost = self.context_of(kind, shape, stride)
+        return Exchanged(cost.forward_s, cost.backward_s, cost.forward_s)
+
+    def expert_s(self, kind: Kind, shape: Shape, stride: int | None = None) -> Exchanged:
+        """Exposed seconds of sending a layer's tokens to their experts and bringing them back; stride: as of
+        `dispatch_of`."""
+        sent_s = self.exposed_dispatch_s(self.dispatch_of(kind, shape, stride)[0], self.compute(kind, shape).forward)
+        return Exchanged(2 * sent_s, 2 * sent_s, 2 * sent_s)
+
+    def exposed_dispatch_s(self, dispatch_s: Values, forward_s: Values) -> Values:
+        """What is left of sending tokens to experts where the stack hides a share of it behind the layer's forward."""
+        return unhidden_s(dispatch_s, self.software.expert_overlap, forward_s)
 
     def dispatch_of(self, kind: Kind, shape: Shape, stride: int | None = None) -> tuple[float, float, float]:
         """(seconds, bytes, calls) of sending a layer's tokens to their experts once for one micro-batch; bringing them
@@ -373,15 +387,20 @@ class CostModel:
     def accumulated_s(self, trainable: float, shape: Shape) -> float:
         """Seconds per micro-batch of adding new gradients to those of the micro-batches before: fp32, two reads and a
         write, of shards where they are reduced first."""
-        if shape.num_microbatches == 1 or self.software.accumulates_in_matmul:
+        if not self.adds_gradients(shape.num_microbatches):
             return 0.0
-        elements = trainable / (shape.sharded_over if shape.gradient_sync == "every" else 1)
-        added = accumulate_s(elements, self.device)
-        return added * (1 - 1 / shape.num_microbatches)
+        elements = added_elements(trainable, float(shape.sharded_over), shape.gradient_sync == "every")
+        return self.added_s(elements) * added_share(shape.num_microbatches)
 
-    def tensor_traffic(
-        self, kind: Kind, shape: Shape, recompute: Recompute = "full"
-    ) -> tuple[tuple[Part, bool, Traffic], ...]:
+    def adds_gradients(self, num_microbatches: int) -> bool:
+        """Whether kernels of their own add gradients to those of the micro-batches before."""
+        return num_microbatches > 1 and not self.software.accumulates_in_matmul
+
+    def added_s(self, elements: float) -> float:
+        """Seconds of adding that many gradients to those that are there."""
+        return accumulate_s(elements, self.device)
+
+    def tensor_traffic(self, kind: Kind, shape: Shape, recompute: Recompute = "full") -> TensorTraffic:
         """(part, whether recompute repeats it, collective) of tensor parallelism in one layer for one micro-batch."""
         mode, costs, tensor = self.mode(kind, shape)
         element_bytes, batch = self.training.compute_bytes, shape.samples
@@ -414,14 +433,8 @@ class CostModel:
         seconds = self.compute(kind, shape)
         state = state_bytes(shape, self.training)
         total, trainable = self.spread_of(kind, shape)
-        axis_links = self.axis_links(shape, "tensor")
-        tensor_s: dict[Part, float] = {"forward": 0.0, "backward": 0.0}
-        repeated_s = 0.0
         tensor_traffic = self.tensor_traffic(kind, shape, option.recompute)
-        for part, repeated, item in tensor_traffic:
-            item_s = collective_s(item.kind, item.bytes, axis_links)
-            tensor_s[part] += item_s
-            repeated_s += item_s if repeated else 0.0
+        tensor = self.tensor_s(tensor_traffic, seconds, self.axis_links(shape, "tensor"))
         in_root = kind.is_in_root(shape)
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
         own, own_trainable = self.spread_of(kind, shape, kind.held_before(shape))
@@ -431,7 +444,7 @@ class CostModel:
         uncast = full and not state.buffers and not uses_fully_shard(shape, self.training)
         held = 0.0 if resharded or uncast else total.gathered * state.gathered
         context = self.context_of(kind, shape)
-        expert_s = self.exposed_dispatch_s(self.dispatch_of(kind, shape)[0], kind, shape)
+        attended, sent = self.context_s(kind, shape), self.expert_s(kind, shape)
         attends_again = self.repeats_attention(kind, shape, option.recompute)
         exchanged = attends_again and option.recompute != "attention"  # whatever the exchanges have made comes back
         kept += 0.0 if exchanged else context.kept(option.recompute)
@@ -441,7 +454,7 @@ class CostModel:
         if option.offload:  # one layer's on their way, the next one's arriving
             kept, buffers = 0.0, buffers + 2 * kept
         again = option.recompute not in ("none", "attention")
-        transient, ending, waiting = self._transients(kind, shape, state, working, kept, resharded, again)
+        passing = self._transients(kind, shape, state, working, kept, resharded, again)
         host_s = self.host_s(kind, shape)
         shard = shape.sharded_over
         return LayerCost(
@@ -449,9 +462,8 @@ class CostModel:
             backward_s=seconds.backward + self.accumulated_s(trainable.gathered, shape) + host_s,
             weight_s=seconds.backward_weight,
             recompute_s=seconds.again(option.recompute),
-            tensor_forward_s=self.exposed_tensor_s(tensor_s["forward"], seconds.forward, axis_links),
-            tensor_backward_s=self.exposed_tensor_s(tensor_s["backward"], seconds.backward, axis_links)
-            + self.exposed_tensor_s(repeated_s, seconds.forward, axis_links),
+            tensor_forward_s=tensor.forward_s,
+            tensor_backward_s=tensor.backward_s + tensor.again_s,
             data_forward_s=data.forward_s,
             data_backward_s=data.backward_s,
             once_data_s=data.once_s + self.whole_gradients_s(kind, shape),
@@ -464,18 +476,18 @@ class CostModel:
             accumulated_bytes=(trainable.gathered if state.buffers else trainable.reduced) * state.accumulated,
             root_bytes=trainable.gathered * state.root_gradients if in_root else 0.0,
             root_end_bytes=trainable.gathered * state.root_end if in_root else 0.0,
-            transient_bytes=transient + buffers,
-            ending_bytes=ending + buffers,
-            waiting_bytes=waiting + buffers,
+            transient_bytes=passing.transient + buffers,
+            ending_bytes=passing.ending + buffers,
+            waiting_bytes=passing.waiting + buffers,
             reduced_bytes=0.0 if in_root else trainable.reduced * MASTER_BYTES,
             traffic=tuple(
                 Traffic(t.axis, t.kind, t.bytes, 2.0 if repeated else 1.0, False) for _, repeated, t in tensor_traffic
             )
             + self._exchange_traffic(kind, shape, attends_again, dispatches_again),
-            context_forward_s=context.forward_s,
-            context_backward_s=context.backward_s + (context.forward_s if attends_again else 0.0),
-            expert_forward_s=2 * expert_s,
-            expert_backward_s=(4 if dispatches_again else 2) * expert_s,
+            context_forward_s=attended.forward_s,
+            context_backward_s=attended.backward_s + (attended.again_s if attends_again else 0.0),
+            expert_forward_s=sent.forward_s,
+            expert_backward_s=sent.backward_s + (sent.again_s if dispatches_again else 0.0),
             offload_forward_s=exposed_s(away_s, seconds.forward, 1.0, self.device.contention),
             offload_backward_s=exposed_s(away_s, seconds.backward, 1.0, self.device.contention),
             arrived_bytes=self._arrived_bytes(kind, shape, option),
@@ -566,7 +578,7 @@ class CostModel:
             *(uses_buffers(shape, self.training), uses_fully_shard(shape, self.training)),
         )
     )
-    def activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, "Working"]:
+    def activation_bytes(self, kind: Kind, shape: Shape, recompute: Recompute) -> tuple[float, Working[float]]:
         """(kept bytes, bytes beyond them while at work) for one micro-batch; in the backward recomputed layers pass
         through everything that they would have saved."""
         batch, element_bytes = shape.samples, self.training.compute_bytes
@@ -659,28 +671,24 @@ class CostModel:
         rows, _, columns = shapes[-1] if shapes else (ZERO, ZERO, ZERO)
         return amount_at(rows, shape.samples, tensor) * amount_at(columns, shape.samples, tensor)
 
-    def _data(self, shape: Shape, resharded: bool, total: float, trainable: float, seconds: Seconds) -> "_DataCost":
+    def _data(
+        self, shape: Shape, resharded: bool, moved: float, trainable: float, seconds: Seconds
+    ) -> DataSeconds[float]:
         """Exposed seconds of gathers and gradient reductions of one layer; traffic.py counts them."""
         shard, replicate = self.shard_links(shape), self.axis_links(shape, "data_replicate")
-        overlap, contention = self.data_overlap(shape), self.device.contention
-        gather_bytes = self.training.compute_bytes * total
-        reduce_bytes = self.software.gradient_bytes * trainable
-        gather_s = collective_s("all_gather", gather_bytes, shard)
-        reduce_s = collective_s("reduce_scatter", reduce_bytes, shard)
-        reduce_s += collective_s("all_reduce", reduce_bytes / shape.sharded_over, replicate)
-        every = shape.gradient_sync == "every"
-        keeps = not resharded
-        forward = exposed_s(gather_s, seconds.forward, overlap, contention)
-        backward_comm = (gather_s if resharded else 0.0) + (reduce_s if every else 0.0)
-        backward = exposed_s(backward_comm, seconds.backward, overlap, contention)
-        once_comm = 0.0 if every else reduce_s
-        once = 0.0
-        if keeps and not every:
-            once, forward = forward, 0.0
-        if not every:
-            room = seconds.backward if keeps else max(0.0, seconds.backward - gather_s)
-            once += exposed_s(once_comm, room, overlap, contention)
-        return _DataCost(forward, backward, once)
+        rates = DataRates(
+            ring_rates("all_gather", shard), ring_rates("reduce_scatter", shard), ring_rates("all_reduce", replicate)
+        )
+        return exposed_data_s(
+            gather_s(moved, self.training.compute_bytes, rates),
+            reduce_s(trainable, self.software.gradient_bytes, float(shape.sharded_over), rates),
+            seconds.forward,
+            seconds.backward,
+            resharded,
+            shape.gradient_sync == "every",
+            self.data_overlap(shape),
+            self.device.contention,
+        )
 
     def data_overlap(self, shape: Shape) -> float:
         """Share of a layer's compute time behind which data communication can hide."""
@@ -811,21 +819,3 @@ def _dtype_bytes(name: str) -> int:
         return 4
     bits = next(int(size) for size in ("128", "64", "32", "16", "8") if size in name)
     return bits // 8
-
-
-@dataclass(frozen=True)
-class Working:
-    """Bytes of activations while a layer is at work, beyond what it keeps. passed: what its backward has let go of when
-    it ends. logits: 0 without a loss."""
-
-    forward: float
-    backward: float
-    passed: float
-    logits: float
-
-
-@dataclass(frozen=True)
-class _DataCost:
-    forward_s: float
-    backward_s: float
-    once_s: float

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ..plan.document import GroupAxis
-from .comm_cost import Collective
+from .comm_cost import CollectiveKind
 
 
 @dataclass(frozen=True)
@@ -11,7 +11,7 @@ class Traffic:
     """Bytes and calls of one collective on one axis by one rank."""
 
     axis: GroupAxis
-    kind: Collective
+    kind: CollectiveKind
     bytes: float
     calls: float
     per_step: bool

@@ -67,14 +67,14 @@ def simulate(
     return events
 
 
-Step = tuple[int, int, int]
+TableStep = tuple[int, int, int]
 """(rank, index of its duration, what it waits for: number of a step from 1, or 0 for nothing)."""
 
 
 @lru_cache(maxsize=256)
 def _order(
     schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int
-) -> tuple[tuple[Step, ...], tuple[Action, ...]]:
+) -> tuple[tuple[TableStep, ...], tuple[Action, ...]]:
     """Every action of a table, each after the one that it waits for: a forward for that of the stage before, a
     backward for that of the stage after, weights for their backward. Durations count by kind, then by stage."""
     order = table(schedule, num_ranks, num_microbatches, virtual)
@@ -83,7 +83,7 @@ def _order(
     # [stage][micro-batch] -> number of that step, 0 before it is there
     forward, backward = ([[0] * num_microbatches for _ in range(num_stages)] for _ in range(2))
     position = [0] * num_ranks
-    steps: list[Step] = []
+    steps: list[TableStep] = []
     actions: list[Action] = []
     while len(steps) < sum(map(len, order)):
         before = len(steps)
@@ -120,8 +120,8 @@ class _ShortenedTable:
     before the cut that some step after it waits for. own: [rank] -> durations of one micro-batch.
     """
 
-    before: tuple[Step, ...]
-    after: tuple[Step, ...]
+    before: tuple[TableStep, ...]
+    after: tuple[TableStep, ...]
     left_out: int
     read: tuple[tuple[int, ...], ...]
     own: tuple[tuple[int, ...], ...]
@@ -180,7 +180,9 @@ def _durations(
     return [*forward_s, *(b - w for b, w in zip(backward_s, weights, strict=True)), *weights]
 
 
-def _play(steps: Sequence[Step], seconds: Sequence[float], free: list[float], ends: list[float], done: int) -> None:
+def _play(
+    steps: Sequence[TableStep], seconds: Sequence[float], free: list[float], ends: list[float], done: int
+) -> None:
     """Play steps, of which `done` others come first. free: [rank] -> when it has done all so far; ends: [step] -> when
     it ends, after a 0.0 for what waits for nothing. Both are brought up to date."""
     for number, (rank, what, waits_for) in enumerate(steps, done + 1):

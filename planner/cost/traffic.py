@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import GroupAxis, Plan
 from ..plan.shape import Shape
-from .comm_cost import Collective
+from .comm_cost import CollectiveKind
 from .kept import kept
 from .kinds import kinds_of
 from .layer_cost import CostModel
@@ -26,7 +26,7 @@ FIRST_DDP_BUCKET_BYTES, DDP_BUCKET_BYTES = 2**20, 25 * 2**20
 2.13, nn/parallel/distributed.py)."""
 
 
-Elements = tuple[float, float]
+OwnElements = tuple[float, float]
 """(all, trainable)"""
 
 
@@ -34,9 +34,15 @@ class Tally:
     """Bytes and calls by axis and collective; bytes of full tensors, not shards."""
 
     def __init__(self) -> None:
-        self.passed: dict[tuple[GroupAxis, Collective], tuple[float, float]] = {}
+        self.passed: dict[tuple[GroupAxis, CollectiveKind], tuple[float, float]] = {}
 
-    def add(self, axis: GroupAxis, kind: Collective, num_bytes: float, calls: float = 1.0) -> None:
+    def copy(self) -> "Tally":
+        """The same counts, to which more can be added."""
+        found = Tally()
+        found.passed.update(self.passed)
+        return found
+
+    def add(self, axis: GroupAxis, kind: CollectiveKind, num_bytes: float, calls: float = 1.0) -> None:
         """Count `num_bytes`, the sum over `calls` of them; negative: count them off."""
         before = self.passed.get((axis, kind), (0.0, 0.0))
         self.passed[axis, kind] = before[0] + num_bytes, before[1] + calls
@@ -57,20 +63,25 @@ def rank_tallies(plan: Plan, model: CostModel, shape: Shape) -> list[Tally]:
     tallies = []
     fully_sharded = uses_fully_shard(shape, model.training)
     own = _own_parameters(model, shape, stages) if fully_sharded else []
+    shared, known = _shared_names(model.profile), dict[object, Tally]()
     for position in range(shape.pipeline):
-        tally = Tally()
         here = plan.stages_of(position)
         layers = [layer for stage in here for layer in stages[stage]]
-        if fully_sharded:
-            for stage in here:
-                reshards = [layer.reshard for layer in plan.stages[stage].layers]
-                _add_units(tally, model, shape, stages[stage], own[stage], reshards)
-                _add_banks(tally, model, shape, stages[stage], reshards)
-        elif shape.data_replicate > 1:
-            _add_replicas(tally, model, shape, layers)
-        if shape.tensor > 1:
-            _add_partial(tally, model, shape, layers)
-        tallies.append(tally)
+        reshards = [[layer.reshard for layer in plan.stages[stage].layers] for stage in here]
+        # Ranks with the same kinds of layers pass the same, unless what one shares depends on the others there.
+        ties = position if any(shared[layer] for layer in layers) else None
+        alike = ties, tuple(id(model.kinds[layer]) for layer in layers), tuple(map(tuple, reshards))
+        if alike not in known:
+            known[alike] = tally = Tally()
+            if fully_sharded:
+                for stage, each in zip(here, reshards, strict=True):
+                    _add_units(tally, model, shape, stages[stage], own[stage], each)
+                    _add_banks(tally, model, shape, stages[stage], each)
+            elif shape.data_replicate > 1:
+                _add_replicas(tally, model, shape, layers)
+            if shape.tensor > 1:
+                _add_partial(tally, model, shape, layers)
+        tallies.append(known[alike].copy())
     places = [tallies[plan.position_of(stage)] for stage in range(len(stages))]
     if shape.pipeline > 1:
         _add_ties(places, model, shape, stages)
@@ -83,7 +94,7 @@ def rank_tallies(plan: Plan, model: CostModel, shape: Shape) -> list[Tally]:
 
 
 def _add_units(
-    tally: Tally, model: CostModel, shape: Shape, layers: range, own: Sequence[Elements], reshards: Sequence[bool]
+    tally: Tally, model: CostModel, shape: Shape, layers: range, own: Sequence[OwnElements], reshards: Sequence[bool]
 ) -> None:
     """Gathers and reductions of fully_shard: a unit for every layer, but layers that share parameters with another one
     of the stage are in the root, which gathers and reduces them all at once and never gives them back."""
@@ -103,6 +114,8 @@ def _add_units(
 
 def _add_banks(tally: Tally, model: CostModel, shape: Shape, layers: range, reshards: Sequence[bool]) -> None:
     """Experts that are spread over ranks are units of their own, over the ranks that hold the same."""
+    if shape.expert == 1:
+        return
     units: Counter[tuple[float, float, bool]] = Counter()
     for layer, reshard in zip(layers, reshards, strict=True):
         for total, trainable in model.bank_elements(model.kinds[layer], shape):
@@ -112,7 +125,7 @@ def _add_banks(tally: Tally, model: CostModel, shape: Shape, layers: range, resh
 
 
 def _add_unit(
-    tally: Tally, model: CostModel, shape: Shape, elements: Elements, reshard: bool, count: int, sharded_over: int
+    tally: Tally, model: CostModel, shape: Shape, elements: OwnElements, reshard: bool, count: int, sharded_over: int
 ) -> None:
     """So many units of fully_shard with so many elements each."""
     total, trainable = elements
@@ -129,14 +142,14 @@ def _add_unit(
         tally.add("data_replicate", "all_reduce", calls * reduced / sharded_over, calls)
 
 
-def _own_parameters(model: CostModel, shape: Shape, stages: Sequence[range]) -> list[list[Elements]]:
+def _own_parameters(model: CostModel, shape: Shape, stages: Sequence[range]) -> list[list[OwnElements]]:
     """[stage][layer] -> elements that data shards pass and that no earlier layer of the stage has; no experts that are
     spread over ranks."""
     shared = _shared_names(model.profile)
-    known: dict[int, Elements] = {}
+    known: dict[int, OwnElements] = {}
     found = []
     for layers in stages:
-        own: list[Elements] = []
+        own: list[OwnElements] = []
         seen: set[str] = set()
         for layer in layers:
             kind, names = model.kinds[layer], shared[layer]

@@ -63,7 +63,7 @@ def blocks_by_stage(plan: Plan, row: BlockRow, target: Target) -> tuple[int, ...
             if outside or (p >= row.before + row.blocks and index < len(plan.stages) - 1):
                 raise ValueError(
                     f"{layer.name} is on stage {index}: {NAMES[target]} keeps what comes before the blocks on the "
-                    "first stage, and what comes behind them on the last; plan with fewer stages, for example "
+                    "first stage, and what comes after them on the last; plan with fewer stages, for example "
                     f"--pin pipeline={max(1, plan.degrees.pipeline // 2)}"
                 )
         place += len(stage.layers)

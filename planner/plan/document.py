@@ -217,6 +217,48 @@ class Prediction(Frozen):
         return self.stage_budget_bytes[position] if self.stage_budget_bytes else self.budget_bytes
 
 
+class WeighedLayers(Frozen):
+    """Consecutive layers of a stage with the same options."""
+
+    count: PositiveInt
+    recompute: Recompute = "none"
+    reshard: bool = False
+    offload: bool = False
+
+
+class WeighedLayout(Frozen):
+    """What a layout that was weighed beside the plan decides: enough to make its plan again."""
+
+    degrees: Degrees
+    mesh_axes: tuple[Axis, ...]
+    schedule: Schedule
+    micro_batch: PositiveInt
+    num_microbatches: PositiveInt
+    gradient_sync: Literal["every", "last"]
+    sequence: bool = False
+    context_kind: ContextKind = "ring"
+    offload_optimizer: bool = False
+    cuts: dict[str, tuple[str, ...]] | None = Field(default=None, description="class -> cuts of it; null: all")
+    first_hosts: tuple[NonNegativeInt, ...] = Field(default=(), description="where hosts are in another order: that")
+    stages: tuple[tuple[WeighedLayers, ...], ...]
+
+
+class Alternative(Frozen):
+    """Another layout that was weighed beside the plan, with what became of it."""
+
+    label: str
+    by_rule: bool = Field(default=False, description="what a rule of thumb leads to")
+    outcome: str = Field(description="the plan, slower, faster, as fast, does not fit, illegal, ...")
+    detail: str = Field(default="", description="what costs most, the rule that excludes it, or why it is not the plan")
+    note: str = ""
+    ratio: float = Field(default=0.0, description="its step over the plan's, less one")
+    stage: int | None = Field(default=None, description="the stage that is most over its budget")
+    over_bytes: float = 0.0
+    step_time_s: float | None = Field(default=None, description="null where it does not fit or is not legal")
+    device_bytes: float | None = Field(default=None, description="on its fullest GPU")
+    layout: WeighedLayout | None = None
+
+
 class Plan(Document):
     """A decided layout: degrees, schedule, and per layer the stage, recompute and resharding."""
 
@@ -241,6 +283,9 @@ class Plan(Document):
     stages: tuple[Stage, ...] = Field(min_length=1)
     prediction: Prediction | None = None
     certificate: Certificate | None = None
+    alternatives: tuple[Alternative, ...] = Field(
+        default=(), description="what was weighed beside it, the best of each other kind first"
+    )
     versions: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")

@@ -29,16 +29,16 @@ def is_chunked(schedule: Schedule) -> bool:
     return schedule == "interleaved" or schedule in ZERO_BUBBLE
 
 
-Kind = Literal["forward", "backward", "weight"]
+PassKind = Literal["forward", "backward", "weight"]
 
-_KINDS: tuple[Kind, ...] = ("forward", "backward", "weight")
+_KINDS: tuple[PassKind, ...] = ("forward", "backward", "weight")
 
 
 class Action(NamedTuple):
     """One pass of one micro-batch through one chunk (the stages of a rank, in order). In zero-bubble schedules
     "backward" is for inputs only."""
 
-    kind: Kind
+    kind: PassKind
     microbatch: int
     chunk: int = 0
 
@@ -141,7 +141,7 @@ def _there_and_back(rank: int, num_ranks: int, num_microbatches: int) -> list[Ac
 
 
 @lru_cache(maxsize=8)
-def _of_each(kind: Kind, chunk: int, num_microbatches: int) -> tuple[Action, ...]:
+def _of_each(kind: PassKind, chunk: int, num_microbatches: int) -> tuple[Action, ...]:
     """A pass of every micro-batch."""
     return tuple(Action(kind, i, chunk) for i in range(num_microbatches))
 

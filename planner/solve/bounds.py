@@ -22,7 +22,7 @@ from ..plan.shape import Offered, Shape
 from .chunked import Chunking, Chunkings, HeldByRank, StageCuts
 from .columns import ROUNDING, StagePrices
 from .fluid import MOST_PRICES, FluidPipelines, Layers, Table, least_of_many_s
-from .least_work import Least, LeastWork
+from .layer_lower_bounds import Least, LeastWork
 from .memory_bounds import MemoryBounds
 from .rank_bounds import least_of_ranks_s
 from .shape_bounds import ShapeBounds

@@ -23,7 +23,7 @@ from .fluid import ManyLayers
 from .relaxed import least_of_each_one_s, least_slowest_of_each_s, least_slowest_of_whole_s
 from .shape_bounds import FastestTables, ShapeBounds
 from .space import Family, Leaves
-from .turns import Gathered, passing_bytes
+from .transient_bounds import Gathered, passing_bytes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

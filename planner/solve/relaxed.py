@@ -55,11 +55,11 @@ def least_slowest_s(weights: Sequence[Floats], memory: Sequence[Floats], counts:
     return _of_several_worths(cost, prices, counts, rooms)
 
 
-Stage = tuple[Sequence[Floats], Sequence[Floats], float]
+StageOptions = tuple[Sequence[Floats], Sequence[Floats], float]
 """What one stage can take: [run][option] -> seconds of a layer, [run][option] -> bytes of it, and the stage's room."""
 
 
-def least_slowest_of_unequal_s(stages: Sequence[Stage], counts: Floats) -> float:
+def least_slowest_of_unequal_s(stages: Sequence[StageOptions], counts: Floats) -> float:
     """Seconds per micro-batch that the slowest stage takes at least where stages are on unequal devices, each with
     seconds, bytes and options of its own; infinite if the layers cannot be held."""
     ties = {id(weights): tie_prices(list(weights), list(memory)) for weights, memory, _ in stages}

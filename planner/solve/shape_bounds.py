@@ -6,23 +6,23 @@ fastest options, where nothing is run again unless that is pinned; where leaves 
 are those of the order in which traffic takes least. Columns are [shape], tables [kind of layer][shape].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.chain import Chain
-from ..cost.comm_cost import Collective, collective_s, ring_rates
-from ..cost.compute_cost import accumulate_s
+from ..cost.comm_cost import CollectiveKind, Exchanged, ring_rates
 from ..cost.crossing_cost import P2P_EXPOSED
+from ..cost.data_cost import DataRates, added_elements, added_share, exposed_data_s, gather_s, reduce_s
 from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes
 from ..cost.stage_cost import allocatable_bytes
 from ..plan.document import Recompute, parts_of
 from ..plan.shape import Shape
 from .chunked import Chunking, StageCuts
-from .least_work import LeastWork
+from .layer_lower_bounds import LeastWork
 from .space import Family, Leaf, Leaves
 
 Floats = NDArray[np.float64]
@@ -84,8 +84,7 @@ class Elements:
 class _Columns:
     """What only leaves and degrees decide. alike: where among `shapes`, one for each leaf without its place, a leaf is;
     degree: the same among `shards`, one shape for each shard degree. tensor, pipeline, context, expert: strides of
-    those groups, as far as they lie apart on one host. gather, scatter, reduce: (seconds per byte, latency) of the
-    collectives of data ranks."""
+    those groups, as far as they lie apart on one host. rates: of the collectives of data ranks."""
 
     shapes: tuple[Shape, ...]
     alike: Ints
@@ -99,9 +98,7 @@ class _Columns:
     pipeline: tuple[int, ...]
     context: tuple[int, ...]
     expert: tuple[int, ...]
-    gather: tuple[Floats, Floats]
-    scatter: tuple[Floats, Floats]
-    reduce: tuple[Floats, Floats]
+    rates: DataRates[Floats]
     held: RankBytes
 
 
@@ -142,7 +139,7 @@ class ShapeBounds:
         self._even: dict[tuple[object, ...], Floats] = {}
         self._whole: dict[tuple[object, ...], Floats] = {}
         self._aheads: dict[int, Floats] = {}
-        self._known_rates: dict[tuple[Collective, bool], dict[tuple[int, int], tuple[float, float]]] = {}
+        self._known_rates: dict[tuple[CollectiveKind, bool], dict[tuple[int, int], tuple[float, float]]] = {}
         self._kept = self._kept_options = 0
         self._elements: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._exchanges: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
@@ -313,14 +310,17 @@ class ShapeBounds:
             more = [self._exchanged(family, columns, axis, recompute, some) for axis in AXES_OF_LAYERS]
             ahead = forward + host_s[:, None] + sum(part[0] for part in more)
             back = backward + (host_s + again)[:, None] + sum(part[1] for part in more)
-        back = back + data.accumulate_s[some] * (1 - 1 / count)
+        back = back + data.accumulate_s[some] * added_share(count)
         traffic, whole_s = (data.gather_s[some], data.reduce_s[some]), self._whole_s(family, leaves)[some]
         chooses, optimizer_s = data.chooses[some], data.optimizer_s[some]
 
         def priced(resharded: Flags, allowed: Flags) -> FastestTables:
-            ahead_s, back_s, once_s = self._with_data(columns, *traffic, forward, backward, resharded)
-            pass_s, once_s = ahead + ahead_s + back + back_s, once_s + whole_s
-            tables = pass_s, ahead + ahead_s, once_s, count * pass_s + once_s + optimizer_s
+            shown = exposed_data_s(
+                *traffic, forward, backward, resharded, columns.every, columns.overlap, model.device.contention
+            )
+            ahead_s, once_s = ahead + shown.forward_s, shown.once_s + whole_s
+            pass_s = ahead_s + back + shown.backward_s
+            tables = pass_s, ahead_s, once_s, count * pass_s + once_s + optimizer_s
             return FastestTables(*(np.where(allowed, table, np.inf) for table in tables))
 
         kept = priced(data.resharded[some], ~chooses if reshard else np.ones_like(chooses))
@@ -341,29 +341,6 @@ class ShapeBounds:
             for axis in AXES_OF_LAYERS
         }
         return found["context"][some], (found["tensor"] + found["expert"])[some]
-
-    def _with_data(
-        self,
-        columns: _Columns,
-        gather_s: Floats,
-        reduce_s: Floats,
-        forward: Floats,
-        backward: Floats,
-        resharded: Flags,
-    ) -> tuple[Floats, Floats, Floats]:
-        """Tables of exposed seconds of data ranks: of the forward, of the backward, once per step."""
-        contention, every = self.model.device.contention, columns.every
-
-        def exposed(comm: Floats, compute: Floats) -> Floats:
-            hidden: Floats = np.minimum(comm, columns.overlap * compute)
-            return comm - (1.0 - contention) * hidden
-
-        ahead = exposed(gather_s, forward)
-        repeated = np.where(resharded, gather_s, 0.0)
-        back = exposed(repeated + np.where(every, reduce_s, 0.0), backward)
-        late = np.where(every, 0.0, exposed(reduce_s, np.maximum(0.0, backward - repeated)))
-        first = ~resharded & ~every
-        return np.where(first, 0.0, ahead), back, late + np.where(first, ahead, 0.0)
 
     def _exchanged(
         self, family: Family, columns: _Columns, axis: str, recompute: Recompute | None, some: Sequence[int]
@@ -400,34 +377,19 @@ class ShapeBounds:
         split = family.tensor, family.sequence, family.cuts, family.context, family.expert, family.micro_batch
         key = axis, stride, *split, family.context_kind if axis == "context" else None, parts
         if key not in self._exchanges:
-            price: Callable[[Kind, Shape, int, Recompute], tuple[float, float, float]] = getattr(self, f"_{axis}_s")
             pairs = zip(self.kinds, parts, strict=True)
-            found = np.array([price(kind, family.frugal, stride, way) for kind, way in pairs])
-            self._exchanges[key] = found[:, 0], found[:, 1], found[:, 2]
+            found = [self._exchange_s(axis, kind, family.frugal, stride, way) for kind, way in pairs]
+            ahead, back, again = np.array([(each.forward_s, each.backward_s, each.again_s) for each in found]).T
+            self._exchanges[key] = ahead, back, again
         return self._exchanges[key]
 
-    def _tensor_s(self, kind: Kind, shape: Shape, stride: int, way: Recompute) -> tuple[float, float, float]:
-        """Exposed seconds of (forward, backward, what recompute repeats)."""
-        model, links = self.model, self.model.links(shape.tensor, stride)
-        seconds, exposed = {"forward": 0.0, "backward": 0.0, "again": 0.0}, model.exposed_tensor_s
-        for part, repeated, item in model.tensor_traffic(kind, shape, way):
-            item_s = collective_s(item.kind, item.bytes, links)
-            seconds[part] += item_s
-            seconds["again"] += item_s if repeated else 0.0
-        computed = model.compute(kind, shape)
-        return (
-            exposed(seconds["forward"], computed.forward, links),
-            exposed(seconds["backward"], computed.backward, links),
-            exposed(seconds["again"], computed.forward, links),
-        )
-
-    def _context_s(self, kind: Kind, shape: Shape, stride: int, way: Recompute) -> tuple[float, float, float]:
-        cost = self.model.context_of(kind, shape, stride)
-        return cost.forward_s, cost.backward_s, cost.forward_s
-
-    def _expert_s(self, kind: Kind, shape: Shape, stride: int, way: Recompute) -> tuple[float, float, float]:
-        once_s = self.model.exposed_dispatch_s(self.model.dispatch_of(kind, shape, stride)[0], kind, shape)
-        return 2 * once_s, 2 * once_s, 2 * once_s
+    def _exchange_s(self, axis: str, kind: Kind, shape: Shape, stride: int, way: Recompute) -> Exchanged:
+        """What a kind exchanges on an axis whose ranks are so far apart."""
+        model = self.model
+        if axis == "tensor":
+            traffic, computed = model.tensor_traffic(kind, shape, way), model.compute(kind, shape)
+            return model.tensor_s(traffic, computed, model.links(shape.tensor, stride))
+        return (model.context_s if axis == "context" else model.expert_s)(kind, shape, stride)
 
     def _columns_of(self, family: Family, leaves: Leaves) -> _Columns:
         key = leaves, family.sequence
@@ -471,9 +433,11 @@ class ShapeBounds:
             pipeline=tuple(at.pipeline for at in placed),
             context=tuple(at.context for at in placed),
             expert=tuple(at.expert for at in placed),
-            gather=self._rates("all_gather", sharding, leaves.anywhere),
-            scatter=self._rates("reduce_scatter", sharding, leaves.anywhere),
-            reduce=self._rates("all_reduce", replicas, leaves.anywhere),
+            rates=DataRates(
+                gather=self._rates("all_gather", sharding, leaves.anywhere),
+                scatter=self._rates("reduce_scatter", sharding, leaves.anywhere),
+                reduce=self._rates("all_reduce", replicas, leaves.anywhere),
+            ),
             held=RankBytes(*held[which].T),
         )
 
@@ -496,7 +460,7 @@ class ShapeBounds:
             expert=min(most, shape.expert_stride),
         )
 
-    def _rates(self, kind: Collective, groups: Sequence[tuple[int, int]], anywhere: bool) -> tuple[Floats, Floats]:
+    def _rates(self, kind: CollectiveKind, groups: Sequence[tuple[int, int]], anywhere: bool) -> tuple[Floats, Floats]:
         """Columns of (seconds per byte, seconds of latency) of a collective of groups of (size, stride); anywhere: of
         their size where each takes least."""
         known, model = self._known_rates.setdefault((kind, anywhere), {}), self.model
@@ -523,10 +487,6 @@ class ShapeBounds:
         shards = [replace(shape, cuts=family.cuts) for shape in columns.shards]
         amounts = np.array([[self._elements_of(kind, shape) for kind in self.kinds] for shape in shards])
         elements = Elements(*amounts.transpose(2, 1, 0)[:, :, columns.degree])
-        gather_bytes = model.training.compute_bytes * elements.moved
-        reduce_bytes = model.software.gradient_bytes * elements.trained
-        reduce_s = _collective_s(reduce_bytes, columns.scatter)
-        reduce_s += _collective_s(reduce_bytes / columns.sharded_over, columns.reduce)
         in_root = np.array([kind.is_in_root(family.frugal) for kind in self.kinds])[:, None]
         bare = np.array([not model.layer_class(kind).parameters for kind in self.kinds])[:, None]
         one = family.pipeline == 1
@@ -534,13 +494,13 @@ class ShapeBounds:
         twice = np.array(shared, dtype=float)[columns.degree]
         return Data(
             shared=twice,
-            twice_s=model.optimizer_s(1.0) * twice / columns.sharded_over,
+            twice_s=model.optimizer_s(twice / columns.sharded_over),
             elements=elements,
             in_root=in_root,
-            gather_s=_collective_s(gather_bytes, columns.gather),
-            reduce_s=reduce_s,
+            gather_s=gather_s(elements.moved, model.training.compute_bytes, columns.rates),
+            reduce_s=reduce_s(elements.trained, model.software.gradient_bytes, columns.sharded_over, columns.rates),
             accumulate_s=self._accumulated_s(family, columns, elements.trainable_gathered),
-            optimizer_s=model.optimizer_s(1.0) * elements.trainable_stored / columns.sharded_over,
+            optimizer_s=model.optimizer_s(elements.trainable_stored / columns.sharded_over),
             resharded=columns.reshard & ~in_root,
             chooses=(columns.sharded_over > 1) & ~in_root & ~bare & one,
         )
@@ -560,11 +520,11 @@ class ShapeBounds:
 
     def _accumulated_s(self, family: Family, columns: _Columns, gathered: Floats) -> Floats:
         """Seconds per micro-batch of adding gradients to those of very many micro-batches before."""
-        if family.num_microbatches == 1 or self.model.software.accumulates_in_matmul:
+        if not self.model.adds_gradients(family.num_microbatches):
             return np.zeros_like(gathered)
-        elements = gathered / np.where(columns.every, columns.sharded_over, 1.0)
+        elements = added_elements(gathered, columns.sharded_over, columns.every)
         distinct, where = np.unique(elements, return_inverse=True)
-        seconds = np.array([accumulate_s(size, self.model.device) for size in distinct.tolist()])
+        seconds = np.array([self.model.added_s(size) for size in distinct.tolist()])
         return seconds[where].reshape(elements.shape)
 
     def _whole_s(self, family: Family, leaves: Leaves) -> Floats:
@@ -597,9 +557,3 @@ class _Strides:
     pipeline: int
     context: int
     expert: int
-
-
-def _collective_s(num_bytes: Floats, rates: tuple[Floats, Floats]) -> Floats:
-    per_byte_s, latency_s = rates
-    seconds: Floats = np.where(num_bytes > 0.0, num_bytes * per_byte_s + latency_s, 0.0)
-    return seconds

@@ -22,7 +22,7 @@ from ..plan.document import Recompute
 from ..plan.schedules import rank_and_chunk
 from ..plan.shape import Offered, Shape
 from .columns import StagePrices, Work
-from .relaxed import Stage, least_slowest_of_unequal_s
+from .relaxed import StageOptions, least_slowest_of_unequal_s
 
 Floats = NDArray[np.float64]
 
@@ -136,7 +136,7 @@ class UnequalPrices:
     def least_with_memory_s(self) -> float:
         """Seconds that no assignment of the shape can beat, with the options that memory asks for, if layers could be
         divided (relaxed.py)."""
-        stages: dict[int, Stage] = {}
+        stages: dict[int, StageOptions] = {}
         for kind, prices in enumerate(self.by_kind):
             own = [stage for stage, here in enumerate(self.kinds) if here == kind]
             weights, memory, rooms = prices.divisible(own)
@@ -155,7 +155,7 @@ class HeldOnKind:
     held: Sequence[tuple[Floats, float]]
     room: float
 
-    def stage(self, in_flight: float) -> Stage:
+    def stage(self, in_flight: float) -> StageOptions:
         """What a stage on such a device can take, with so many micro-batches there."""
         return self.weights, [in_flight * kept + fixed for kept, fixed in self.held], self.room
 

@@ -216,6 +216,16 @@ class ClusterSpec(Frozen):
         hosts = tuple(group for kind in kinds for group in found[kind].hosts)
         return self if hosts == tuple(self._numbered()) else self.model_copy(update={"hosts": hosts})
 
+    @property
+    def first_hosts(self) -> tuple[int, ...]:
+        """The number of the first host of each group, by which `ordered_by` finds them."""
+        return tuple(group.first or 0 for group in self._numbered())
+
+    def ordered_by(self, first_hosts: tuple[int, ...]) -> "ClusterSpec":
+        """This cluster with its groups of hosts in another order. first_hosts: the number of the first host of each."""
+        groups = dict(zip(self.first_hosts, self._numbered(), strict=True))
+        return self.model_copy(update={"hosts": tuple(groups[first] for first in first_hosts)})
+
     def _numbered(self) -> Iterator[HostGroup]:
         """The groups with the number of their first host."""
         host = 0

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import MASTER_BYTES
+from ..cost.transient_cost import Turn, Working, transients
 from ..plan.document import Recompute
 from ..plan.shape import Shape
 
@@ -49,23 +50,23 @@ def passing_bytes(
     """([way to recompute][shape] -> bytes, the same of a layer with one of its kind after it in its stage, whose
     gradients are being reduced). shape: one of the family; kept: [way] -> bytes that the layer keeps of a micro-batch,
     at least; resharded: the column of whether it gives its gathered parameters back."""
-    element_bytes, in_root = model.training.compute_bytes, kind.is_in_root(shape)
     least = model.least_transient_bytes(kind, shape)
     forward, backward, passed = np.array([model.working_bytes(kind, shape, way) for way in ways]).T[:, :, None]
     if model.ends_in_loss(kind, shape):
         alone = np.where(columns.sharded, np.maximum(forward, backward), least)
         return alone, alone
-    several = columns.sharded_over > 1
-    copy, whole = columns.gathered * element_bytes, columns.reduced * MASTER_BYTES
-    own = np.where(resharded, copy, 0.0)
-    fetched = np.where(resharded & several, columns.ahead * element_bytes, 0.0)
-    new = columns.trainable * element_bytes
-    arrived = np.where(several & (resharded | ~columns.copies_stay) & (not in_root), copy, 0.0)
-    last = backward + np.maximum(0.0, new - passed) + own + fetched
-    most = np.maximum(forward + own + arrived, last)
-    paired = np.maximum(most, last + (0.0 if in_root else whole))
-    if not in_root:
-        scattered = np.where(several, whole / columns.sharded_over, 0.0)
-        after = new + whole + scattered + fetched - kept[:, None] - np.where(resharded, 0.0, copy)
-        most = np.maximum(most, np.where(columns.copies_stay, -np.inf, after))
+    element_bytes, whole = model.training.compute_bytes, columns.reduced * MASTER_BYTES
+    turn = Turn(
+        copy=columns.gathered * element_bytes,
+        fetched=columns.ahead * element_bytes,
+        new=columns.trainable * element_bytes,
+        whole=whole,
+        sharded_over=columns.sharded_over,
+        resharded=resharded,
+        copies_stay=columns.copies_stay,
+        in_root=kind.is_in_root(shape),
+    )
+    found = transients(Working(forward, backward, passed, 0.0), turn, kept[:, None], model.profile.returns_loss)
+    most = np.where(columns.copies_stay, found.transient, found.ending)  # gradients that wait are not reduced each time
+    paired = np.maximum(found.transient, found.waiting + (0.0 if turn.in_root else whole))
     return np.where(columns.sharded, most, least), np.where(columns.sharded, np.maximum(most, paired), least)

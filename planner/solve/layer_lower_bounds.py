@@ -138,7 +138,7 @@ def _passes_s(model: CostModel, kind: Kind, shape: Shape, samples: Sequence[floa
         np.min(one[:, None] + (largest - one)[:, None] * share, axis=0)
         for one, largest in zip(at_one, at_most, strict=True)
     )
-    expert_s = 2 * (sent_s - np.minimum(model.software.expert_overlap * sent_s, forward))
+    expert_s = 2 * model.exposed_dispatch_s(sent_s, forward)
     return np.stack([forward + backward + tensor_s + 2 * expert_s, forward + expert_s], axis=1)
 
 

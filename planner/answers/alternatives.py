@@ -1,0 +1,226 @@
+"""The one list of what was weighed beside a plan: made by the search, kept in the plan's document, shown everywhere.
+
+First the best of each other family of layouts, fastest first; then what else fits; then what does not. The terminal,
+the report, `explain` and JSON take it from here, so that all say the same of the same layout.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.machine.units import format_bytes
+from ...profiler.model.model_profile import ModelProfile
+from ..cost.estimate import Estimate, estimate
+from ..plan.document import Alternative, Degrees, Plan, Stage, WeighedLayers, WeighedLayout
+from ..plan.making import make_plan, shape_of
+from ..plan.not_run import priced_mark
+from ..plan.shape import Cuts, LayerOption, Shape
+from .candidate import Candidate
+from .explain import compared
+from .verdict import THE_PLAN, Verdict, VerdictKind
+
+SHOWN = 3
+"""Alternatives of other families that a terminal shows."""
+
+WORTH_A_WORD = 0.01
+"""Share of a GPU's budget by which memory differs before it is mentioned."""
+
+AGREES = 1e-9
+"""Relative: a step that is priced anew is the one that was kept."""
+
+_MECHANISMS = {
+    "tensor": "tensor parallelism",
+    "context": "context parallelism",
+    "expert": "expert parallelism",
+    "pipeline": "a pipeline",
+}
+"""Degree -> what people call it."""
+
+
+def family(degrees: Degrees) -> tuple[bool, ...]:
+    """What makes layouts of one family: the kinds of parallelism, however many ways each. Replicas of shards (HSDP) are
+    a kind of their own where nothing else splits the model."""
+    split = tuple(getattr(degrees, name) > 1 for name in _MECHANISMS)
+    shards = degrees.data_shard > 1
+    return (*split, shards, shards and degrees.data_replicate > 1 and not any(split))
+
+
+@dataclass(frozen=True)
+class Trade:
+    """What taking another layout instead of the plan gives and costs. more_bytes: memory of the fullest GPU beyond the
+    plan's, budget_bytes: what a plan may use of it; needs: what it does otherwise than the plan, in words."""
+
+    more_bytes: float
+    budget_bytes: float
+    needs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        words = list(self.needs)
+        if abs(self.more_bytes) >= WORTH_A_WORD * self.budget_bytes:
+            words.insert(0, f"{format_bytes(abs(self.more_bytes))} {'more' if self.more_bytes > 0 else 'less'} memory")
+        return ", ".join(words)
+
+
+def trade(candidate: Candidate, plan: Plan, found: Estimate) -> Trade | None:
+    """What a candidate would trade; None for what does not fit, is not legal, or is the plan."""
+    if candidate.plan is None or candidate.estimate is None or candidate.verdict.kind is VerdictKind.PLAN:
+        return None
+    fullest = max(found.memory, key=lambda stage: stage.device_bytes)
+    more = _peak_bytes(candidate.estimate) - fullest.device_bytes
+    return Trade(more, fullest.budget_bytes, tuple(_needs(candidate.plan, plan)))
+
+
+def _needs(other: Plan, plan: Plan) -> Iterable[str]:
+    for name, words in _MECHANISMS.items():
+        has, had = getattr(other.degrees, name) > 1, getattr(plan.degrees, name) > 1
+        if has != had:
+            yield f"{'with' if has else 'without'} {words}"
+    if (other.degrees.data_shard > 1) != (plan.degrees.data_shard > 1):
+        yield "state sharded" if other.degrees.data_shard > 1 else "state not sharded"
+    again, again_here = _recomputed(other), _recomputed(plan)
+    if again != again_here:
+        count = sum(len(stage.layers) for stage in other.stages)
+        yield f"{again} of {count} layers recomputed" if again else "nothing recomputed"
+
+
+def _recomputed(plan: Plan) -> int:
+    return sum(layer.recompute != "none" for stage in plan.stages for layer in stage.layers)
+
+
+def ordered(candidates: Sequence[Candidate], plan: Plan) -> tuple[Candidate, ...]:
+    """The list: the best of each family other than the plan's, what else fits by its step, what does not fit."""
+    first = of_other_families(candidates, plan, len(candidates))
+    fitting = [c for c in candidates if c.plan is not None and c not in first]
+    return (*first, *sorted(fitting, key=lambda c: c.seconds), *(c for c in candidates if c.plan is None))
+
+
+def of_other_families(candidates: Sequence[Candidate], plan: Plan, most: int = SHOWN) -> tuple[Candidate, ...]:
+    """The fastest candidate of each family other than the plan's, fastest first, `most` of them."""
+    best: dict[tuple[bool, ...], Candidate] = {}
+    for candidate in sorted(candidates, key=lambda c: c.seconds):
+        if candidate.plan is not None and candidate.verdict.kind is not VerdictKind.PLAN:
+            best.setdefault(family(candidate.plan.degrees), candidate)
+    return tuple(candidate for key, candidate in best.items() if key != family(plan.degrees))[:most]
+
+
+def shown(candidates: Sequence[Candidate], plan: Plan, most: int = SHOWN) -> tuple[Candidate, ...]:
+    """What a terminal shows: the best of other families; where there are too few, other layouts of the plan's."""
+    others = of_other_families(candidates, plan, most)
+    more = (
+        c
+        for c in sorted(candidates, key=lambda c: c.seconds)
+        if c.plan is not None and c not in others and c.verdict.kind is not VerdictKind.PLAN and not c.by_rule
+    )
+    return (*others, *more)[:most]
+
+
+def in_words(candidate: Candidate, plan: Plan, found: Estimate) -> str:
+    """What became of a candidate, and what it would trade."""
+    traded = str(trade(candidate, plan, found) or "")
+    return f"{candidate.verdict}{f'; {traded}' if traded else ''}"
+
+
+def kept(candidates: Iterable[Candidate], cluster: ClusterSpec) -> tuple[Alternative, ...]:
+    """The list as a plan's document keeps it. cluster: the plan's."""
+    return tuple(_kept(candidate, cluster) for candidate in candidates)
+
+
+def _kept(candidate: Candidate, cluster: ClusterSpec) -> Alternative:
+    verdict, found = candidate.verdict, candidate.estimate
+    return Alternative(
+        label=candidate.label,
+        by_rule=candidate.by_rule,
+        outcome=verdict.kind.value,
+        detail=verdict.detail,
+        note=verdict.note,
+        ratio=verdict.ratio,
+        stage=verdict.stage,
+        over_bytes=verdict.over_bytes,
+        step_time_s=None if found is None else found.step_time_s,
+        device_bytes=None if found is None else _peak_bytes(found),
+        layout=None if candidate.plan is None else _layout(candidate.plan, cluster),
+    )
+
+
+def _peak_bytes(found: Estimate) -> float:
+    return max(stage.device_bytes for stage in found.memory)
+
+
+def _layout(plan: Plan, cluster: ClusterSpec) -> WeighedLayout:
+    shape, first = shape_of(plan), plan.cluster.first_hosts
+    return WeighedLayout(
+        degrees=plan.degrees,
+        mesh_axes=plan.mesh_axes,
+        schedule=plan.schedule,
+        micro_batch=plan.micro_batch,
+        num_microbatches=plan.num_microbatches,
+        gradient_sync=plan.gradient_sync,
+        sequence=shape.sequence,
+        context_kind=plan.context_kind,
+        offload_optimizer=plan.offload_optimizer,
+        cuts=None if shape.cuts is None else dict(shape.cuts.by_class),
+        first_hosts=() if first == cluster.first_hosts else first,
+        stages=tuple(_runs(stage) for stage in plan.stages),
+    )
+
+
+def _runs(stage: Stage) -> tuple[WeighedLayers, ...]:
+    options = (LayerOption(layer.recompute, layer.reshard, layer.offload) for layer in stage.layers)
+    runs = ((option, len(list(same))) for option, same in groupby(options))
+    return tuple(WeighedLayers(count=n, recompute=o.recompute, reshard=o.reshard, offload=o.offload) for o, n in runs)
+
+
+def restored(plan: Plan, found: Estimate, profile: ModelProfile) -> tuple[Candidate, ...]:
+    """The list that a plan's document keeps, each layout with its plan and estimate; empty where it keeps none.
+
+    found: the plan's estimate. A verdict is the one that was kept, unless something is priced otherwise by now.
+    """
+    return tuple(_restored(each, plan, found, profile) for each in plan.alternatives)
+
+
+def _restored(each: Alternative, plan: Plan, found: Estimate, profile: ModelProfile) -> Candidate:
+    verdict = Verdict(VerdictKind(each.outcome), each.detail, each.ratio, each.stage, each.over_bytes, each.note)
+    if each.layout is None:
+        return Candidate(each.label, None, None, verdict, by_rule=each.by_rule)
+    other = _plan_of(each.layout, plan, profile)
+    priced = estimate(other, profile)
+    before = None if plan.prediction is None else plan.prediction.step_time_s
+    if not (_agree(priced.step_time_s, each.step_time_s) and _agree(found.step_time_s, before)):
+        the_plan = verdict.kind is VerdictKind.PLAN
+        verdict = THE_PLAN if the_plan else compared(priced, found).noted(priced_mark(other))
+    return Candidate(each.label, other, priced, verdict, priced.step_time_s, each.by_rule)
+
+
+def _agree(seconds: float, before: float | None) -> bool:
+    return before is not None and abs(seconds - before) <= AGREES * before
+
+
+def _plan_of(layout: WeighedLayout, plan: Plan, profile: ModelProfile) -> Plan:
+    degrees = layout.degrees
+    reshards = any(run.reshard for stage in layout.stages for run in stage)
+    shape = Shape(
+        data_replicate=degrees.data_replicate,
+        data_shard=degrees.data_shard,
+        tensor=degrees.tensor,
+        pipeline=degrees.pipeline,
+        micro_batch=layout.micro_batch,
+        num_microbatches=layout.num_microbatches,
+        sequence=layout.sequence,
+        schedule=layout.schedule,
+        virtual_stages=degrees.virtual_stages,
+        gradient_sync=layout.gradient_sync,
+        reshard=degrees.pipeline > 1 and reshards,
+        mesh_axes=layout.mesh_axes,
+        context=degrees.context,
+        context_kind=layout.context_kind,
+        expert=degrees.expert,
+        offload_optimizer=layout.offload_optimizer,
+        cuts=None if layout.cuts is None else Cuts(tuple(layout.cuts.items())),
+    )
+    stages = [
+        [LayerOption(run.recompute, run.reshard, run.offload) for run in stage for _ in range(run.count)]
+        for stage in layout.stages
+    ]
+    cluster = plan.cluster if not layout.first_hosts else plan.cluster.ordered_by(layout.first_hosts)
+    return make_plan(profile, cluster, plan.training, shape, stages)

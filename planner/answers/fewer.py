@@ -1,0 +1,69 @@
+"""Whether fewer GPUs would nearly do: where the step is mostly waiting, half of them take little longer."""
+
+import time
+from dataclasses import dataclass
+
+from ...profiler.machine.units import format_seconds
+from ...profiler.model.model_profile import ModelProfile
+from ..cost.estimate import Estimate
+from ..plan.document import Plan
+from ..plan.making import shape_of
+from ..plan.pins import Pins
+from ..solve.explore import Explorer
+from .infeasible import grown
+from .why_not import best_of
+
+NEARLY = 1.25
+"""Times the step of all GPUs: what at most half of them may take to be worth a word."""
+
+SHARE = 0.05
+"""Of the time that the search took: how long fewer GPUs are looked at."""
+
+LEAST_S = 1.0
+"""The same, at least."""
+
+
+@dataclass(frozen=True)
+class Fewer:
+    """The fewest GPUs, halved again and again, that nearly do what all of them do. ratio: their step over that of all,
+    less one."""
+
+    num_devices: int
+    of: int
+    layout: str
+    step_time_s: float
+    ratio: float
+
+    def __str__(self) -> str:
+        does, slower = "would nearly do", f"{self.ratio:.1%} longer"
+        if self.ratio <= 0:
+            does, slower = "would do as well", f"{-self.ratio:.1%} less"
+        cheaper = 1 - self.num_devices / self.of * (1 + self.ratio)
+        return (
+            f"{self.num_devices:,} of the {self.of:,} GPUs {does}: {format_seconds(self.step_time_s)} a step, "
+            f"{slower}, with {self.layout}, and {cheaper:.0%} less GPU time a sample (--gpus {self.num_devices})"
+        )
+
+
+def fewer_gpus(plan: Plan, found: Estimate, profile: ModelProfile, pins: Pins) -> Fewer | None:
+    """The fewest GPUs that take at most a quarter longer; None where half of them take more, devices are unequal, or
+    time did not do to find a plan.
+
+    Nothing is searched where twice the plan's compute alone would be too long: half the GPUs compute twice as much.
+    """
+    count = plan.cluster.num_devices
+    if count == 1 or len(plan.cluster.kinds) > 1 or 2 * found.breakdown["compute"] > NEARLY * found.step_time_s:
+        return None
+    searched_s = 0.0 if plan.certificate is None else plan.certificate.search_seconds
+    deadline = time.monotonic() + max(LEAST_S, SHARE * searched_s)
+    best = None
+    while count % 2 == 0 and time.monotonic() < deadline:
+        count //= 2
+        explorer = Explorer(profile, grown(plan.cluster, count), plan.training)
+        other = best_of(explorer, pins, deadline, NEARLY * found.step_time_s)
+        if other is None or other[1].step_time_s > NEARLY * found.step_time_s:
+            break
+        step_s = other[1].step_time_s
+        layout = shape_of(other[0]).label
+        best = Fewer(count, plan.cluster.num_devices, layout, step_s, step_s / found.step_time_s - 1)
+    return best

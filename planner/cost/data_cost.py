@@ -1,0 +1,73 @@
+"""What data ranks exchange of one layer, and how much of it shows: of one shape, or of tables of shapes alike."""
+
+from dataclasses import dataclass
+from typing import Generic
+
+from .comm_cost import exposed_s, ring_s
+from .elementwise import Flag, Values, choose, most
+
+
+@dataclass(frozen=True)
+class DataRates(Generic[Values]):
+    """(seconds per byte, seconds of latency) of gathering parameters, of scattering sums of gradients to the ranks that
+    shard them, and of summing these shards over replicas."""
+
+    gather: tuple[Values, Values]
+    scatter: tuple[Values, Values]
+    reduce: tuple[Values, Values]
+
+
+@dataclass(frozen=True)
+class DataSeconds(Generic[Values]):
+    """Exposed seconds of gathers and reductions: per micro-batch in the forward, in the backward, and once per step."""
+
+    forward_s: Values
+    backward_s: Values
+    once_s: Values
+
+
+def gather_s(elements: Values, element_bytes: float, rates: DataRates[Values]) -> Values:
+    """Seconds to gather the parameters of a layer."""
+    return ring_s(element_bytes * elements, rates.gather)
+
+
+def reduce_s(trainable: Values, gradient_bytes: float, sharded_over: Values, rates: DataRates[Values]) -> Values:
+    """Seconds to reduce the gradients of a layer to shards, and these over replicas."""
+    num_bytes = gradient_bytes * trainable
+    return ring_s(num_bytes, rates.scatter) + ring_s(num_bytes / sharded_over, rates.reduce)
+
+
+def exposed_data_s(
+    gathers_s: Values,
+    reduces_s: Values,
+    forward_s: Values,
+    backward_s: Values,
+    resharded: Flag,
+    every: Flag,
+    overlap: Values,
+    contention: float,
+) -> DataSeconds[Values]:
+    """What shows of gathers and reductions beside a layer that computes `forward_s` and `backward_s`.
+
+    resharded: parameters are given back after the forward, and gathered anew for the backward. every: each micro-batch
+    reduces its gradients; else the last one does, and what stays gathered is gathered once.
+    """
+    repeated: Values = choose(resharded, gathers_s, 0.0)
+    each: Values = choose(every, reduces_s, 0.0)
+    ahead = exposed_s(gathers_s, forward_s, overlap, contention)
+    last = exposed_s(reduces_s, most(backward_s - repeated, 0.0), overlap, contention)
+    kept: Values = choose(every, 0.0, ahead)
+    first: Values = choose(resharded, 0.0, kept)
+    late: Values = choose(every, 0.0, last)
+    return DataSeconds(ahead - first, exposed_s(repeated + each, backward_s, overlap, contention), late + first)
+
+
+def added_elements(gathered: Values, sharded_over: Values, every: Flag) -> Values:
+    """Elements of gradients that are added to those of micro-batches before: of shards, if they are reduced first."""
+    ways: Values = choose(every, sharded_over, 1.0)
+    return gathered / ways
+
+
+def added_share(num_microbatches: int) -> float:
+    """Micro-batches that find gradients to add theirs to, of all."""
+    return 1 - 1 / num_microbatches

@@ -1,0 +1,38 @@
+"""The few operations that formulas need of numbers and of arrays alike: so that one formula prices one shape and bounds
+all shapes of a family at once."""
+
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = TypeVar("Values", float, NDArray[np.float64])
+"""A number, or a table of them."""
+
+Flag = bool | NDArray[np.bool_]
+"""Yes or no, or a table of that."""
+
+
+def least(first: Values, second: Values | float) -> Values:
+    """The less of two, entry by entry."""
+    found: Any = np.minimum(first, second) if _are_tables(first, second) else min(first, second)
+    result: Values = found
+    return result
+
+
+def most(first: Values, second: Values | float) -> Values:
+    """The more of two, entry by entry."""
+    found: Any = np.maximum(first, second) if _are_tables(first, second) else max(first, second)
+    result: Values = found
+    return result
+
+
+def choose(flag: Flag, then: Values | float, otherwise: Values | float) -> Values:
+    """The first where the flag is set, else the second."""
+    found: Any = np.where(flag, then, otherwise) if isinstance(flag, np.ndarray) else then if flag else otherwise
+    result: Values = found
+    return result
+
+
+def _are_tables(first: object, second: object) -> bool:
+    return isinstance(first, np.ndarray) or isinstance(second, np.ndarray)
