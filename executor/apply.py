@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ..planner.cost.sharding import shard_dim
 from ..planner.plan.document import LayerPlan, Plan
+from ..profiler.model.building import is_lazy, on_meta, without_compiler
 from ..profiler.model.load import without_cache
 from ..profiler.semantics.token_marks import unseen
 from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers
@@ -85,10 +86,19 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         )
 
 
+def plain(model_fn: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The constructor of what is trained: the module without its compiler and its cache."""
+    return lambda: without_cache(without_compiler(model_fn()))
+
+
 def build_on_meta(model_fn: Callable[[], nn.Module], plan: Plan) -> nn.Module:
     """The whole model, without memory. Raises ValueError if the plan is not for it."""
-    with torch.device("meta"):
-        model = without_cache(model_fn())
+    model = on_meta(plain(model_fn))
+    if is_lazy(model):
+        raise ValueError(
+            f"{type(model).__name__} has lazy modules, whose parameters have no shapes before the first forward: run "
+            "one forward in the function that builds the model, before it returns"
+        )
     check_model(model, plan)
     return model
 

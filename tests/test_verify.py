@@ -344,7 +344,7 @@ def run(loss: float = 1.0, gradient: float = 1.0, tiny: float = 1e-9, parameter:
     """What a run of one step computed."""
     return verify._RunResult(
         [loss], [gradient], {"a": torch.tensor([gradient, 0.0]), "zero": torch.tensor([tiny])},
-        {"a": torch.tensor([parameter]), "zero": torch.tensor([0.0])}, 1e-8,
+        {"a": torch.tensor([parameter]), "zero": torch.tensor([0.0])}, 1.0,
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...profiler.model.building import parameters_on_meta
 from ..parallel.expert import HeldExperts
 from ..parallel.tensor_layout import ParameterCut
 from ..torch_compat import replaced_truncated_normal
@@ -82,7 +82,7 @@ def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int)
             ) from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first = {id(p): n for n, p in model.named_parameters()}
-    with _parameters_on_meta(), torch.device("cpu"):
+    with parameters_on_meta(), torch.device("cpu"):
         buffers = dict(model_fn().named_buffers(remove_duplicate=False))
     torch.manual_seed(seed)
     return Values(
@@ -98,7 +98,7 @@ def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: se
     model: on the meta device. loaded: names of parameters. The model is never whole.
     """
     if loaded.issuperset(n for n, _ in model.named_parameters(remove_duplicate=False)):
-        with _parameters_on_meta(), torch.device("cpu"):
+        with parameters_on_meta(), torch.device("cpu"):
             buffers = dict(model_fn().named_buffers(remove_duplicate=False))
         torch.manual_seed(seed)
         others = Values(lambda n: torch.empty(0), buffers.__getitem__)
@@ -110,23 +110,6 @@ def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: se
         return torch.empty_like(likes[name], device="cpu") if name in likes else others.parameter(name)
 
     return Values(parameter, others.buffer)
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """While it lasts, modules move their parameters to the meta device as soon as they get them."""
-    register = nn.Module.register_parameter
-
-    def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = moved  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

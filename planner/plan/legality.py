@@ -215,6 +215,31 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
     return None
 
 
+def pipeline_rule(profile: ModelProfile, pipeline: int, most_stages: int) -> str | None:
+    """The rule that excludes a number of pipeline ranks, or None if it is legal. most_stages: of stage_starts."""
+    if pipeline <= most_stages:
+        return None
+    if profile.decides_by_values:
+        return (
+            f"pipeline: {profile.decides_by_values} decides by values, which the other stages have not; replicas (DDP) "
+            "are fine"
+        )
+    return f"pipeline={pipeline} has more stages than the model can be cut into ({most_stages})"
+
+
+def micro_batch_rule(profile: ModelProfile, data: int, count: int, pinned: bool) -> str | None:
+    """The rule that excludes `count` micro-batches on each of `data` ranks, or None if they are legal. pinned: the user
+    has said how large a micro-batch is."""
+    if count > 1 and profile.batch_problem:
+        return f"micro_batch: all samples of a data rank are one, because they cannot be cut: {profile.batch_problem}"
+    if data * count > 1 and profile.coupling and not pinned:
+        return (
+            f"micro_batch: the loss couples the samples of a batch ({profile.coupling}), so smaller micro-batches "
+            "train something else; say how many samples are to see each other, for example --pin micro_batch=8"
+        )
+    return None
+
+
 def zero_bubble_rule(profile: ModelProfile, training: TrainingSpec) -> str | None:
     """The rule that excludes zero-bubble schedules, or None if they are legal: gradients of weights that several layers
     read come at several times then, and fully_shard finds some in fp32 and some in bf16 (seen in torch 2.13)."""

@@ -9,6 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +17,10 @@ from torch import nn
 from ..garbage import without_garbage_collection
 from ..tensor_cuts.context_trial import context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
+from .batches import batch_problem
 from .chain import Layer, LayerChain, observe, shapes_at
 from .class_costs import layer_class_of
+from .coupling import Coupling, coupling_of
 from .crossing_tensors import batch_tensors, crossing_tensors
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
 from .lengths import at_seq_len
@@ -103,8 +106,13 @@ def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: P
     found = _found_cuts(fake, chain, sizes, firsts)
     problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
     profile = _profile_at(fake, chain, sizes, found, problem, notes, progress)
+    coupling = coupling_of(loaded, profile, sizes)
     profile = profile.model_copy(
-        update={"context_problem": context_problem(fake, profile.expert_modules, profile.layers)}
+        update={
+            "context_problem": context_problem(fake, profile.expert_modules, profile.layers),
+            "coupling": coupling.words if coupling is not None and coupling.much else "",
+            "notes": (*_slight(coupling), *profile.notes),
+        }
     )
     if not lengths or loaded.seq_len is None or loaded.seq_len < _SHORTEST:
         return profile
@@ -117,6 +125,12 @@ def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: P
             told = f"holds one sequence length only, because at {seq_len} tokens: {error}"
             return profile.model_copy(update={"notes": (*profile.notes, told)})
     return profile.model_copy(update={"other_lengths": tuple(others)})
+
+
+def _slight(coupling: Coupling | None) -> tuple[str, ...]:
+    if coupling is None or coupling.much:
+        return ()
+    return (f"samples of a micro-batch see each other a little: {coupling.words}; plan verify says what it does",)
 
 
 def _profile_at(
@@ -148,6 +162,7 @@ def _profile_at(
         for layer, first in zip(chain.layers, chain.representatives(), strict=True)
     )
     _check_complete(fake, layers)
+    batch = batch_tensors(fake, sizes)
     profile = ModelProfile(
         name=loaded.name,
         source=loaded.source,
@@ -159,7 +174,8 @@ def _profile_at(
         tensors=crossing_tensors(fake, chain, sizes, seen),
         ties=_ties(fake, layers),
         buffers=fake.buffers,
-        batch=batch_tensors(fake, sizes),
+        batch=batch,
+        batch_problem=batch_problem(batch),
         returns_loss=loaded.loss is None,
         attention_modules=_attention_modules(chain, found),
         mixed_precision_problem=mixed_precision,
@@ -315,6 +331,7 @@ def _check_complete(fake: FakeModel, layers: Sequence[LayerProfile]) -> None:
 def _fingerprint(profile: ModelProfile) -> str:
     """Hash of what a plan depends on: layers, classes, tensors, ties and batch; not of names, notes or versions."""
     told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
-    told.add("context_problem")
-    document = profile.model_dump(mode="json", exclude=told)
+    told |= {"context_problem", "coupling", "batch_problem"}
+    left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
+    document = profile.model_dump(mode="json", exclude=left_out)
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
