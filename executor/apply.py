@@ -1,6 +1,5 @@
 """Turn a model into this rank's part of a plan: stage, tensor parallel, recompute, numbers and shards."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -119,9 +118,10 @@ def apply_plan(
     """
     values = values or initial_values(model_fn, model_bytes(model) > BUILD_LIMIT_BYTES, seed)
     stages = plan.stages_of(mesh.coordinates["pipeline"])
-    copies = [model, *(copy.deepcopy(model) for _ in stages[1:])]
+    # built, not copied: hooks may be closures over the module that they were made for
+    copies = [model, *(build_on_meta(model_fn, plan) for _ in stages[1:])]
     context = ContextParallel(plan, mesh) if plan.degrees.context > 1 else None
-    rehearsal = Rehearsal(model, plan) if plan.degrees.pipeline > 1 else None
+    rehearsal = Rehearsal(build_on_meta(model_fn, plan), plan, is_own=True) if plan.degrees.pipeline > 1 else None
     parts = [
         _part(own, values, plan, stage, mesh, loss, backend, context, rehearsal)
         for own, stage in zip(copies, stages, strict=True)

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
 from meshwright.executor import parallelize
 from meshwright.planner.answers.blame import blamed
-from meshwright.planner.plan.legality import micro_batch_rule
+from meshwright.planner.plan.legality import micro_batch_rule, sharding_rule
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
@@ -97,6 +97,61 @@ class LooksAtItself(nn.Module):
         return out
 
 
+class Hooked(nn.Module):
+    """Keeps what a module returns aside, by a hook that is a closure over the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _linear(), _linear()
+        self.kept: dict[str, torch.Tensor] = {}
+        self.first.register_forward_hook(lambda module, args, output: self.kept.__setitem__("first", output))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.relu(self.first(x))) + self.kept["first"]
+        return out
+
+
+class Scaling(Hooked):
+    """A hook changes what its module returns: once, on whatever stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_forward_hook(lambda module, args, output: output.mul_(3))
+        self.second.register_forward_hook(lambda module, args, output: output * 3)
+
+
+class Named(nn.Module):
+    """Names the device of a layer itself, and holds plain tensors, one in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, device="cpu"), _linear()
+        self.plain = torch.arange(WIDTH) / WIDTH
+        self.listed = [torch.ones(WIDTH), 2.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x) + self.plain) * self.listed[0] * self.listed[1]
+        return out
+
+
+class Ladder(nn.Module):
+    """What goes down is kept for the way up: a stage in the middle hands on what its own ReLUs have saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(_linear() for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for down in self.down:
+            x = torch.relu(down(x))
+            kept.append(x)
+        for up in self.up:
+            x = torch.relu(up(torch.cat([x, kept.pop()], -1)))
+        return x
+
+
 def _compiled() -> nn.Module:
     inner: Any = torch.compile(nn.Sequential(_linear(), nn.Tanh()))
     whole: Any = torch.compile(nn.Sequential(inner, _linear()))
@@ -118,6 +173,9 @@ HABITS: dict[str, Any] = {
     "spectral norm": habit(lambda: nn.Sequential(spectral_norm(_linear()), nn.ReLU(), spectral_norm(_linear()))),
     "old weight norm": habit(_old_norm),
     "noisy": habit(Noisy),
+    "hooked": habit(Hooked),
+    "scaling": habit(Scaling),
+    "named": habit(Named),
     "averaging": habit(Averaging),
     "double": habit(
         lambda: nn.Sequential(_linear(), nn.ReLU(), _linear()).double(),
@@ -135,15 +193,15 @@ HABITS: dict[str, Any] = {
     ),
 }
 
-FIRST = ("averaging", "bags")
-"""Tested by default; the others with the slow ones."""
+FIRST = {"averaging": 0, "bags": 0, "hooked": 1, "named": 2}
+"""Model -> which of its plans is tested by default; the others with the slow ones."""
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # what torch.compile imports
 @pytest.mark.parametrize(
     ("name", "pins"),
     [
-        pytest.param(name, pins, marks=[] if name in FIRST and number == 0 else [pytest.mark.slow])
+        pytest.param(name, pins, marks=[] if FIRST.get(name) == number else [pytest.mark.slow])
         for name in HABITS
         for number, pins in enumerate([{"data_replicate": 2}, {"pipeline": 2}, {"data_shard": 2}])
     ],
@@ -152,6 +210,26 @@ def test_what_eager_trains_gives_the_numbers_of_one_process(name: str, pins: dic
     report = run(HABITS[name], **pins)
 
     assert report.ok, report.lines
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-h2", marks=pytest.mark.slow)])
+def test_zero_bubble_stages_send_what_their_layers_have_saved(schedule: Any) -> None:
+    report = run(habit(Ladder), ranks=3, pipeline=3, schedule=schedule)
+
+    assert report.ok, report.lines
+
+
+def test_parameters_without_elements_are_not_sharded() -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.none, self.out = nn.Parameter(torch.zeros(0, WIDTH)), _linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(x) + self.none.sum()
+            return out
+
+    assert "has no elements to shard" in str(sharding_rule(trace(habit(Empty)), "fp32"))
 
 
 def test_a_loss_over_pairs_of_samples_is_not_split_unless_the_user_says_so() -> None:

@@ -212,6 +212,8 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
         for parameter in layer_class.parameters:
             if not parameter.shape:
                 return f"data_shard: {parameter.name} of {layer_class.name} has no dims; make it a tensor of one"
+            if 0 in parameter.shape:
+                return f"data_shard: {parameter.name} of {layer_class.name} has no elements to shard; leave it out"
     return None
 
 

@@ -17,7 +17,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """
     try:
         with torch.device("meta"):
-            return build()
+            return _without_numbers(build())  # a module that names its device has some
     except Exception as error:
         if not _asks_for_numbers(error):
             raise
@@ -80,19 +80,20 @@ def tensors_of(root: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
         places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
         for tensors in places:
             for name, value in list(tensors.items()):
-                if isinstance(value, torch.Tensor) or (name not in _OF_MODULES and _holds_tensors(value)):
+                if isinstance(value, torch.Tensor) or (name not in OF_MODULES and holds_tensors(value)):
                     found.append((tensors, name, value))
     return found
 
 
-_OF_MODULES = frozenset(nn.Module().__dict__)
+OF_MODULES = frozenset(nn.Module().__dict__)
 """Attributes that torch gives every module."""
 
 
-def _holds_tensors(value: Any) -> bool:
+def holds_tensors(value: Any) -> bool:
+    """Whether it is a list, tuple or dict with tensors inside."""
     if isinstance(value, list | tuple):
-        return any(isinstance(x, torch.Tensor) or _holds_tensors(x) for x in value)
-    return isinstance(value, dict) and any(isinstance(x, torch.Tensor) or _holds_tensors(x) for x in value.values())
+        return any(isinstance(x, torch.Tensor) or holds_tensors(x) for x in value)
+    return isinstance(value, dict) and any(isinstance(x, torch.Tensor) or holds_tensors(x) for x in value.values())
 
 
 def _without_numbers(module: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .building import on_meta
+from .building import OF_MODULES, holds_tensors, on_meta
 from .gpu_kernel_emulation import as_on_gpu
 from .load import Batch, LoadedModel, place_of, split_inputs
 from .model_profile import BufferProfile
@@ -170,13 +170,16 @@ def _to_fake(
             twins[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if _is_parameter(tensor) else made
         return twins[id(tensor)]
 
-    kept = []
+    kept: list[Any] = []
     uncast = []
     with mode:
         for module in root.modules():
             places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
             for tensors in places:
                 for name, value in list(tensors.items()):
+                    if holds_tensors(value) and name not in OF_MODULES:
+                        kept.append(value)
+                        tensors[name] = tree_map(lambda x: twin(x) if isinstance(x, torch.Tensor) else x, value)
                     if isinstance(value, torch.Tensor):
                         kept.append(value)
                         tensors[name] = twin(value)
