@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ..planner.cost.sharding import shard_dim
 from ..planner.plan.document import LayerPlan, Plan
-from ..profiler.model.building import is_lazy, on_meta, without_compiler
+from ..profiler.model.building import is_lazy, on_meta, with_dense_gradients, without_compiler
 from ..profiler.model.load import without_cache
 from ..profiler.semantics.token_marks import unseen
 from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers
@@ -86,8 +86,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 
 
 def plain(model_fn: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """The constructor of what is trained: the module without its compiler and its cache."""
-    return lambda: without_cache(without_compiler(model_fn()))
+    """The constructor of what is trained: the module without its compiler and its cache, with dense gradients."""
+    return lambda: without_cache(with_dense_gradients(without_compiler(model_fn())))
 
 
 def build_on_meta(model_fn: Callable[[], nn.Module], plan: Plan) -> nn.Module:

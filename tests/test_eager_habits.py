@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import pytest
+import rich
 import torch
 from torch import nn
 from torch.nn import functional
@@ -12,6 +13,7 @@ from torch.nn.utils import weight_norm
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
 from meshwright.executor import parallelize
+from meshwright.executor.reporting import terminal
 from meshwright.planner.answers.blame import blamed
 from meshwright.planner.plan.legality import micro_batch_rule, sharding_rule
 from meshwright.planner.plan.pins import Pins
@@ -152,6 +154,86 @@ class Ladder(nn.Module):
         return x
 
 
+class WritesAcross(nn.Module):
+    """Writes into what its layers return, and goes on with that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(_linear()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = block(x)
+            h.mul_(2)
+            functional.leaky_relu_(h, 0.3)
+            x = h
+        return x
+
+
+class Mapped(nn.Module):
+    """Runs a layer on each sample by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _linear(), _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.func.vmap(lambda row: torch.tanh(self.first(row)))(x))
+        return out
+
+
+class Force(nn.Module):
+    """The gradient of an energy, which is trained to be something."""
+
+    def __init__(self, by_func: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.by_func = _linear(), _linear(1), by_func
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.first(x))).sum()
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.by_func:
+            found: torch.Tensor = torch.func.grad(self.energy)(x)
+            return found
+        x = x.detach().requires_grad_(True)
+        return torch.autograd.grad(self.energy(x), x, create_graph=True)[0]
+
+
+class Scripted(nn.Module):
+    """Scripted by torch.jit where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.layer(x))
+
+
+def _partly_scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(torch.jit.script(Scripted()), Scripted())
+
+
+class Words(nn.Module):
+    """An embedding that asks for sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(40, WIDTH, sparse=True), _linear(40)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.words(tokens))
+        return out
+
+
+def _words(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(40, (size,)), torch.randn(size, 40)
+
+
 def _compiled() -> nn.Module:
     inner: Any = torch.compile(nn.Sequential(_linear(), nn.Tanh()))
     whole: Any = torch.compile(nn.Sequential(inner, _linear()))
@@ -177,6 +259,12 @@ HABITS: dict[str, Any] = {
     "scaling": habit(Scaling),
     "named": habit(Named),
     "averaging": habit(Averaging),
+    "writes across": habit(WritesAcross),
+    "mapped": habit(Mapped),
+    "force, func": habit(lambda: Force(by_func=True)),
+    "force": habit(lambda: Force(by_func=False)),
+    "scripted": habit(_partly_scripted),
+    "sparse": habit(Words, batch=_words),
     "double": habit(
         lambda: nn.Sequential(_linear(), nn.ReLU(), _linear()).double(),
         batch=lambda size: (torch.randn(size, WIDTH).double(), torch.randn(size, WIDTH).double()),
@@ -193,8 +281,13 @@ HABITS: dict[str, Any] = {
     ),
 }
 
-FIRST = {"averaging": 0, "bags": 0, "hooked": 1, "named": 2}
+FIRST = {"averaging": 0, "bags": 0, "hooked": 1, "named": 2, "writes across": 1}
 """Model -> which of its plans is tested by default; the others with the slow ones."""
+
+ONE_LAYER = ("mapped", "force, func", "force", "scripted")
+"""Models that no pipeline cuts."""
+WHOLE = ("force", "scripted")
+"""Models that are not sharded."""
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # what torch.compile imports
@@ -204,6 +297,7 @@ FIRST = {"averaging": 0, "bags": 0, "hooked": 1, "named": 2}
         pytest.param(name, pins, marks=[] if FIRST.get(name) == number else [pytest.mark.slow])
         for name in HABITS
         for number, pins in enumerate([{"data_replicate": 2}, {"pipeline": 2}, {"data_shard": 2}])
+        if not (name in ONE_LAYER and number == 1) and not (name in WHOLE and number == 2)
     ],
 )
 def test_what_eager_trains_gives_the_numbers_of_one_process(name: str, pins: dict[str, int]) -> None:
@@ -217,6 +311,48 @@ def test_zero_bubble_stages_send_what_their_layers_have_saved(schedule: Any) -> 
     report = run(habit(Ladder), ranks=3, pipeline=3, schedule=schedule)
 
     assert report.ok, report.lines
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("name", "why"), [("force", "calls torch.autograd.grad"), ("scripted", "by torch.jit")])
+def test_what_fully_shard_cannot_take_is_replicated(name: str, why: str) -> None:
+    assert why in str(sharding_rule(trace(HABITS[name]), "fp32"))
+
+
+def test_what_eager_cannot_train_either_is_said_to_be_so() -> None:
+    class Spoils(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = _linear(), _linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.relu(self.first(x))
+            h[:, :4] = 0
+            out: torch.Tensor = self.second(h)
+            return out
+
+    with pytest.raises(ValueError, match=r"does not train on one device either: a tensor of \[2, 32\]"):
+        trace(habit(Spoils))
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    class Quirky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("[/bold]", _linear())
+            self.add_module("[red]x", _linear())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for child in self.children():
+                x = child(x)
+            return x
+
+    plan = planned(habit(Quirky), pipeline=2)
+    terminal.print_placement(terminal.make_console(), plan)
+    rich.print(plan)
+
+    shown = capsys.readouterr().out
+    assert shown.count("[/bold]") == shown.count("[red]x") == 2
 
 
 def test_parameters_without_elements_are_not_sharded() -> None:

@@ -205,7 +205,9 @@ class _Notes:
         leaves, tree = tree_flatten(output)
         states, before = _states(leaves), self._made[name]
         changed = [i >= len(before) or before[i] != state for i, state in enumerate(states)]
-        self._outputs[name, self._calls[name]] = (leaves, [version for _, version in states], tree, changed)
+        first = dict(before)  # what a hook writes into is written into, too
+        versions = [first.get(tensor, version) for tensor, version in states]
+        self._outputs[name, self._calls[name]] = (leaves, versions, tree, changed)
         self._calls[name] += 1
 
     def tensor(self, producer: Producer, tensor: torch.Tensor) -> None:

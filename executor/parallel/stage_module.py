@@ -165,7 +165,11 @@ class StageModule(nn.Module):
         return Producers(self.model, self._plan.model.layer_modules, replace=self._replace, only=crossing, stays=True)
 
     def _replace(self, producer: Producer, tensor: torch.Tensor) -> torch.Tensor:
-        return self._exchange.replace(producer, tensor)
+        found = self._exchange.replace(producer, tensor)
+        stub = self._stubs.get((producer.name, producer.call)) if producer.kind == "module" else None
+        if found is tensor or stub is None or not stub.leaves[producer.leaf].written or tensor._is_view():
+            return found
+        return tensor.detach_().copy_(found)  # a hook that wrote into it may have kept it, too
 
     @cached_property
     def fsdp_units(self) -> list[tuple[FSDPModule, bool]]:

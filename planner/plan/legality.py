@@ -201,6 +201,8 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
             f"data_shard: {profile.decides_by_values} decides by values, so ranks may run different layers and wait "
             "for each other's parameters for ever; replicas (DDP) are fine"
         )
+    if profile.sharding_problem:
+        return f"data_shard: {profile.sharding_problem}; replicas (DDP) are fine"
     if precision != "fp32" and profile.mixed_precision_problem:
         return (
             f"data_shard: parameters in bf16 meet tensors in fp32 ({profile.mixed_precision_problem}); "

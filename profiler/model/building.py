@@ -119,6 +119,19 @@ def without_compiler(root: nn.Module) -> nn.Module:
     return root
 
 
+def with_dense_gradients(root: nn.Module) -> nn.Module:
+    """The module, whose embeddings give gradients for all of their rows: shards, buckets and AdamW take no others."""
+    for module in root.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            module.sparse = False
+            module.__dict__[WAS_SPARSE] = True
+    return root
+
+
+WAS_SPARSE = "_was_sparse"
+"""Attribute of embeddings that asked for sparse gradients."""
+
+
 def _loaded() -> Any:
     import sys
 

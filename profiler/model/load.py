@@ -247,7 +247,7 @@ def _guarded_build(
     def guarded() -> "nn.Module":
         from torch import nn
 
-        from .building import initialised, is_lazy, without_compiler
+        from .building import initialised, is_lazy, with_dense_gradients, without_compiler
 
         module = _call(build, f"model() of {source}")
         if not isinstance(module, nn.Module):
@@ -255,7 +255,7 @@ def _guarded_build(
                 f"model() of {source} returned a {type(module).__name__}; it must return a torch.nn.Module, "
                 "for example `return MyModel()`"
             )
-        module = without_cache(without_compiler(module))
+        module = without_cache(with_dense_gradients(without_compiler(module)))
         return initialised(module, forward) if is_lazy(module) else module
 
     return guarded

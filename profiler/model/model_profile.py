@@ -370,6 +370,7 @@ class ModelProfile(Document):
     smallest_micro_batch: int = Field(
         default=1, description="samples; batch norm over single values takes no fewer than 2"
     )
+    sharding_problem: str = Field(default="", description="why fully_shard cannot take its modules")
     batch_problem: str = Field(
         default="", description="why a batch cannot be cut into micro-batches: what in it counts rows of all samples"
     )

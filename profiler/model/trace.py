@@ -18,6 +18,7 @@ from ..garbage import without_garbage_collection
 from ..tensor_cuts.context_trial import context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
 from .batches import batch_problem
+from .building import WAS_SPARSE
 from .chain import Layer, LayerChain, observe, shapes_at
 from .class_costs import layer_class_of
 from .coupling import Coupling, coupling_of
@@ -176,6 +177,7 @@ def _profile_at(
         buffers=fake.buffers,
         batch=batch,
         batch_problem=batch_problem(batch),
+        sharding_problem=chain.sharding_problem,
         returns_loss=loaded.loss is None,
         attention_modules=_attention_modules(chain, found),
         mixed_precision_problem=mixed_precision,
@@ -185,6 +187,7 @@ def _profile_at(
         notes=(
             *notes,
             *_batch_norms(fake),
+            *_dense(fake),
             *chain.notes,
             *(note for i in firsts for note in found[i].notes),
             *_uncut(classes),
@@ -304,6 +307,13 @@ def _batch_norms(fake: FakeModel) -> tuple[str, ...]:
     )
 
 
+def _dense(fake: FakeModel) -> tuple[str, ...]:
+    names = [name for name, module in fake.module.named_modules() if WAS_SPARSE in module.__dict__]
+    if not names:
+        return ()
+    return (f"{names[0]} (and {len(names) - 1} more embeddings) trains with dense gradients, not sparse ones",)
+
+
 def _check_positions(loaded: LoadedModel, sizes: RunSizes) -> None:
     for name, (rows, highest) in sizes.one.furthest.items():
         if highest < rows:
@@ -331,7 +341,7 @@ def _check_complete(fake: FakeModel, layers: Sequence[LayerProfile]) -> None:
 def _fingerprint(profile: ModelProfile) -> str:
     """Hash of what a plan depends on: layers, classes, tensors, ties and batch; not of names, notes or versions."""
     told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
-    told |= {"context_problem", "coupling", "batch_problem"}
+    told |= {"context_problem", "coupling", "batch_problem", "sharding_problem"}
     left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
     document = profile.model_dump(mode="json", exclude=left_out)
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
