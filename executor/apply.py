@@ -22,6 +22,7 @@ from .parallel.expert import HeldExperts, shard_experts, spread_experts
 from .parallel.mesh import Mechanism, RankMesh, mechanism
 from .parallel.recompute import check_recompute, recompute
 from .parallel.rehearsal import Rehearsal
+from .parallel.synced_norms import data_group, sync_norms, synced_norms
 from .parallel.tensor import apply_tensor_parallel
 from .parallel.tensor_layout import ParameterCut, TensorLayout
 from .state.initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
@@ -122,6 +123,10 @@ def apply_plan(
     copies = [model, *(build_on_meta(model_fn, plan) for _ in stages[1:])]
     context = ContextParallel(plan, mesh) if plan.degrees.context > 1 else None
     rehearsal = Rehearsal(build_on_meta(model_fn, plan), plan, is_own=True) if plan.degrees.pipeline > 1 else None
+    if synced_norms(model):
+        group = data_group(mesh)
+        for own in copies:
+            sync_norms(own, group, mesh.device)
     parts = [
         _part(own, values, plan, stage, mesh, loss, backend, context, rehearsal)
         for own, stage in zip(copies, stages, strict=True)

@@ -265,6 +265,7 @@ HABITS: dict[str, Any] = {
     "force": habit(lambda: Force(by_func=False)),
     "scripted": habit(_partly_scripted),
     "sparse": habit(Words, batch=_words),
+    "synced norm": habit(lambda: nn.Sequential(_linear(), nn.SyncBatchNorm(WIDTH), nn.ReLU(), _linear())),
     "double": habit(
         lambda: nn.Sequential(_linear(), nn.ReLU(), _linear()).double(),
         batch=lambda size: (torch.randn(size, WIDTH).double(), torch.randn(size, WIDTH).double()),
@@ -281,7 +282,7 @@ HABITS: dict[str, Any] = {
     ),
 }
 
-FIRST = {"averaging": 0, "bags": 0, "hooked": 1, "named": 2, "writes across": 1}
+FIRST = {"averaging": 0, "bags": 0, "hooked": 1, "named": 2, "writes across": 1, "synced norm": 0}
 """Model -> which of its plans is tested by default; the others with the slow ones."""
 
 ONE_LAYER = ("mapped", "force, func", "force", "scripted")
@@ -353,6 +354,22 @@ def test_names_that_look_like_markup_are_printed_as_they_are(capsys: pytest.Capt
 
     shown = capsys.readouterr().out
     assert shown.count("[/bold]") == shown.count("[red]x") == 2
+
+
+def test_noise_that_two_layers_read_is_drawn_once_and_sent() -> None:
+    class Denoising(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = _linear(), _linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            noise = torch.randn_like(x)
+            out: torch.Tensor = self.second(self.first(x + noise)) - noise
+            return out
+
+    crossing = [tensor.producer.name for tensor in trace(habit(Denoising)).tensors]
+
+    assert crossing == ["randn_like", "first"]
 
 
 def test_parameters_without_elements_are_not_sharded() -> None:

@@ -24,6 +24,7 @@ from ...profiler.semantics.token_slices import TokenSlices
 from .context import ContextParallel
 from .micro_batches import MicroBatch
 from .shared_gradients import out_of_sight
+from .synced_norms import normalise_here, synced_norms
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Rehearsal:
         self._crossing = {tensor.producer for tensor in plan.model.tensors}
         self._found: tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool] | None = None
         self._model = model
+        for norm in synced_norms(model) if is_own else ():
+            normalise_here(norm)
         if not is_own:
             with torch.device("meta"):
                 self._model = _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))

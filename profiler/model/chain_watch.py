@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ..semantics.draws import draws
 from ..semantics.producers import Producers, is_wrapped
 from .fake import FakeModel
 from .gpu_kernel_emulation import Mode
@@ -211,7 +212,7 @@ class ChainWatch(Mode):
         event = self.events[-1]
         here = self.cursor.index
         shapes = []
-        tainted = False
+        tainted = draws(func)  # other stages would draw other numbers
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             made = self.storage_made.get(self.storages.number(args[0]), here)
             self.inputs.overwrites |= made < here

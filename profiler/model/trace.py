@@ -298,7 +298,8 @@ def _uncut(classes: Sequence[LayerClass]) -> tuple[str, ...]:
 
 def _batch_norms(fake: FakeModel) -> tuple[str, ...]:
     """A note where statistics run over the micro-batch of one rank, so that they change with the layout."""
-    modules = [name for name, m in fake.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+    modules = [name for name, m in fake.module.named_modules() if isinstance(m, kinds)]
     if not modules:
         return ()
     return (
