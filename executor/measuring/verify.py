@@ -6,10 +6,12 @@ enough. The plan is scaled with it: cuts in proportion, every kind of parallelis
 
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,8 @@ from ...profiler.model.load import Batch, LoadedModel, load_model, split_inputs
 from ...profiler.model.model_profile import ModelProfile
 from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
-from ..parallel.micro_batches import join_micro_batches, loss_of, split_micro_batches
-from ..parallel.synced_norms import synced_norms
+from ..parallel.micro_batches import loss_of, split_micro_batches
+from ..parallel.synced_norms import normalise_here, normalised, synced_norms
 from ..trainer import parallelize
 from .local_ranks import RankError, run_local_ranks
 from .shrink import full_config, shrunken_config
@@ -480,6 +482,7 @@ def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _R
     count = plan.degrees.data if parameters <= _MOST_REPLICATED else 1
     replicas = [_seeded(loaded).train() for _ in range(count)]
     model = replicas[0]
+    together = Together(replicas) if synced_norms(model) and count > 1 else None
     losses: list[float] = []
     norms: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
@@ -489,10 +492,7 @@ def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _R
     with no_dropout(), draws:
         for batch in batches:
             shares = [_micro_batches(share, plan) for share in _shares(batch, plan)]
-            if synced_norms(model):  # see the samples of all data ranks at once
-                size, planned = plan.micro_batch, plan.model.batch
-                shares = [[join_micro_batches(parts, size, planned) for parts in zip(*shares, strict=True)]]
-            losses.append(_accumulate(replicas, loaded, shares))
+            losses.append(_accumulate(replicas, loaded, shares, together))
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             norms.append(float(torch.stack([g.double().square().sum() for g in grads]).sum().sqrt()))
             if optimizer is None:
@@ -503,7 +503,8 @@ def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _R
             optimizer.step()
             _hand_on(replicas)
     found = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
-    return _RunResult(losses, norms, gradients, found, eps, draws.drew)
+    drew = draws.drew or (together is not None and together.drew)
+    return _RunResult(losses, norms, gradients, found, eps, drew)
 
 
 def unsplit(loaded: LoadedModel, plan: Plan, batch: Batch) -> _RunResult:
@@ -519,6 +520,44 @@ def unsplit(loaded: LoadedModel, plan: Plan, batch: Batch) -> _RunResult:
 def _seeded(loaded: LoadedModel) -> nn.Module:
     torch.manual_seed(_SEED)
     return loaded.build()
+
+
+class Together:
+    """Replicas in threads of one process, whose synchronised norms look at the samples of all of them."""
+
+    def __init__(self, replicas: Sequence[nn.Module]) -> None:
+        self.drew = False
+        self._count = len(replicas)
+        self._barrier = threading.Barrier(self._count)
+        self._shared: list[torch.Tensor | None] = [None] * self._count
+        for rank, replica in enumerate(replicas):
+            for norm in synced_norms(replica):
+                reduce = partial(self._reduce, rank)
+                normalise_here(norm).forward = partial(normalised, norm, reduce, self._count)
+
+    def _reduce(self, rank: int, value: torch.Tensor) -> torch.Tensor:
+        self._shared[rank] = value
+        self._barrier.wait()
+        found = torch.stack([x for x in self._shared if x is not None]).sum(0)
+        self._barrier.wait()
+        return found
+
+    def sum_of(self, runs: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:
+        """The sum of what the replicas' runs give, all at once."""
+
+        def alone(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+            try:
+                with SameDraws() as draws:  # modes are a thread's own
+                    loss = run()
+                self.drew |= draws.drew
+                return loss
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self._count) as pool:
+            found = [future.result() for future in [pool.submit(alone, run) for run in runs]]
+        return torch.stack(found).sum()
 
 
 class SharesApart(tuple[Batch, ...]):
@@ -537,20 +576,37 @@ def _micro_batches(share: Any, plan: Plan) -> list[Any]:
     return split_micro_batches(share, count, plan.micro_batch * count, plan.model.batch)
 
 
-def _accumulate(replicas: Sequence[nn.Module], loaded: LoadedModel, shares: Sequence[Sequence[Any]]) -> float:
-    """Loss of a step; gradients are left on the first replica's parameters. shares: [data rank] -> micro-batches."""
+def _accumulate(
+    replicas: Sequence[nn.Module],
+    loaded: LoadedModel,
+    shares: Sequence[Sequence[Any]],
+    together: "Together | None" = None,
+) -> float:
+    """Loss of a step; gradients are left on the first replica's parameters. shares: [data rank] -> micro-batches.
+    together: runs those of all data ranks at once, where a norm looks at all of them."""
     parts = [(replicas[i % len(replicas)], part) for i, share in enumerate(shares) for part in share]
     weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for _, part in parts]
     total = 0.0
     for replica in replicas:
         replica.zero_grad()
-    for (replica, part), weight in zip(parts, weights, strict=True):
+
+    def scaled(replica: nn.Module, part: Any, weight: float) -> torch.Tensor:
         args, kwargs = split_inputs(replica, part, loaded.loss is not None)
         output = replica(*args, **kwargs)
         loss = loss_of(output) if loaded.loss is None else loaded.loss(output, part)
-        scaled = loss * (weight / sum(weights))
-        scaled.backward()
-        total += float(scaled.detach())
+        return loss * (weight / sum(weights))
+
+    runs = [partial(scaled, *part, weight) for part, weight in zip(parts, weights, strict=True)]
+    if together is None:
+        for run in runs:
+            loss = run()
+            loss.backward()
+            total += float(loss.detach())
+    else:
+        for i in range(len(shares[0])):
+            loss = together.sum_of(runs[i :: len(shares[0])])
+            loss.backward()
+            total += float(loss.detach())
     for replica in replicas[1:]:
         for own, parameter in zip(replicas[0].parameters(), replica.parameters(), strict=True):
             if parameter.grad is not None:

@@ -73,21 +73,6 @@ def _sample_dims(batch: Any, samples: int, planned: Sequence[BatchTensor]) -> di
     return dims if any(dim is not None for dim in dims.values()) else {}
 
 
-def join_micro_batches(parts: Sequence[Any], samples: int, planned: Sequence[BatchTensor] = ()) -> Any:
-    """The batch whose parts these are, of so many samples each: the way back of split_micro_batches."""
-    dims = _sample_dims(parts[0], samples, planned)
-    flat = [tree_flatten(part) for part in parts]
-
-    def joined(leaves: tuple[Any, ...]) -> Any:
-        first = leaves[0]
-        if not isinstance(first, torch.Tensor):
-            return first
-        dim = dims.get(id(first)) if dims else 0 if first.dim() and first.shape[0] == samples else None
-        return first if dim is None else torch.cat(leaves, dim)
-
-    return tree_unflatten(list(map(joined, zip(*(leaves for leaves, _ in flat), strict=True))), flat[0][1])
-
-
 def _part(leaf: Any, dim: int | None, index: int, count: int) -> Any:
     if dim is None:
         return leaf

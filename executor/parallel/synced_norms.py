@@ -1,5 +1,6 @@
 """SyncBatchNorm over the data ranks of a stage, on CPUs, too."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,8 @@ def sync_norms(model: nn.Module, group: dist.ProcessGroup | None, device: torch.
         if group is None:
             normalise_here(module)
         elif device.type == "cpu":  # for which torch has no such norm, and DDP takes none
-            normalise_here(module).forward = partial(_normalise, module, group)
+            reduce, num_ranks = partial(all_reduce, group=group), dist.get_world_size(group)
+            normalise_here(module).forward = partial(normalised, module, reduce, num_ranks)
         else:
             module.process_group = group
 
@@ -48,17 +50,21 @@ def normalise_here(module: Any) -> Any:
     return module
 
 
-def _normalise(module: nn.SyncBatchNorm, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+def normalised(
+    module: nn.SyncBatchNorm, reduce: Callable[[torch.Tensor], torch.Tensor], num_ranks: int, x: torch.Tensor
+) -> torch.Tensor:
+    """What a batch norm makes of samples whose statistics run over several ranks. reduce: the sum over these, through
+    which gradients go."""
     if not (module.training or module.running_mean is None):
         return functional.batch_norm(
             x, module.running_mean, module.running_var, module.weight, module.bias, False, 0.0, module.eps
         )
     dims = [dim for dim in range(x.dim()) if dim != 1]
     shape = [1, -1] + [1] * (x.dim() - 2)
-    count = x.numel() // x.shape[1] * dist.get_world_size(group)
-    mean = all_reduce(x.sum(dims), group=group) / count
+    count = x.numel() // x.shape[1] * num_ranks
+    mean = reduce(x.sum(dims)) / count
     centred = x - mean.view(shape)
-    variance = all_reduce(centred.square().sum(dims), group=group) / count
+    variance = reduce(centred.square().sum(dims)) / count
     if module.training and module.running_mean is not None:
         _follow(module, mean.detach(), variance.detach() * count / max(1, count - 1))
     made: torch.Tensor = centred * (variance + module.eps).rsqrt().view(shape)
