@@ -1,6 +1,5 @@
 """Turn a model into this rank's part of a plan: stage, tensor parallel, recompute, numbers and shards."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ..planner.cost.sharding import shard_dim
 from ..planner.plan.document import LayerPlan, Plan
+from ..profiler.model.building import is_lazy, on_meta, with_dense_gradients, without_compiler
 from ..profiler.model.load import without_cache
 from ..profiler.semantics.token_marks import unseen
 from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers
@@ -22,6 +22,7 @@ from .parallel.expert import HeldExperts, shard_experts, spread_experts
 from .parallel.mesh import Mechanism, RankMesh, mechanism
 from .parallel.recompute import check_recompute, recompute
 from .parallel.rehearsal import Rehearsal
+from .parallel.synced_norms import data_group, sync_norms, synced_norms
 from .parallel.tensor import apply_tensor_parallel
 from .parallel.tensor_layout import ParameterCut, TensorLayout
 from .state.initialise import BUILD_LIMIT_BYTES, Materialiser, Values, initial_values, model_bytes
@@ -85,10 +86,19 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         )
 
 
+def plain(model_fn: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The constructor of what is trained: the module without its compiler and its cache, with dense gradients."""
+    return lambda: without_cache(with_dense_gradients(without_compiler(model_fn())))
+
+
 def build_on_meta(model_fn: Callable[[], nn.Module], plan: Plan) -> nn.Module:
     """The whole model, without memory. Raises ValueError if the plan is not for it."""
-    with torch.device("meta"):
-        model = without_cache(model_fn())
+    model = on_meta(plain(model_fn))
+    if is_lazy(model):
+        raise ValueError(
+            f"{type(model).__name__} has lazy modules, whose parameters have no shapes before the first forward: run "
+            "one forward in the function that builds the model, before it returns"
+        )
     check_model(model, plan)
     return model
 
@@ -109,9 +119,14 @@ def apply_plan(
     """
     values = values or initial_values(model_fn, model_bytes(model) > BUILD_LIMIT_BYTES, seed)
     stages = plan.stages_of(mesh.coordinates["pipeline"])
-    copies = [model, *(copy.deepcopy(model) for _ in stages[1:])]
+    # built, not copied: hooks may be closures over the module that they were made for
+    copies = [model, *(build_on_meta(model_fn, plan) for _ in stages[1:])]
     context = ContextParallel(plan, mesh) if plan.degrees.context > 1 else None
-    rehearsal = Rehearsal(model, plan) if plan.degrees.pipeline > 1 else None
+    rehearsal = Rehearsal(build_on_meta(model_fn, plan), plan, is_own=True) if plan.degrees.pipeline > 1 else None
+    if synced_norms(model):
+        group = data_group(mesh)
+        for own in copies:
+            sync_norms(own, group, mesh.device)
     parts = [
         _part(own, values, plan, stage, mesh, loss, backend, context, rehearsal)
         for own, stage in zip(copies, stages, strict=True)

@@ -94,6 +94,12 @@ def solid(x: torch.Tensor) -> torch.Tensor:
     return _Solid.apply(x) if x._is_view() else x
 
 
+def alias(x: torch.Tensor) -> torch.Tensor:
+    """Another tensor over the memory of x, no view for autograd: it may be detached in place, which neither a view may
+    be nor a tensor that a layer has saved for its backward (a ReLU's result)."""
+    return _Solid.apply(x) if x.requires_grad else x
+
+
 class _Solid(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, default_collate
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
 from ..profiler.model.load import split_inputs
-from .apply import AppliedModel, Loss, apply_plan, build_on_meta
+from .apply import AppliedModel, Loss, apply_plan, build_on_meta, plain
 from .faults import check_devices, check_finite, check_own_device, held_memory, out_of_memory_message, raise_spoiled
 from .parallel.compiled import backend_of
 from .parallel.gradients import Gradients, local_gradient
@@ -100,6 +100,7 @@ def parallelize(
     was_running = dist.is_initialized()
     watch = watched(plan, timeout_s)
     with nullcontext() if watch is None else watch.task("in its start-up", "after its start-up"):
+        model_fn = plain(model_fn)
         whole = build_on_meta(model_fn, plan)
         loading, values = None, None
         if weights is not None:
@@ -331,7 +332,7 @@ class Trainer:
         count = self.plan.num_microbatches
         if self._weight is None:
             return [1 / count] * count
-        parts = split_micro_batches(batch, count, self.samples_per_step)
+        parts = split_micro_batches(batch, count, self.samples_per_step, self.plan.model.batch)
         weights = torch.stack([torch.as_tensor(self._weight(part)).double() for part in parts]).to(self.mesh.device)
         total = weights.sum()
         if self.mesh.device_mesh is not None:
@@ -347,7 +348,8 @@ class Trainer:
             return self._runner.step(args, kwargs, batch, scales)
         losses = []
         whole = (*split_inputs(self.model, batch, self._loss is not None), batch)
-        parts = split_micro_batches(whole, self.plan.num_microbatches, self.samples_per_step)
+        count, planned = self.plan.num_microbatches, self.plan.model.batch
+        parts = split_micro_batches(whole, count, self.samples_per_step, planned, batch)
         if self._applied.mechanism == "ddp" and self._replicas is None:
             self._replicate(*parts[0])
         for i, (part, scale) in enumerate(zip(parts, scales, strict=True)):

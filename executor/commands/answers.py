@@ -92,6 +92,7 @@ def print_plan(
     from ...planner.answers.explain import batch_advice
 
     plan, estimate = result.plan, result.estimate
+    terminal.print_coupling(console, profile.coupling, plan.micro_batch)
     terminal.print_assumptions(console, assumptions)
     terminal.print_job(console, plan)
     terminal.print_choice(console, plan, estimate.step_time_s, result.alternatives)

@@ -137,7 +137,8 @@ def _timed_steps(loaded: LoadedModel, plan: Plan, steps: int, device_type: str) 
 
 
 def _share(batch: Batch, plan: Plan, data_rank: int, data_size: int) -> Batch:
-    share: Batch = split_micro_batches(batch, data_size, plan.training.global_batch)[data_rank]
+    samples, planned = plan.training.global_batch, plan.model.batch
+    share: Batch = split_micro_batches(batch, data_size, samples, planned)[data_rank]
     return share
 
 

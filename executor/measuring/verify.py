@@ -6,10 +6,12 @@ enough. The plan is scaled with it: cuts in proportion, every kind of parallelis
 
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from ...planner.cost.layer_parts import within
 from ...planner.plan.document import Degrees, LayerPlan, Plan, Recompute, Stage, parts_of
@@ -32,10 +35,14 @@ from ...planner.plan.legality import (
 from ...planner.plan.making import make_plan, shape_of
 from ...planner.plan.shape import LayerOption, Shape
 from ...profiler.machine.cluster import cluster_of
+from ...profiler.model.building import on_meta
+from ...profiler.model.coupling import as_float, upcast
 from ...profiler.model.load import Batch, LoadedModel, load_model, split_inputs
 from ...profiler.model.model_profile import ModelProfile
 from ...profiler.model.trace import trace
+from ...profiler.semantics.draws import SameDraws
 from ..parallel.micro_batches import loss_of, split_micro_batches
+from ..parallel.synced_norms import normalise_here, normalised, synced_norms
 from ..trainer import parallelize
 from .local_ranks import RankError, run_local_ranks
 from .shrink import full_config, shrunken_config
@@ -49,9 +56,13 @@ MAX_PARAMETERS = 20_000_000
 TOLERANCE = 1e-4
 """Largest difference, relative to the largest element of the tensor."""
 
-_FLOOR = 1e-3
-"""Gradients below this share of the model's largest, and parameters below this share of the learning rate, are held
-against that instead: a gradient that is zero by mathematics (an attention key's bias) is nothing but rounding."""
+_FLOOR = 5e-3
+"""Gradients below this share of the model's largest, and parameters below what AdamW moves them by for such gradients,
+are held against that instead: a gradient that is zero by mathematics (an attention key's bias, or one before a norm) is
+nothing but rounding. TOLERANCE of it is 5e-7 of the largest, four times what fp32 can tell apart there."""
+
+_MOST_REPLICATED = 100_000_000
+"""Parameters of all replicas in the reference: 0.4 GB, and as much again for gradients."""
 
 _EPS = 1.0
 """AdamW's eps as a share of the RMS gradient: the usual 1e-8 would turn rounding into whole steps."""
@@ -78,6 +89,7 @@ class VerifyReport:
     largest: of the losses, gradient norms, gradients and parameters each the largest relative difference.
     first: the first tensor that differs by more than TOLERANCE, in the order in which they come about.
     failure: why the plan could not be run to the end; detail: the traceback to that.
+    splitting: what the same process computes otherwise where the batch is one micro-batch; None: the same.
     """
 
     title: str
@@ -86,6 +98,7 @@ class VerifyReport:
     first: Difference | None = None
     failure: str | None = None
     detail: str = ""
+    splitting: Difference | None = None
 
     @property
     def ok(self) -> bool:
@@ -101,8 +114,17 @@ class VerifyReport:
         for kind, d in self.largest.items():
             found = f"largest difference {d.relative:.1e} ({d.what})" if d.relative else "bit for bit the same"
             lines.append(f"  {kind}: {found}")
+        if self.splitting is not None:
+            d = self.splitting
+            lines.append(
+                f"  splitting the batch, with one process or many, changes the {d.what}: {d.one_process:.7g} with all "
+                f"samples in one forward, {d.plan:.7g} in the plan's micro-batches (relative difference "
+                f"{d.relative:.1e}): samples see each other (batch norm, a loss over pairs), or a forward follows on "
+                "the one before"
+            )
+        alike = " that splits its batch alike" if self.splitting is not None else ""
         if self.first is None:
-            return [*lines, f"SAME NUMBERS as one process (relative difference below {TOLERANCE:g})"]
+            return [*lines, f"SAME NUMBERS as one process{alike} (relative difference below {TOLERANCE:g})"]
         return [
             *lines,
             f"DIFFERENT NUMBERS, first in {self.first.what}: one process {self.first.one_process:.7g}, "
@@ -119,6 +141,8 @@ class _RunResult:
     gradients: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
     eps: float
+    drew: bool = False
+    """Whether the model has drawn random numbers."""
 
 
 def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
@@ -129,11 +153,17 @@ def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
     """
     with tempfile.TemporaryDirectory() as folder:
         small, notes = small_model(plan, loaded, Path(folder))
-        profile = trace(small)
+        try:
+            profile = trace(small)
+        except ValueError:
+            if small.seq_len == loaded.seq_len or small.make_batch is not loaded.make_batch:
+                raise
+            small = small.with_seq_len(loaded.seq_len or 1)  # it takes its own length only
+            profile = trace(small)
     trial, shrunk = small_plan(plan, profile)
     title = f"{plan.model.name} by {shape_of(plan).label}, run as {small.name} by {shape_of(trial).label}"
     notes += shrunk
-    batches = _batches(small, trial, steps)
+    batches = _batches(small, trial, steps, profile.batch_problem)
     dropouts = any(getattr(m, "p", 0) for m in _built(small).modules() if isinstance(m, nn.modules.dropout._DropoutNd))
     if dropouts:
         notes += ("dropout is off in both runs",)
@@ -157,12 +187,42 @@ def beside_one_process(
         expected: _RunResult = run_local_ranks(one_process, 1, loaded, plan, batches, timeout_s=timeout_s)[0]
     except RankError as error:
         return replace(report, failure=f"the model does not train in one process: {error}", detail=error.detail)
+    report = replace(report, splitting=_splitting(expected, loaded, plan, batches[0], timeout_s))
+    if expected.drew:
+        report = replace(report, notes=(*report.notes, "random numbers are one and the same in all runs"))
     try:
-        given = loaded, plan, batches, expected.eps, compile
+        given = loaded, plan, batches, expected.eps, compile, expected.drew
         found: _RunResult = run_local_ranks(_one_rank, ranks, *given, timeout_s=timeout_s)[0]
     except RankError as error:
         return replace(report, failure=f"the plan did not run: {error}", detail=error.detail)
     return compared(report, expected, found)
+
+
+def _splitting(
+    expected: _RunResult, loaded: LoadedModel, plan: Plan, batch: Batch, timeout_s: float
+) -> Difference | None:
+    """What splitting the first batch changes, in one process: the loss if that, else the gradient that differs most.
+    None: nothing beyond rounding, or the batch is not one that could be run as it is."""
+    if plan.num_microbatches * plan.degrees.data == 1 or isinstance(batch, SharesApart):
+        return None
+    try:
+        whole: _RunResult = run_local_ranks(unsplit, 1, loaded, plan, batch, timeout_s=timeout_s)[0]
+    except RankError:
+        return None
+    floor = _floor(whole)
+    loss = _difference("loss of step 1", torch.tensor(whole.losses[0]), torch.tensor(expected.losses[0]))
+    differences = [
+        _difference(f"gradient of {name} in step 1", gradient, expected.gradients[name], floor)
+        for name, gradient in whole.gradients.items()
+        if name in expected.gradients
+    ]
+    largest = max(differences, key=lambda d: d.relative, default=loss)
+    return next((d for d in (loss, largest) if not d.relative <= TOLERANCE), None)
+
+
+def _floor(expected: _RunResult) -> float:
+    """Gradients below this are held against it."""
+    return _FLOOR * max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
 
 
 def compared(report: VerifyReport, expected: _RunResult, found: _RunResult) -> VerifyReport:
@@ -171,7 +231,8 @@ def compared(report: VerifyReport, expected: _RunResult, found: _RunResult) -> V
     missing += [name for name in expected.parameters if name not in found.parameters]
     if missing:
         return replace(report, failure=f"the plan has no {missing[0]} (and {len(missing) - 1} more)")
-    floor = _FLOOR * max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
+    floor = _floor(expected)
+    moved = _LEARNING_RATE * len(expected.losses) * min(1.0, max(_FLOOR, floor / expected.eps))
     kinds = {
         "loss": [
             _difference(f"loss of step {i + 1}", torch.tensor(a), torch.tensor(b))
@@ -186,7 +247,7 @@ def compared(report: VerifyReport, expected: _RunResult, found: _RunResult) -> V
             for n, g in expected.gradients.items()
         ],
         "parameters": [
-            _difference(f"{n} after step {len(expected.losses)}", p, found.parameters[n], _FLOOR * _LEARNING_RATE)
+            _difference(f"{n} after step {len(expected.losses)}", p, found.parameters[n], moved)
             for n, p in expected.parameters.items()
         ],
     }
@@ -248,7 +309,7 @@ def small_plan(plan: Plan, profile: ModelProfile) -> tuple[Plan, tuple[str, ...]
         old, new = getattr(plan.degrees, axis), getattr(degrees, axis)
         if old != new:
             notes.append(f"{axis} is {new} here instead of {old}")
-    num_microbatches = min(plan.num_microbatches, max(2 * degrees.pipeline, 4))
+    num_microbatches = 1 if profile.batch_problem else min(plan.num_microbatches, max(2 * degrees.pipeline, 4))
     micro_batch = min(plan.micro_batch, 2 * profile.smallest_micro_batch)
     shape = replace(
         shape_of(plan),
@@ -392,34 +453,46 @@ def _short(loaded: LoadedModel, plan: Plan) -> LoadedModel:
     if loaded.seq_len is not None and loaded.seq_len > length:
         loaded = loaded.with_seq_len(length)
     build = loaded.build
-    return replace(loaded, build=lambda: build().float())
+    return replace(loaded, build=lambda: upcast(build()))
 
 
 def _built(loaded: LoadedModel) -> nn.Module:
-    with torch.device("meta"):
-        module: nn.Module = loaded.build()
-    return module
+    return on_meta(loaded.build)
 
 
-def _batches(loaded: LoadedModel, plan: Plan, steps: int) -> list[Batch]:
+def _batches(loaded: LoadedModel, plan: Plan, steps: int, problem: str) -> list[Any]:
+    """Global batches, in single precision what is in half. problem: why they cannot be cut, if so."""
+    share = plan.micro_batch * plan.num_microbatches
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        return [loaded.batch(plan.training.global_batch) for _ in range(steps)]
+        if problem:
+            ranks = range(plan.degrees.data)
+            return [SharesApart(tree_map(as_float, loaded.batch(share)) for _ in ranks) for _ in range(steps)]
+        return [tree_map(as_float, loaded.batch(plan.training.global_batch)) for _ in range(steps)]
 
 
 def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _RunResult:
-    """What training in one process gives on these batches, with none of our machinery."""
+    """What training in one process gives on these batches, with none of our machinery.
+
+    A batch goes through in the plan's micro-batches, one after the other. What a forward leaves behind (running
+    averages, counters) is each data rank's own under the plan, so each has a replica of the module here, too.
+    """
     torch.manual_seed(_SEED)
-    model = loaded.build().train()
-    parts = plan.num_microbatches * plan.degrees.data
+    parameters = plan.degrees.data * plan.model.num_parameters
+    count = plan.degrees.data if parameters <= _MOST_REPLICATED else 1
+    replicas = [_seeded(loaded).train() for _ in range(count)]
+    model = replicas[0]
+    together = Together(replicas) if synced_norms(model) and count > 1 else None
     losses: list[float] = []
     norms: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
     eps = 1e-8
     optimizer: torch.optim.Optimizer | None = None
-    with no_dropout():
+    draws = SameDraws()
+    with no_dropout(), draws:
         for batch in batches:
-            losses.append(_accumulate(model, loaded, split_micro_batches(batch, parts, plan.training.global_batch)))
+            shares = [_micro_batches(share, plan) for share in _shares(batch, plan)]
+            losses.append(_accumulate(replicas, loaded, shares, together))
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             norms.append(float(torch.stack([g.double().square().sum() for g in grads]).sum().sqrt()))
             if optimizer is None:
@@ -428,38 +501,140 @@ def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _R
                 eps = max(eps, _EPS * norms[0] / sum(g.numel() for g in grads) ** 0.5)
                 optimizer = _optimizer(eps)(model.parameters())
             optimizer.step()
-            optimizer.zero_grad()
-    parameters = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
-    return _RunResult(losses, norms, gradients, parameters, eps)
+            _hand_on(replicas)
+    found = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+    drew = draws.drew or (together is not None and together.drew)
+    return _RunResult(losses, norms, gradients, found, eps, drew)
 
 
-def _accumulate(model: nn.Module, loaded: LoadedModel, parts: Sequence[Any]) -> float:
-    weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for part in parts]
+def unsplit(loaded: LoadedModel, plan: Plan, batch: Batch) -> _RunResult:
+    """The first step's loss and gradients of a global batch that goes through one process as it is, in one forward."""
+    model = _seeded(loaded).train()
+    with no_dropout(), SameDraws():
+        loss = _accumulate([model], loaded, [[batch]])
+    named = model.named_parameters(remove_duplicate=False)
+    gradients = {n: p.grad for n, p in named if p.grad is not None}
+    return _RunResult([loss], [], gradients, {}, 0.0)
+
+
+def _seeded(loaded: LoadedModel) -> nn.Module:
+    torch.manual_seed(_SEED)
+    return loaded.build()
+
+
+class Together:
+    """Replicas in threads of one process, whose synchronised norms look at the samples of all of them."""
+
+    def __init__(self, replicas: Sequence[nn.Module]) -> None:
+        self.drew = False
+        self._count = len(replicas)
+        self._barrier = threading.Barrier(self._count)
+        self._shared: list[torch.Tensor | None] = [None] * self._count
+        for rank, replica in enumerate(replicas):
+            for norm in synced_norms(replica):
+                reduce = partial(self._reduce, rank)
+                normalise_here(norm).forward = partial(normalised, norm, reduce, self._count)
+
+    def _reduce(self, rank: int, value: torch.Tensor) -> torch.Tensor:
+        self._shared[rank] = value
+        self._barrier.wait()
+        found = torch.stack([x for x in self._shared if x is not None]).sum(0)
+        self._barrier.wait()
+        return found
+
+    def sum_of(self, runs: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:
+        """The sum of what the replicas' runs give, all at once."""
+
+        def alone(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+            try:
+                with SameDraws() as draws:  # modes are a thread's own
+                    loss = run()
+                self.drew |= draws.drew
+                return loss
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self._count) as pool:
+            found = [future.result() for future in [pool.submit(alone, run) for run in runs]]
+        return torch.stack(found).sum()
+
+
+class SharesApart(tuple[Batch, ...]):
+    """The shares of data ranks, where a batch cannot be cut into them."""
+
+
+def _shares(batch: "Batch | SharesApart", plan: Plan) -> list[Any]:
+    """[data rank] -> its share of a global batch."""
+    if isinstance(batch, SharesApart):
+        return list(batch)
+    return split_micro_batches(batch, plan.degrees.data, plan.training.global_batch, plan.model.batch)
+
+
+def _micro_batches(share: Any, plan: Plan) -> list[Any]:
+    count = plan.num_microbatches
+    return split_micro_batches(share, count, plan.micro_batch * count, plan.model.batch)
+
+
+def _accumulate(
+    replicas: Sequence[nn.Module],
+    loaded: LoadedModel,
+    shares: Sequence[Sequence[Any]],
+    together: "Together | None" = None,
+) -> float:
+    """Loss of a step; gradients are left on the first replica's parameters. shares: [data rank] -> micro-batches.
+    together: runs those of all data ranks at once, where a norm looks at all of them."""
+    parts = [(replicas[i % len(replicas)], part) for i, share in enumerate(shares) for part in share]
+    weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for _, part in parts]
     total = 0.0
-    for part, weight in zip(parts, weights, strict=True):
-        args, kwargs = split_inputs(model, part, loaded.loss is not None)
-        output = model(*args, **kwargs)
+    for replica in replicas:
+        replica.zero_grad()
+
+    def scaled(replica: nn.Module, part: Any, weight: float) -> torch.Tensor:
+        args, kwargs = split_inputs(replica, part, loaded.loss is not None)
+        output = replica(*args, **kwargs)
         loss = loss_of(output) if loaded.loss is None else loaded.loss(output, part)
-        scaled = loss * (weight / sum(weights))
-        scaled.backward()
-        total += float(scaled.detach())
+        return loss * (weight / sum(weights))
+
+    runs = [partial(scaled, *part, weight) for part, weight in zip(parts, weights, strict=True)]
+    if together is None:
+        for run in runs:
+            loss = run()
+            loss.backward()
+            total += float(loss.detach())
+    else:
+        for i in range(len(shares[0])):
+            loss = together.sum_of(runs[i :: len(shares[0])])
+            loss.backward()
+            total += float(loss.detach())
+    for replica in replicas[1:]:
+        for own, parameter in zip(replicas[0].parameters(), replica.parameters(), strict=True):
+            if parameter.grad is not None:
+                own.grad = parameter.grad if own.grad is None else own.grad + parameter.grad
     return total
 
 
+@torch.no_grad()
+def _hand_on(replicas: Sequence[nn.Module]) -> None:
+    """Give the first replica's parameters to the others."""
+    for replica in replicas[1:]:
+        for own, parameter in zip(replicas[0].parameters(), replica.parameters(), strict=True):
+            parameter.copy_(own)
+
+
 def _one_rank(
-    loaded: LoadedModel, plan: Plan, batches: Sequence[Batch], eps: float, compile: bool | str
+    loaded: LoadedModel, plan: Plan, batches: Sequence[Batch], eps: float, compile: bool | str, draws: bool = False
 ) -> _RunResult | None:
-    """The training by the plan; what it computed, on rank 0."""
+    """The training by the plan; what it computed, on rank 0. draws: the model draws random numbers."""
     trainer = parallelize(
         loaded.build, plan, _optimizer(eps), loaded.loss, loaded.weight, seed=_SEED, device="cpu", compile=compile
     )
     losses: list[float] = []
     norms: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
-    with no_dropout():
+    with no_dropout(), SameDraws() if draws else nullcontext():
         for batch in batches:
-            share = split_micro_batches(batch, trainer.data_size, plan.training.global_batch)[trainer.data_rank]
-            metrics = trainer.step(share)
+            metrics = trainer.step(_shares(batch, plan)[trainer.data_rank])
             losses.append(metrics.loss)
             norms.append(metrics.grad_norm)
             if len(losses) == 1:

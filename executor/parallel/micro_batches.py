@@ -1,11 +1,13 @@
 """A batch cut into micro-batches, and the loss in what a model makes of one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from ...profiler.model.model_profile import BatchTensor
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -20,26 +22,63 @@ class MicroBatch:
     scale: float
 
 
-def split_micro_batches(tree: Any, count: int, samples: int) -> list[Any]:
-    """`count` equal parts of every tensor whose first dim is `samples`; everything else is in every part.
+def split_micro_batches(
+    tree: Any, count: int, samples: int, planned: Sequence[BatchTensor] = (), batch: Any = None
+) -> list[Any]:
+    """`count` equal parts of every tensor along its samples; everything else is in every part.
 
+    planned: the tensors of the batch that the profiler saw, which say along which dim samples lie, and how many rows
+    each has (nodes of a graph, entries of a bag). A batch that is not like those has samples along its first dims.
+    batch: where the planned tensors are found in the tree; default: the tree itself.
     Raises ValueError when no tensor has that many samples.
     """
     leaves, spec = tree_flatten(tree)
-    batched = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples for leaf in leaves]
-    if not any(batched):
+    dims = _sample_dims(tree if batch is None else batch, samples, planned)
+    cut: list[int | None] = [None] * len(leaves)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            cut[i] = dims.get(id(leaf)) if dims else 0 if leaf.dim() and leaf.shape[0] == samples else None
+    if count == 1 and dims:
+        return [tree]
+    if all(dim is None for dim in cut):
         sizes = sorted({leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0})
         raise ValueError(
             f"this rank's batch must hold {samples} samples (micro_batch x num_microbatches), found tensors of "
             f"{', '.join(map(str, sizes)) or 'no'} samples"
         )
-    size = samples // count
     return [
-        tree_unflatten(
-            [leaf[i * size : (i + 1) * size] if cut else leaf for leaf, cut in zip(leaves, batched, strict=True)], spec
-        )
+        tree_unflatten([_part(leaf, dim, i, count) for leaf, dim in zip(leaves, cut, strict=True)], spec)
         for i in range(count)
     ]
+
+
+def _sample_dims(batch: Any, samples: int, planned: Sequence[BatchTensor]) -> dict[int, int | None]:
+    """Id of each tensor of a batch -> the dim along which its samples lie; {} if it is not like the planned one."""
+    items: Any = {"0": batch} if isinstance(batch, torch.Tensor) else batch
+    items = items if isinstance(items, dict) else dict(enumerate(items)) if isinstance(items, tuple | list) else {}
+    found = {str(name): leaf for name, leaf in items.items() if isinstance(leaf, torch.Tensor)}
+    dims: dict[int, int | None] = {}
+    if not planned or found.keys() != {tensor.name for tensor in planned}:
+        return {}
+    if sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch)) != len(found):
+        return {}
+    for tensor in planned:
+        leaf = found[tensor.name]
+        growing = [dim for dim, kind in enumerate(tensor.dims) if kind == "batch"]
+        if leaf.dim() != len(tensor.dims) or len(growing) > 1:
+            return {}
+        if growing and leaf.shape[growing[0]] != samples * tensor.shape[growing[0]]:
+            return {}
+        dims[id(leaf)] = growing[0] if growing else None
+    return dims if any(dim is not None for dim in dims.values()) else {}
+
+
+def _part(leaf: Any, dim: int | None, index: int, count: int) -> Any:
+    if dim is None:
+        return leaf
+    size = leaf.shape[dim] // count
+    part = leaf.narrow(dim, index * size, size)
+    return part.contiguous() if dim else part
 
 
 def shapes_in(micro_batch: MicroBatch) -> list[torch.Size]:

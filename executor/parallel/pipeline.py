@@ -49,7 +49,8 @@ class PipelineRunner:
         scales: weight of each micro-batch's loss in the gradient; 1 / num_microbatches each, if not given.
         """
         count = self._plan.num_microbatches
-        parts = split_micro_batches((args, kwargs, batch), count, self._plan.micro_batch * count)
+        samples, planned = self._plan.micro_batch * count, self._plan.model.batch
+        parts = split_micro_batches((args, kwargs, batch), count, samples, planned, batch)
         weights = scales if scales is not None else [1 / count] * count
         micro_batches = [
             MicroBatch(args, kwargs, batch, scale) for (args, kwargs, batch), scale in zip(parts, weights, strict=True)

@@ -4,8 +4,8 @@ crosses the cuts."""
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ...planner.plan.document import Plan
+from ...profiler.model.building import replace_tensors
 from ...profiler.model.model_profile import Producer
 from ...profiler.semantics.producers import Producers
 from ...profiler.semantics.token_marks import Mark, mark_of, set_mark
@@ -23,17 +24,20 @@ from ...profiler.semantics.token_slices import TokenSlices
 from .context import ContextParallel
 from .micro_batches import MicroBatch
 from .shared_gradients import out_of_sight
+from .synced_norms import normalise_here, synced_norms
 
 
 @dataclass(frozen=True)
 class Like:
     """What a tensor of the whole model is like; written: it is written into after it was made. mark: which tokens it
-    holds, where ranks hold parts of a sequence."""
+    holds, where ranks hold parts of a sequence. changed: a hook on its module has put another in its place, or written
+    into it."""
 
     shape: torch.Size
     dtype: torch.dtype
     written: bool
     mark: Mark | None = None
+    changed: bool = False
 
     def placeholder(self, device: torch.device) -> torch.Tensor:
         """Zeros; without memory unless they will be written into."""
@@ -49,26 +53,37 @@ class Stub:
     tree: TreeSpec
     device: torch.device
 
-    def output(self) -> Any:
-        """Placeholders in the structure of the module's own output."""
-        made = [leaf.placeholder(self.device) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
+    def output(self, arrived: Mapping[int, torch.Tensor]) -> Any:
+        """Placeholders in the structure of the module's own output; what has arrived of it itself, for hooks of the
+        user's that keep what they see. (What a hook has changed is put in its place behind the hook.)"""
+        made = [self._leaf(leaf, arrived.get(i)) for i, leaf in enumerate(self.leaves)]
         return tree_unflatten(made, self.tree)
+
+    def _leaf(self, leaf: Any, arrived: torch.Tensor | None) -> Any:
+        if not isinstance(leaf, Like):
+            return leaf
+        return leaf.placeholder(self.device) if arrived is None or leaf.changed else arrived
 
 
 class Rehearsal:
     """One forward of the whole model on fake tensors: what layer modules return, and what crosses the cuts.
 
-    The stages of a rank may share one: it runs once.
+    The stages of a rank may share one: it runs once. is_own: the model is for it alone; else it makes a copy, whose
+    hooks write into the original if they are closures over it.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, is_own: bool = False) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._layer_modules = plan.model.layer_modules
         self._expert_modules = plan.model.expert_modules
         self._crossing = {tensor.producer for tensor in plan.model.tensors}
         self._found: tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool] | None = None
-        with torch.device("meta"):
-            self._model = _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+        self._model = model
+        for norm in synced_norms(model) if is_own else ():
+            normalise_here(norm)
+        if not is_own:
+            with torch.device("meta"):
+                self._model = _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
     def run(
         self,
@@ -116,15 +131,19 @@ class Rehearsal:
             return leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
         notes = _Notes(self._crossing)
-        with self._mode, torch.no_grad():
-            model = _copied(self._model, fake)
+        with ExitStack() as hooks, self._mode, torch.no_grad():
+            model = self._model
+            replace_tensors(model, fake)
             for name in self._layer_modules:
+                module = model.get_submodule(name)
                 if bf16_layers:
-                    model.get_submodule(name).register_forward_pre_hook(
-                        lambda module, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True
+                    hooks.enter_context(
+                        module.register_forward_pre_hook(
+                            lambda module, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True
+                        )
                     )
-            for name in self._layer_modules:
-                model.get_submodule(name).register_forward_hook(partial(notes.output, name))
+                hooks.enter_context(module.register_forward_hook(partial(notes.made, name), prepend=True))
+                hooks.enter_context(module.register_forward_hook(partial(notes.output, name)))
             args, kwargs = tree_map(fake, (micro_batch.args, micro_batch.kwargs))
             tokens: AbstractContextManager[Any] = nullcontext()
             if context is not None:
@@ -176,14 +195,22 @@ class _Notes:
     def __init__(self, crossing: set[Producer]) -> None:
         self._crossing = crossing
         self._calls: Counter[str] = Counter()
-        self._outputs: dict[tuple[str, int], tuple[list[Any], list[int], TreeSpec]] = {}
+        self._made: dict[str, list[tuple[int, int]]] = {}
+        self._outputs: dict[tuple[str, int], tuple[list[Any], list[int], TreeSpec, list[bool]]] = {}
         self._tensors: dict[Producer, tuple[torch.Tensor, int]] = {}
 
+    def made(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """A module's forward has returned; its hooks follow."""
+        self._made[name] = _states(tree_leaves(output))
+
     def output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """A foreign module has returned."""
+        """A module has returned, its hooks have run."""
         leaves, tree = tree_flatten(output)
-        versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
-        self._outputs[name, self._calls[name]] = (leaves, versions, tree)
+        states, before = _states(leaves), self._made[name]
+        changed = [i >= len(before) or before[i] != state for i, state in enumerate(states)]
+        first = dict(before)  # what a hook writes into is written into, too
+        versions = [first.get(tensor, version) for tensor, version in states]
+        self._outputs[name, self._calls[name]] = (leaves, versions, tree, changed)
         self._calls[name] += 1
 
     def tensor(self, producer: Producer, tensor: torch.Tensor) -> None:
@@ -194,15 +221,23 @@ class _Notes:
     def seen(self) -> _Seen:
         """What was collected, at the end of the run."""
 
-        def like(leaf: Any, version: int) -> Any:
+        def like(leaf: Any, version: int, changed: bool = False) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return Like(leaf.shape, leaf.dtype, leaf._version != version, mark_of(leaf))
+            return Like(leaf.shape, leaf.dtype, leaf._version != version, mark_of(leaf), changed)
 
         return _Seen(
-            {key: (tuple(map(like, leaves, made)), tree) for key, (leaves, made, tree) in self._outputs.items()},
+            {
+                key: (tuple(map(like, leaves, made, changed)), tree)
+                for key, (leaves, made, tree, changed) in self._outputs.items()
+            },
             {producer: like(*made) for producer, made in self._tensors.items()},
         )
+
+
+def _states(leaves: list[Any]) -> list[tuple[int, int]]:
+    """Which tensor each leaf is, and how often it was written into."""
+    return [(id(leaf), leaf._version) if isinstance(leaf, torch.Tensor) else (id(leaf), 0) for leaf in leaves]
 
 
 def _copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:

@@ -23,7 +23,7 @@ from ...planner.plan.schedules import ZERO_BUBBLE
 from ...profiler.model.model_profile import CrossingTensor, Producer
 from ...profiler.semantics.producers import Producers
 from ...profiler.semantics.token_marks import own_shape, set_mark
-from ..torch_compat import solid, unit_of
+from ..torch_compat import alias, unit_of
 from .context import ContextParallel
 from .micro_batches import Loss, MicroBatch, loss_of, own_copy, shapes_in
 from .partition import STALE, check_partition, crossing_into, parameters_of_stages, strip
@@ -165,7 +165,11 @@ class StageModule(nn.Module):
         return Producers(self.model, self._plan.model.layer_modules, replace=self._replace, only=crossing, stays=True)
 
     def _replace(self, producer: Producer, tensor: torch.Tensor) -> torch.Tensor:
-        return self._exchange.replace(producer, tensor)
+        found = self._exchange.replace(producer, tensor)
+        stub = self._stubs.get((producer.name, producer.call)) if producer.kind == "module" else None
+        if found is tensor or stub is None or not stub.leaves[producer.leaf].written or tensor._is_view():
+            return found
+        return tensor.detach_().copy_(found)  # a hook that wrote into it may have kept it, too
 
     @cached_property
     def fsdp_units(self) -> list[tuple[FSDPModule, bool]]:
@@ -191,7 +195,9 @@ class StageModule(nn.Module):
         self._calls[name] += 1
         if (name, call) not in self._stubs:
             raise RuntimeError(f"module {name} is called more often than when the stage was set up: {STALE}")
-        return self._stubs[name, call].output()
+        own = ("module", name, call)
+        arrived = {p.leaf: x for p, x in self._exchange.arrived.items() if (p.kind, p.name, p.call) == own}
+        return self._stubs[name, call].output(arrived)
 
     @cached_property
     def _sent(self) -> tuple[torch.Tensor, ...]:
@@ -200,8 +206,8 @@ class StageModule(nn.Module):
     def _checked(self, exchange: "_BoundaryTensors") -> tuple[torch.Tensor, ...]:
         exchange.check_all_seen()
         outputs = tuple(exchange.made[producer].contiguous() for producer in exchange.wanted)
-        if self._plan.schedule in ZERO_BUBBLE:  # torch detaches what it sent in place, which no view can be
-            outputs = tuple(solid(output) for output in outputs)
+        if self._plan.schedule in ZERO_BUBBLE:  # torch detaches in place what it sent
+            outputs = tuple(alias(output) for output in outputs)
         for crossing, output, like in zip(self.outgoing, outputs, self._sent, strict=True):
             if output.shape != like.shape or output.dtype != like.dtype:
                 raise RuntimeError(

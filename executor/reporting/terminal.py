@@ -52,10 +52,11 @@ _QUIET_SECONDS = 1.0
 
 
 def make_console(*, stderr: bool = False, record: bool = False) -> Console:
-    """Console that is plain when piped and never wider than 120 columns."""
-    console = Console(stderr=stderr, highlight=False, record=record)
+    """Console that is plain when piped and never wider than 120 columns. Words are what they are: names of a user's
+    modules may look like markup."""
+    console = Console(stderr=stderr, highlight=False, record=record, markup=False, emoji=False)
     if console.width > 120:
-        console = Console(stderr=stderr, highlight=False, record=record, width=120)
+        console.width = 120
     return console
 
 
@@ -67,7 +68,7 @@ class Waiting:
         self._quiet = quiet
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TimeElapsedColumn(),
             console=console,
@@ -112,6 +113,16 @@ def print_assumptions(console: Console, assumptions: Iterable[str]) -> None:
     """What was not said and therefore assumed, first of all."""
     for assumption in assumptions:
         console.print(hanging("assumes", Text(assumption), "yellow"))
+
+
+def print_coupling(console: Console, coupling: str, micro_batch: int) -> None:
+    """That the loss couples samples, which makes the micro-batch a part of what is trained."""
+    if coupling:
+        words = (
+            f"the samples of a micro-batch see each other in the loss ({coupling}): here {micro_batch} do; another "
+            "micro-batch trains something else"
+        )
+        console.print(hanging("couples", Text(words), "bold yellow"))
 
 
 def print_job(console: Console, plan: Plan) -> None:

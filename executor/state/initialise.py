@@ -3,8 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...profiler.model.building import parameters_on_meta, tensors_of
 from ..parallel.expert import HeldExperts
 from ..parallel.tensor_layout import ParameterCut
 from ..torch_compat import replaced_truncated_normal
@@ -35,12 +35,14 @@ _MAKERS = ("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn")
 class Values:
     """Initial values by original name: every rank can ask for any of them, and gets the same.
 
+    attributes: what else holds tensors in a module (also lists, tuples and dicts of some), by its name there.
     blocks: a parameter's rows of a range, in order, in tensors that need not all be there at once; None: as slices of
     the whole.
     """
 
     parameter: Callable[[str], torch.Tensor]
     buffer: Callable[[str], torch.Tensor]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
     blocks: Callable[[str, range], Iterator[torch.Tensor]] | None = None
 
     def rows(self, name: str, rows: range) -> Iterator[torch.Tensor]:
@@ -65,7 +67,8 @@ def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int)
         with torch.device("cpu"):
             model = model_fn()
         values = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
-        return Values(values.__getitem__, dict(model.named_buffers(remove_duplicate=False)).__getitem__)
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        return Values(values.__getitem__, buffers.__getitem__, _attributes(model))
     recording = OpRecording()
     # Not on the meta device, where torch.nn.init leaves much out because "sampling is a no-op".
     with (
@@ -82,12 +85,12 @@ def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int)
             ) from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first = {id(p): n for n, p in model.named_parameters()}
-    with _parameters_on_meta(), torch.device("cpu"):
-        buffers = dict(model_fn().named_buffers(remove_duplicate=False))
+    buffers, attributes = _without_parameters(model_fn)
     torch.manual_seed(seed)
     return Values(
         lambda n: recording.repeat(parameters[n], seed, first[id(parameters[n])]),
         buffers.__getitem__,
+        attributes,
         lambda n, rows: recording.blocks(parameters[n], seed, first[id(parameters[n])], rows),
     )
 
@@ -98,10 +101,9 @@ def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: se
     model: on the meta device. loaded: names of parameters. The model is never whole.
     """
     if loaded.issuperset(n for n, _ in model.named_parameters(remove_duplicate=False)):
-        with _parameters_on_meta(), torch.device("cpu"):
-            buffers = dict(model_fn().named_buffers(remove_duplicate=False))
+        buffers, attributes = _without_parameters(model_fn)
         torch.manual_seed(seed)
-        others = Values(lambda n: torch.empty(0), buffers.__getitem__)
+        others = Values(lambda n: torch.empty(0), buffers.__getitem__, attributes)
     else:
         others = initial_values(model_fn, True, seed)
     likes = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False) if n in loaded}
@@ -109,24 +111,20 @@ def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: se
     def parameter(name: str) -> torch.Tensor:
         return torch.empty_like(likes[name], device="cpu") if name in likes else others.parameter(name)
 
-    return Values(parameter, others.buffer)
+    return Values(parameter, others.buffer, others.attributes)
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """While it lasts, modules move their parameters to the meta device as soon as they get them."""
-    register = nn.Module.register_parameter
+def _without_parameters(model_fn: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(buffers, attributes) of a model whose parameters take no memory."""
+    with parameters_on_meta(), torch.device("cpu"):
+        model = model_fn()
+    return dict(model.named_buffers(remove_duplicate=False)), _attributes(model)
 
-    def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
 
-    nn.Module.register_parameter = moved  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """What holds tensors in a model beside parameters and buffers: "module.attribute" -> it."""
+    names = {id(module.__dict__): f"{name}." if name else "" for name, module in model.named_modules()}
+    return {names[id(where)] + name: value for where, name, value in tensors_of(model) if id(where) in names}
 
 
 @dataclass(frozen=True)
@@ -326,6 +324,7 @@ class Materialiser:
         self._experts = experts
         self._names = {id(p): n for n, p in stage.named_parameters()}
         self._buffer_names = {id(b): n for n, b in stage.named_buffers()}
+        self._module_names = {id(m): f"{n}." if n else "" for n, m in stage.named_modules()}
         self._values = values
         self._cuts = cuts
         self._tensor_rank = tensor_rank
@@ -339,6 +338,7 @@ class Materialiser:
             for submodule in module.modules():
                 self._parameters(submodule)
                 self._buffers(submodule)
+                self._attributes(submodule)
 
     def _parameters(self, module: nn.Module) -> None:
         for name, parameter in module._parameters.items():
@@ -374,6 +374,15 @@ class Materialiser:
 
     def _on_device(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(device=self._device, copy=True, memory_format=torch.contiguous_format)
+
+    def _attributes(self, module: nn.Module) -> None:
+        """Plain tensors that the constructor has made; what a stage keeps of others' parameters is left alone."""
+        prefix = self._module_names.get(id(module), "none of the model's ")
+        for name in [name for name in module.__dict__ if prefix + name in self._values.attributes]:
+            module.__dict__[name] = tree_map(self._attribute, self._values.attributes[prefix + name])
+
+    def _attribute(self, leaf: Any) -> Any:
+        return self._on_device(leaf.detach()) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
 
     def _buffers(self, module: nn.Module) -> None:
         for name, buffer in module._buffers.items():

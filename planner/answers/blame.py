@@ -1,11 +1,11 @@
 """Which of the user's pins leave no legal shape, and the rule that excludes what they allow."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
-from ..plan.legality import expert_rule, sharding_rule
+from ..plan.legality import expert_rule, pipeline_rule, sharding_rule, stage_starts, tensor_rule
 from ..plan.pin_texts import in_words
 from ..plan.pins import Pins
 from ..plan.setups import nearest_divisors
@@ -28,7 +28,10 @@ class Blame:
 
 def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> Blame | None:
     """Which pins leave no legal shape, and why; None where pins are not to blame."""
-    anything = Pins(everything=pins.everything, parts=pins.parts)
+    if profile.coupling and pins.micro_batch is None:  # which would be to blame for all of it
+        said = replace(pins, micro_batch=1)
+        return None if is_legal(profile, cluster, training, said) else blamed(profile, cluster, training, said)
+    anything = Pins(everything=pins.everything, parts=pins.parts, micro_batch=1 if profile.coupling else None)
     if not in_words(pins) or not is_legal(profile, cluster, training, anything):
         return None
     left = pins
@@ -42,8 +45,20 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
     if left.expert not in (None, 1):  # where no ranks may be shards there is no shape that could be rejected for it
         own = expert_rule(profile, left.expert) or sharding_rule(profile, training.precision)
         rules = [own, *rules] if own else rules
-    why = rules[0] if rules else _unreachable(left, cluster, training)
+    why = _of_a_pin(profile, training, left) or (rules[0] if rules else _unreachable(left, cluster, training))
     return Blame(tuple(in_words(left)), why)
+
+
+def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins) -> str | None:
+    """The rule that excludes what one of the pins says, whatever the others do; more shapes may break other rules."""
+    if left.pipeline not in (None, 1):
+        by_stages = pipeline_rule(profile, left.pipeline, len(stage_starts(profile)) + 1)
+        if by_stages is not None:
+            return by_stages
+    if left.tensor not in (None, 1) and (by_tensor := tensor_rule(profile, left.tensor)) is not None:
+        return by_tensor
+    shards = any(pin not in (None, 1) for pin in (left.data_shard, left.tensor, left.context))
+    return sharding_rule(profile, training.precision) if shards else None
 
 
 def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> str:

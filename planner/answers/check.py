@@ -11,6 +11,7 @@ from ..plan.legality import (
     divided,
     divides,
     expert_rule,
+    micro_batch_rule,
     runs_on_slices,
     sequence_rule,
     sharding_rule,
@@ -144,6 +145,7 @@ def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
     rules.append(expert_rule(profile, degrees.expert, plan.sequence_parallel))
     if plan.schedule in ZERO_BUBBLE:
         rules.append(zero_bubble_rule(profile, plan.training))
+    rules.append(micro_batch_rule(profile, degrees.data, plan.num_microbatches, pinned=True))
     planned = (layer for stage in plan.stages for layer in stage.layers)
     for layer, seen in zip(planned, profile.layers, strict=False):
         if layer.recompute != "none" and not can_recompute(profile, seen):

@@ -198,6 +198,10 @@ def _nothing_legal(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> 
     if found is not None:
         which = f"no layout of {count} GPUs is legal with {' and '.join(found.pins)}: {found.rule}"
         return f"{which}; leave out {'one of the pins' if len(in_words(pins)) > 1 else 'the pin'}"
+    told = [rule for rule in rejected if rule.startswith("micro_batch: ")]
+    if told:
+        others = [rule for rule in _one_of_each(rejected) if rule not in told]
+        return f"no layout of {count} GPUs is legal: {'; '.join([told[0], *others])}"
     whole = (batch // count + 1) * count
     return (
         f"no layout of {count} GPUs is legal: {'; '.join(_one_of_each(rejected))}. "

@@ -100,7 +100,8 @@ def search(
     if outcome.best is None:
         raise SolverError(f"no plan found within {time_limit_s:g} s; give it longer with --time-limit")
     until = max(deadline, time.monotonic() + max(1.0, MORE_TIME * time_limit_s))
-    rules = [(rule, _follow(explorer, rule, until)) for rule in rules_of_thumb(cluster, training)]
+    known = [_as_said(rule, profile, pins) for rule in rules_of_thumb(cluster, training)]
+    rules = [(rule, _follow(explorer, rule, until)) for rule in known]
     is_open = replace(pins, everything=False, parts=False) == Pins()
     followed = [priced for _, priced in rules if priced is not None and is_open]
     near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
@@ -220,6 +221,13 @@ def _by_rules(explorer: Explorer, pins: Pins) -> Iterator[Solved]:
             if found is not None and _allowed(explorer.model, pins, explorer.plan_of(found)):
                 yield found
                 break
+
+
+def _as_said(rule: RuleOfThumb, profile: ModelProfile, pins: Pins) -> RuleOfThumb:
+    """A rule of thumb with the micro-batch that the user says, where it is a part of what is trained."""
+    if not profile.coupling or pins.micro_batch is None:
+        return rule
+    return replace(rule, attempts=tuple(replace(each, micro_batch=pins.micro_batch) for each in rule.attempts))
 
 
 def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced | None:

@@ -22,12 +22,13 @@ class Shown:
         """For rich's print."""
         from rich import box
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
+        table = Table(title=Text(self.title), title_justify="left", box=box.SIMPLE_HEAD)
         for i, heading in enumerate(self.headings):
             table.add_column(heading, justify="right" if i >= self.numeric_from else "left")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         return table
 
     def html(self) -> str:

@@ -18,7 +18,7 @@ from pydantic import (
 from ...profiler.document import Document, Frozen
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.machine.units import format_bytes, format_seconds
-from ...profiler.model.model_profile import CrossingTensor, Experts, TensorCut
+from ...profiler.model.model_profile import BatchTensor, CrossingTensor, Experts, TensorCut
 from .display import Shown
 from .schedules import SCHEDULE_NAMES, Schedule, rank_and_chunk, stage_of
 from .training import TrainingSpec
@@ -181,6 +181,7 @@ class ModelReference(Frozen):
     expert_modules: tuple[str, ...] = Field(default=(), description="banks of experts; each token runs by itself there")
     decides_by_values: bool = Field(default=False, description="ranks may run different layers in the same step")
     returns_loss: bool = False
+    batch: tuple[BatchTensor, ...] = Field(default=(), description="tensors of one sample, and where more samples go")
 
 
 class Certificate(Frozen):

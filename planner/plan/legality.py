@@ -201,6 +201,8 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
             f"data_shard: {profile.decides_by_values} decides by values, so ranks may run different layers and wait "
             "for each other's parameters for ever; replicas (DDP) are fine"
         )
+    if profile.sharding_problem:
+        return f"data_shard: {profile.sharding_problem}; replicas (DDP) are fine"
     if precision != "fp32" and profile.mixed_precision_problem:
         return (
             f"data_shard: parameters in bf16 meet tensors in fp32 ({profile.mixed_precision_problem}); "
@@ -212,6 +214,33 @@ def sharding_rule(profile: ModelProfile, precision: Precision) -> str | None:
         for parameter in layer_class.parameters:
             if not parameter.shape:
                 return f"data_shard: {parameter.name} of {layer_class.name} has no dims; make it a tensor of one"
+            if 0 in parameter.shape:
+                return f"data_shard: {parameter.name} of {layer_class.name} has no elements to shard; leave it out"
+    return None
+
+
+def pipeline_rule(profile: ModelProfile, pipeline: int, most_stages: int) -> str | None:
+    """The rule that excludes a number of pipeline ranks, or None if it is legal. most_stages: of stage_starts."""
+    if pipeline <= most_stages:
+        return None
+    if profile.decides_by_values:
+        return (
+            f"pipeline: {profile.decides_by_values} decides by values, which the other stages have not; replicas (DDP) "
+            "are fine"
+        )
+    return f"pipeline={pipeline} has more stages than the model can be cut into ({most_stages})"
+
+
+def micro_batch_rule(profile: ModelProfile, data: int, count: int, pinned: bool) -> str | None:
+    """The rule that excludes `count` micro-batches on each of `data` ranks, or None if they are legal. pinned: the user
+    has said how large a micro-batch is."""
+    if count > 1 and profile.batch_problem:
+        return f"micro_batch: all samples of a data rank are one, because they cannot be cut: {profile.batch_problem}"
+    if data * count > 1 and profile.coupling and not pinned:
+        return (
+            f"micro_batch: the loss couples the samples of a batch ({profile.coupling}), so smaller micro-batches "
+            "train something else; say how many samples are to see each other, for example --pin micro_batch=8"
+        )
     return None
 
 

@@ -83,6 +83,7 @@ def reference_of(profile: ModelProfile) -> ModelReference:
         expert_modules=profile.expert_modules,
         decides_by_values=bool(profile.decides_by_values),
         returns_loss=profile.returns_loss,
+        batch=profile.batch,
     )
 
 

@@ -22,6 +22,8 @@ from ..plan.legality import (
     expert_rule,
     has_experts,
     has_sequence_attention,
+    micro_batch_rule,
+    pipeline_rule,
     sequence_rule,
     sharding_rule,
     stage_starts,
@@ -272,8 +274,9 @@ class Space:
         return self._known_choices[key]
 
     def _degree_rule(self, pipeline: int, data: int) -> str | None:
-        if pipeline > self._most_stages:
-            return f"pipeline={pipeline} has more stages than the model can be cut into ({self._most_stages})"
+        by_stages = pipeline_rule(self.profile, pipeline, self._most_stages)
+        if by_stages is not None:
+            return by_stages
         if self.training.global_batch % data:
             return f"global batch {self.training.global_batch} is no multiple of {data} data ranks"
         return None
@@ -333,7 +336,10 @@ class Space:
         for micro_batch in divisors(share):
             if not self.pins.allows("micro_batch", micro_batch):
                 continue
-            count, by_size = share // micro_batch, self._size_rule(micro_batch, context)
+            count = share // micro_batch
+            by_size = self._size_rule(micro_batch, context) or micro_batch_rule(
+                self.profile, data, count, self.pins.micro_batch is not None
+            )
             for schedule, virtual in schedules:
                 rule = by_size or self._schedule_rule(schedule, pipeline, count)
                 if rule is None:

@@ -8,16 +8,21 @@ where the fewest bytes cross.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import networkx as nx
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
-from ..semantics.producers import Producers
+from ..semantics.producers import Producers, is_wrapped
 from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, stubbed
 from .fake import FakeModel
 from .layer_graph import bytes_over, maker_of, tensors_of, wired
@@ -75,6 +80,10 @@ class LayerChain:
     signatures: tuple[Any, ...]
     shapes: Shapes
     notes: tuple[str, ...]
+    sharding_problem: str = ""
+    """Why fully_shard cannot take its modules."""
+    hookless: bool = False
+    """Whether what is saved for backward cannot be watched: torch.func.grad takes no hooks on saved tensors."""
 
     def arriving(self, layer: int) -> list[Crossing]:
         """The tensors from earlier layers that a layer reads, in the order in which they are made."""
@@ -110,12 +119,56 @@ def observe(fake: FakeModel, size: int, seq_len: int | None) -> LayerChain:
 
 
 def _observe(fake: FakeModel, units: Units, size: int, seq_len: int | None) -> LayerChain:
-    batch = fake.batch(size, seq_len)
-    with fake.running():
-        watch = ChainWatch(fake, units)
-        with watch, watch.producers:
-            fake.loss(batch, before_loss=watch.start_loss)
-    return _build_chain(fake.module, units, watch)
+    def watched(hooks: AbstractContextManager[Any]) -> LayerChain:
+        batch = fake.batch(size, seq_len)
+        with fake.running(), hooks:
+            watch = ChainWatch(fake, units)
+            with watch, watch.producers, patch.object(torch.autograd, "grad", _noting(torch.autograd.grad, watch)):
+                loss = fake.loss(batch, before_loss=watch.start_loss)
+            if watch.inputs.overwrites:
+                _check_backward(fake, loss)
+        return _build_chain(fake.module, units, watch)
+
+    try:
+        return watched(saved_tensors_hooks(lambda tensor: (tensor, tensor._version), partial(_as_saved, fake)))
+    except ValueError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        return replace(watched(nullcontext()), hookless=True)
+
+
+def _check_backward(fake: FakeModel, loss: torch.Tensor) -> None:
+    """Raises ValueError where the backward needs what was written into since: only the whole model shows that of what
+    one layer saves and another writes into."""
+    loss.backward()
+    for parameter in fake.module.parameters():
+        parameter.grad = None
+
+
+def _as_saved(fake: FakeModel, saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = saved
+    check_unwritten(tensor, version, f"{fake.loaded.source} does not train on one device either:")
+    return tensor
+
+
+def check_unwritten(tensor: torch.Tensor, version: int, whose: str) -> None:
+    """Raises ValueError where a tensor was written into since it was saved, as autograd does without hooks on such."""
+    if tensor._version != version:
+        raise ValueError(
+            f"{whose} a tensor of {list(tensor.shape)} that the backward needs is written into after an operator has "
+            "saved it; let what writes in place (relu_, x += y, x[:] = y) make a new tensor there"
+        )
+
+
+def _noting(grad: Callable[..., Any], watch: ChainWatch) -> Callable[..., Any]:
+    """torch.autograd.grad, noted as an act of the model."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        watch.inputs.transforms = True
+        watch.inputs.differentiates |= not any(map(is_wrapped, tree_leaves((args, kwargs))))
+        return grad(*args, **kwargs)
+
+    return noted
 
 
 def _opened_in_vain(fake: FakeModel, chain: LayerChain) -> frozenset[str]:
@@ -192,13 +245,27 @@ def _build_chain(root: nn.Module, units: Units, watch: ChainWatch) -> LayerChain
     notes = list(units.notes)
     spans = _collapse_repeats(units, events, spans, notes)
     spans = _collapse_leaks(watch, run, spans, notes)
+    if watch.inputs.transforms and len(spans) > 1:
+        spans = _joined(spans, spans[0][0], spans[-1][1])
+        notes.append("the forward differentiates or maps itself (autograd.grad, torch.func), so all of it is one layer")
     crossings = _crossings(watch, spans)
     layers = _layers(root, units, watch, spans, notes)
     graph = wired(len(layers), ((c.made_by, c.used_by, c.num_bytes) for c in crossings))
-    chain = LayerChain(units, layers, crossings, graph, (), watch.shapes, tuple(notes))
+    problem = _sharding_problem(root, watch)
+    chain = LayerChain(units, layers, crossings, graph, (), watch.shapes, tuple(notes), problem)
     parameters = dict(root.named_parameters(remove_duplicate=False))
     signatures = tuple(_signature(root, parameters, events, chain, index) for index in range(len(layers)))
     return replace(chain, signatures=signatures)
+
+
+def _sharding_problem(root: nn.Module, watch: ChainWatch) -> str:
+    """Why fully_shard cannot take the model's modules; '' if it can."""
+    if watch.inputs.differentiates:
+        return "the forward calls torch.autograd.grad, for which fully_shard does not gather parameters again"
+    scripted = [name for name, module in root.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        return f"{scripted[0] or 'the model'} is scripted by torch.jit, whose modules take no hooks"
+    return ""
 
 
 def _spans(units: Units, events: list[CallEvent], crossing: list[float]) -> list[tuple[int, int]]:

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ..semantics.producers import Producers
+from ..semantics.draws import draws
+from ..semantics.producers import Producers, is_wrapped
 from .fake import FakeModel
 from .gpu_kernel_emulation import Mode
 from .layer_graph import wired
@@ -118,6 +119,12 @@ class Inputs:
         self._given: list[tuple[str, torch.Tensor, int]] = []
         self._running: list[int] = []
         self.writers: set[str] = set()
+        self.transforms = False
+        """Whether the model differentiates or maps itself."""
+        self.overwrites = False
+        """Whether anything writes into what a module or function before has made."""
+        self.differentiates = False
+        """Whether it does so by torch.autograd.grad."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -141,6 +148,7 @@ class Inputs:
         self._given += [(name, x, x._version) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.transforms |= any(map(is_wrapped, tree_leaves((args, output))))
         if any(x._version != version for own, x, version in self._given[self._running.pop() :] if own == name):
             self.writers.add(name)
 
@@ -204,7 +212,10 @@ class ChainWatch(Mode):
         event = self.events[-1]
         here = self.cursor.index
         shapes = []
-        tainted = False
+        tainted = draws(func)  # other stages would draw other numbers
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            made = self.storage_made.get(self.storages.number(args[0]), here)
+            self.inputs.overwrites |= made < here
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 number = self.storages.number(tensor)

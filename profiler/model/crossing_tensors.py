@@ -1,15 +1,14 @@
 """The tensors that cross between layers, and those of a batch, as the profile describes them."""
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 
+from .batches import named_tensors, with_counting
 from .chain import Crossing, LayerChain
 from .fake import FakeModel
 from .fitted_costs import fit_bytes
 from .layer_run import Observation
-from .load import Batch
 from .meters import Size
 from .model_profile import BatchTensor, CrossingTensor, Producer
 from .run_sizes import RunSizes, dims_of, other_length
@@ -75,11 +74,11 @@ def _crossing_tensor(fake: FakeModel, sizes: RunSizes, crossing: Crossing) -> Cr
 
 def batch_tensors(fake: FakeModel, sizes: RunSizes) -> tuple[BatchTensor, ...]:
     """The tensors of a batch of one sample, and what each of their dims grows with."""
-    one = _named_tensors(fake.batch(1, sizes.seq_len))
-    two = _named_tensors(fake.batch(2, sizes.seq_len))
+    one = named_tensors(fake.batch(1, sizes.seq_len))
+    two = named_tensors(fake.batch(2, sizes.seq_len))
     other = other_length(sizes.seq_len)
-    longer = None if other is None or not sizes.takes_other_lengths else _named_tensors(fake.batch(1, other))
-    return tuple(
+    longer = None if other is None or not sizes.takes_other_lengths else named_tensors(fake.batch(1, other))
+    tensors = [
         BatchTensor(
             name=name,
             shape=tuple(tensor.shape),
@@ -87,12 +86,8 @@ def batch_tensors(fake: FakeModel, sizes: RunSizes) -> tuple[BatchTensor, ...]:
             dtype=_dtype_name(tensor.dtype, fake.dtype),
         )
         for name, tensor in one.items()
-    )
-
-
-def _named_tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    items: Any = batch.items() if isinstance(batch, dict) else enumerate(batch)
-    return {str(name): value for name, value in items if isinstance(value, torch.Tensor)}
+    ]
+    return with_counting(fake.loaded, tensors)
 
 
 def _dtype_name(dtype: torch.dtype, compute: torch.dtype) -> str:

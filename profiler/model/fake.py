@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .building import OF_MODULES, holds_tensors, on_meta
 from .gpu_kernel_emulation import as_on_gpu
 from .load import Batch, LoadedModel, place_of, split_inputs
 from .model_profile import BufferProfile
@@ -82,7 +83,7 @@ class FakeModel:
         before_loss()
         if self.loaded.loss is not None:
             output = self.loaded.loss(output, batch)
-        return _scalar(output, self.loaded)
+        return scalar(output, self.loaded)
 
     @contextmanager
     def running(self) -> Iterator[list[str]]:
@@ -120,8 +121,7 @@ class FakeModel:
 def fake_model(loaded: LoadedModel, dtype: torch.dtype) -> FakeModel:
     """The model built on the meta device and turned into fake CPU tensors, in training mode."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.device("meta"):
-        module = loaded.build()
+    module = on_meta(loaded.build)
     listed = _buffers(module)
     uncast = _to_fake(module, mode, dtype)
     return FakeModel(loaded, module.train(), mode, dtype, listed, uncast)
@@ -170,13 +170,16 @@ def _to_fake(
             twins[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if _is_parameter(tensor) else made
         return twins[id(tensor)]
 
-    kept = []
+    kept: list[Any] = []
     uncast = []
     with mode:
         for module in root.modules():
             places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
             for tensors in places:
                 for name, value in list(tensors.items()):
+                    if holds_tensors(value) and name not in OF_MODULES:
+                        kept.append(value)
+                        tensors[name] = tree_map(lambda x: twin(x) if isinstance(x, torch.Tensor) else x, value)
                     if isinstance(value, torch.Tensor):
                         kept.append(value)
                         tensors[name] = twin(value)
@@ -190,7 +193,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
-def _scalar(output: Any, loaded: LoadedModel) -> torch.Tensor:
+def scalar(output: Any, loaded: LoadedModel) -> torch.Tensor:
     """The loss in what the model (or the loss function) returned."""
     if hasattr(output, "loss") and isinstance(output.loss, torch.Tensor):
         found: torch.Tensor = output.loss

@@ -5,16 +5,17 @@ meters are on only within the layer. It stops after the layer's last event.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..semantics.producers import Producers
-from .chain import Crossing, Layer, LayerChain
+from .chain import Crossing, Layer, LayerChain, check_unwritten
 from .chain_watch import Cursor, stubbed
 from .expert_banks import BankCall, counts_of, is_linear_in, keeps_apart, routing_of, stacked_of, stacked_over
 from .fake import FakeModel
@@ -126,6 +127,7 @@ class LayerRun:
         self._leaving_as: dict[Producer, int] = {}
         self._gradients: set[int] = set()
         self._own = set(self.layer.calls)
+        self._hooked = {name for name in chain.units.names if fake.module.get_submodule(name)._forward_hooks}
         self._arriving = {crossing.producer: crossing for crossing in chain.arriving(index)}
         self._leaving = dict.fromkeys(crossing.producer for crossing in chain.leaving(index))
         self._outputs: dict[Producer, torch.Tensor] = {}
@@ -158,7 +160,7 @@ class LayerRun:
         with (
             self._module_names(),
             stubbed(self.fake.module, others, self._producers, self._stub),
-            torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor),
+            nullcontext() if self.chain.hookless else saved_tensors_hooks(self._pack, self._unpacked),
         ):
             try:
                 with self._producers, torch.enable_grad():
@@ -166,6 +168,8 @@ class LayerRun:
             except _Stop:
                 pass
             self._producers = None  # type: ignore[assignment]
+        if self.chain.hookless:
+            self._saved = set(self.storages.sizes) - self._outside  # what was made may all be kept
         for i, (op, inside) in enumerate(zip(self.recorder.ops, self._inside, strict=True)):
             op.repeated, op.call = inside and i < self.observation.saved_after, self._called_in[i]
         if loss is not None and self._cursor.layer != self.index:
@@ -353,9 +357,11 @@ class LayerRun:
     def _stub(self, name: str, call: int) -> Any | None:
         if (name, call) in self._own:
             return None
+        if name in self._hooked:  # hooks of the model's own may write into it
+            return self._shapes.outputs[name, call].empty()
         return self._shapes.stand_in(name, call)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         if self.recorder.active:
             number = self.storages.number(tensor)
             self.calls.save(number, len(self.recorder.ops))
@@ -367,6 +373,13 @@ class LayerRun:
                 self._saved_arriving.add(self._arrived_as[number])
             if number not in self._outside:
                 self._saved.add(number)
+        return tensor, tensor._version
+
+    def _unpacked(self, saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+        """What was saved. Raises ValueError where it was written into since, as autograd does without hooks."""
+        tensor, version = saved
+        source = self.fake.loaded.source
+        check_unwritten(tensor, version, f"{source} does not train on one device either: in {self.layer.name}")
         return tensor
 
     def _got_weight_gradient(self, parameter: torch.Tensor) -> None:

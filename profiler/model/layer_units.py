@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 
@@ -88,6 +89,8 @@ def _collect_units(module: nn.Module, name: str, opened: set[str], names: list[s
         full = f"{name}.{child_name}" if name else child_name
         if full in opened:
             _collect_units(child, full, opened, names, seen)
+        elif isinstance(child, torch.jit.ScriptModule):
+            continue  # takes no hooks: what it does is code between layers
         elif id(child) not in seen:
             seen.add(id(child))
             names.append(full)

@@ -11,7 +11,7 @@ A model file holds plain functions:
     global_batch = 64                               # optional
     seq_len = 1024                                  # optional; else the default of batch's seq_len
 
-A tuple batch is (inputs..., targets): see split_inputs.
+A tuple batch is (inputs..., targets): see split_inputs. A batch of one tensor is given to loss as that tensor.
 """
 
 import copy
@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 from ..garbage import without_garbage_collection
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Batch = tuple[Any, ...] | dict[str, Any]
+Batch = Union[tuple[Any, ...], dict[str, Any], "torch.Tensor"]
 Build = Callable[[], "nn.Module"]
 MakeBatch = Callable[..., Any]
 Loss = Callable[[Any, Any], "torch.Tensor"]
@@ -115,8 +115,11 @@ def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tup
 
     A dict gives the keys that forward names (all of them, if it takes **kwargs and there is no separate loss). A tuple
     without a separate loss goes in whole. With one, the tuple is (inputs..., targets): the last element is for the
-    loss only, unless forward requires it; what is more than forward accepts is for the loss, too.
+    loss only, unless forward requires it; what is more than forward accepts is for the loss, too. A tensor by itself is
+    the only input, and all that the loss is given.
     """
+    if not isinstance(batch, tuple | list | dict):
+        return (batch,), {}
     parameters = list(inspect.signature(module.forward).parameters.values())
     if isinstance(batch, dict):
         any_key = any(p.kind is p.VAR_KEYWORD for p in parameters) and not has_loss
@@ -220,9 +223,10 @@ def _checked(
                 "or set seq_len = 1024 in the file"
             )
         seq_len = default
+    bound = _bound_batch(make_batch, seq_len if takes else None, source)
     return LoadedModel(
-        build=_guarded_build(build, source),
-        batch=_bound_batch(make_batch, seq_len if takes else None, source),
+        build=_guarded_build(build, source, bound, loss is not None),
+        batch=bound,
         loss=loss,
         name=name,
         source=source,
@@ -233,9 +237,17 @@ def _checked(
     )
 
 
-def _guarded_build(build: Callable[[], Any], source: str) -> Build:
+def _guarded_build(
+    build: Callable[[], Any], source: str, batch: Callable[[int], Batch], has_loss: bool
+) -> Build:
+    def forward(module: "nn.Module") -> None:
+        args, kwargs = split_inputs(module, batch(2), has_loss)
+        _call(functools.partial(module, *args, **kwargs), f"the first forward of {source}, whose modules are lazy,")
+
     def guarded() -> "nn.Module":
         from torch import nn
+
+        from .building import initialised, is_lazy, with_dense_gradients, without_compiler
 
         module = _call(build, f"model() of {source}")
         if not isinstance(module, nn.Module):
@@ -243,7 +255,8 @@ def _guarded_build(build: Callable[[], Any], source: str) -> Build:
                 f"model() of {source} returned a {type(module).__name__}; it must return a torch.nn.Module, "
                 "for example `return MyModel()`"
             )
-        return without_cache(module)
+        module = without_cache(with_dense_gradients(without_compiler(module)))
+        return initialised(module, forward) if is_lazy(module) else module
 
     return guarded
 
@@ -272,11 +285,9 @@ def _bound_batch(make_batch: MakeBatch, seq_len: int | None, source: str) -> Cal
             else functools.partial(make_batch, size, seq_len=seq_len)
         )
         made = _call(call, f"batch({size}) of {source}")
-        if isinstance(made, torch.Tensor):
-            return (made,)
         if isinstance(made, list):
             return tuple(made)
-        if isinstance(made, tuple | dict):
+        if isinstance(made, tuple | dict | torch.Tensor):
             return made
         raise ValueError(
             f"batch({size}) of {source} returned a {type(made).__name__}; it must return a tuple or a dict of tensors, "

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ..semantics.producers import unwrapped
 from .gpu_kernel_emulation import Mode
 from .model_profile import FP32_BYTES, OpKind, OpPart
 
@@ -94,7 +95,7 @@ class Storages:
 
     def number(self, tensor: torch.Tensor, made: bool = False) -> int:
         """Number of the tensor's storage. made: an operator has just returned it; if new, it is logged as born."""
-        storage = tensor.untyped_storage()
+        storage = unwrapped(tensor).untyped_storage()
         address = storage._cdata
         number = self._numbers.get(address)
         if number is None:
@@ -112,7 +113,8 @@ class Storages:
 
     def size(self, tensor: torch.Tensor) -> Size:
         """What reading or writing the tensor moves: an expanded tensor is no larger than its storage."""
-        num_bytes = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+        inner = unwrapped(tensor)
+        num_bytes = min(inner.numel() * inner.element_size(), inner.untyped_storage().nbytes())
         return self.size_of_bytes(num_bytes, tensor.dtype)
 
     def cast(self, source: torch.Tensor, made: torch.Tensor) -> None:

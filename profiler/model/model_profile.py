@@ -338,6 +338,7 @@ class BatchTensor(Frozen):
     shape: tuple[int, ...]
     dims: tuple[Literal["batch", "sequence", "other"], ...]
     dtype: str
+    counts_rows: bool = Field(default=False, description="its numbers count rows of all samples: edges, offsets")
 
 
 class ModelProfile(Document):
@@ -368,6 +369,13 @@ class ModelProfile(Document):
     )
     smallest_micro_batch: int = Field(
         default=1, description="samples; batch norm over single values takes no fewer than 2"
+    )
+    sharding_problem: str = Field(default="", description="why fully_shard cannot take its modules")
+    batch_problem: str = Field(
+        default="", description="why a batch cannot be cut into micro-batches: what in it counts rows of all samples"
+    )
+    coupling: str = Field(
+        default="", description="where the loss of a sample depends on others of its batch: how that was seen, in words"
     )
     decides_by_values: str = Field(
         default="", description="where it decides by the values of tensors what to compute: file:line and the operator"

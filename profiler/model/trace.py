@@ -9,6 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +17,11 @@ from torch import nn
 from ..garbage import without_garbage_collection
 from ..tensor_cuts.context_trial import context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
+from .batches import batch_problem
+from .building import WAS_SPARSE
 from .chain import Layer, LayerChain, observe, shapes_at
 from .class_costs import layer_class_of
+from .coupling import Coupling, coupling_of
 from .crossing_tensors import batch_tensors, crossing_tensors
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
 from .lengths import at_seq_len
@@ -103,8 +107,13 @@ def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: P
     found = _found_cuts(fake, chain, sizes, firsts)
     problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
     profile = _profile_at(fake, chain, sizes, found, problem, notes, progress)
+    coupling = coupling_of(loaded, profile, sizes)
     profile = profile.model_copy(
-        update={"context_problem": context_problem(fake, profile.expert_modules, profile.layers)}
+        update={
+            "context_problem": context_problem(fake, profile.expert_modules, profile.layers),
+            "coupling": coupling.words if coupling is not None and coupling.much else "",
+            "notes": (*_slight(coupling), *profile.notes),
+        }
     )
     if not lengths or loaded.seq_len is None or loaded.seq_len < _SHORTEST:
         return profile
@@ -117,6 +126,12 @@ def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: P
             told = f"holds one sequence length only, because at {seq_len} tokens: {error}"
             return profile.model_copy(update={"notes": (*profile.notes, told)})
     return profile.model_copy(update={"other_lengths": tuple(others)})
+
+
+def _slight(coupling: Coupling | None) -> tuple[str, ...]:
+    if coupling is None or coupling.much:
+        return ()
+    return (f"samples of a micro-batch see each other a little: {coupling.words}; plan verify says what it does",)
 
 
 def _profile_at(
@@ -148,6 +163,7 @@ def _profile_at(
         for layer, first in zip(chain.layers, chain.representatives(), strict=True)
     )
     _check_complete(fake, layers)
+    batch = batch_tensors(fake, sizes)
     profile = ModelProfile(
         name=loaded.name,
         source=loaded.source,
@@ -159,7 +175,9 @@ def _profile_at(
         tensors=crossing_tensors(fake, chain, sizes, seen),
         ties=_ties(fake, layers),
         buffers=fake.buffers,
-        batch=batch_tensors(fake, sizes),
+        batch=batch,
+        batch_problem=batch_problem(batch),
+        sharding_problem=chain.sharding_problem,
         returns_loss=loaded.loss is None,
         attention_modules=_attention_modules(chain, found),
         mixed_precision_problem=mixed_precision,
@@ -169,6 +187,7 @@ def _profile_at(
         notes=(
             *notes,
             *_batch_norms(fake),
+            *_dense(fake),
             *chain.notes,
             *(note for i in firsts for note in found[i].notes),
             *_uncut(classes),
@@ -279,13 +298,21 @@ def _uncut(classes: Sequence[LayerClass]) -> tuple[str, ...]:
 
 def _batch_norms(fake: FakeModel) -> tuple[str, ...]:
     """A note where statistics run over the micro-batch of one rank, so that they change with the layout."""
-    modules = [name for name, m in fake.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+    modules = [name for name, m in fake.module.named_modules() if isinstance(m, kinds)]
     if not modules:
         return ()
     return (
         f"{modules[0]} and {len(modules) - 1} others normalise over the micro-batch of one rank, so the numbers "
         "change with data parallelism and micro-batch, as in any framework; group norm would not",
     )
+
+
+def _dense(fake: FakeModel) -> tuple[str, ...]:
+    names = [name for name, module in fake.module.named_modules() if WAS_SPARSE in module.__dict__]
+    if not names:
+        return ()
+    return (f"{names[0]} (and {len(names) - 1} more embeddings) trains with dense gradients, not sparse ones",)
 
 
 def _check_positions(loaded: LoadedModel, sizes: RunSizes) -> None:
@@ -315,6 +342,7 @@ def _check_complete(fake: FakeModel, layers: Sequence[LayerProfile]) -> None:
 def _fingerprint(profile: ModelProfile) -> str:
     """Hash of what a plan depends on: layers, classes, tensors, ties and batch; not of names, notes or versions."""
     told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
-    told.add("context_problem")
-    document = profile.model_dump(mode="json", exclude=told)
+    told |= {"context_problem", "coupling", "batch_problem", "sharding_problem"}
+    left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
+    document = profile.model_dump(mode="json", exclude=left_out)
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]

@@ -29,7 +29,9 @@ class Producers(TorchFunctionMode):
     Modules without parameters (rotary tables, dropout) are not layer modules: what they call is glue. So is a custom
     torch.autograd.Function, under the name of its class: what its forward calls belongs to it.
 
-    replace: may put another tensor in place of any produced one; it works above autograd, so gradients reach it.
+    replace: may put another tensor in place of any produced one; it works above autograd, so gradients reach it. What a
+        function has written into stays the same tensor, and gets the other's numbers: the model may go on with it
+        whatever the function returned.
     on_produced: sees every produced tensor, after replacement.
     on_start: called with (kind, name, call) before a layer module or glue function runs. A glue function that turns out
         to return no tensor is not counted: the next call of it starts with the same number.
@@ -115,7 +117,7 @@ class Producers(TorchFunctionMode):
         self._start("glue", name)
         with self._uncounted():
             output = func(*args, **(kwargs or {}))
-        return self._produced("glue", name, output)
+        return self._produced("glue", name, output, given=(*args, *(kwargs or {}).values()))
 
     def _applied(self, function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         apply = self._apply.__get__(None, function)
@@ -172,10 +174,12 @@ class Producers(TorchFunctionMode):
             with self._uncounted():
                 self._on_start(kind, name, self._calls[kind, name])
 
-    def _hand_over(self, producer: Producer, tensor: torch.Tensor) -> torch.Tensor:
+    def _hand_over(self, producer: Producer, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
         with self._uncounted():
             if self._replace is not None:
-                tensor = self._replace(producer, tensor)
+                made, tensor = tensor, self._replace(producer, tensor)
+                if in_place and tensor is not made and not made._is_view():
+                    tensor = made.detach_().copy_(tensor)
             if self._on_produced is not None:
                 self._on_produced(producer, tensor)
         return tensor
@@ -189,9 +193,9 @@ class Producers(TorchFunctionMode):
         finally:
             self._depth -= 1
 
-    def _produced(self, kind: Any, name: str, output: Any) -> Any:
+    def _produced(self, kind: Any, name: str, output: Any, given: tuple[Any, ...] = ()) -> Any:
         leaves, tree = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)
-        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves) or any(map(is_wrapped, leaves)):
             return output
         call = self._calls[kind, name]
         self._calls[kind, name] += 1
@@ -199,8 +203,21 @@ class Producers(TorchFunctionMode):
             return output
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                leaves[i] = self._hand_over(_producer(kind, name, call, i), leaf)
+                in_place = any(leaf is x for x in given)
+                leaves[i] = self._hand_over(_producer(kind, name, call, i), leaf, in_place)
         return leaves[0] if tree is None else tree_unflatten(leaves, tree)
+
+
+def is_wrapped(leaf: Any) -> bool:
+    """Whether a tensor is one that torch.func (vmap, grad) has put its own around: it is there only inside of it."""
+    return isinstance(leaf, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside of what torch.func has put around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 @lru_cache(maxsize=10_000)

@@ -39,7 +39,7 @@ from .tensor_flow import (
     parts_of,
     sources,
 )
-from .tensor_modules import features, is_convolution, is_linear, is_product, output_dim
+from .tensor_modules import features, has_weight, is_convolution, is_linear, is_product, output_dim
 from .tensor_rank import layer_modules, run_cut
 from .tensor_trial import forward_ops, leading_problem, order_problem, reduction_problem
 
@@ -170,7 +170,7 @@ class _Probe:
         tapped = {
             name
             for name, module in self.modules.items()
-            if is_product(module) or isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            if is_product(module) or (isinstance(module, nn.Embedding | nn.EmbeddingBag) and has_weight(module))
         }
         handles = [
             module.register_forward_hook(tap(name))

@@ -5,12 +5,17 @@ from torch import nn
 
 def is_linear(module: nn.Module) -> bool:
     """nn.Linear, or Hugging Face's Conv1D (a linear layer with its weight transposed)."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return has_weight(module) and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+
+
+def has_weight(module: nn.Module) -> bool:
+    """Whether the weight is a parameter of its own, not computed from others (spectral norm, weight norm)."""
+    return module._parameters.get("weight") is not None
 
 
 def is_convolution(module: nn.Module) -> bool:
     """A convolution whose output channels each read all input channels."""
-    return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1
+    return has_weight(module) and isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1
 
 
 def is_product(module: nn.Module) -> bool:

@@ -1,0 +1,84 @@
+"""Generated models, each asked for several plans: planned and verified, or refused with a rule.
+
+    python -m benchmarks.abuse --models 1000
+
+prints a line for each failure and a table, and writes both, with every refusal counted by its rule; failures are shrunk
+to a minimal model file each. Exit code 1 if there are any.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+from .generate import file_of
+from .outcomes import FAILURES, Outcome, drawn, outcomes, shrunken
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    """Run the models of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.abuse", description=__doc__)
+    parser.add_argument("--models", type=int, default=1000, help="how many (default 1000)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--plans", type=int, default=3, help="plans of each (default 3)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder (default: beside this file)")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    started, found = time.monotonic(), list[Outcome]()
+    models = 0
+    for tree in drawn(given.first, given.models):
+        if time.monotonic() - started > 60 * given.minutes:
+            break
+        models += 1
+        for outcome in outcomes(tree, given.plans):
+            found.append(outcome)
+            if outcome.kind in FAILURES:
+                _tell(outcome, given.output)
+    summary = summarised(found, models, given.first)
+    given.output.mkdir(parents=True, exist_ok=True)
+    (given.output / "abuse.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(json.dumps(summary, indent=1))
+    return 1 if any(outcome.kind in FAILURES for outcome in found) else 0
+
+
+def summarised(found: list[Outcome], models: int, first: int) -> dict[str, object]:
+    """Counts of outcomes, and of refusals by rule."""
+    rules = Counter(_rule(outcome.words) for outcome in found if outcome.kind == "refused")
+    return {
+        "models": models,
+        "first_seed": first,
+        "plans": len(found),
+        **dict(sorted(Counter(outcome.kind for outcome in found).items())),
+        "refused_by": dict(rules.most_common()),
+        "failures": [
+            {"seed": o.tree.seed, "pins": o.pins, "kind": o.kind, "words": o.words.strip().splitlines()[-1][:300]}
+            for o in found
+            if o.kind in FAILURES
+        ],
+    }
+
+
+def _rule(words: str) -> str:
+    """A refusal without what differs from model to model."""
+    words = re.sub(r"^no layout of \d+ GPUs is legal( with [^:]*)?: ", "", words)
+    return re.sub(r"\d[\d.e+-]*", "N", words)[:110]
+
+
+def _tell(outcome: Outcome, folder: Path) -> None:
+    least = shrunken(outcome)
+    path = folder / f"seed_{outcome.tree.seed}_{outcome.kind}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(file_of(least.tree, least.pins, least.words.strip().splitlines()[-1]))
+    last = outcome.words.strip().splitlines()[-1][:300]
+    print(f"{outcome.kind} at seed {outcome.tree.seed} with {outcome.pins}: {last}\n  least: {path}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

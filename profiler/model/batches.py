@@ -1,0 +1,62 @@
+"""What a batch of a model is made of: where its samples lie, and what counts rows of all of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .load import Batch, LoadedModel
+from .model_profile import BatchTensor
+
+_SIZES = (3, 8, 24)
+"""Numbers of samples at which integers are looked at: those that count rows grow with all of them."""
+
+_MOST_ELEMENTS = 50_000_000
+"""Numbers of a batch that is made only to look at its integers: 0.2 GB."""
+
+
+def named_tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    """Tensors of a batch by keyword, or by their position as a number."""
+    if isinstance(batch, torch.Tensor):
+        return {"0": batch}
+    items: Any = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    return {str(name): value for name, value in items if isinstance(value, torch.Tensor)}
+
+
+def with_counting(loaded: LoadedModel, tensors: Sequence[BatchTensor]) -> tuple[BatchTensor, ...]:
+    """The tensors of a batch, those marked whose numbers count rows of all samples: edges between the nodes of many
+    graphs, offsets of bags. A part of a batch has other rows, so they cannot be cut."""
+    counting = [t.name for t in tensors if t.dtype in ("int64", "int32") and "batch" in t.dims]
+    elements = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
+    if not counting or elements * _SIZES[-1] > _MOST_ELEMENTS:
+        return tuple(tensors)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        batches = [named_tensors(loaded.batch(size)) for size in _SIZES]
+    if any(batch.keys() != {tensor.name for tensor in tensors} for batch in batches):
+        return tuple(tensors)
+    rows = {(t.name, dim) for t in tensors for dim, kind in enumerate(t.dims) if kind == "batch"}
+    marked = {
+        name
+        for name in counting
+        if any(all(_counts(batch[name], batch[of].shape[dim]) for batch in batches) for of, dim in rows)
+    }
+    return tuple(t.model_copy(update={"counts_rows": t.name in marked}) for t in tensors)
+
+
+def _counts(numbers: torch.Tensor, rows: int) -> bool:
+    """Whether the numbers may be rows: none lies beyond the last, and some in the second half."""
+    largest = int(numbers.max()) + 1 if numbers.numel() else 0
+    return rows / 2 <= largest <= rows
+
+
+def batch_problem(tensors: Sequence[BatchTensor]) -> str:
+    """Why a batch cannot be cut into micro-batches; '' if it can."""
+    for tensor in tensors:
+        if tensor.counts_rows:
+            return f"element {tensor.name} of a batch counts rows of all samples (edges, offsets), a part has others"
+        if tensor.dims.count("batch") > 1:
+            return f"element {tensor.name} of a batch grows with its samples in {tensor.dims.count('batch')} dims"
+    if not any("batch" in tensor.dims for tensor in tensors):
+        return "batch(size) gives the same shapes for every size, so its samples cannot be told apart"
+    return ""

@@ -1,0 +1,46 @@
+"""Random draws inside of a model: the same for every run, so that two runs can be compared."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+_NOTHING_DROPPED = ("native_dropout", "_fused_dropout")
+_IN_ORDER = ("randperm",)
+_DRAWN = 0.5
+
+
+class SameDraws(TorchDispatchMode):
+    """While it lasts, whatever draws random numbers gets one number for all: two runs that split a batch differently
+    draw differently, however they are seeded. drew: whether anything has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        if not draws(func):
+            return output
+        self.drew = True
+        if name in _NOTHING_DROPPED:
+            return args[0].clone(), torch.ones_like(output[1])
+        if name in _IN_ORDER:
+            return output.copy_(torch.arange(len(output), dtype=output.dtype, device=output.device))
+        return tree_map(_same, output)
+
+
+def draws(func: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags and "scaled_dot_product" not in func._overloadpacket.__name__
+
+
+def _same(drawn: Any) -> Any:
+    if not isinstance(drawn, torch.Tensor):
+        return drawn
+    with torch.no_grad():
+        return drawn.fill_(_DRAWN if drawn.is_floating_point() else 0)

@@ -1,0 +1,49 @@
+"""Generated models of odd habits: planned and verified, or refused with a rule; and how failures are made small."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.abuse import outcomes
+from benchmarks.abuse.generate import Tree, draw, file_of, loaded
+from benchmarks.abuse.outcomes import FAILURES, Outcome
+from meshwright.profiler.model.load import load_model
+
+
+def test_trees_are_the_same_from_run_to_run_and_come_back_from_text() -> None:
+    trees = [draw(seed) for seed in range(50)]
+
+    assert [Tree.of(tree.text) for tree in trees] == trees == [draw(seed) for seed in range(50)]
+    assert len({tree.blocks for tree in trees}) > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_a_generated_model_is_verified_or_refused(seed: int) -> None:
+    found = list(outcomes.outcomes(draw(seed), plans=2))
+
+    assert [outcome.words for outcome in found if outcome.kind in FAILURES] == []
+
+
+def test_a_failure_is_shrunk_to_what_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(tree: Tree, pins: dict[str, object]) -> Outcome:
+        fails = "norm" in (tree.blocks[i] for i in tree.order) and bool(tree.hooks)
+        return Outcome(tree, pins, "different" if fails else "verified")
+
+    monkeypatch.setattr(outcomes, "_again", again)
+    tree = Tree(1, ("mlp", "norm", "gated"), (0, 1, 2, 0), ((0, 2),), ((0, 3),), ((0, "keep"), (2, "keep")), (3,))
+
+    least = outcomes.shrunken(Outcome(replace(tree, batch="dict"), {}, "different")).tree
+
+    assert least == Tree(1, ("linear", "norm", "linear"), (1,), hooks=((2, "keep"),))
+
+
+def test_a_minimal_file_is_a_model_file(tmp_path: Path) -> None:
+    path = tmp_path / "least.py"
+    path.write_text(file_of(draw(3), {"pipeline": 2}, "a difference"))
+
+    built = load_model(path).build()
+
+    shapes = {name: p.shape for name, p in loaded(draw(3)).build().named_parameters()}
+    assert {name: p.shape for name, p in built.named_parameters()} == shapes

@@ -1,0 +1,471 @@
+"""Habits of models that eager PyTorch trains: their plans give the numbers of one process, or a rule is named."""
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import rich
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import weight_norm
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm
+
+from meshwright.executor import parallelize
+from meshwright.executor.reporting import terminal
+from meshwright.planner.answers.blame import blamed
+from meshwright.planner.plan.legality import micro_batch_rule, sharding_rule
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.trace import trace
+from support.habits import GLOBAL_BATCH, WIDTH, habit, planned, run
+
+
+def _linear(width: int = WIDTH) -> nn.Linear:
+    return nn.Linear(WIDTH, width)
+
+
+class Towers(nn.Module):
+    """Two views of a sample are to be nearer to each other than to those of other samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(_linear(), nn.Tanh(), _linear(8))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return functional.normalize(self.tower(a)) @ functional.normalize(self.tower(b)).T * 4
+
+
+def _own_pairs(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(output, torch.arange(len(output)))
+
+
+class Averaging(nn.Module):
+    """Takes off a running mean of what it has seen, which it replaces in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _linear(), _linear()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        out: torch.Tensor = self.second(h - self.mean)
+        return out
+
+
+class Bags(nn.Module):
+    """Sums of looked-up vectors: offsets say where each sample's begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(50, WIDTH, mode="sum"), _linear(1)
+
+    def forward(self, entries: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.bag(entries, offsets)).squeeze(-1)
+        return out
+
+
+def _bags(size: int) -> tuple[torch.Tensor, ...]:
+    return torch.randint(50, (3 * size,)), torch.arange(0, 3 * size, 3), torch.randn(size)
+
+
+class Noisy(nn.Module):
+    """Adds noise of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _linear(), _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x) + torch.randn_like(x))
+        return out
+
+
+class LooksAtItself(nn.Module):
+    """Looks at numbers while it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _linear(), _linear()
+        assert self.first.weight.abs().sum().item() > 0
+        self.rates = [rate.item() for rate in torch.linspace(0.5, 1.0, 3)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x) * self.rates[1])
+        return out
+
+
+class Hooked(nn.Module):
+    """Keeps what a module returns aside, by a hook that is a closure over the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _linear(), _linear()
+        self.kept: dict[str, torch.Tensor] = {}
+        self.first.register_forward_hook(lambda module, args, output: self.kept.__setitem__("first", output))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.relu(self.first(x))) + self.kept["first"]
+        return out
+
+
+class Scaling(Hooked):
+    """A hook changes what its module returns: once, on whatever stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_forward_hook(lambda module, args, output: output.mul_(3))
+        self.second.register_forward_hook(lambda module, args, output: output * 3)
+
+
+class Named(nn.Module):
+    """Names the device of a layer itself, and holds plain tensors, one in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, device="cpu"), _linear()
+        self.plain = torch.arange(WIDTH) / WIDTH
+        self.listed = [torch.ones(WIDTH), 2.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x) + self.plain) * self.listed[0] * self.listed[1]
+        return out
+
+
+class Ladder(nn.Module):
+    """What goes down is kept for the way up: a stage in the middle hands on what its own ReLUs have saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(_linear() for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for down in self.down:
+            x = torch.relu(down(x))
+            kept.append(x)
+        for up in self.up:
+            x = torch.relu(up(torch.cat([x, kept.pop()], -1)))
+        return x
+
+
+class WritesAcross(nn.Module):
+    """Writes into what its layers return, and goes on with that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(_linear()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = block(x)
+            h.mul_(2)
+            functional.leaky_relu_(h, 0.3)
+            x = h
+        return x
+
+
+class Mapped(nn.Module):
+    """Runs a layer on each sample by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _linear(), _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.func.vmap(lambda row: torch.tanh(self.first(row)))(x))
+        return out
+
+
+class Force(nn.Module):
+    """The gradient of an energy, which is trained to be something."""
+
+    def __init__(self, by_func: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.by_func = _linear(), _linear(1), by_func
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.first(x))).sum()
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.by_func:
+            found: torch.Tensor = torch.func.grad(self.energy)(x)
+            return found
+        x = x.detach().requires_grad_(True)
+        return torch.autograd.grad(self.energy(x), x, create_graph=True)[0]
+
+
+class Scripted(nn.Module):
+    """Scripted by torch.jit where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.layer(x))
+
+
+def _partly_scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(torch.jit.script(Scripted()), Scripted())
+
+
+class Words(nn.Module):
+    """An embedding that asks for sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(40, WIDTH, sparse=True), _linear(40)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.words(tokens))
+        return out
+
+
+def _words(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(40, (size,)), torch.randn(size, 40)
+
+
+def _compiled() -> nn.Module:
+    inner: Any = torch.compile(nn.Sequential(_linear(), nn.Tanh()))
+    whole: Any = torch.compile(nn.Sequential(inner, _linear()))
+    module: nn.Module = whole
+    return module
+
+
+def _old_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(weight_norm(_linear()), nn.ReLU(), weight_norm(_linear()))
+
+
+HABITS: dict[str, Any] = {
+    "compiled": habit(_compiled),
+    "looks at itself": habit(LooksAtItself),
+    "lazy": habit(lambda: nn.Sequential(nn.LazyLinear(WIDTH), nn.ReLU(), nn.LazyLinear(WIDTH))),
+    "orthogonal": habit(lambda: nn.Sequential(orthogonal(_linear()), nn.ReLU(), _linear())),
+    "spectral norm": habit(lambda: nn.Sequential(spectral_norm(_linear()), nn.ReLU(), spectral_norm(_linear()))),
+    "old weight norm": habit(_old_norm),
+    "noisy": habit(Noisy),
+    "hooked": habit(Hooked),
+    "scaling": habit(Scaling),
+    "named": habit(Named),
+    "averaging": habit(Averaging),
+    "writes across": habit(WritesAcross),
+    "mapped": habit(Mapped),
+    "force, func": habit(lambda: Force(by_func=True)),
+    "force": habit(lambda: Force(by_func=False)),
+    "scripted": habit(_partly_scripted),
+    "sparse": habit(Words, batch=_words),
+    "synced norm": habit(lambda: nn.Sequential(_linear(), nn.SyncBatchNorm(WIDTH), nn.ReLU(), _linear())),
+    "double": habit(
+        lambda: nn.Sequential(_linear(), nn.ReLU(), _linear()).double(),
+        batch=lambda size: (torch.randn(size, WIDTH).double(), torch.randn(size, WIDTH).double()),
+    ),
+    "half": habit(
+        lambda: nn.Sequential(_linear(), nn.ReLU(), _linear()).bfloat16(),
+        batch=lambda size: (torch.randn(size, WIDTH).bfloat16(), torch.randn(size, WIDTH).bfloat16()),
+    ),
+    "bags": habit(Bags, batch=_bags),
+    "one tensor": habit(
+        lambda: nn.Sequential(_linear(), nn.ReLU(), _linear()),
+        batch=lambda size: torch.randn(size, WIDTH),
+        loss=lambda output, batch: (output - batch).square().mean(),
+    ),
+}
+
+FIRST = {"averaging": 0, "bags": 0, "hooked": 1, "named": 2, "writes across": 1, "synced norm": 0}
+"""Model -> which of its plans is tested by default; the others with the slow ones."""
+
+ONE_LAYER = ("mapped", "force, func", "force", "scripted")
+"""Models that no pipeline cuts."""
+WHOLE = ("force", "scripted")
+"""Models that are not sharded."""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # what torch.compile imports
+@pytest.mark.parametrize(
+    ("name", "pins"),
+    [
+        pytest.param(name, pins, marks=[] if FIRST.get(name) == number else [pytest.mark.slow])
+        for name in HABITS
+        for number, pins in enumerate([{"data_replicate": 2}, {"pipeline": 2}, {"data_shard": 2}])
+        if not (name in ONE_LAYER and number == 1) and not (name in WHOLE and number == 2)
+    ],
+)
+def test_what_eager_trains_gives_the_numbers_of_one_process(name: str, pins: dict[str, int]) -> None:
+    report = run(HABITS[name], **pins)
+
+    assert report.ok, report.lines
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-h2", marks=pytest.mark.slow)])
+def test_zero_bubble_stages_send_what_their_layers_have_saved(schedule: Any) -> None:
+    report = run(habit(Ladder), ranks=3, pipeline=3, schedule=schedule)
+
+    assert report.ok, report.lines
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("name", "why"), [("force", "calls torch.autograd.grad"), ("scripted", "by torch.jit")])
+def test_what_fully_shard_cannot_take_is_replicated(name: str, why: str) -> None:
+    assert why in str(sharding_rule(trace(HABITS[name]), "fp32"))
+
+
+def test_what_eager_cannot_train_either_is_said_to_be_so() -> None:
+    class Spoils(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = _linear(), _linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.relu(self.first(x))
+            h[:, :4] = 0
+            out: torch.Tensor = self.second(h)
+            return out
+
+    with pytest.raises(ValueError, match=r"does not train on one device either: a tensor of \[2, 32\]"):
+        trace(habit(Spoils))
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    class Quirky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("[/bold]", _linear())
+            self.add_module("[red]x", _linear())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for child in self.children():
+                x = child(x)
+            return x
+
+    plan = planned(habit(Quirky), pipeline=2)
+    terminal.print_placement(terminal.make_console(), plan)
+    rich.print(plan)
+
+    shown = capsys.readouterr().out
+    assert shown.count("[/bold]") == shown.count("[red]x") == 2
+
+
+def test_noise_that_two_layers_read_is_drawn_once_and_sent() -> None:
+    class Denoising(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = _linear(), _linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            noise = torch.randn_like(x)
+            out: torch.Tensor = self.second(self.first(x + noise)) - noise
+            return out
+
+    crossing = [tensor.producer.name for tensor in trace(habit(Denoising)).tensors]
+
+    assert crossing == ["randn_like", "first"]
+
+
+def test_parameters_without_elements_are_not_sharded() -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.none, self.out = nn.Parameter(torch.zeros(0, WIDTH)), _linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(x) + self.none.sum()
+            return out
+
+    assert "has no elements to shard" in str(sharding_rule(trace(habit(Empty)), "fp32"))
+
+
+def test_a_loss_over_pairs_of_samples_is_not_split_unless_the_user_says_so() -> None:
+    loaded = habit(Towers, loss=_own_pairs)
+
+    with pytest.raises(ValueError, match=r"legal: micro_batch: the loss couples the samples .*--pin micro_batch"):
+        planned(loaded)
+
+    plan = planned(loaded, micro_batch=4)
+
+    assert (plan.micro_batch, plan.degrees.data) == (4, 2)
+
+
+def test_verify_tells_what_splitting_changes_from_what_the_plan_does() -> None:
+    report = run(habit(Towers, loss=_own_pairs), micro_batch=2)
+
+    assert report.ok
+    assert report.splitting is not None
+    assert report.splitting.what == "loss of step 1"
+    assert report.splitting.relative > 0.1
+    assert "that splits its batch alike" in report.lines[-1]
+
+
+def test_batch_norms_are_no_coupling_that_a_plan_has_to_keep() -> None:
+    norm = nn.Sequential(_linear(), nn.BatchNorm1d(WIDTH), _linear())
+
+    assert trace(habit(lambda: norm)).coupling == ""
+
+
+def test_a_mean_over_the_batch_couples() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = _linear(), _linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x)
+            out: torch.Tensor = self.second(h - h.mean(0))
+            return out
+
+    assert "the loss of 4 samples is" in trace(habit(Centred)).coupling
+
+
+def test_what_counts_rows_of_all_samples_is_one_micro_batch() -> None:
+    profile = trace(HABITS["bags"])
+
+    assert [tensor.counts_rows for tensor in profile.batch] == [False, True, False]
+    assert micro_batch_rule(profile, 2, 1, pinned=False) is None
+    assert "element 1 of a batch counts rows of all samples" in str(micro_batch_rule(profile, 2, 2, pinned=False))
+
+
+def test_lazy_modules_of_a_training_script_are_refused_in_words() -> None:
+    plan = planned(HABITS["one tensor"], ranks=1)
+
+    with pytest.raises(ValueError, match="run one forward in the function that builds the model"):
+        parallelize(lambda: nn.Sequential(nn.LazyLinear(4)), plan, torch.optim.AdamW)
+
+
+class Decides(nn.Module):
+    """Goes one way or the other, by what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _linear(), _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.first(x) * float(x.abs().max().item())
+        out: torch.Tensor = self.second(h)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        (Pins(data_shard=4), "data_shard: .* decides by values"),
+        (Pins(pipeline=2), "pipeline: .* decides by values"),
+        (Pins(tensor=2), "tensor: no layer can be cut"),
+    ],
+)
+def test_a_refusal_names_the_rule_of_the_pin(pins: Pins, words: str) -> None:
+    profile, cluster = trace(habit(Decides)), cluster_of(load_device("cpu"), 4)
+
+    found = blamed(profile, cluster, TrainingSpec(global_batch=GLOBAL_BATCH, precision="fp32"), pins)
+
+    assert found is not None
+    assert re.search(words, found.rule)
