@@ -266,10 +266,13 @@ class Trainer:
         """Take over the last complete checkpoint of a run's folder; returns the number of steps it has behind it.
 
         The checkpoint may come from another plan, on another number of ranks. All ranks must call it. missing_ok: where
-        there is no checkpoint yet return 0 (else raise ValueError). stateful: what was given to `save`.
+        there is no checkpoint yet return 0 (else raise ValueError). stateful: what was given to `save`. Raises
+        DamagedError for a checkpoint that is not what was saved, which names the last one that is, and ValueError where
+        another job writes to the folder; it is this job's until `close`.
         """
         with self._task("in resume", "after resume"):
             writer = self._writer()
+            writer.lock(Path(folder), make=missing_ok)
             found = writer.latest(Path(folder))
             if found is None:
                 if missing_ok:
@@ -296,7 +299,7 @@ class Trainer:
         """End what is still being written, and torch.distributed if parallelize began it."""
         if self._checkpoints is not None:
             with self._task("in close", "after close"):
-                self._checkpoints.wait()
+                self._checkpoints.close()
         if self._telemetry is not None:
             self._telemetry.close()
         if self._watch is not None:

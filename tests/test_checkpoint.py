@@ -208,6 +208,8 @@ def test_what_is_not_complete_is_no_checkpoint_and_is_cleared_away(profile: Mode
 
     trainer.save(tmp_path)
 
+    trainer.close()
+
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000000", "step-00000000.1"]
 
 
@@ -216,6 +218,7 @@ def test_only_the_last_ones_are_kept(profile: ModelProfile, tmp_path: Path) -> N
     for _, share in zip(range(4), trainer.loader(samples), strict=False):
         trainer.step(share)
         trainer.save(tmp_path, keep=2)
+    trainer.close()
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
