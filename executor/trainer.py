@@ -33,8 +33,9 @@ from .parallel.shared_gradients import SharedGradients
 from .parallel.stage_module import stages_in
 from .state.checkpoint import Checkpoints
 from .state.checkpoint_folder import Progress
+from .state.extra_state import Stateful
 from .state.initialise import empty_values
-from .state.run_state import ModelState, State, Stateful
+from .state.run_state import ModelState, State
 from .state.weights import Loading, Weights
 from .telemetry import Telemetry
 from .torch_compat import accelerator, data_parallel
@@ -255,7 +256,8 @@ class Trainer:
         It appears as `step-<number>` once it is complete, so that a process that dies at any moment leaves the last
         complete one. wait: False returns when the numbers are copied, and writes beside the following steps; an error
         is raised by the next save or by close. keep: how many checkpoints to keep; None: all. stateful: what else
-        (scheduler=...) to save, as the first rank has it.
+        (scheduler=..., ema=...) to save: tensors that are named and shaped like parameters of `model` by rank, so that
+        any plan can take them over, and the rest once. Raises ValueError if the rest is not alike on all ranks.
         """
         behind = f"after step {self.progress.steps}"
         with self._task(f"in save {behind}", behind):

@@ -28,9 +28,10 @@ from .box_files import Writes, read_boxes, write_boxes
 from .boxes import Box
 from .checkpoint_folder import Progress, complete_checkpoints, latest_checkpoint, read_progress
 from .checksums import CHECKSUMS, CheckedReader, DamagedError, damage_in
+from .extra_state import Stateful, check_alike
 from .random_state import set_random_state
 from .run_lock import RunLock, hold, let_go
-from .run_state import State, Stateful
+from .run_state import State
 
 _PARTIAL, _DISCARDED = ".partial-", ".discarded-"
 
@@ -55,7 +56,10 @@ class Checkpoints:
         """
         self.wait()
         self.lock(folder)
-        found, objects = self._state.saved_boxes(), self._state.saved_objects(stateful)
+        extras = self._state.extras(stateful)
+        for name, extra in extras.items():
+            check_alike(name, extra, self._gathered)
+        found, objects = self._state.saved_boxes(extras), self._state.saved_objects(extras)
         if not wait:
             found = [Box(b.key, b.whole, b.offsets, b.tensor.to("cpu", copy=True)) for b in found]
         planned = Writes(found, objects)
@@ -191,13 +195,16 @@ class Checkpoints:
                 f"{folder} holds no state of {', '.join(m.removeprefix('more.') for m in missing)}: it was saved "
                 "without; call resume without it"
             )
-        objects = read_boxes(reader, found + own_optimizer, {rng, *stages, *wanted})
+        trees = read_boxes(reader, [], wanted)
+        refills = [self._state.refill(n, source, trees[f"more.{n}"], saved) for n, source in stateful.items()]
+        found += [box for refill in refills for box in refill.boxes]
+        objects = read_boxes(reader, found + own_optimizer, {rng, *stages})
         # What all ranks together have read by now is checked; the rest is small.
         reader.check_items(("model.", "optimizer."), self._mesh.rank, self._plan.degrees.num_devices)
         self._state.load_optimizer(tensors, [objects[key] for key in stages])
         set_random_state(objects[rng], self._mesh.device)
-        for name, target in stateful.items():
-            target.load_state_dict(objects[f"more.{name}"])
+        for refill in refills:
+            refill.give()
         return progress
 
     def _from_first(self, act: Callable[[], Any]) -> Any:

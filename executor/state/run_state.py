@@ -2,11 +2,10 @@
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -14,28 +13,8 @@ from ...planner.plan.document import Plan
 from ..apply import AppliedModel
 from ..parallel.mesh import RankMesh
 from .boxes import Box, boxes
+from .extra_state import Extra, Place, Refill, Stateful, extra_key, extra_of, like_place, places_of
 from .random_state import random_state
-
-
-class Stateful(Protocol):
-    """What can be saved with a checkpoint: a learning-rate scheduler, for one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What there is to save."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was saved."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    """A parameter of this rank. name: its first in the whole model; own_name: the one that it has here."""
-
-    name: str
-    own_name: str
-    tensor: nn.Parameter
 
 
 class ModelState:
@@ -44,7 +23,7 @@ class ModelState:
     def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
         self._model, self._plan, self._mesh = model, plan, mesh
         first = {name: names[0] for names in plan.model.ties for name in names}
-        self._parameters = [_Parameter(first.get(n, n), n, p) for n, p in model.parameters.items()]
+        self._parameters = places_of(model.parameters, first)
 
     def model_boxes(self) -> list[Box]:
         """Parameters and persistent buffers."""
@@ -76,7 +55,17 @@ class State(ModelState):
         super().__init__(model, plan, mesh)
         self._optimizer = optimizer
 
-    def saved_boxes(self) -> list[Box]:
+    def extras(self, stateful: Mapping[str, Stateful]) -> dict[str, Extra]:
+        """What else is to be saved, of this rank."""
+        buffers = places_of(self._buffers(), {})
+        return {n: extra_of(source, self._parameters, buffers, self._model.prefix) for n, source in stateful.items()}
+
+    def refill(self, name: str, source: Stateful, tree: Any, saved: Metadata) -> Refill:
+        """What to read of a checkpoint to give it back to a source."""
+        buffers = places_of(self._buffers(), {})
+        return Refill(name, source, tree, saved, self._parameters, buffers, self._model.prefix, self._place_boxes)
+
+    def saved_boxes(self, extras: Mapping[str, Extra]) -> list[Box]:
         """Everything that this rank can write: buffers only of the first replica, for each has its own."""
         tensors, _ = self._optimizer_state()
         found = [
@@ -86,10 +75,20 @@ class State(ModelState):
             for box in self._boxes(f"optimizer.{p.name}.{kind}", p.own_name, tensor)
         ]
         writes_buffers = self._mesh.data_rank == 0 and self._mesh.is_first_of_share
-        buffers = {f"model.{name}" for name in self._buffers()}
-        return found + [box for box in self.model_boxes() if writes_buffers or box.key not in buffers]
+        buffers = self._buffers()
+        for name, extra in extras.items():
+            for path, place, value in extra.shards:
+                if writes_buffers or place.own_name not in buffers:
+                    found += self._place_boxes(extra_key(name, path, place), place, like_place(value, place))
+        keys = {f"model.{name}" for name in buffers}
+        return found + [box for box in self.model_boxes() if writes_buffers or box.key not in keys]
 
-    def saved_objects(self, stateful: Mapping[str, Stateful]) -> dict[str, Any]:
+    def _place_boxes(self, key: str, place: Place, tensor: torch.Tensor) -> list[Box]:
+        if place.own_name in self._buffers():
+            return [Box(key, tensor.shape, (0,) * tensor.dim(), tensor)]
+        return self._boxes(key, place.own_name, tensor)
+
+    def saved_objects(self, extras: Mapping[str, Extra]) -> dict[str, Any]:
         """What is no tensor, of the ranks that write it."""
         stage = self._mesh.coordinates["pipeline"]
         found: dict[str, Any] = {}
@@ -99,7 +98,7 @@ class State(ModelState):
                 _, scalars = self._optimizer_state()
                 found[f"optimizer.stage{stage}"] = {"scalars": scalars, "groups": self._groups()}
         if self._mesh.rank == 0:
-            found |= {f"more.{name}": source.state_dict() for name, source in stateful.items()}
+            found |= {f"more.{name}": extra.tree for name, extra in extras.items()}
         return found
 
     def optimizer_boxes(self, saved: Metadata) -> tuple[list[Box], dict[str, dict[str, torch.Tensor]]]:
