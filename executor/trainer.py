@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, default_collate
 
@@ -28,9 +27,11 @@ from .parallel.gradients import Gradients, local_gradient
 from .parallel.mesh import RankMesh, check_world_size, connect
 from .parallel.micro_batches import loss_of, split_micro_batches
 from .parallel.norms import norms_of
+from .parallel.optimizers import MakeOptimizer, keep_attributes
 from .parallel.pipeline import PipelineRunner
 from .parallel.shared_gradients import SharedGradients
 from .parallel.stage_module import stages_in
+from .parallel.whole_matrices import prepare_optimizer, whole_tensor
 from .state.checkpoint import Checkpoints
 from .state.checkpoint_folder import Progress
 from .state.extra_state import Stateful
@@ -55,7 +56,7 @@ class Metrics:
 def parallelize(
     model_fn: Callable[[], nn.Module],
     plan: Plan | str | Path,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    optimizer: MakeOptimizer,
     loss: Loss | None = None,
     weight: Callable[[Any], torch.Tensor] | None = None,
     seed: int = 0,
@@ -65,13 +66,15 @@ def parallelize(
     telemetry: str | Path | None = None,
     timeout_s: float = HANG_S,
     compile: bool | str | None = None,
+    whole_matrices: bool | None = None,
 ) -> "Trainer":
     """A trainer that runs this process as one rank of the plan.
 
     model_fn: builds the model; called on the meta device and on the CPU.
-    optimizer: called with this rank's shards of the parameters. Optimizers that look at single elements (SGD, AdamW,
-        ...) do what they would do on one device. Make the same parameter groups on every rank, empty ones included, if
-        a scheduler is to be saved and resumed by another plan.
+    optimizer: called with this rank's shards of the parameters, or, if its argument is called `named`, with pairs
+        (name in the model, parameter); returns an optimizer, or a list of several. What is written on parameters
+        (`p.no_decay = True`) is kept. Make the same parameter groups on every rank, empty ones included, if a scheduler
+        is to be saved and resumed by another plan.
     loss: mean loss of (output, micro-batch); None if the model returns its own.
     weight: how much a micro-batch counts in the mean loss (its valid tokens, say); None: by samples.
     seed: of the initial values, which are those of `torch.manual_seed(seed); model_fn()` on one CPU under every plan.
@@ -84,6 +87,9 @@ def parallelize(
         start-up, save and resume may take three times as long.
     compile: every layer by torch.compile, or by the compiler of this name; None: if the plan's software has it
         (`plan ... --software fsdp2-compile`).
+
+    whole_matrices: whether the optimizer must see whole matrices (Muon, Adafactor, LAMB), which are then gathered
+        for it one by one, and stepped by one rank each; None: it is tried whether a step is done element by element.
 
     Runs under torchrun, or without any launcher if the plan is for one device. Raises ValueError, before ranks wait for
     each other, if the job has not as many ranks as the plan, the model is not the one that was planned, or the
@@ -102,6 +108,7 @@ def parallelize(
     watch = watched(plan, timeout_s)
     with nullcontext() if watch is None else watch.task("in its start-up", "after its start-up"):
         whole = build_on_meta(model_fn, plan)
+        attributes = {n: dict(vars(p)) for n, p in whole.named_parameters(remove_duplicate=False)}
         loading, values = None, None
         if weights is not None:
             weights = weights if isinstance(weights, Weights) else Weights(weights)
@@ -115,7 +122,11 @@ def parallelize(
         model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values, backend)
         if loading is not None:
             loading.fill(ModelState(model, plan, mesh).model_boxes())
-        trainer = Trainer(model, plan, mesh, optimizer, loss, weight, max_grad_norm, owns_process_group=not was_running)
+        for name, parameter in model.parameters.items():
+            keep_attributes(parameter, attributes[name])
+        trainer = Trainer(
+            model, plan, mesh, optimizer, loss, weight, max_grad_norm, not was_running, whole_matrices=whole_matrices
+        )
         trainer._watch = watch
         if telemetry is not None:
             trainer._telemetry = Telemetry(Path(telemetry), plan, mesh)
@@ -133,18 +144,19 @@ class Trainer:
         model: AppliedModel,
         plan: Plan,
         mesh: RankMesh,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        optimizer: MakeOptimizer,
         loss: Loss | None,
         weight: Callable[[Any], torch.Tensor] | None,
         max_grad_norm: float | None,
         owns_process_group: bool,
+        whole_matrices: bool | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.model = model.module
         self.data_rank = mesh.data_rank
         self.data_size = mesh.data_size
-        self.optimizer = optimizer(list(model.parameters.values()))
+        self.optimizer, self._whole_matrices = prepare_optimizer(optimizer, model, plan, mesh, whole_matrices)
         self._applied = model
         self._loss = loss
         self._weight = weight
@@ -158,7 +170,7 @@ class Trainer:
         self._replicas: DistributedDataParallel | None = None
         self._reduces: bool | None = None  # what units of fully_shard were told last
         self._first_step: AbstractContextManager[Any] | None = None
-        self._state = State(model, plan, mesh, self.optimizer)
+        self._state = State(model, plan, mesh, self.optimizer, self._whole_matrices)
         self._checkpoints: Checkpoints | None = None
         self.progress = Progress()
         self._read = Progress()  # how far `loader` is ahead
@@ -199,6 +211,8 @@ class Trainer:
         started = time.perf_counter()
         # DDP's gradients are views of its buckets: without them a micro-batch that is not reduced would make others.
         self.optimizer.zero_grad(set_to_none=self._replicas is None)
+        for parameter in self._applied.parameters.values() if self._whole_matrices is not None else ():
+            parameter.grad = None
         batch = tree_map(self._to_device, batch)
         scales = self._scales(batch)
         with self._first_step or nullcontext():
@@ -212,7 +226,11 @@ class Trainer:
         if self._max_grad_norm is not None:
             # What is not finite stays as it is, so that it can be found.
             self._gradients.clip(self._max_grad_norm, norm.nan_to_num(0.0, posinf=0.0))
+        if self._whole_matrices is not None:
+            self._whole_matrices.gather()
         self.optimizer.step()
+        if self._whole_matrices is not None:
+            self._whole_matrices.scatter()
         before, self._norms = self._norms, norms_of(self._local_parameters(), self.mesh.device)
         found_loss, squared_norm, spoiled = totals.tolist()
         found_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
@@ -439,7 +457,7 @@ class Trainer:
         keep = all(at == 0 for axis, at in self.mesh.coordinates.items() if axis != "pipeline")
         state: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            whole = self._whole(name, tensor)
+            whole = whole_tensor(self._applied, self.mesh, name, tensor)
             if keep:
                 state[name] = whole.cpu()
         if keep and buffers:
@@ -460,20 +478,6 @@ class Trainer:
             if known is not None:
                 state.update(dict.fromkeys(names, known))
         return state
-
-    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a parameter or gradient of which ranks hold shards."""
-        if name in self._applied.experts:
-            assert isinstance(tensor, DTensor)
-            return self._applied.experts[name].whole(tensor.full_tensor(), self.mesh.expert_mesh.get_group("expert"))
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        cut = self._applied.cut(name)
-        if cut is None:
-            return tensor
-        shards = [torch.empty_like(tensor) for _ in range(cut.degree)]
-        dist.all_gather(shards, tensor.contiguous(), group=self.mesh.group("tensor"))
-        return cut.full(shards)
 
 
 def _from(samples: Iterable[Any], start: int) -> Iterator[Any]:

@@ -6,7 +6,8 @@ A run's folder holds one folder per checkpoint, `step-00000120`, which appears b
 
 The numbers are in the format of torch.distributed.checkpoint: `model.<name>` and `optimizer.<name>.<state>` are whole
 tensors under the model's own names (tied ones under their first), of which every rank writes and reads only the boxes
-that it holds. `optimizer.stage<k>` has what is no tensor, `rng.<data rank>.<stage>` the random states.
+that it holds. `optimizer.stage<k>` has what is no tensor (`.<rank>` behind it, of an optimizer of whole matrices),
+`rng.<data rank>.<stage>` the random states, `more.<name>` what the user saves beside.
 """
 
 import os
@@ -188,7 +189,7 @@ class Checkpoints:
         degrees = saved_plan.degrees
         stage = self._mesh.coordinates["pipeline"] if degrees.pipeline == self._plan.degrees.pipeline else 0
         rng = f"rng.{self._mesh.data_rank % degrees.data}.{stage}"
-        stages = [key for key in saved.state_dict_metadata if re.fullmatch(r"optimizer\.stage\d+", key)]
+        stages = [key for key in saved.state_dict_metadata if re.fullmatch(r"optimizer\.stage\d+(\.\d+)?", key)]
         wanted = {f"more.{name}" for name in stateful}
         if missing := sorted(wanted - saved.state_dict_metadata.keys()):
             raise ValueError(

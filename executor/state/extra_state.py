@@ -1,8 +1,8 @@
 """What a user saves beside model and optimizer: tensors like parameters by rank, in whole-tensor terms; the rest once.
 
 Averaged weights (`save(ema=...)`) hold this rank's shard of every parameter. They are found in a state_dict as a dict
-that names parameters or buffers as the trainer's model does (`module.` may stand before), or as a list of one tensor for
-each parameter in the model's order. Everything else has to be alike on all ranks, for another plan has other ranks.
+that names parameters or buffers as the trainer's model does (`module.` may stand before), or as a list of one tensor
+for each parameter in the model's order. Everything else has to be alike on all ranks, for another plan has other ranks.
 """
 
 import hashlib

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...planner.plan.document import Plan
 from ..apply import AppliedModel
 from ..parallel.mesh import RankMesh
+from ..parallel.whole_matrices import WholeMatrices
 from .boxes import Box, boxes
 from .extra_state import Extra, Place, Refill, Stateful, extra_key, extra_of, like_place, places_of
 from .random_state import random_state
@@ -49,11 +51,15 @@ class ModelState:
 
 
 class State(ModelState):
-    """A rank's part of a run: the model and its optimizer."""
+    """A rank's part of a run: the model and its optimizer. whole: what the optimizer has instead of shards."""
 
-    def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh, optimizer: Optimizer) -> None:
+    def __init__(
+        self, model: AppliedModel, plan: Plan, mesh: RankMesh, optimizer: Optimizer, whole: WholeMatrices | None = None
+    ) -> None:
         super().__init__(model, plan, mesh)
-        self._optimizer = optimizer
+        self._optimizer, self._whole = optimizer, whole
+        given = model.parameters if whole is None else whole.parameters
+        self._stepped = {p.own_name: given[p.own_name] for p in self._parameters}  # what the optimizer has
 
     def extras(self, stateful: Mapping[str, Stateful]) -> dict[str, Extra]:
         """What else is to be saved, of this rank."""
@@ -72,7 +78,7 @@ class State(ModelState):
             box
             for p in self._parameters
             for kind, tensor in tensors[p.own_name].items()
-            for box in self._boxes(f"optimizer.{p.name}.{kind}", p.own_name, tensor)
+            for box in self._optimizer_boxes(f"optimizer.{p.name}.{kind}", p, tensor)
         ]
         writes_buffers = self._mesh.data_rank == 0 and self._mesh.is_first_of_share
         buffers = self._buffers()
@@ -94,9 +100,10 @@ class State(ModelState):
         found: dict[str, Any] = {}
         if self._mesh.is_first_of_share:
             found[f"rng.{self._mesh.data_rank}.{stage}"] = random_state(self._mesh.device)
-            if self._mesh.data_rank == 0:
-                _, scalars = self._optimizer_state()
-                found[f"optimizer.stage{stage}"] = {"scalars": scalars, "groups": self._groups()}
+        if (self._mesh.is_first_of_share and self._mesh.data_rank == 0) or self._whole is not None:
+            _, scalars = self._optimizer_state()
+            owner = "" if self._whole is None else f".{self._mesh.rank}"
+            found[f"optimizer.stage{stage}{owner}"] = {"scalars": scalars, "groups": self._groups()}
         if self._mesh.rank == 0:
             found |= {f"more.{name}": extra.tree for name, extra in extras.items()}
         return found
@@ -112,13 +119,37 @@ class State(ModelState):
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for p in self._parameters:
             own = tensors[p.own_name] = {}
-            for kind in kinds.get(p.name, ()):
+            for kind in kinds.get(p.name, ()) if self._is_here(p) else ():
                 key = f"optimizer.{p.name}.{kind}"
                 entry = saved.state_dict_metadata[key]
                 assert isinstance(entry, TensorStorageMetadata)
-                own[kind] = torch.zeros_like(p.tensor, dtype=entry.properties.dtype, requires_grad=False)
-                found += self._boxes(key, p.own_name, own[kind])
+                if self._is_whole(p):
+                    own[kind] = torch.zeros(entry.size, dtype=entry.properties.dtype, device=self._mesh.device)
+                else:
+                    own[kind] = torch.zeros_like(p.tensor, dtype=entry.properties.dtype, requires_grad=False)
+                to_read = self._optimizer_boxes(key, p, own[kind])
+                for box in to_read[:1]:
+                    if box.whole != entry.size:
+                        raise ValueError(
+                            f"the checkpoint's optimizer has {kind!r} of shape {list(entry.size)} for {p.name} of "
+                            f"shape {list(box.whole)}, which {type(self._optimizer).__name__} cannot be given in "
+                            "shards: it was saved by another optimizer"
+                        )
+                found += to_read
         return found, tensors
+
+    def _is_here(self, p: Place) -> bool:
+        """Whether this rank's optimizer steps a parameter."""
+        return self._whole is None or self._whole.owns(p.own_name)
+
+    def _is_whole(self, p: Place) -> bool:
+        """Whether the optimizer has all of a parameter, so that its state may have any shape."""
+        return self._whole is not None or not isinstance(p.tensor, DTensor)
+
+    def _optimizer_boxes(self, key: str, p: Place, tensor: torch.Tensor) -> list[Box]:
+        if self._is_whole(p):
+            return [Box(key, tensor.shape, (0,) * tensor.dim(), tensor)]
+        return self._boxes(key, p.own_name, tensor)
 
     def load_optimizer(self, tensors: dict[str, dict[str, torch.Tensor]], stages: Iterable[dict[str, Any]]) -> None:
         """Give the optimizer what was saved: tensors of this rank, and what all stages saved beside them.
@@ -130,7 +161,7 @@ class State(ModelState):
         for stage in stages:
             scalars |= stage["scalars"]
             options |= {name: group["options"] for group in stage["groups"] for name in group["names"]}
-        known = {id(p.tensor): p for p in self._parameters}
+        known = {id(self._stepped[p.own_name]): p for p in self._parameters}
         document: dict[str, Any] = {"state": {}, "param_groups": []}
         count = 0
         for group in self._optimizer.param_groups:
@@ -146,7 +177,8 @@ class State(ModelState):
             document["param_groups"].append({**kept, "params": list(range(count, count + len(own)))})
             for index, p in enumerate(own, count):
                 # Tied parameters were saved once, but each counts its own steps.
-                if state := {**tensors[p.own_name], **copy.deepcopy(scalars.get(p.name, {}))}:
+                state = {**tensors[p.own_name], **copy.deepcopy(scalars.get(p.name, {}))}
+                if state and self._is_here(p):
                     document["state"][index] = state
             count += len(own)
         self._optimizer.load_state_dict(document)
@@ -156,10 +188,10 @@ class State(ModelState):
         tensors: dict[str, dict[str, torch.Tensor]] = {p.own_name: {} for p in self._parameters}
         scalars: dict[str, dict[str, Any]] = {}
         for p in self._parameters:
-            for kind, value in self._optimizer.state.get(p.tensor, {}).items():
+            for kind, value in self._optimizer.state.get(self._stepped[p.own_name], {}).items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0 < p.tensor.dim():
                     scalars.setdefault(p.name, {})[kind] = value
-                elif value.shape == p.tensor.shape:
+                elif value.shape == p.tensor.shape or self._is_whole(p):
                     tensors[p.own_name][kind] = value
                 else:
                     raise ValueError(
@@ -170,7 +202,7 @@ class State(ModelState):
         return tensors, scalars
 
     def _groups(self) -> list[dict[str, Any]]:
-        names = {id(p.tensor): p.name for p in self._parameters}
+        names = {id(self._stepped[p.own_name]): p.name for p in self._parameters}
         return [
             {
                 "names": [names[id(p)] for p in group["params"]],
