@@ -29,6 +29,7 @@ from .parallel.micro_batches import loss_of, split_micro_batches
 from .parallel.norms import norms_of
 from .parallel.optimizers import MakeOptimizer, keep_attributes
 from .parallel.pipeline import PipelineRunner
+from .parallel.random_numbers import RandomNumbers
 from .parallel.shared_gradients import SharedGradients
 from .parallel.stage_module import stages_in
 from .parallel.whole_matrices import prepare_optimizer, whole_tensor
@@ -77,7 +78,8 @@ def parallelize(
         is to be saved and resumed by another plan.
     loss: mean loss of (output, micro-batch); None if the model returns its own.
     weight: how much a micro-batch counts in the mean loss (its valid tokens, say); None: by samples.
-    seed: of the initial values, which are those of `torch.manual_seed(seed); model_fn()` on one CPU under every plan.
+    seed: of the initial values, which are those of `torch.manual_seed(seed); model_fn()` on one CPU under every plan,
+        and of what is drawn in steps (dropout), which depends on the sample and not on the plan.
     max_grad_norm: clip the total gradient norm to this.
     device: default is this rank's GPU, or the CPU without one.
     weights: where the parameters are read from instead of their initial values: safetensors as Hugging Face stores
@@ -119,13 +121,14 @@ def parallelize(
         if watch is not None:
             watch.see_exceptions()
         check_own_device(mesh)
+        drawn = RandomNumbers(whole, plan, mesh, seed)
         model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values, backend)
         if loading is not None:
             loading.fill(ModelState(model, plan, mesh).model_boxes())
         for name, parameter in model.parameters.items():
             keep_attributes(parameter, attributes[name])
         trainer = Trainer(
-            model, plan, mesh, optimizer, loss, weight, max_grad_norm, not was_running, whole_matrices=whole_matrices
+            model, plan, mesh, optimizer, loss, weight, max_grad_norm, not was_running, drawn, whole_matrices
         )
         trainer._watch = watch
         if telemetry is not None:
@@ -149,6 +152,7 @@ class Trainer:
         weight: Callable[[Any], torch.Tensor] | None,
         max_grad_norm: float | None,
         owns_process_group: bool,
+        random_numbers: RandomNumbers,
         whole_matrices: bool | None = None,
     ) -> None:
         self.plan = plan
@@ -162,6 +166,8 @@ class Trainer:
         self._weight = weight
         self._max_grad_norm = max_grad_norm
         self._owns_process_group = owns_process_group and dist.is_initialized()
+        self._random = random_numbers
+        self._random.watch(model.model, stages_in(model.module))
         self._gradients = Gradients(model, plan, mesh)
         self._runner: PipelineRunner | None = None
         if plan.degrees.pipeline > 1:
@@ -215,7 +221,7 @@ class Trainer:
             parameter.grad = None
         batch = tree_map(self._to_device, batch)
         scales = self._scales(batch)
-        with self._first_step or nullcontext():
+        with self._first_step or nullcontext(), self._random.step(step):
             losses = self._forward_backward(batch, scales)
         if self._first_step is not None:
             self._first_step = None
@@ -365,16 +371,20 @@ class Trainer:
 
     def _forward_backward(self, batch: Any, scales: list[float]) -> list[torch.Tensor]:
         """Losses of the micro-batches (on the last stage); gradients are left on the parameters, averaged."""
+        count = self.plan.num_microbatches
         if self._runner is not None:
             args, kwargs = split_inputs(stages_in(self.model)[0].model, batch, self._loss is not None)
+            self._random.rehearse(*split_micro_batches((args, kwargs), count, self.samples_per_step)[0])
             return self._runner.step(args, kwargs, batch, scales)
         losses = []
         whole = (*split_inputs(self.model, batch, self._loss is not None), batch)
-        parts = split_micro_batches(whole, self.plan.num_microbatches, self.samples_per_step)
+        parts = split_micro_batches(whole, count, self.samples_per_step)
+        self._random.rehearse(*parts[0][:2])
         if self._applied.mechanism == "ddp" and self._replicas is None:
             self._replicate(*parts[0])
         for i, (part, scale) in enumerate(zip(parts, scales, strict=True)):
             with self._synchronised(is_last=i == len(parts) - 1):
+                self._random.micro_batch(i)
                 with self._autocast():
                     loss = self._loss_of(*part)
                 self._applied.begin_backward()
@@ -393,6 +403,7 @@ class Trainer:
         wrote into buffers is undone, and into the batch not done."""
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         before = [buffer.clone() for buffer in self.model.buffers()]
+        self._random.micro_batch(0)
         with torch.random.fork_rng(devices), self._autocast():
             read = _parameters_behind(self._loss_of(*tree_map(_cloned, part)))
         with torch.no_grad():

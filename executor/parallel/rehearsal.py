@@ -68,7 +68,7 @@ class Rehearsal:
         self._crossing = {tensor.producer for tensor in plan.model.tensors}
         self._found: tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool] | None = None
         with torch.device("meta"):
-            self._model = _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+            self._model = copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
     def run(
         self,
@@ -117,7 +117,7 @@ class Rehearsal:
 
         notes = _Notes(self._crossing)
         with self._mode, torch.no_grad():
-            model = _copied(self._model, fake)
+            model = copied(self._model, fake)
             for name in self._layer_modules:
                 if bf16_layers:
                     model.get_submodule(name).register_forward_pre_hook(
@@ -205,7 +205,7 @@ class _Notes:
         )
 
 
-def _copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+def copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """A copy whose tensors are made anew; ties stay."""
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -215,5 +215,5 @@ def _copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> n
                     made = make(value)
                     is_parameter = isinstance(value, nn.Parameter)
                     memo[id(value)] = nn.Parameter(made, value.requires_grad) if is_parameter else made
-    copied: nn.Module = copy.deepcopy(model, memo)
-    return copied
+    found: nn.Module = copy.deepcopy(model, memo)
+    return found
