@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import IterableDataset, default_collate
 
 from ..planner.plan.document import Plan, load_plan
@@ -41,7 +42,7 @@ from .state.run_state import ModelState, State
 from .state.weights import Loading, Weights
 from .telemetry import Telemetry
 from .torch_compat import accelerator, data_parallel
-from .watch import HANG_S, LONGER, Watch, watched
+from .watch import GRACE_S, HANG_S, LONGER, Watch, watched
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def parallelize(
             loading = Loading(weights, whole, plan.model.ties)
             values = empty_values(model_fn, whole, loading.parameters, seed)
         check_devices(plan, torch.device(device) if device is not None else accelerator())
-        mesh = connect(plan, device)
+        mesh = connect(plan, device, timeout_s * LONGER + GRACE_S)
         if watch is not None:
             watch.see_exceptions()
         check_own_device(mesh)
@@ -183,6 +184,7 @@ class Trainer:
         self._watch: Watch | None = None
         self._telemetry: Telemetry | None = None
         self._norms: torch.Tensor | None = None  # of each parameter, after the last step
+        self._shapes: list[tuple[int, ...]] = []  # of the first step's inputs
         self._skip = 0  # samples that the next `loader` leaves out
         if plan.degrees.tensor > 1:
             self._first_step = SharedGradients(model.model, model.layout)
@@ -374,6 +376,7 @@ class Trainer:
         count = self.plan.num_microbatches
         if self._runner is not None:
             args, kwargs = split_inputs(stages_in(self.model)[0].model, batch, self._loss is not None)
+            self._check_shapes((args, kwargs))
             self._random.rehearse(*split_micro_batches((args, kwargs), count, self.samples_per_step)[0])
             return self._runner.step(args, kwargs, batch, scales)
         losses = []
@@ -391,6 +394,18 @@ class Trainer:
                 (loss * scale).backward()
             losses.append(loss.detach())
         return losses
+
+    def _check_shapes(self, inputs: Any) -> None:
+        """Raise ValueError if a pipeline, which is set up for the shapes of its first step, is given others."""
+        found = _shapes_in(inputs)
+        self._shapes = self._shapes or found
+        if found != self._shapes:
+            first, now = next(pair for pair in zip_longest(self._shapes, found) if pair[0] != pair[1])
+            raise ValueError(
+                f"step {self.progress.steps + 1} was given a tensor of shape {now}, the first step one of {first}: a "
+                "pipeline runs on one shape, for its stages agree beforehand on what they send. Pad or cut every "
+                "sequence to one length, or plan with --pin pipeline=1, where lengths may vary"
+            )
 
     def _loss_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> torch.Tensor:
         context = self._applied.context
@@ -470,24 +485,20 @@ class Trainer:
         for name, tensor in tensors.items():
             whole = whole_tensor(self._applied, self.mesh, name, tensor)
             if keep:
-                state[name] = whole.cpu()
+                state[name] = _own_copy(whole)
         if keep and buffers:
             present = self.model.state_dict().keys()
             for name, buffer in self.model.named_buffers():
                 if name in present:
-                    state[name.removeprefix(self._applied.prefix)] = buffer.cpu()
-        group = self.mesh.group("pipeline")
-        if group is not None and keep:
-            first = self.mesh.coordinates["pipeline"] == 0
-            stages: list[Any] | None = [None] * self.plan.degrees.pipeline if first else None
-            dist.gather_object(state, stages, group=group, dst=self.mesh.processes[0])
-            state = {name: t for part in stages or [] for name, t in part.items()}
+                    state[name.removeprefix(self._applied.prefix)] = _own_copy(buffer)
+        if self.plan.degrees.pipeline > 1:
+            state = {name: t for part in self._writer().gathered(state) for name, t in part.items()}
         if self.mesh.rank != 0:
             return {}
         for names in self.plan.model.ties:
             known = next((state[n] for n in names if n in state), None)
             if known is not None:
-                state.update(dict.fromkeys(names, known))
+                state |= {name: known.clone() for name in names}  # or writing into one would change the others
         return state
 
 
@@ -497,6 +508,15 @@ def _from(samples: Iterable[Any], start: int) -> Iterator[Any]:
     if hasattr(indexed, "__getitem__") and hasattr(indexed, "__len__") and not isinstance(indexed, IterableDataset):
         return (indexed[i] for i in range(start, len(indexed)))
     return itertools.islice(samples, start, None)
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU that shares memory with none that is trained."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _shapes_in(tree: Any) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _cloned(leaf: Any) -> Any:

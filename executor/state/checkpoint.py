@@ -139,6 +139,16 @@ class Checkpoints:
 
         self._from_first(lock)
 
+    def gathered(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """What all ranks have, on the plan's first rank; nothing on the others. On the CPU, whatever they train on."""
+        self.wait()
+        if self._group is None:
+            return [state]
+        first = self._mesh.processes[0]
+        found: list[Any] | None = [None] * self._plan.degrees.num_devices if self._mesh.rank == 0 else None
+        dist.gather_object(state, found, dst=first, group=self._group)
+        return found or []
+
     def close(self) -> None:
         """End what is being written, and let other jobs into the folders."""
         try:
