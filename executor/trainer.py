@@ -1,9 +1,8 @@
 """Train by a plan: parallelize() gives a Trainer, whose steps do what one device would do, only faster."""
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -16,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import IterableDataset, default_collate
 
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
@@ -34,6 +32,7 @@ from .parallel.random_numbers import RandomNumbers
 from .parallel.shared_gradients import SharedGradients
 from .parallel.stage_module import stages_in
 from .parallel.whole_matrices import prepare_optimizer, whole_tensor
+from .sample_loader import Samples, shares
 from .state.checkpoint import Checkpoints
 from .state.checkpoint_folder import Progress
 from .state.extra_state import Stateful
@@ -167,6 +166,7 @@ class Trainer:
         self._weight = weight
         self._max_grad_norm = max_grad_norm
         self._owns_process_group = owns_process_group and dist.is_initialized()
+        self._seed = random_numbers.seed
         self._random = random_numbers
         self._random.watch(model.model, stages_in(model.module))
         self._gradients = Gradients(model, plan, mesh)
@@ -253,26 +253,49 @@ class Trainer:
         tokens = self.plan.training.global_batch * (self.plan.training.seq_len or 1)
         return Metrics(found_loss, found_norm, tokens / seconds, seconds)
 
-    def loader(self, samples: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    def loader(
+        self,
+        samples: Samples,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = False,
+        workers: int = 0,
+        training: bool = True,
+    ) -> Iterator[Any]:
         """This rank's share of every global batch of `samples`, collated; the last, incomplete batch is left out.
 
-        samples: in the order that one device would read them (so shuffle with a fixed seed), or a function that gives
-        them. Batch k of the job is samples k * global_batch .. (k + 1) * global_batch under every plan. One call is
+        samples: in the order that one device would read them: anything with __getitem__ and __len__, of which a rank
+        reads no samples but its own; an iterable, or a function that gives one, of which it has to read all; or a
+        function of (shard, number of shards), which gives the samples of one data rank. Batch k of the job is samples
+        k * global_batch .. (k + 1) * global_batch under every plan (of shards, the k-th parts of each). One call is
         one epoch; after `resume` the first goes on where the checkpoint was saved.
+
+        collate: makes a batch of a list of samples (pads it, say); None: as torch does. shuffle: by the trainer's seed
+        and the epoch, alike on all ranks. workers: processes that read ahead. training: False for data to evaluate on,
+        which does not count as progress. Raises ValueError if samples without numbers are to be shuffled.
         """
-        share, total = self.samples_per_step, self.plan.training.global_batch
-        first = self.data_rank * share
-        taken, self._skip = self._skip, 0
-        own: list[Any] = []
-        for index, sample in enumerate(_from(samples() if callable(samples) else samples, taken)):
-            place = index % total
-            if first <= place < first + share:
-                own.append(sample)
-            if place == total - 1:
-                self._read = self._read.model_copy(update={"samples": taken + index + 1})
-                yield default_collate(own)
-                own = []
-        self._read = self._read.model_copy(update={"epoch": self._read.epoch + 1, "samples": 0})
+        taken = self._skip if training else 0
+        if training:
+            self._skip = 0
+        found = shares(
+            samples,
+            share=self.samples_per_step,
+            rank=self.data_rank,
+            num_ranks=self.data_size,
+            taken=taken,
+            epoch=self._read.epoch if training else 0,
+            collate=collate,
+            shuffle=self._seed if shuffle else None,
+            workers=workers,
+            pinned=self.mesh.device.type == "cuda",
+        )
+        for batch in found:
+            taken += self.plan.training.global_batch
+            if training:
+                self._read = self._read.model_copy(update={"samples": taken})
+            yield batch
+        if training:
+            self._read = self._read.model_copy(update={"epoch": self._read.epoch + 1, "samples": 0})
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None, **stateful: Stateful) -> None:
         """Write a checkpoint into a run's folder, which all ranks must see: parameters, optimizer, random states,
@@ -500,14 +523,6 @@ class Trainer:
             if known is not None:
                 state |= {name: known.clone() for name in names}  # or writing into one would change the others
         return state
-
-
-def _from(samples: Iterable[Any], start: int) -> Iterator[Any]:
-    """The samples without the first ones, which are not even read where samples have indices."""
-    indexed: Any = samples
-    if hasattr(indexed, "__getitem__") and hasattr(indexed, "__len__") and not isinstance(indexed, IterableDataset):
-        return (indexed[i] for i in range(start, len(indexed)))
-    return itertools.islice(samples, start, None)
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ class RandomNumbers:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: RankMesh, seed: int) -> None:
-        self._plan, self._mesh, self._seed = plan, mesh, seed
+        self._plan, self._mesh, self.seed = plan, mesh, seed
         self.drops = may_drop(model)
         self._shapes: dict[tuple[_Place, int], torch.Size] | None = None
         self._whole: nn.Module | None = None
@@ -159,7 +159,7 @@ class RandomNumbers:
 
     def _enter(self, place: _Place) -> None:
         self._place, self._next = place, 0
-        seed = _number(self._seed, self._step, self._first, place, self._mesh.coordinates["context"])
+        seed = _number(self.seed, self._step, self._first, place, self._mesh.coordinates["context"])
         torch.default_generator.manual_seed(seed)
         if self._mesh.device.type == "cuda":
             torch.cuda.default_generators[self._mesh.device.index].manual_seed(seed)
@@ -192,7 +192,7 @@ class RandomNumbers:
         place, index, first = self._known_again()
         with torch.random.fork_rng([self._mesh.device]):
             tensor_rank = self._mesh.coordinates["tensor"]
-            seed = _number(self._seed, self._step, place, index, first, tensor_rank)
+            seed = _number(self.seed, self._step, place, index, first, tensor_rank)
             torch.cuda.default_generators[self._mesh.device.index].manual_seed(seed)
             return original(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -219,7 +219,7 @@ class RandomNumbers:
             whole = list(shapes[place, index])
         if feature_dims is not None and len(whole) > feature_dims:
             whole[-feature_dims:] = local[-feature_dims:] = [1] * feature_dims
-        key = _number(self._seed, self._step, place, index)
+        key = _number(self.seed, self._step, place, index)
         size = self._plan.micro_batch
         if not whole or whole[0] % size:  # samples cannot be told apart: of the micro-batch
             mask = self._drawn_mask(key, (first, "together"), whole, p)
