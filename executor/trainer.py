@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -20,6 +20,7 @@ from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
 from ..profiler.model.load import split_inputs
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta
+from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples
 from .faults import check_devices, check_finite, check_own_device, held_memory, out_of_memory_message, raise_spoiled
 from .parallel.compiled import backend_of
 from .parallel.gradients import Gradients, local_gradient
@@ -169,6 +170,7 @@ class Trainer:
         self._seed = random_numbers.seed
         self._random = random_numbers
         self._random.watch(model.model, stages_in(model.module))
+        self._forwards = Forwards(model, plan, mesh, loss)
         self._gradients = Gradients(model, plan, mesh)
         self._runner: PipelineRunner | None = None
         if plan.degrees.pipeline > 1:
@@ -252,6 +254,56 @@ class Trainer:
         seconds = time.perf_counter() - started
         tokens = self.plan.training.global_batch * (self.plan.training.seq_len or 1)
         return Metrics(found_loss, found_norm, tokens / seconds, seconds)
+
+    def evaluate(self, batches: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
+        """Mean loss over the batches of all data ranks, as "loss", in evaluation mode and without gradients.
+
+        batches: this rank's shares, samples_per_step samples each, as `loader(..., training=False)` gives them; as
+        many on every rank. metrics: name -> function of (output, micro-batch) whose mean is wanted, too; it is called
+        where the output is, with all of it. The mean is over samples, or by what `weight` says. All ranks must call it.
+        """
+        behind = f"after step {self.progress.steps}"
+        chosen = metrics or {}
+        means = Means(self.mesh, ["loss", *chosen])
+        with self._task(f"in evaluate {behind}", behind):
+            for batch in batches:
+                batch = tree_map(self._to_device, batch)
+                parts = self._parts(batch)
+
+                def look(output: Any, part: Any) -> dict[str, Any]:
+                    return {name: metric(output, part) for name, metric in chosen.items()}
+
+                found = self._forward(parts, True, look if chosen else None)
+                seen = found.outputs or [{}] * len(found.losses)
+                for (*_, part), loss, values in zip(parts, found.losses, seen, strict=False):
+                    weight = self.plan.micro_batch if self._weight is None else self._weight(part)
+                    means.add({"loss": loss, **values}, torch.as_tensor(weight, device=self.mesh.device).double())
+            last = self._runner is None or any(stage.is_last for stage in stages_in(self.model))
+            return means.over_ranks(counts=last and self.mesh.coordinates["tensor"] == 0)
+
+    def forward(self, batch: Any) -> Any:
+        """The model's output for this rank's share of a batch, samples_per_step samples, in evaluation mode and without
+        gradients: whole on all ranks that have the share. All ranks must call it.
+
+        What the model returns for each micro-batch is joined along the first dim where that counts samples; other
+        leaves are those of the first micro-batch.
+        """
+        behind = f"after step {self.progress.steps}"
+        with self._task(f"in forward {behind}", behind):
+            parts = self._parts(tree_map(self._to_device, batch))
+            found = self._forward(parts, False, lambda output, part: output).outputs
+            return joined_samples(self._forwards.to_all_stages(found), self.plan.micro_batch)
+
+    def _parts(self, batch: Any) -> list[Any]:
+        module = stages_in(self.model)[0].model if self._runner is not None else self.model
+        whole = (*split_inputs(module, batch, self._loss is not None), batch)
+        if self._runner is not None:
+            self._check_shapes(whole[:2])
+        return split_micro_batches(whole, self.plan.num_microbatches, self.samples_per_step)
+
+    def _forward(self, parts: list[Any], wants_loss: bool, look: Callable[[Any, Any], Any] | None) -> ForwardResults:
+        with evaluating(self.model), self._random.step(0), self._autocast():
+            return self._forwards.run(parts, self._random.micro_batch, wants_loss, look)
 
     def loader(
         self,
