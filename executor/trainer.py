@@ -21,6 +21,7 @@ from ..planner.plan.not_run import not_run
 from ..profiler.model.load import split_inputs
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta
 from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples
+from .export_weights import export_model
 from .faults import check_devices, check_finite, check_own_device, held_memory, out_of_memory_message, raise_spoiled
 from .parallel.compiled import backend_of
 from .parallel.gradients import Gradients, local_gradient
@@ -39,6 +40,7 @@ from .state.checkpoint_folder import Progress
 from .state.extra_state import Stateful
 from .state.initialise import empty_values
 from .state.run_state import ModelState, State
+from .state.weight_files import WeightFormat
 from .state.weights import Loading, Weights
 from .telemetry import Telemetry
 from .torch_compat import accelerator, data_parallel
@@ -386,6 +388,20 @@ class Trainer:
         self._norms = None
         return self.progress.steps
 
+    def save_pretrained(
+        self, folder: str | Path, *, format: WeightFormat = "safetensors", dtype: torch.dtype | None = None
+    ) -> None:
+        """Write the weights as Hugging Face stores them: safetensors with an index (or PyTorch state_dicts), and the
+        model's config if it has one that can save itself. All ranks must call it; all must see the folder.
+
+        Names are those of the model's own state_dict, tied parameters under their first. Ranks write a file each, and
+        hold one tensor of it at a time (format="torch": one file). dtype: of what holds real numbers; None: as trained.
+        """
+        behind = f"after step {self.progress.steps}"
+        with self._task(f"in save_pretrained {behind}", behind):
+            self._check_parameters()
+            export_model(self._applied, self.plan, self.mesh, self._writer(), Path(folder), format, dtype)
+
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers of the whole model, on the CPU of rank 0; {} on the others. All must call it.
 
@@ -557,6 +573,7 @@ class Trainer:
     def _gathered(self, tensors: dict[str, torch.Tensor], buffers: bool) -> dict[str, torch.Tensor]:
         keep = all(at == 0 for axis, at in self.mesh.coordinates.items() if axis != "pipeline")
         state: dict[str, torch.Tensor] = {}
+        elsewhere = self._writer().buffers_elsewhere() if buffers and self.plan.degrees.pipeline > 1 else set()
         for name, tensor in tensors.items():
             whole = whole_tensor(self._applied, self.mesh, name, tensor)
             if keep:
@@ -564,7 +581,7 @@ class Trainer:
         if keep and buffers:
             present = self.model.state_dict().keys()
             for name, buffer in self.model.named_buffers():
-                if name in present:
+                if name in present and name.removeprefix(self._applied.prefix) not in elsewhere:
                     state[name.removeprefix(self._applied.prefix)] = _own_copy(buffer)
         if self.plan.degrees.pipeline > 1:
             state = {name: t for part in self._writer().gathered(state) for name, t in part.items()}

@@ -262,6 +262,31 @@ def test_a_rank_that_cannot_read_ends_the_others_too(profile: ModelProfile, save
     assert "not callable" in second
 
 
+def _statistics(plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss)
+    trainer.step(next(trainer.loader(samples)))
+    trainer.save(folder)
+    trainer.close()
+    return {name: value for name, value in trainer.full_state_dict().items() if name.startswith("norm.")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [(2, 2), (3, 1)])
+def test_running_statistics_are_those_of_the_stage_that_counts(
+    profile: ModelProfile, tmp_path: Path, stages: tuple[int, int]
+) -> None:
+    expected = _statistics(plan_of(profile), tmp_path / "alone")
+
+    found = run_ranks(_statistics, 2, plan_of(profile, stages=stages), tmp_path / "run")[0]
+
+    trainer = parallelize(TiedNet, plan_of(profile), adamw, loss=loss)
+    trainer.resume(tmp_path / "run")
+    saved = trainer.full_state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-6)
+
+
 class Watched:
     """Samples that remember which of them were read."""
 

@@ -100,6 +100,17 @@ def whole_tensor(model: AppliedModel, mesh: RankMesh, name: str, tensor: torch.T
     return cut.full(shards)
 
 
+def whole_size(model: AppliedModel, name: str, p: nn.Parameter) -> torch.Size:
+    """The shape of the whole of a parameter."""
+    shape = list(p.shape)
+    cut = model.cut(name)
+    if name in model.experts:
+        shape[0] = model.experts[name].count
+    elif cut is not None:
+        shape[cut.dim] = sum(cut.parts)
+    return torch.Size(shape)
+
+
 class WholeMatrices:
     """What the optimizer is given instead of shards. Every rank must make one, and call its methods together.
 
@@ -110,7 +121,7 @@ class WholeMatrices:
     def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
         self._model, self._mesh = model, mesh
         self._group, ranks = _stage_ranks(plan, mesh)
-        whole = {name: self._shape(name, p) for name, p in model.parameters.items()}
+        whole = {name: whole_size(model, name, p) for name, p in model.parameters.items()}
         loads = dict.fromkeys(ranks, 0)
         self._owners: dict[str, int] = {}
         for name in sorted(whole, key=lambda n: (-whole[n].numel(), n)):
@@ -165,15 +176,6 @@ class WholeMatrices:
                     at = p.device_mesh.get_local_rank(dim)
                     whole = chunks[at] if at < len(chunks) else whole.narrow(placement.dim, 0, 0)
         return whole
-
-    def _shape(self, name: str, p: nn.Parameter) -> torch.Size:
-        shape = list(p.shape)
-        cut = self._model.cut(name)
-        if name in self._model.experts:
-            shape[0] = self._model.experts[name].count
-        elif cut is not None:
-            shape[cut.dim] = sum(cut.parts)
-        return torch.Size(shape)
 
     def _made(self, name: str, shape: torch.Size) -> torch.Tensor:
         dtype, device = self._model.parameters[name].dtype, self._mesh.device

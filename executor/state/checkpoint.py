@@ -59,8 +59,8 @@ class Checkpoints:
         self.lock(folder)
         extras = self._state.extras(stateful)
         for name, extra in extras.items():
-            check_alike(name, extra, self._gathered)
-        found, objects = self._state.saved_boxes(extras), self._state.saved_objects(extras)
+            check_alike(name, extra, self.on_all)
+        found, objects = self._state.saved_boxes(extras, self.buffers_elsewhere()), self._state.saved_objects(extras)
         if not wait:
             found = [Box(b.key, b.whole, b.offsets, b.tensor.to("cpu", copy=True)) for b in found]
         planned = Writes(found, objects)
@@ -98,7 +98,7 @@ class Checkpoints:
             outcome = self._load(folder, stateful)
         except Exception as error:  # the others must hear of it, or they would wait for this rank
             outcome = error
-        errors = self._gathered(outcome if isinstance(outcome, Exception) else None)
+        errors = self.on_all(outcome if isinstance(outcome, Exception) else None)
         damaged = next((error for error in errors if isinstance(error, DamagedError)), None)
         if damaged is not None:
             raise DamagedError(f"{damaged}. {self._way_out(folder)}")
@@ -115,7 +115,7 @@ class Checkpoints:
         earlier = everything[: everything.index(damaged)] if damaged in everything else everything
         for folder in reversed(earlier):
             found = damage_in(folder, self._mesh.rank, self._plan.degrees.num_devices)
-            if not any(self._gathered(found)):
+            if not any(self.on_all(found)):
                 return (
                     f"The last good checkpoint is {folder}: move {damaged.name} out of {damaged.parent}, and resume "
                     "goes on from there"
@@ -124,7 +124,7 @@ class Checkpoints:
 
     def latest(self, folder: Path) -> Path | None:
         """The last complete checkpoint of a run's folder, as the first rank sees it."""
-        return self._from_first(lambda: latest_checkpoint(folder))  # type: ignore[no-any-return]
+        return self.from_first(lambda: latest_checkpoint(folder))  # type: ignore[no-any-return]
 
     def lock(self, folder: Path, make: bool = True) -> None:
         """Keep other jobs out of a run's folder until `close`. Raises ValueError on every rank if one is in it.
@@ -137,7 +137,17 @@ class Checkpoints:
             if folder not in self._locks and not is_one_checkpoint and (make or folder.is_dir()):
                 self._locks[folder] = hold(folder)
 
-        self._from_first(lock)
+        self.from_first(lock)
+
+    def buffers_elsewhere(self) -> set[str]:
+        """Buffers that count on another pipeline stage: each has those of the whole model, but only what runs on a
+        stage writes into its own (running statistics). All ranks must call it."""
+        if self._plan.degrees.pipeline == 1:
+            return set()
+        position = self._mesh.coordinates["pipeline"]
+        own = self._state.written_buffers()
+        claims = [claim for claim in self.on_all((position, own)) if claim[0] != position]
+        return {name for other, names in claims for name in names if name not in own or other > position}
 
     def gathered(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         """What all ranks have, on the plan's first rank; nothing on the others. On the CPU, whatever they train on."""
@@ -158,7 +168,7 @@ class Checkpoints:
                 let_go(self._locks.popitem()[0])
 
     def _write(self, folder: Path, progress: Progress, planned: Writes, keep: int | None) -> None:
-        partial: Path = self._from_first(lambda: self._begin(folder, progress))
+        partial: Path = self.from_first(lambda: self._begin(folder, progress))
         try:
             write_boxes(partial, planned, self._group)
         except RuntimeError as error:
@@ -212,13 +222,14 @@ class Checkpoints:
         objects = read_boxes(reader, found + own_optimizer, {rng, *stages})
         # What all ranks together have read by now is checked; the rest is small.
         reader.check_items(("model.", "optimizer."), self._mesh.rank, self._plan.degrees.num_devices)
+        self._state.begin_anew()
         self._state.load_optimizer(tensors, [objects[key] for key in stages])
         set_random_state(objects[rng], self._mesh.device)
         for refill in refills:
             refill.give()
         return progress
 
-    def _from_first(self, act: Callable[[], Any]) -> Any:
+    def from_first(self, act: Callable[[], Any]) -> Any:
         """What the first rank finds, or raises."""
         box: list[Any] = [None, None]
         if self._mesh.rank == 0:
@@ -232,7 +243,8 @@ class Checkpoints:
             raise box[1]
         return box[0]
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def on_all(self, value: Any) -> list[Any]:
+        """[process] -> its value, on all ranks."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self._plan.degrees.num_devices

@@ -1,7 +1,7 @@
 """A rank's part of a run, as a checkpoint holds it: boxes of tensors, and what is no tensor."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +58,7 @@ class State(ModelState):
     ) -> None:
         super().__init__(model, plan, mesh)
         self._optimizer, self._whole = optimizer, whole
+        self.begin_anew()
         given = model.parameters if whole is None else whole.parameters
         self._stepped = {p.own_name: given[p.own_name] for p in self._parameters}  # what the optimizer has
 
@@ -71,8 +72,19 @@ class State(ModelState):
         buffers = places_of(self._buffers(), {})
         return Refill(name, source, tree, saved, self._parameters, buffers, self._model.prefix, self._place_boxes)
 
-    def saved_boxes(self, extras: Mapping[str, Extra]) -> list[Box]:
-        """Everything that this rank can write: buffers only of the first replica, for each has its own."""
+    def begin_anew(self) -> None:
+        """All ranks hold the same buffers again."""
+        in_stages = self._plan.degrees.pipeline > 1
+        self._begun = {name: b.detach().clone() for name, b in self._buffers().items()} if in_stages else {}
+
+    def written_buffers(self) -> set[str]:
+        """Buffers of a pipeline stage that have changed since all ranks held the same. (Batch norm's kernels write past
+        torch's count of versions.)"""
+        return {name for name, before in self._begun.items() if not torch.equal(self._buffers()[name], before)}
+
+    def saved_boxes(self, extras: Mapping[str, Extra], elsewhere: Collection[str] = ()) -> list[Box]:
+        """Everything that this rank can write: buffers only of the first replica, for each has its own, and without
+        those that count elsewhere."""
         tensors, _ = self._optimizer_state()
         found = [
             box
@@ -82,12 +94,13 @@ class State(ModelState):
         ]
         writes_buffers = self._mesh.data_rank == 0 and self._mesh.is_first_of_share
         buffers = self._buffers()
+        mine = {name for name in buffers if writes_buffers and name not in elsewhere}
         for name, extra in extras.items():
             for path, place, value in extra.shards:
-                if writes_buffers or place.own_name not in buffers:
+                if place.own_name in mine or place.own_name not in buffers:
                     found += self._place_boxes(extra_key(name, path, place), place, like_place(value, place))
-        keys = {f"model.{name}" for name in buffers}
-        return found + [box for box in self.model_boxes() if writes_buffers or box.key not in keys]
+        left_out = {f"model.{name}" for name in buffers.keys() - mine}
+        return found + [box for box in self.model_boxes() if box.key not in left_out]
 
     def _place_boxes(self, key: str, place: Place, tensor: torch.Tensor) -> list[Box]:
         if place.own_name in self._buffers():
