@@ -37,6 +37,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def with_loss(stages: Sequence[StageModule], loss: Loss | None) -> Iterator[None]:
+    """While it lasts the last stage, if it is among these, computes this loss."""
+    before = [(stage, stage._loss) for stage in stages]
+    for stage in stages:
+        stage._loss = loss
+    try:
+        yield
+    finally:
+        for stage, own in before:
+            stage._loss = own
+
+
 @dataclass
 class ForwardResults:
     """What forwards of one rank gave, per micro-batch: on the last stage, [] elsewhere."""

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
 from ..profiler.model.load import split_inputs
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta
-from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples
+from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples, with_loss
 from .export_weights import export_model
 from .faults import check_devices, check_finite, check_own_device, held_memory, out_of_memory_message, raise_spoiled
 from .parallel.compiled import backend_of
@@ -188,6 +188,8 @@ class Trainer:
         self._watch: Watch | None = None
         self._telemetry: Telemetry | None = None
         self._norms: torch.Tensor | None = None  # of each parameter, after the last step
+        self._given: list[tuple[list[torch.Tensor], list[float]]] = []  # since the last optimizer step
+        self._started = 0.0
         self._shapes: list[tuple[int, ...]] = []  # of the first step's inputs
         self._skip = 0  # samples that the next `loader` leaves out
         if plan.degrees.tensor > 1:
@@ -207,33 +209,72 @@ class Trainer:
         Afterwards the gradients, clipped, stay until the next step. Raises NonFiniteError, on every rank, when the loss
         or a gradient is no number any more, or a parameter has not been since the step before.
         """
+        if self._given:
+            raise ValueError("step() after forward_backward(): call optimizer_step() first, which ends that step")
         step = self.progress.steps + 1
-        with self._task(f"in step {step}", f"after step {step}", times=1.0):
+        with self._task(f"in step {step}", f"after step {step}", times=1.0), self._memory_explained():
+            self._accumulate(batch, 1.0, None)
+            return self._finish_step()
+
+    def forward_backward(self, batch: Any, scale: float = 1.0, loss: Loss | None = None) -> float:
+        """Add the gradients of scale * loss on this rank's share of a batch to those since the last optimizer step;
+        returns the mean loss over all ranks, unscaled.
+
+        As often as the loop wants (several batches, several losses of one batch), then optimizer_step(): the gradient
+        is the sum, as where loss.backward() is called several times. loss: instead of parallelize's. All ranks must
+        call it alike.
+        """
+        step = self.progress.steps + 1
+        with self._task(f"in step {step}", f"within step {step}", times=1.0), self._memory_explained():
+            if loss is not None and self._loss is None:
+                raise ValueError("forward_backward(loss=...) of a model that returns its own loss: give none")
+            losses, scales = self._accumulate(batch, scale, loss)
+            found = self._loss_share(losses, scales)
+            if self.mesh.device_mesh is not None:
+                dist.all_reduce(found)
+            return float(found) / scale if scale else 0.0
+
+    def optimizer_step(self) -> Metrics:
+        """The optimizer's step on what forward_backward() has added up: clips as `step` does, and returns the same; its
+        loss is the sum of the scaled ones. Raises ValueError if there was no forward_backward() since the last one."""
+        if not self._given:
+            raise ValueError("optimizer_step() without gradients: call forward_backward(batch) first, or step(batch)")
+        step = self.progress.steps + 1
+        with self._task(f"in step {step}", f"after step {step}", times=1.0), self._memory_explained():
+            return self._finish_step()
+
+    @contextmanager
+    def _memory_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(self._out_of_memory()) from error
+
+    def _accumulate(self, batch: Any, scale: float, loss: Loss | None) -> tuple[list[torch.Tensor], list[float]]:
+        """(losses of the micro-batches on the last stage, their factors)."""
+        if not self._given:
             if self._telemetry is not None:
                 self._telemetry.begin()
-            try:
-                metrics = self._step(batch, step)
-            except torch.OutOfMemoryError as error:
-                raise torch.OutOfMemoryError(self._out_of_memory()) from error
-            if self._telemetry is not None:
-                self._telemetry.end(step, metrics.loss, metrics.grad_norm, metrics.step_time_s)
-        return metrics
-
-    def _step(self, batch: Any, step: int) -> Metrics:
-        started = time.perf_counter()
-        # DDP's gradients are views of its buckets: without them a micro-batch that is not reduced would make others.
-        self.optimizer.zero_grad(set_to_none=self._replicas is None)
-        for parameter in self._applied.parameters.values() if self._whole_matrices is not None else ():
-            parameter.grad = None
+            self._started = time.perf_counter()
+            # DDP's gradients are views of its buckets: without them one that is not reduced would make others.
+            self.optimizer.zero_grad(set_to_none=self._replicas is None)
+            for parameter in self._applied.parameters.values() if self._whole_matrices is not None else ():
+                parameter.grad = None
         batch = tree_map(self._to_device, batch)
-        scales = self._scales(batch)
-        with self._first_step or nullcontext(), self._random.step(step):
-            losses = self._forward_backward(batch, scales)
+        scales = [own * scale for own in self._scales(batch)]
+        with self._first_step or nullcontext(), self._random.step(self.progress.steps + 1, len(self._given)):
+            losses = self._forward_backward(batch, scales, loss or self._loss)
         if self._first_step is not None:
             self._first_step = None
             self._compile()
+        self._given.append((losses, scales))
+        return losses, scales
+
+    def _finish_step(self) -> Metrics:
+        step = self.progress.steps + 1
+        given, self._given = self._given, []
         self._gradients.reduce()
-        totals = self._totals(losses, scales)
+        totals = self._totals(given)
         norm = totals[1].sqrt()
         if self._max_grad_norm is not None:
             # What is not finite stays as it is, so that it can be found.
@@ -251,11 +292,14 @@ class Trainer:
         if not (math.isfinite(found_loss) and math.isfinite(found_norm)):
             parameters = self._applied.parameters
             grads = {n: g for n, p in parameters.items() if (g := local_gradient(p)) is not None}
-            check_finite(self.mesh, step, losses, grads)
+            check_finite(self.mesh, step, [loss for losses, _ in given for loss in losses], grads)
         self.progress = self._read.model_copy(update={"steps": step})
-        seconds = time.perf_counter() - started
-        tokens = self.plan.training.global_batch * (self.plan.training.seq_len or 1)
-        return Metrics(found_loss, found_norm, tokens / seconds, seconds)
+        seconds = time.perf_counter() - self._started
+        tokens = len(given) * self.plan.training.global_batch * (self.plan.training.seq_len or 1)
+        metrics = Metrics(found_loss, found_norm, tokens / seconds, seconds)
+        if self._telemetry is not None:
+            self._telemetry.end(step, metrics.loss, metrics.grad_norm, metrics.step_time_s)
+        return metrics
 
     def evaluate(self, batches: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
         """Mean loss over the batches of all data ranks, as "loss", in evaluation mode and without gradients.
@@ -462,25 +506,26 @@ class Trainer:
         total /= degrees.tensor * degrees.pipeline * degrees.context  # each share was counted by every rank that has it
         return (weights * degrees.data / total).tolist()
 
-    def _forward_backward(self, batch: Any, scales: list[float]) -> list[torch.Tensor]:
+    def _forward_backward(self, batch: Any, scales: list[float], loss_fn: Loss | None) -> list[torch.Tensor]:
         """Losses of the micro-batches (on the last stage); gradients are left on the parameters, averaged."""
         count = self.plan.num_microbatches
         if self._runner is not None:
             args, kwargs = split_inputs(stages_in(self.model)[0].model, batch, self._loss is not None)
             self._check_shapes((args, kwargs))
             self._random.rehearse(*split_micro_batches((args, kwargs), count, self.samples_per_step)[0])
-            return self._runner.step(args, kwargs, batch, scales)
+            with with_loss(stages_in(self.model), loss_fn):
+                return self._runner.step(args, kwargs, batch, scales)
         losses = []
         whole = (*split_inputs(self.model, batch, self._loss is not None), batch)
         parts = split_micro_batches(whole, count, self.samples_per_step)
         self._random.rehearse(*parts[0][:2])
         if self._applied.mechanism == "ddp" and self._replicas is None:
-            self._replicate(*parts[0])
+            self._replicate(parts[0], loss_fn)
         for i, (part, scale) in enumerate(zip(parts, scales, strict=True)):
             with self._synchronised(is_last=i == len(parts) - 1):
                 self._random.micro_batch(i)
                 with self._autocast():
-                    loss = self._loss_of(*part)
+                    loss = self._loss_of(part, loss_fn)
                 self._applied.begin_backward()
                 (loss * scale).backward()
             losses.append(loss.detach())
@@ -498,20 +543,21 @@ class Trainer:
                 "sequence to one length, or plan with --pin pipeline=1, where lengths may vary"
             )
 
-    def _loss_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> torch.Tensor:
+    def _loss_of(self, part: tuple[tuple[Any, ...], dict[str, Any], Any], loss_fn: Loss | None) -> torch.Tensor:
+        args, kwargs, batch = part
         context = self._applied.context
         with context.whole_forward() if context is not None else nullcontext():
             output = (self._replicas or self.model)(*args, **kwargs)
-            return loss_of(output) if self._loss is None else self._loss(output, batch)
+            return loss_of(output) if loss_fn is None else loss_fn(output, batch)
 
-    def _replicate(self, *part: Any) -> None:
+    def _replicate(self, part: Any, loss_fn: Loss | None) -> None:
         """Wrap the model in DDP. One forward shows what reads no parameter, so that DDP does not wait for it; what it
         wrote into buffers is undone, and into the batch not done."""
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         before = [buffer.clone() for buffer in self.model.buffers()]
         self._random.micro_batch(0)
         with torch.random.fork_rng(devices), self._autocast():
-            read = _parameters_behind(self._loss_of(*tree_map(_cloned, part)))
+            read = _parameters_behind(self._loss_of(tree_map(_cloned, part), loss_fn))
         with torch.no_grad():
             for buffer, value in zip(self.model.buffers(), before, strict=True):
                 buffer.copy_(value)
@@ -540,17 +586,22 @@ class Trainer:
             self._reduces = now
         return self._replicas.no_sync() if self._replicas is not None and not now else nullcontext()
 
-    def _totals(self, losses: list[torch.Tensor], scales: list[float]) -> torch.Tensor:
+    def _totals(self, given: list[tuple[list[torch.Tensor], list[float]]]) -> torch.Tensor:
         """[loss, squared gradient norm, what is finite unless the last step left parameters that are not] of the whole
         job, with one small all-reduce."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        if self.mesh.coordinates["tensor"] == 0:  # on earlier stages there are no losses
-            for found, scale in zip(losses, scales, strict=False):
-                loss += found.double() * scale / (self.data_size * self.plan.degrees.context)
+        loss = torch.stack([self._loss_share(losses, scales) for losses, scales in given]).sum()
         totals = torch.stack([loss, self._gradients.squared_norm(), self._spoiled()])
         if self.mesh.device_mesh is not None:
             dist.all_reduce(totals)
         return totals
+
+    def _loss_share(self, losses: list[torch.Tensor], scales: list[float]) -> torch.Tensor:
+        """What this rank adds to the job's loss."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.coordinates["tensor"] == 0:  # on earlier stages there are no losses
+            for found, scale in zip(losses, scales, strict=False):
+                loss += found.double() * scale / (self.data_size * self.plan.degrees.context)
+        return loss
 
     def _spoiled(self) -> torch.Tensor:
         """0, or NaN if a parameter of this rank is not finite."""

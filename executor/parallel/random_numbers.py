@@ -55,7 +55,7 @@ class RandomNumbers:
             with torch.device("meta"):
                 self._whole = copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
         self._generator = torch.Generator(mesh.device)
-        self._step = 0
+        self._step = 0, 0
         self._first = 0
         self._calls: Counter[str] = Counter()
         self._place: _Place = ("", 0, False)
@@ -75,9 +75,10 @@ class RandomNumbers:
                 layer.register_forward_hook(partial(self._layer_ends, name))
 
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """While it lasts, which is forward and backward of a step, what is drawn follows the policy."""
-        self._step = number
+    def step(self, number: int, part: int = 0) -> Iterator[None]:
+        """While it lasts, which is forward and backward of a step, or of the next part of it, what is drawn follows the
+        policy."""
+        self._step = number, part
         self._drawn.clear()
         self._given.clear()
         on_gpu = self._mesh.device.type == "cuda"
