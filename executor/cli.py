@@ -17,11 +17,13 @@ from .commands.plan import devices_app, plan_app, profile_app, show_app
 from .commands.report import diff_app, report_app
 from .commands.run import replan_app
 from .commands.sweep import sweep_app
+from .commands.weights import weights_app
 from .reporting import terminal
 
 SUBCOMMANDS = {
     "profile": profile_app,
     "export": export_app,
+    "export-weights": weights_app,
     "check": check_app,
     "devices": devices_app,
     "compare": compare_app,

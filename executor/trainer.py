@@ -1,11 +1,11 @@
 """Train by a plan: parallelize() gives a Trainer, whose steps do what one device would do, only faster."""
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +14,37 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
 from ..profiler.model.load import split_inputs
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta, plain
+from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples, with_loss
+from .export_weights import export_model
 from .faults import check_devices, check_finite, check_own_device, held_memory, out_of_memory_message, raise_spoiled
 from .parallel.compiled import backend_of
 from .parallel.gradients import Gradients, local_gradient
 from .parallel.mesh import RankMesh, check_world_size, connect
 from .parallel.micro_batches import loss_of, split_micro_batches
 from .parallel.norms import norms_of
+from .parallel.optimizers import MakeOptimizer, keep_attributes
 from .parallel.pipeline import PipelineRunner
+from .parallel.random_numbers import RandomNumbers
 from .parallel.shared_gradients import SharedGradients
 from .parallel.stage_module import stages_in
+from .parallel.whole_matrices import prepare_optimizer, whole_tensor
+from .sample_loader import Samples, shares
 from .state.checkpoint import Checkpoints
 from .state.checkpoint_folder import Progress
+from .state.extra_state import Stateful
 from .state.initialise import empty_values
-from .state.run_state import ModelState, State, Stateful
+from .state.run_state import ModelState, State
+from .state.weight_files import WeightFormat
 from .state.weights import Loading, Weights
 from .telemetry import Telemetry
 from .torch_compat import accelerator, data_parallel
-from .watch import HANG_S, LONGER, Watch, watched
+from .watch import GRACE_S, HANG_S, LONGER, Watch, watched
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Metrics:
 def parallelize(
     model_fn: Callable[[], nn.Module],
     plan: Plan | str | Path,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    optimizer: MakeOptimizer,
     loss: Loss | None = None,
     weight: Callable[[Any], torch.Tensor] | None = None,
     seed: int = 0,
@@ -64,16 +70,19 @@ def parallelize(
     telemetry: str | Path | None = None,
     timeout_s: float = HANG_S,
     compile: bool | str | None = None,
+    whole_matrices: bool | None = None,
 ) -> "Trainer":
     """A trainer that runs this process as one rank of the plan.
 
     model_fn: builds the model; called on the meta device and on the CPU.
-    optimizer: called with this rank's shards of the parameters. Optimizers that look at single elements (SGD, AdamW,
-        ...) do what they would do on one device. Make the same parameter groups on every rank, empty ones included, if
-        a scheduler is to be saved and resumed by another plan.
+    optimizer: called with this rank's shards of the parameters, or, if its argument is called `named`, with pairs
+        (name in the model, parameter); returns an optimizer, or a list of several. What is written on parameters
+        (`p.no_decay = True`) is kept. Make the same parameter groups on every rank, empty ones included, if a scheduler
+        is to be saved and resumed by another plan.
     loss: mean loss of (output, micro-batch); None if the model returns its own.
     weight: how much a micro-batch counts in the mean loss (its valid tokens, say); None: by samples.
-    seed: of the initial values, which are those of `torch.manual_seed(seed); model_fn()` on one CPU under every plan.
+    seed: of the initial values, which are those of `torch.manual_seed(seed); model_fn()` on one CPU under every plan,
+        and of what is drawn in steps (dropout), which depends on the sample and not on the plan.
     max_grad_norm: clip the total gradient norm to this.
     device: default is this rank's GPU, or the CPU without one.
     weights: where the parameters are read from instead of their initial values: safetensors as Hugging Face stores
@@ -83,6 +92,9 @@ def parallelize(
         start-up, save and resume may take three times as long.
     compile: every layer by torch.compile, or by the compiler of this name; None: if the plan's software has it
         (`plan ... --software fsdp2-compile`).
+
+    whole_matrices: whether the optimizer must see whole matrices (Muon, Adafactor, LAMB), which are then gathered
+        for it one by one, and stepped by one rank each; None: it is tried whether a step is done element by element.
 
     Runs under torchrun, or without any launcher if the plan is for one device. Raises ValueError, before ranks wait for
     each other, if the job has not as many ranks as the plan, the model is not the one that was planned, or the
@@ -102,20 +114,26 @@ def parallelize(
     with nullcontext() if watch is None else watch.task("in its start-up", "after its start-up"):
         model_fn = plain(model_fn)
         whole = build_on_meta(model_fn, plan)
+        attributes = {n: dict(vars(p)) for n, p in whole.named_parameters(remove_duplicate=False)}
         loading, values = None, None
         if weights is not None:
             weights = weights if isinstance(weights, Weights) else Weights(weights)
             loading = Loading(weights, whole, plan.model.ties)
             values = empty_values(model_fn, whole, loading.parameters, seed)
         check_devices(plan, torch.device(device) if device is not None else accelerator())
-        mesh = connect(plan, device)
+        mesh = connect(plan, device, timeout_s * LONGER + GRACE_S)
         if watch is not None:
             watch.see_exceptions()
         check_own_device(mesh)
+        drawn = RandomNumbers(whole, plan, mesh, seed)
         model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values, backend)
         if loading is not None:
             loading.fill(ModelState(model, plan, mesh).model_boxes())
-        trainer = Trainer(model, plan, mesh, optimizer, loss, weight, max_grad_norm, owns_process_group=not was_running)
+        for name, parameter in model.parameters.items():
+            keep_attributes(parameter, attributes[name])
+        trainer = Trainer(
+            model, plan, mesh, optimizer, loss, weight, max_grad_norm, not was_running, drawn, whole_matrices
+        )
         trainer._watch = watch
         if telemetry is not None:
             trainer._telemetry = Telemetry(Path(telemetry), plan, mesh)
@@ -133,23 +151,29 @@ class Trainer:
         model: AppliedModel,
         plan: Plan,
         mesh: RankMesh,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        optimizer: MakeOptimizer,
         loss: Loss | None,
         weight: Callable[[Any], torch.Tensor] | None,
         max_grad_norm: float | None,
         owns_process_group: bool,
+        random_numbers: RandomNumbers,
+        whole_matrices: bool | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.model = model.module
         self.data_rank = mesh.data_rank
         self.data_size = mesh.data_size
-        self.optimizer = optimizer(list(model.parameters.values()))
+        self.optimizer, self._whole_matrices = prepare_optimizer(optimizer, model, plan, mesh, whole_matrices)
         self._applied = model
         self._loss = loss
         self._weight = weight
         self._max_grad_norm = max_grad_norm
         self._owns_process_group = owns_process_group and dist.is_initialized()
+        self._seed = random_numbers.seed
+        self._random = random_numbers
+        self._random.watch(model.model, stages_in(model.module))
+        self._forwards = Forwards(model, plan, mesh, loss)
         self._gradients = Gradients(model, plan, mesh)
         self._runner: PipelineRunner | None = None
         if plan.degrees.pipeline > 1:
@@ -158,13 +182,16 @@ class Trainer:
         self._replicas: DistributedDataParallel | None = None
         self._reduces: bool | None = None  # what units of fully_shard were told last
         self._first_step: AbstractContextManager[Any] | None = None
-        self._state = State(model, plan, mesh, self.optimizer)
+        self._state = State(model, plan, mesh, self.optimizer, self._whole_matrices)
         self._checkpoints: Checkpoints | None = None
         self.progress = Progress()
         self._read = Progress()  # how far `loader` is ahead
         self._watch: Watch | None = None
         self._telemetry: Telemetry | None = None
         self._norms: torch.Tensor | None = None  # of each parameter, after the last step
+        self._given: list[tuple[list[torch.Tensor], list[float]]] = []  # since the last optimizer step
+        self._started = 0.0
+        self._shapes: list[tuple[int, ...]] = []  # of the first step's inputs
         self._skip = 0  # samples that the next `loader` leaves out
         if plan.degrees.tensor > 1:
             self._first_step = SharedGradients(model.model, model.layout)
@@ -183,36 +210,81 @@ class Trainer:
         Afterwards the gradients, clipped, stay until the next step. Raises NonFiniteError, on every rank, when the loss
         or a gradient is no number any more, or a parameter has not been since the step before.
         """
+        if self._given:
+            raise ValueError("step() after forward_backward(): call optimizer_step() first, which ends that step")
         step = self.progress.steps + 1
-        with self._task(f"in step {step}", f"after step {step}", times=1.0):
+        with self._task(f"in step {step}", f"after step {step}", times=1.0), self._memory_explained():
+            self._accumulate(batch, 1.0, None)
+            return self._finish_step()
+
+    def forward_backward(self, batch: Any, scale: float = 1.0, loss: Loss | None = None) -> float:
+        """Add the gradients of scale * loss on this rank's share of a batch to those since the last optimizer step;
+        returns the mean loss over all ranks, unscaled.
+
+        As often as the loop wants (several batches, several losses of one batch), then optimizer_step(): the gradient
+        is the sum, as where loss.backward() is called several times. loss: instead of parallelize's. All ranks must
+        call it alike.
+        """
+        step = self.progress.steps + 1
+        with self._task(f"in step {step}", f"within step {step}", times=1.0), self._memory_explained():
+            if loss is not None and self._loss is None:
+                raise ValueError("forward_backward(loss=...) of a model that returns its own loss: give none")
+            losses, scales = self._accumulate(batch, scale, loss)
+            found = self._loss_share(losses, scales)
+            if self.mesh.device_mesh is not None:
+                dist.all_reduce(found)
+            return float(found) / scale if scale else 0.0
+
+    def optimizer_step(self) -> Metrics:
+        """The optimizer's step on what forward_backward() has added up: clips as `step` does, and returns the same; its
+        loss is the sum of the scaled ones. Raises ValueError if there was no forward_backward() since the last one."""
+        if not self._given:
+            raise ValueError("optimizer_step() without gradients: call forward_backward(batch) first, or step(batch)")
+        step = self.progress.steps + 1
+        with self._task(f"in step {step}", f"after step {step}", times=1.0), self._memory_explained():
+            return self._finish_step()
+
+    @contextmanager
+    def _memory_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(self._out_of_memory()) from error
+
+    def _accumulate(self, batch: Any, scale: float, loss: Loss | None) -> tuple[list[torch.Tensor], list[float]]:
+        """(losses of the micro-batches on the last stage, their factors)."""
+        if not self._given:
             if self._telemetry is not None:
                 self._telemetry.begin()
-            try:
-                metrics = self._step(batch, step)
-            except torch.OutOfMemoryError as error:
-                raise torch.OutOfMemoryError(self._out_of_memory()) from error
-            if self._telemetry is not None:
-                self._telemetry.end(step, metrics.loss, metrics.grad_norm, metrics.step_time_s)
-        return metrics
-
-    def _step(self, batch: Any, step: int) -> Metrics:
-        started = time.perf_counter()
-        # DDP's gradients are views of its buckets: without them a micro-batch that is not reduced would make others.
-        self.optimizer.zero_grad(set_to_none=self._replicas is None)
+            self._started = time.perf_counter()
+            # DDP's gradients are views of its buckets: without them one that is not reduced would make others.
+            self.optimizer.zero_grad(set_to_none=self._replicas is None)
+            for parameter in self._applied.parameters.values() if self._whole_matrices is not None else ():
+                parameter.grad = None
         batch = tree_map(self._to_device, batch)
-        scales = self._scales(batch)
-        with self._first_step or nullcontext():
-            losses = self._forward_backward(batch, scales)
+        scales = [own * scale for own in self._scales(batch)]
+        with self._first_step or nullcontext(), self._random.step(self.progress.steps + 1, len(self._given)):
+            losses = self._forward_backward(batch, scales, loss or self._loss)
         if self._first_step is not None:
             self._first_step = None
             self._compile()
+        self._given.append((losses, scales))
+        return losses, scales
+
+    def _finish_step(self) -> Metrics:
+        step = self.progress.steps + 1
+        given, self._given = self._given, []
         self._gradients.reduce()
-        totals = self._totals(losses, scales)
+        totals = self._totals(given)
         norm = totals[1].sqrt()
         if self._max_grad_norm is not None:
             # What is not finite stays as it is, so that it can be found.
             self._gradients.clip(self._max_grad_norm, norm.nan_to_num(0.0, posinf=0.0))
+        if self._whole_matrices is not None:
+            self._whole_matrices.gather()
         self.optimizer.step()
+        if self._whole_matrices is not None:
+            self._whole_matrices.scatter()
         before, self._norms = self._norms, norms_of(self._local_parameters(), self.mesh.device)
         found_loss, squared_norm, spoiled = totals.tolist()
         found_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
@@ -221,32 +293,109 @@ class Trainer:
         if not (math.isfinite(found_loss) and math.isfinite(found_norm)):
             parameters = self._applied.parameters
             grads = {n: g for n, p in parameters.items() if (g := local_gradient(p)) is not None}
-            check_finite(self.mesh, step, losses, grads)
+            check_finite(self.mesh, step, [loss for losses, _ in given for loss in losses], grads)
         self.progress = self._read.model_copy(update={"steps": step})
-        seconds = time.perf_counter() - started
-        tokens = self.plan.training.global_batch * (self.plan.training.seq_len or 1)
-        return Metrics(found_loss, found_norm, tokens / seconds, seconds)
+        seconds = time.perf_counter() - self._started
+        tokens = len(given) * self.plan.training.global_batch * (self.plan.training.seq_len or 1)
+        metrics = Metrics(found_loss, found_norm, tokens / seconds, seconds)
+        if self._telemetry is not None:
+            self._telemetry.end(step, metrics.loss, metrics.grad_norm, metrics.step_time_s)
+        return metrics
 
-    def loader(self, samples: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    def evaluate(self, batches: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
+        """Mean loss over the batches of all data ranks, as "loss", in evaluation mode and without gradients.
+
+        batches: this rank's shares, samples_per_step samples each, as `loader(..., training=False)` gives them; as
+        many on every rank. metrics: name -> function of (output, micro-batch) whose mean is wanted, too; it is called
+        where the output is, with all of it. The mean is over samples, or by what `weight` says. All ranks must call it.
+        """
+        behind = f"after step {self.progress.steps}"
+        chosen = metrics or {}
+        means = Means(self.mesh, ["loss", *chosen])
+        with self._task(f"in evaluate {behind}", behind):
+            for batch in batches:
+                batch = tree_map(self._to_device, batch)
+                parts = self._parts(batch)
+
+                def look(output: Any, part: Any) -> dict[str, Any]:
+                    return {name: metric(output, part) for name, metric in chosen.items()}
+
+                found = self._forward(parts, True, look if chosen else None)
+                seen = found.outputs or [{}] * len(found.losses)
+                for (*_, part), loss, values in zip(parts, found.losses, seen, strict=False):
+                    weight = self.plan.micro_batch if self._weight is None else self._weight(part)
+                    means.add({"loss": loss, **values}, torch.as_tensor(weight, device=self.mesh.device).double())
+            last = self._runner is None or any(stage.is_last for stage in stages_in(self.model))
+            return means.over_ranks(counts=last and self.mesh.coordinates["tensor"] == 0)
+
+    def forward(self, batch: Any) -> Any:
+        """The model's output for this rank's share of a batch, samples_per_step samples, in evaluation mode and without
+        gradients: whole on all ranks that have the share. All ranks must call it.
+
+        What the model returns for each micro-batch is joined along the first dim where that counts samples; other
+        leaves are those of the first micro-batch.
+        """
+        behind = f"after step {self.progress.steps}"
+        with self._task(f"in forward {behind}", behind):
+            parts = self._parts(tree_map(self._to_device, batch))
+            found = self._forward(parts, False, lambda output, part: output).outputs
+            return joined_samples(self._forwards.to_all_stages(found), self.plan.micro_batch)
+
+    def _parts(self, batch: Any) -> list[Any]:
+        module = stages_in(self.model)[0].model if self._runner is not None else self.model
+        whole = (*split_inputs(module, batch, self._loss is not None), batch)
+        if self._runner is not None:
+            self._check_shapes(whole[:2])
+        count, planned = self.plan.num_microbatches, self.plan.model.batch
+        return split_micro_batches(whole, count, self.samples_per_step, planned, batch)
+
+    def _forward(self, parts: list[Any], wants_loss: bool, look: Callable[[Any, Any], Any] | None) -> ForwardResults:
+        with evaluating(self.model), self._random.step(0), self._autocast():
+            return self._forwards.run(parts, self._random.micro_batch, wants_loss, look)
+
+    def loader(
+        self,
+        samples: Samples,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = False,
+        workers: int = 0,
+        training: bool = True,
+    ) -> Iterator[Any]:
         """This rank's share of every global batch of `samples`, collated; the last, incomplete batch is left out.
 
-        samples: in the order that one device would read them (so shuffle with a fixed seed), or a function that gives
-        them. Batch k of the job is samples k * global_batch .. (k + 1) * global_batch under every plan. One call is
+        samples: in the order that one device would read them: anything with __getitem__ and __len__, of which a rank
+        reads no samples but its own; an iterable, or a function that gives one, of which it has to read all; or a
+        function of (shard, number of shards), which gives the samples of one data rank. Batch k of the job is samples
+        k * global_batch .. (k + 1) * global_batch under every plan (of shards, the k-th parts of each). One call is
         one epoch; after `resume` the first goes on where the checkpoint was saved.
+
+        collate: makes a batch of a list of samples (pads it, say); None: as torch does. shuffle: by the trainer's seed
+        and the epoch, alike on all ranks. workers: processes that read ahead. training: False for data to evaluate on,
+        which does not count as progress. Raises ValueError if samples without numbers are to be shuffled.
         """
-        share, total = self.samples_per_step, self.plan.training.global_batch
-        first = self.data_rank * share
-        taken, self._skip = self._skip, 0
-        own: list[Any] = []
-        for index, sample in enumerate(_from(samples() if callable(samples) else samples, taken)):
-            place = index % total
-            if first <= place < first + share:
-                own.append(sample)
-            if place == total - 1:
-                self._read = self._read.model_copy(update={"samples": taken + index + 1})
-                yield default_collate(own)
-                own = []
-        self._read = self._read.model_copy(update={"epoch": self._read.epoch + 1, "samples": 0})
+        taken = self._skip if training else 0
+        if training:
+            self._skip = 0
+        found = shares(
+            samples,
+            share=self.samples_per_step,
+            rank=self.data_rank,
+            num_ranks=self.data_size,
+            taken=taken,
+            epoch=self._read.epoch if training else 0,
+            collate=collate,
+            shuffle=self._seed if shuffle else None,
+            workers=workers,
+            pinned=self.mesh.device.type == "cuda",
+        )
+        for batch in found:
+            taken += self.plan.training.global_batch
+            if training:
+                self._read = self._read.model_copy(update={"samples": taken})
+            yield batch
+        if training:
+            self._read = self._read.model_copy(update={"epoch": self._read.epoch + 1, "samples": 0})
 
     def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = None, **stateful: Stateful) -> None:
         """Write a checkpoint into a run's folder, which all ranks must see: parameters, optimizer, random states,
@@ -256,7 +405,8 @@ class Trainer:
         It appears as `step-<number>` once it is complete, so that a process that dies at any moment leaves the last
         complete one. wait: False returns when the numbers are copied, and writes beside the following steps; an error
         is raised by the next save or by close. keep: how many checkpoints to keep; None: all. stateful: what else
-        (scheduler=...) to save, as the first rank has it.
+        (scheduler=..., ema=...) to save: tensors that are named and shaped like parameters of `model` by rank, so that
+        any plan can take them over, and the rest once. Raises ValueError if the rest is not alike on all ranks.
         """
         behind = f"after step {self.progress.steps}"
         with self._task(f"in save {behind}", behind):
@@ -267,10 +417,13 @@ class Trainer:
         """Take over the last complete checkpoint of a run's folder; returns the number of steps it has behind it.
 
         The checkpoint may come from another plan, on another number of ranks. All ranks must call it. missing_ok: where
-        there is no checkpoint yet return 0 (else raise ValueError). stateful: what was given to `save`.
+        there is no checkpoint yet return 0 (else raise ValueError). stateful: what was given to `save`. Raises
+        DamagedError for a checkpoint that is not what was saved, which names the last one that is, and ValueError where
+        another job writes to the folder; it is this job's until `close`.
         """
         with self._task("in resume", "after resume"):
             writer = self._writer()
+            writer.lock(Path(folder), make=missing_ok)
             found = writer.latest(Path(folder))
             if found is None:
                 if missing_ok:
@@ -280,6 +433,20 @@ class Trainer:
         self._skip = self.progress.samples
         self._norms = None
         return self.progress.steps
+
+    def save_pretrained(
+        self, folder: str | Path, *, format: WeightFormat = "safetensors", dtype: torch.dtype | None = None
+    ) -> None:
+        """Write the weights as Hugging Face stores them: safetensors with an index (or PyTorch state_dicts), and the
+        model's config if it has one that can save itself. All ranks must call it; all must see the folder.
+
+        Names are those of the model's own state_dict, tied parameters under their first. Ranks write a file each, and
+        hold one tensor of it at a time (format="torch": one file). dtype: of what holds real numbers; None: as trained.
+        """
+        behind = f"after step {self.progress.steps}"
+        with self._task(f"in save_pretrained {behind}", behind):
+            self._check_parameters()
+            export_model(self._applied, self.plan, self.mesh, self._writer(), Path(folder), format, dtype)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers of the whole model, on the CPU of rank 0; {} on the others. All must call it.
@@ -297,7 +464,7 @@ class Trainer:
         """End what is still being written, and torch.distributed if parallelize began it."""
         if self._checkpoints is not None:
             with self._task("in close", "after close"):
-                self._checkpoints.wait()
+                self._checkpoints.close()
         if self._telemetry is not None:
             self._telemetry.close()
         if self._watch is not None:
@@ -341,39 +508,60 @@ class Trainer:
         total /= degrees.tensor * degrees.pipeline * degrees.context  # each share was counted by every rank that has it
         return (weights * degrees.data / total).tolist()
 
-    def _forward_backward(self, batch: Any, scales: list[float]) -> list[torch.Tensor]:
+    def _forward_backward(self, batch: Any, scales: list[float], loss_fn: Loss | None) -> list[torch.Tensor]:
         """Losses of the micro-batches (on the last stage); gradients are left on the parameters, averaged."""
+        count = self.plan.num_microbatches
         if self._runner is not None:
             args, kwargs = split_inputs(stages_in(self.model)[0].model, batch, self._loss is not None)
-            return self._runner.step(args, kwargs, batch, scales)
+            self._check_shapes((args, kwargs))
+            given = split_micro_batches((args, kwargs), count, self.samples_per_step, self.plan.model.batch, batch)
+            self._random.rehearse(*given[0])
+            with with_loss(stages_in(self.model), loss_fn):
+                return self._runner.step(args, kwargs, batch, scales)
         losses = []
         whole = (*split_inputs(self.model, batch, self._loss is not None), batch)
-        count, planned = self.plan.num_microbatches, self.plan.model.batch
+        planned = self.plan.model.batch
         parts = split_micro_batches(whole, count, self.samples_per_step, planned, batch)
+        self._random.rehearse(*parts[0][:2])
         if self._applied.mechanism == "ddp" and self._replicas is None:
-            self._replicate(*parts[0])
+            self._replicate(parts[0], loss_fn)
         for i, (part, scale) in enumerate(zip(parts, scales, strict=True)):
             with self._synchronised(is_last=i == len(parts) - 1):
+                self._random.micro_batch(i)
                 with self._autocast():
-                    loss = self._loss_of(*part)
+                    loss = self._loss_of(part, loss_fn)
                 self._applied.begin_backward()
                 (loss * scale).backward()
             losses.append(loss.detach())
         return losses
 
-    def _loss_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> torch.Tensor:
+    def _check_shapes(self, inputs: Any) -> None:
+        """Raise ValueError if a pipeline, which is set up for the shapes of its first step, is given others."""
+        found = _shapes_in(inputs)
+        self._shapes = self._shapes or found
+        if found != self._shapes:
+            first, now = next(pair for pair in zip_longest(self._shapes, found) if pair[0] != pair[1])
+            raise ValueError(
+                f"step {self.progress.steps + 1} was given a tensor of shape {now}, the first step one of {first}: a "
+                "pipeline runs on one shape, for its stages agree beforehand on what they send. Pad or cut every "
+                "sequence to one length, or plan with --pin pipeline=1, where lengths may vary"
+            )
+
+    def _loss_of(self, part: tuple[tuple[Any, ...], dict[str, Any], Any], loss_fn: Loss | None) -> torch.Tensor:
+        args, kwargs, batch = part
         context = self._applied.context
         with context.whole_forward() if context is not None else nullcontext():
             output = (self._replicas or self.model)(*args, **kwargs)
-            return loss_of(output) if self._loss is None else self._loss(output, batch)
+            return loss_of(output) if loss_fn is None else loss_fn(output, batch)
 
-    def _replicate(self, *part: Any) -> None:
+    def _replicate(self, part: Any, loss_fn: Loss | None) -> None:
         """Wrap the model in DDP. One forward shows what reads no parameter, so that DDP does not wait for it; what it
         wrote into buffers is undone, and into the batch not done."""
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         before = [buffer.clone() for buffer in self.model.buffers()]
+        self._random.micro_batch(0)
         with torch.random.fork_rng(devices), self._autocast():
-            read = _parameters_behind(self._loss_of(*tree_map(_cloned, part)))
+            read = _parameters_behind(self._loss_of(tree_map(_cloned, part), loss_fn))
         with torch.no_grad():
             for buffer, value in zip(self.model.buffers(), before, strict=True):
                 buffer.copy_(value)
@@ -402,17 +590,22 @@ class Trainer:
             self._reduces = now
         return self._replicas.no_sync() if self._replicas is not None and not now else nullcontext()
 
-    def _totals(self, losses: list[torch.Tensor], scales: list[float]) -> torch.Tensor:
+    def _totals(self, given: list[tuple[list[torch.Tensor], list[float]]]) -> torch.Tensor:
         """[loss, squared gradient norm, what is finite unless the last step left parameters that are not] of the whole
         job, with one small all-reduce."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        if self.mesh.coordinates["tensor"] == 0:  # on earlier stages there are no losses
-            for found, scale in zip(losses, scales, strict=False):
-                loss += found.double() * scale / (self.data_size * self.plan.degrees.context)
+        loss = torch.stack([self._loss_share(losses, scales) for losses, scales in given]).sum()
         totals = torch.stack([loss, self._gradients.squared_norm(), self._spoiled()])
         if self.mesh.device_mesh is not None:
             dist.all_reduce(totals)
         return totals
+
+    def _loss_share(self, losses: list[torch.Tensor], scales: list[float]) -> torch.Tensor:
+        """What this rank adds to the job's loss."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.coordinates["tensor"] == 0:  # on earlier stages there are no losses
+            for found, scale in zip(losses, scales, strict=False):
+                loss += found.double() * scale / (self.data_size * self.plan.degrees.context)
+        return loss
 
     def _spoiled(self) -> torch.Tensor:
         """0, or NaN if a parameter of this rank is not finite."""
@@ -435,50 +628,34 @@ class Trainer:
     def _gathered(self, tensors: dict[str, torch.Tensor], buffers: bool) -> dict[str, torch.Tensor]:
         keep = all(at == 0 for axis, at in self.mesh.coordinates.items() if axis != "pipeline")
         state: dict[str, torch.Tensor] = {}
+        elsewhere = self._writer().buffers_elsewhere() if buffers and self.plan.degrees.pipeline > 1 else set()
         for name, tensor in tensors.items():
-            whole = self._whole(name, tensor)
+            whole = whole_tensor(self._applied, self.mesh, name, tensor)
             if keep:
-                state[name] = whole.cpu()
+                state[name] = _own_copy(whole)
         if keep and buffers:
             present = self.model.state_dict().keys()
             for name, buffer in self.model.named_buffers():
-                if name in present:
-                    state[name.removeprefix(self._applied.prefix)] = buffer.cpu()
-        group = self.mesh.group("pipeline")
-        if group is not None and keep:
-            first = self.mesh.coordinates["pipeline"] == 0
-            stages: list[Any] | None = [None] * self.plan.degrees.pipeline if first else None
-            dist.gather_object(state, stages, group=group, dst=self.mesh.processes[0])
-            state = {name: t for part in stages or [] for name, t in part.items()}
+                if name in present and name.removeprefix(self._applied.prefix) not in elsewhere:
+                    state[name.removeprefix(self._applied.prefix)] = _own_copy(buffer)
+        if self.plan.degrees.pipeline > 1:
+            state = {name: t for part in self._writer().gathered(state) for name, t in part.items()}
         if self.mesh.rank != 0:
             return {}
         for names in self.plan.model.ties:
             known = next((state[n] for n in names if n in state), None)
             if known is not None:
-                state.update(dict.fromkeys(names, known))
+                state |= {name: known.clone() for name in names}  # or writing into one would change the others
         return state
 
-    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a parameter or gradient of which ranks hold shards."""
-        if name in self._applied.experts:
-            assert isinstance(tensor, DTensor)
-            return self._applied.experts[name].whole(tensor.full_tensor(), self.mesh.expert_mesh.get_group("expert"))
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        cut = self._applied.cut(name)
-        if cut is None:
-            return tensor
-        shards = [torch.empty_like(tensor) for _ in range(cut.degree)]
-        dist.all_gather(shards, tensor.contiguous(), group=self.mesh.group("tensor"))
-        return cut.full(shards)
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU that shares memory with none that is trained."""
+    return tensor.detach().to("cpu", copy=True)
 
 
-def _from(samples: Iterable[Any], start: int) -> Iterator[Any]:
-    """The samples without the first ones, which are not even read where samples have indices."""
-    indexed: Any = samples
-    if hasattr(indexed, "__getitem__") and hasattr(indexed, "__len__") and not isinstance(indexed, IterableDataset):
-        return (indexed[i] for i in range(start, len(indexed)))
-    return itertools.islice(samples, start, None)
+def _shapes_in(tree: Any) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _cloned(leaf: Any) -> Any:

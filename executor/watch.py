@@ -1,5 +1,6 @@
 """A job that cannot go on ends on every rank, soon, with one message that names the rank and why."""
 
+import atexit
 import json
 import math
 import os
@@ -17,10 +18,10 @@ from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..planner.plan.document import Plan
-from .measuring.local_ranks import is_echo
+from .measuring.local_ranks import is_echo, is_local_rank
 
 HANG_S = 600.0
 """A step that takes longer than this is taken for a hang, unless the user says another time."""
@@ -49,6 +50,7 @@ class Beat:
 
     place: how much the job has asked of it, which all ranks count alike: odd inside of a step or another task, even
     after it. what: the words for that, since_s: for how long. where: the line its thread is at; waits: for others.
+    ended: it is the last one, for the rank has come to its end.
     """
 
     count: int
@@ -57,6 +59,7 @@ class Beat:
     since_s: float
     where: str
     waits: bool
+    ended: bool = False
 
 
 class Watch:
@@ -64,10 +67,11 @@ class Watch:
 
     Begins by putting itself before sys.excepthook, so that an exception that ends this rank is known to the others;
     `close` puts it back. Nothing else waits for the store by which ranks hear of each other, and which the first
-    process holds unless torchrun does. hang_s: how long a step may take.
+    process holds unless torchrun does. hang_s: how long a step may take. store: of a job that runs already, which must
+    be of its own, for others wait for theirs; None: the job has none yet.
     """
 
-    def __init__(self, rank: int, num_ranks: int, hang_s: float = HANG_S) -> None:
+    def __init__(self, rank: int, num_ranks: int, hang_s: float = HANG_S, store: Store | None = None) -> None:
         self.rank, self.num_ranks, self.hang_s = rank, num_ranks, hang_s
         self.beat_s = BEAT_S * max(1.0, num_ranks / 500)
         self._place, self._what, self._since, self._times = 0, "before its start-up", time.monotonic(), math.inf
@@ -76,11 +80,14 @@ class Watch:
         self._telling, self._told = threading.Lock(), False
         self._count = 0
         self._holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._given_store = store
         self._store: PrefixStore
+        self.users = 1
         self._previous_hook = sys.excepthook
         self.see_exceptions()
         self._thread = threading.Thread(target=self._run, name="meshwright-watch", daemon=True)
         self._thread.start()
+        atexit.register(self._end)
 
     @contextmanager
     def task(self, inside: str, behind: str, times: float = LONGER) -> Iterator[None]:
@@ -108,11 +115,27 @@ class Watch:
             self._seen = before
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Watch no longer, once nobody in this process needs it."""
+        self.users -= 1
+        if self.users == 0:
+            self._end()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it watches no longer."""
+        return self._ended.is_set()
+
+    def _end(self) -> None:
+        atexit.unregister(self._end)
+        if self._ended.is_set():
+            return
         self._ended.set()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
         self._thread.join(GRACE_S)  # Python aborts where it ends while a thread is inside of the store
+        if self._connected.is_set() and not self._thread.is_alive():
+            with suppress(dist.DistError):  # the rank that holds the store may have ended before
+                self._put(ended=True)
 
     def _run(self) -> None:
         if not self._connect():
@@ -138,6 +161,10 @@ class Watch:
 
     def _connect(self) -> bool:
         """Whether the store was found before this watch was closed; ends the process if it does not come in time."""
+        run = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        if self._given_store is not None:
+            self._use(self._given_store, (*run, "given"))
+            return True
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         while not self._holds_store:
             with suppress(OSError), socket.create_connection((host, port), timeout=5.0):
@@ -151,7 +178,6 @@ class Watch:
                     "start-up"
                 )
                 os._exit(1)
-        run = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
@@ -160,15 +186,18 @@ class Watch:
             wait_for_workers=False,
             multi_tenant=True,  # init_process_group makes the same one, or has made it
         )
+        self._use(store, run)
+        return True
+
+    def _use(self, store: Store, run: tuple[str, ...]) -> None:
         self._store = PrefixStore(f"meshwright/{'/'.join(run)}", store)
         self._put()
         self._connected.set()
-        return True
 
-    def _put(self) -> None:
+    def _put(self, ended: bool = False) -> None:
         self._count += 1
         where, waits = _line(sys._current_frames().get(self._seen or 0))
-        beat = Beat(self._count, self._place, self._what, time.monotonic() - self._since, where, waits)
+        beat = Beat(self._count, self._place, self._what, time.monotonic() - self._since, where, waits, ended)
         self._store.set(f"{_BEAT}{self.rank}", json.dumps(asdict(beat)))
 
     def _beats(self) -> list[Beat | None]:
@@ -238,6 +267,14 @@ class Watch:
             )
         beats = [beat for beat in after if beat is not None]
         silent = self._silent(before, after)
+        ended = [rank for rank in silent if beats[rank].ended]
+        if ended:
+            have, their = ("have", "their scripts") if len(ended) > 1 else ("has", "its script")
+            return (
+                f"{_ranks(ended)} {job} {have} ended {beats[ended[0]].what}: {their} came to an end, or closed the "
+                f"trainer, while rank {self.rank} is {self._what}. Every rank must take the same number of steps: "
+                "give all of them data of the same length, and let none leave its loop before the others"
+            )
         if silent:
             return (
                 f"{_ranks(silent)} {job} gave no sign of life any more {beats[silent[0]].what}: it was killed (most "
@@ -257,11 +294,32 @@ class Watch:
             time.sleep(self.beat_s / 5)
 
 
+_current: Watch | None = None
+"""The watch of this process, which trainers of one process share."""
+
+
 def watched(plan: Plan, hang_s: float) -> Watch | None:
-    """The watch of this process; None where a job is one process, was not begun by a launcher, or runs already."""
-    if plan.degrees.num_devices == 1 or dist.is_initialized() or not os.environ.keys() >= _LAUNCHED:
+    """The watch of this process. None where a job is one process, was begun by no launcher, or is watched by who began
+    it."""
+    global _current
+    if plan.degrees.num_devices == 1 or is_local_rank():
         return None
-    return Watch(int(os.environ["RANK"]), plan.degrees.num_devices, hang_s)
+    if _current is not None and not _current.is_over:
+        _current.users += 1
+        _current.hang_s = max(_current.hang_s, hang_s)
+        return _current
+    if dist.is_initialized():
+        try:
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            store.set_timeout(timedelta(seconds=30))
+        except (RuntimeError, AttributeError):  # kinds of stores that can be had only once
+            return None
+        _current = Watch(dist.get_rank(), plan.degrees.num_devices, hang_s, store)
+    elif os.environ.keys() >= _LAUNCHED:
+        _current = Watch(int(os.environ["RANK"]), plan.degrees.num_devices, hang_s)
+    else:
+        return None
+    return _current
 
 
 def _who_hangs(beats: Sequence[Beat], job: str) -> str:

@@ -208,6 +208,8 @@ def test_what_is_not_complete_is_no_checkpoint_and_is_cleared_away(profile: Mode
 
     trainer.save(tmp_path)
 
+    trainer.close()
+
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000000", "step-00000000.1"]
 
 
@@ -216,6 +218,7 @@ def test_only_the_last_ones_are_kept(profile: ModelProfile, tmp_path: Path) -> N
     for _, share in zip(range(4), trainer.loader(samples), strict=False):
         trainer.step(share)
         trainer.save(tmp_path, keep=2)
+    trainer.close()
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
@@ -259,12 +262,29 @@ def test_a_rank_that_cannot_read_ends_the_others_too(profile: ModelProfile, save
     assert "not callable" in second
 
 
-def test_optimizer_states_that_cannot_be_cut_are_refused(profile: ModelProfile, tmp_path: Path) -> None:
-    trainer = parallelize(TiedNet, plan_of(profile), lambda p: torch.optim.Adafactor(p, lr=1e-3), loss=loss)
+def _statistics(plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss)
     trainer.step(next(trainer.loader(samples)))
+    trainer.save(folder)
+    trainer.close()
+    return {name: value for name, value in trainer.full_state_dict().items() if name.startswith("norm.")}
 
-    with pytest.raises(ValueError, match=r"Adafactor keeps 'row_var' of shape \[30, 1\] for tokens.weight"):
-        trainer.save(tmp_path)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [(2, 2), (3, 1)])
+def test_running_statistics_are_those_of_the_stage_that_counts(
+    profile: ModelProfile, tmp_path: Path, stages: tuple[int, int]
+) -> None:
+    expected = _statistics(plan_of(profile), tmp_path / "alone")
+
+    found = run_ranks(_statistics, 2, plan_of(profile, stages=stages), tmp_path / "run")[0]
+
+    trainer = parallelize(TiedNet, plan_of(profile), adamw, loss=loss)
+    trainer.resume(tmp_path / "run")
+    saved = trainer.full_state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-6)
 
 
 class Watched:

@@ -23,6 +23,7 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+from support import tied_net
 from support.ranks import run_ranks
 from support.small_net import CLASSES, GLOBAL_BATCH, WIDTH, Net, assert_same, batch_of, loss, sgd
 from support.synthetic import cluster
@@ -328,3 +329,36 @@ def test_a_plan_that_is_only_priced_is_refused_in_a_sentence(make: Callable[...,
 
     with pytest.raises(ValueError, match="offload to the host, which is priced, not run yet: plan again without"):
         parallelize(lambda: torch.nn.Linear(2, 2), offloaded, sgd)
+
+
+def test_whole_states_share_no_memory_with_what_is_trained_nor_with_each_other() -> None:
+    plan = tied_net.plan_of(tied_net.tied_profile())
+    trainer = parallelize(tied_net.TiedNet, plan, tied_net.adamw, loss=tied_net.loss)
+    shares = trainer.loader(tied_net.samples)
+    trainer.step(next(shares))
+    state, gradients = trainer.full_state_dict(), trainer.named_gradients()
+    before = {name: value.clone() for name, value in {**state, **gradients}.items()}
+    memory = [value.untyped_storage().data_ptr() for found in (state, gradients) for value in found.values()]
+
+    trainer.step(next(shares))
+
+    assert all(torch.equal(value, before[name]) for name, value in {**state, **gradients}.items())
+    assert len(set(memory)) == len(memory)
+    assert "head.weight" in state
+    assert torch.equal(state["head.weight"], state["tokens.weight"])
+
+
+def _other_length() -> str:
+    plan = tied_net.plan_of(tied_net.tied_profile(), stages=(2, 2))
+    trainer = parallelize(tied_net.TiedNet, plan, tied_net.adamw, loss=tied_net.loss)
+    tokens, targets = next(trainer.loader(tied_net.samples))
+    trainer.step((tokens, targets))
+    with pytest.raises(ValueError, match="was given a tensor of shape") as caught:
+        trainer.step((tokens[:, :5], targets[:, :5]))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_another_length_under_a_pipeline_is_told_as_such() -> None:
+    for message in run_ranks(_other_length, 2):
+        assert message.startswith("step 2 was given a tensor of shape (8, 5), the first step one of (8, 8): a pipeline")

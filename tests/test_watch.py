@@ -1,5 +1,6 @@
 """Start-up, saving and resuming: a rank that is missing, raises, dies or hangs there ends all, and is named."""
 
+import atexit
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks.faults.launched import Ending, launch
 from meshwright.executor import Trainer, parallelize, watch
@@ -106,6 +108,58 @@ def test_a_rank_that_raises_in_start_up_is_named_with_its_error(profile: ModelPr
 
     assert [ending.exit_code for ending in endings] == [1, 1]
     assert messages(endings) == ["meshwright: rank 1 of 2 failed in its start-up: OSError: no space left"]
+
+
+def _started_by_user(plan: Plan, happens: Callable[[Path], None], folder: Path) -> None:
+    """The script has begun torch.distributed itself; rank 1 meets something in its second step."""
+    dist.init_process_group("gloo")
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss, timeout_s=300.0)
+    shares = trainer.loader(samples)
+    trainer.step(next(shares))
+    if trainer.mesh.rank == 1:
+        happens(folder)
+    trainer.step(next(shares))
+
+
+@pytest.mark.parametrize(
+    ("happens", "message"),
+    slow.but(
+        [
+            (raises, "rank 1 of 2 failed after step 1: OSError: no space left"),
+            (is_killed, "rank 1 of 2 gave no sign of life any more"),
+        ],
+        [(raises, "rank 1 of 2 failed after step 1: OSError: no space left")],
+    ),
+)
+def test_a_job_that_runs_already_is_watched_too(
+    profile: ModelProfile, tmp_path: Path, happens: Callable[[Path], None], message: str
+) -> None:
+    endings = launch(_started_by_user, 2, tmp_path, plan_of(profile, shard=2), happens, tmp_path)
+
+    assert len(messages(endings)) == 1
+    assert message in messages(endings)[0]
+
+
+def _leaves_early(plan: Plan, closes: bool) -> None:
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss, timeout_s=300.0)
+    for step, share in enumerate(trainer.loader(samples)):
+        if step == 3 - trainer.mesh.rank:
+            break
+        trainer.step(share)
+    if closes:
+        trainer.close()
+    else:
+        atexit._run_exitfuncs()  # as where a script ends; a process that is forked runs them not
+
+
+@pytest.mark.parametrize("closes", slow.but_first([True, False], 0))
+def test_a_rank_that_stops_early_is_told_as_such(profile: ModelProfile, tmp_path: Path, closes: bool) -> None:
+    endings = launch(_leaves_early, 2, tmp_path, plan_of(profile, shard=2), closes)
+
+    assert len(messages(endings)) == 1
+    assert "rank 1 of 2 has ended after step 2: its script came to an end" in messages(endings)[0]
+    assert "while rank 0 is in step 3" in messages(endings)[0]
+    assert "killed" not in messages(endings)[0]
 
 
 def _impatient(trainer: Trainer, folder: Path) -> None:

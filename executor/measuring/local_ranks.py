@@ -31,6 +31,9 @@ _ECHOES = (
 )
 """What ranks say when another one has failed or hangs: never the cause."""
 
+_is_local_rank = False
+"""Whether this process is a rank that another one began and watches."""
+
 _SETTLE_S = 2.0
 """How long to wait for the cause after an echo of it has arrived."""
 
@@ -101,6 +104,8 @@ def _run(
     args: tuple[Any, ...],
     timeout_s: float,
 ) -> None:
+    global _is_local_rank
+    _is_local_rank = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
     with suppress(OSError):  # if memory runs out, Linux should kill a rank and not the parent, who says what happened
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -177,6 +182,11 @@ def _ending(exit_code: int) -> str:
     if exit_code < 0:
         return f"it died of signal {signal.Signals(-exit_code).name} (gloo aborts when ranks send unequal sizes)"
     return f"it ended with exit code {exit_code} without a word"
+
+
+def is_local_rank() -> bool:
+    """Whether run_local_ranks began this process, and says what happens to it."""
+    return _is_local_rank
 
 
 def is_echo(message: str) -> bool:

@@ -5,11 +5,13 @@ import socket
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...planner.cost.expert_place import ExpertPlace, expert_place
@@ -133,11 +135,12 @@ def check_world_size(plan: Plan) -> None:
         )
 
 
-def connect(plan: Plan, device: torch.device | str | None = None) -> RankMesh:
+def connect(plan: Plan, device: torch.device | str | None = None, timeout_s: float = 0.0) -> RankMesh:
     """This rank of the plan, with torch.distributed running (gloo on CPU, nccl on CUDA) where there are others.
 
-    device: default is the local rank's GPU, or the CPU without one. Every rank must call it. Raises ValueError if the
-    number of ranks is not the plan's.
+    device: default is the local rank's GPU, or the CPU without one. timeout_s: how long ranks may have to wait for each
+    other, if that is more than torch's 30 minutes of gloo (NCCL's are 10). Every rank must call it. Raises ValueError
+    if the number of ranks is not the plan's.
     """
     check_world_size(plan)
     device = torch.device(device) if device is not None else accelerator()
@@ -148,7 +151,12 @@ def connect(plan: Plan, device: torch.device | str | None = None) -> RankMesh:
     if plan.degrees.num_devices == 1:
         return RankMesh(plan, 0, device, None)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            timeout=timedelta(seconds=max(timeout_s, default_pg_timeout.total_seconds())),
+            device_id=device if on_gpu else None,  # else NCCL guesses the device, and connects only when it first sends
+        )
     found: list[tuple[Seat, str]] = [(("", 0), "")] * plan.degrees.num_devices
     seat = socket.gethostname(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     dist.all_gather_object(found, (seat, _device_name(device)))

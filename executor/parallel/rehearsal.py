@@ -83,7 +83,7 @@ class Rehearsal:
             normalise_here(norm)
         if not is_own:
             with torch.device("meta"):
-                self._model = _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+                self._model = copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
     def run(
         self,
@@ -240,7 +240,7 @@ def _states(leaves: list[Any]) -> list[tuple[int, int]]:
     return [(id(leaf), leaf._version) if isinstance(leaf, torch.Tensor) else (id(leaf), 0) for leaf in leaves]
 
 
-def _copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+def copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """A copy whose tensors are made anew; ties stay."""
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -250,5 +250,5 @@ def _copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> n
                     made = make(value)
                     is_parameter = isinstance(value, nn.Parameter)
                     memo[id(value)] = nn.Parameter(made, value.requires_grad) if is_parameter else made
-    copied: nn.Module = copy.deepcopy(model, memo)
-    return copied
+    found: nn.Module = copy.deepcopy(model, memo)
+    return found

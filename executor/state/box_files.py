@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.distributed.checkpoint.storage import StorageReader
 
 from .boxes import Box
+from .checksums import CheckedWriter, DamagedError
 
 
 class Writes(DefaultSavePlanner):
@@ -130,7 +130,7 @@ def write_boxes(folder: Path, planned: Writes, group: dist.ProcessGroup | None) 
         with _alone(group is None):
             save_distributed(
                 {},
-                storage_writer=FileSystemWriter(folder),
+                storage_writer=CheckedWriter(folder),
                 planner=planned,
                 process_group=group,
                 no_dist=group is None,
@@ -142,7 +142,10 @@ def write_boxes(folder: Path, planned: Writes, group: dist.ProcessGroup | None) 
 
 
 def read_boxes(reader: StorageReader, wanted: list[Box], objects: Iterable[str] = ()) -> dict[str, Any]:
-    """Fill boxes with what was saved of them; key -> object that was saved under it."""
+    """Fill boxes with what was saved of them; key -> object that was saved under it.
+
+    Raises DamagedError if the reader is a checked one and finds other bytes than were saved.
+    """
     once = {box.index: box for box in wanted}
     reads = Reads(once, set(objects))
     try:
@@ -150,6 +153,8 @@ def read_boxes(reader: StorageReader, wanted: list[Box], objects: Iterable[str] 
             load_distributed({}, storage_reader=reader, planner=reads, no_dist=True)
     except CheckpointException as error:  # its words are a traceback
         cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, DamagedError):
+            raise cause from None
         raise RuntimeError(f"reading the checkpoint failed: {type(cause).__name__}: {cause}") from error
     for box in wanted:
         if box is not once[box.index]:

@@ -2,24 +2,24 @@
 
 A run's folder holds one folder per checkpoint, `step-00000120`, which appears by a rename once all of it is on disk:
 
-    plan.json  state.json  .metadata  __0_0.distcp ...
+    plan.json  state.json  .metadata  __0_0.distcp ...  checksums.json
 
 The numbers are in the format of torch.distributed.checkpoint: `model.<name>` and `optimizer.<name>.<state>` are whole
 tensors under the model's own names (tied ones under their first), of which every rank writes and reads only the boxes
-that it holds. `optimizer.stage<k>` has what is no tensor, `rng.<data rank>.<stage>` the random states.
+that it holds. `optimizer.stage<k>` has what is no tensor (`.<rank>` behind it, of an optimizer of whole matrices),
+`rng.<data rank>.<stage>` the random states, `more.<name>` what the user saves beside.
 """
 
 import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ...planner.plan.document import Plan, load_plan
@@ -28,8 +28,11 @@ from ..watch import Watch
 from .box_files import Writes, read_boxes, write_boxes
 from .boxes import Box
 from .checkpoint_folder import Progress, complete_checkpoints, latest_checkpoint, read_progress
+from .checksums import CHECKSUMS, CheckedReader, DamagedError, damage_in
+from .extra_state import Stateful, check_alike
 from .random_state import set_random_state
-from .run_state import State, Stateful
+from .run_lock import RunLock, hold, let_go
+from .run_state import State
 
 _PARTIAL, _DISCARDED = ".partial-", ".discarded-"
 
@@ -43,6 +46,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo") if mesh.device_mesh is not None else None
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._locks: dict[Path, RunLock] = {}
 
     def save(
         self, folder: Path, progress: Progress, stateful: Mapping[str, Stateful], wait: bool, keep: int | None
@@ -52,7 +56,11 @@ class Checkpoints:
         Raises what went wrong with the last one that was not waited for.
         """
         self.wait()
-        found, objects = self._state.saved_boxes(), self._state.saved_objects(stateful)
+        self.lock(folder)
+        extras = self._state.extras(stateful)
+        for name, extra in extras.items():
+            check_alike(name, extra, self.on_all)
+        found, objects = self._state.saved_boxes(extras, self.buffers_elsewhere()), self._state.saved_objects(extras)
         if not wait:
             found = [Box(b.key, b.whole, b.offsets, b.tensor.to("cpu", copy=True)) for b in found]
         planned = Writes(found, objects)
@@ -82,14 +90,18 @@ class Checkpoints:
     def load(self, folder: Path, stateful: Mapping[str, Stateful]) -> Progress:
         """Take over a checkpoint: all numbers, the optimizer, random states, and `stateful`.
 
-        folder: of one checkpoint. Raises ValueError on every rank if it is not of this model.
+        folder: of one checkpoint. Raises ValueError on every rank if it is not of this model, and DamagedError if it is
+        not what was saved; that names the last checkpoint that is.
         """
         outcome: Progress | Exception
         try:
             outcome = self._load(folder, stateful)
         except Exception as error:  # the others must hear of it, or they would wait for this rank
             outcome = error
-        errors = self._gathered(outcome if isinstance(outcome, Exception) else None)
+        errors = self.on_all(outcome if isinstance(outcome, Exception) else None)
+        damaged = next((error for error in errors if isinstance(error, DamagedError)), None)
+        if damaged is not None:
+            raise DamagedError(f"{damaged}. {self._way_out(folder)}")
         if isinstance(outcome, Exception):
             raise outcome
         for rank, other in enumerate(errors):
@@ -97,12 +109,66 @@ class Checkpoints:
                 raise RuntimeError(f"rank {rank} could not read {folder}: {type(other).__name__}: {other}")
         return outcome
 
+    def _way_out(self, damaged: Path) -> str:
+        """Which checkpoint before a damaged one is whole; the ranks look through it together."""
+        everything = complete_checkpoints(damaged.parent)
+        earlier = everything[: everything.index(damaged)] if damaged in everything else everything
+        for folder in reversed(earlier):
+            found = damage_in(folder, self._mesh.rank, self._plan.degrees.num_devices)
+            if not any(self.on_all(found)):
+                return (
+                    f"The last good checkpoint is {folder}: move {damaged.name} out of {damaged.parent}, and resume "
+                    "goes on from there"
+                )
+        return f"No checkpoint before it in {damaged.parent} is whole"
+
     def latest(self, folder: Path) -> Path | None:
         """The last complete checkpoint of a run's folder, as the first rank sees it."""
-        return self._from_first(latest_checkpoint(folder) if self._mesh.rank == 0 else None)  # type: ignore[no-any-return]
+        return self.from_first(lambda: latest_checkpoint(folder))  # type: ignore[no-any-return]
+
+    def lock(self, folder: Path, make: bool = True) -> None:
+        """Keep other jobs out of a run's folder until `close`. Raises ValueError on every rank if one is in it.
+
+        make: whether to make the folder, too, if it is not there.
+        """
+
+        def lock() -> None:
+            is_one_checkpoint = (folder / "state.json").is_file()  # which is only read
+            if folder not in self._locks and not is_one_checkpoint and (make or folder.is_dir()):
+                self._locks[folder] = hold(folder)
+
+        self.from_first(lock)
+
+    def buffers_elsewhere(self) -> set[str]:
+        """Buffers that count on another pipeline stage: each has those of the whole model, but only what runs on a
+        stage writes into its own (running statistics). All ranks must call it."""
+        if self._plan.degrees.pipeline == 1:
+            return set()
+        position = self._mesh.coordinates["pipeline"]
+        own = self._state.written_buffers()
+        claims = [claim for claim in self.on_all((position, own)) if claim[0] != position]
+        return {name for other, names in claims for name in names if name not in own or other > position}
+
+    def gathered(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """What all ranks have, on the plan's first rank; nothing on the others. On the CPU, whatever they train on."""
+        self.wait()
+        if self._group is None:
+            return [state]
+        first = self._mesh.processes[0]
+        found: list[Any] | None = [None] * self._plan.degrees.num_devices if self._mesh.rank == 0 else None
+        dist.gather_object(state, found, dst=first, group=self._group)
+        return found or []
+
+    def close(self) -> None:
+        """End what is being written, and let other jobs into the folders."""
+        try:
+            self.wait()
+        finally:
+            while self._locks:
+                let_go(self._locks.popitem()[0])
 
     def _write(self, folder: Path, progress: Progress, planned: Writes, keep: int | None) -> None:
-        partial = Path(self._from_first(str(self._begin(folder, progress)) if self._mesh.rank == 0 else None))
+        partial: Path = self.from_first(lambda: self._begin(folder, progress))
         try:
             write_boxes(partial, planned, self._group)
         except RuntimeError as error:
@@ -117,7 +183,7 @@ class Checkpoints:
 
     def _begin(self, folder: Path, progress: Progress) -> Path:
         """A folder for what is not complete yet; those that others have left behind are removed."""
-        folder.mkdir(parents=True, exist_ok=True)
+        self._locks[folder].check()
         for old in [*folder.glob(f"{_PARTIAL}*"), *folder.glob(f"{_DISCARDED}*")]:
             shutil.rmtree(old)
         name = f"step-{progress.steps:08d}"
@@ -125,12 +191,17 @@ class Checkpoints:
         partial = folder / f"{_PARTIAL}{name}{f'.{again}' if again else ''}"
         partial.mkdir()
         self._plan.save(partial / "plan.json")
-        progress.save(partial / "state.json")
+        progress.model_copy(update={"checksums": True}).save(partial / "state.json")
         return partial
 
     def _load(self, folder: Path, stateful: Mapping[str, Stateful]) -> Progress:
+        reader = CheckedReader(folder)
+        reader.check_documents()
         progress, saved_plan = read_progress(folder), load_plan(folder / "plan.json")
-        reader = FileSystemReader(folder)
+        if progress.checksums:
+            reader = CheckedReader(folder, required=True)
+        if self._mesh.rank == 0:
+            reader.check_sizes()
         saved = reader.read_metadata()
         found = self._state.model_boxes()
         _check_saved(found, saved, folder)
@@ -138,28 +209,42 @@ class Checkpoints:
         degrees = saved_plan.degrees
         stage = self._mesh.coordinates["pipeline"] if degrees.pipeline == self._plan.degrees.pipeline else 0
         rng = f"rng.{self._mesh.data_rank % degrees.data}.{stage}"
-        stages = [key for key in saved.state_dict_metadata if re.fullmatch(r"optimizer\.stage\d+", key)]
+        stages = [key for key in saved.state_dict_metadata if re.fullmatch(r"optimizer\.stage\d+(\.\d+)?", key)]
         wanted = {f"more.{name}" for name in stateful}
         if missing := sorted(wanted - saved.state_dict_metadata.keys()):
             raise ValueError(
                 f"{folder} holds no state of {', '.join(m.removeprefix('more.') for m in missing)}: it was saved "
                 "without; call resume without it"
             )
-        objects = read_boxes(reader, found + own_optimizer, {rng, *stages, *wanted})
+        trees = read_boxes(reader, [], wanted)
+        refills = [self._state.refill(n, source, trees[f"more.{n}"], saved) for n, source in stateful.items()]
+        found += [box for refill in refills for box in refill.boxes]
+        objects = read_boxes(reader, found + own_optimizer, {rng, *stages})
+        # What all ranks together have read by now is checked; the rest is small.
+        reader.check_items(("model.", "optimizer."), self._mesh.rank, self._plan.degrees.num_devices)
+        self._state.begin_anew()
         self._state.load_optimizer(tensors, [objects[key] for key in stages])
         set_random_state(objects[rng], self._mesh.device)
-        for name, target in stateful.items():
-            target.load_state_dict(objects[f"more.{name}"])
+        for refill in refills:
+            refill.give()
         return progress
 
-    def _from_first(self, value: Any) -> Any:
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self._mesh.processes[0], group=self._group)
+    def from_first(self, act: Callable[[], Any]) -> Any:
+        """What the first rank finds, or raises."""
+        box: list[Any] = [None, None]
+        if self._mesh.rank == 0:
+            try:
+                box[0] = act()
+            except Exception as error:  # the others must hear of it, or they would wait for this rank
+                box[1] = error
+        if self._group is not None:
+            dist.broadcast_object_list(box, src=self._mesh.processes[0], group=self._group)
+        if box[1] is not None:
+            raise box[1]
         return box[0]
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def on_all(self, value: Any) -> list[Any]:
+        """[process] -> its value, on all ranks."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self._plan.degrees.num_devices
@@ -169,7 +254,7 @@ class Checkpoints:
 
 def _finish(partial: Path, keep: int | None) -> None:
     """Let a complete checkpoint appear under its name, and remove all but the last `keep`."""
-    for path in (partial / "plan.json", partial / "state.json", partial):
+    for path in (partial / "plan.json", partial / "state.json", partial / CHECKSUMS, partial):
         _sync(path)
     target = partial.with_name(partial.name.removeprefix(_PARTIAL))
     partial.rename(target)

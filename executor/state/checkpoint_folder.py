@@ -22,6 +22,8 @@ class Progress(Document):
     epoch: NonNegativeInt = 0
     samples: NonNegativeInt = 0
     """Samples of this epoch that all ranks together have taken."""
+    checksums: bool = False
+    """Whether the checkpoint was saved with checksums."""
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -1,41 +1,22 @@
 """A rank's part of a run, as a checkpoint holds it: boxes of tensors, and what is no tensor."""
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...planner.plan.document import Plan
 from ..apply import AppliedModel
 from ..parallel.mesh import RankMesh
+from ..parallel.whole_matrices import WholeMatrices
 from .boxes import Box, boxes
+from .extra_state import Extra, Place, Refill, Stateful, extra_key, extra_of, like_place, places_of
 from .random_state import random_state
-
-
-class Stateful(Protocol):
-    """What can be saved with a checkpoint: a learning-rate scheduler, for one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What there is to save."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was saved."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    """A parameter of this rank. name: its first in the whole model; own_name: the one that it has here."""
-
-    name: str
-    own_name: str
-    tensor: nn.Parameter
 
 
 class ModelState:
@@ -44,7 +25,7 @@ class ModelState:
     def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
         self._model, self._plan, self._mesh = model, plan, mesh
         first = {name: names[0] for names in plan.model.ties for name in names}
-        self._parameters = [_Parameter(first.get(n, n), n, p) for n, p in model.parameters.items()]
+        self._parameters = places_of(model.parameters, first)
 
     def model_boxes(self) -> list[Box]:
         """Parameters and persistent buffers."""
@@ -70,36 +51,74 @@ class ModelState:
 
 
 class State(ModelState):
-    """A rank's part of a run: the model and its optimizer."""
+    """A rank's part of a run: the model and its optimizer. whole: what the optimizer has instead of shards."""
 
-    def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh, optimizer: Optimizer) -> None:
+    def __init__(
+        self, model: AppliedModel, plan: Plan, mesh: RankMesh, optimizer: Optimizer, whole: WholeMatrices | None = None
+    ) -> None:
         super().__init__(model, plan, mesh)
-        self._optimizer = optimizer
+        self._optimizer, self._whole = optimizer, whole
+        self.begin_anew()
+        given = model.parameters if whole is None else whole.parameters
+        self._stepped = {p.own_name: given[p.own_name] for p in self._parameters}  # what the optimizer has
 
-    def saved_boxes(self) -> list[Box]:
-        """Everything that this rank can write: buffers only of the first replica, for each has its own."""
+    def extras(self, stateful: Mapping[str, Stateful]) -> dict[str, Extra]:
+        """What else is to be saved, of this rank."""
+        buffers = places_of(self._buffers(), {})
+        return {n: extra_of(source, self._parameters, buffers, self._model.prefix) for n, source in stateful.items()}
+
+    def refill(self, name: str, source: Stateful, tree: Any, saved: Metadata) -> Refill:
+        """What to read of a checkpoint to give it back to a source."""
+        buffers = places_of(self._buffers(), {})
+        return Refill(name, source, tree, saved, self._parameters, buffers, self._model.prefix, self._place_boxes)
+
+    def begin_anew(self) -> None:
+        """All ranks hold the same buffers again."""
+        in_stages = self._plan.degrees.pipeline > 1
+        self._begun = {name: b.detach().clone() for name, b in self._buffers().items()} if in_stages else {}
+
+    def written_buffers(self) -> set[str]:
+        """Buffers of a pipeline stage that have changed since all ranks held the same. (Batch norm's kernels write past
+        torch's count of versions.)"""
+        return {name for name, before in self._begun.items() if not torch.equal(self._buffers()[name], before)}
+
+    def saved_boxes(self, extras: Mapping[str, Extra], elsewhere: Collection[str] = ()) -> list[Box]:
+        """Everything that this rank can write: buffers only of the first replica, for each has its own, and without
+        those that count elsewhere."""
         tensors, _ = self._optimizer_state()
         found = [
             box
             for p in self._parameters
             for kind, tensor in tensors[p.own_name].items()
-            for box in self._boxes(f"optimizer.{p.name}.{kind}", p.own_name, tensor)
+            for box in self._optimizer_boxes(f"optimizer.{p.name}.{kind}", p, tensor)
         ]
         writes_buffers = self._mesh.data_rank == 0 and self._mesh.is_first_of_share
-        buffers = {f"model.{name}" for name in self._buffers()}
-        return found + [box for box in self.model_boxes() if writes_buffers or box.key not in buffers]
+        buffers = self._buffers()
+        mine = {name for name in buffers if writes_buffers and name not in elsewhere}
+        for name, extra in extras.items():
+            for path, place, value in extra.shards:
+                if place.own_name in mine or place.own_name not in buffers:
+                    found += self._place_boxes(extra_key(name, path, place), place, like_place(value, place))
+        left_out = {f"model.{name}" for name in buffers.keys() - mine}
+        return found + [box for box in self.model_boxes() if box.key not in left_out]
 
-    def saved_objects(self, stateful: Mapping[str, Stateful]) -> dict[str, Any]:
+    def _place_boxes(self, key: str, place: Place, tensor: torch.Tensor) -> list[Box]:
+        if place.own_name in self._buffers():
+            return [Box(key, tensor.shape, (0,) * tensor.dim(), tensor)]
+        return self._boxes(key, place.own_name, tensor)
+
+    def saved_objects(self, extras: Mapping[str, Extra]) -> dict[str, Any]:
         """What is no tensor, of the ranks that write it."""
         stage = self._mesh.coordinates["pipeline"]
         found: dict[str, Any] = {}
         if self._mesh.is_first_of_share:
             found[f"rng.{self._mesh.data_rank}.{stage}"] = random_state(self._mesh.device)
-            if self._mesh.data_rank == 0:
-                _, scalars = self._optimizer_state()
-                found[f"optimizer.stage{stage}"] = {"scalars": scalars, "groups": self._groups()}
+        if (self._mesh.is_first_of_share and self._mesh.data_rank == 0) or self._whole is not None:
+            _, scalars = self._optimizer_state()
+            owner = "" if self._whole is None else f".{self._mesh.rank}"
+            found[f"optimizer.stage{stage}{owner}"] = {"scalars": scalars, "groups": self._groups()}
         if self._mesh.rank == 0:
-            found |= {f"more.{name}": source.state_dict() for name, source in stateful.items()}
+            found |= {f"more.{name}": extra.tree for name, extra in extras.items()}
         return found
 
     def optimizer_boxes(self, saved: Metadata) -> tuple[list[Box], dict[str, dict[str, torch.Tensor]]]:
@@ -113,13 +132,37 @@ class State(ModelState):
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for p in self._parameters:
             own = tensors[p.own_name] = {}
-            for kind in kinds.get(p.name, ()):
+            for kind in kinds.get(p.name, ()) if self._is_here(p) else ():
                 key = f"optimizer.{p.name}.{kind}"
                 entry = saved.state_dict_metadata[key]
                 assert isinstance(entry, TensorStorageMetadata)
-                own[kind] = torch.zeros_like(p.tensor, dtype=entry.properties.dtype, requires_grad=False)
-                found += self._boxes(key, p.own_name, own[kind])
+                if self._is_whole(p):
+                    own[kind] = torch.zeros(entry.size, dtype=entry.properties.dtype, device=self._mesh.device)
+                else:
+                    own[kind] = torch.zeros_like(p.tensor, dtype=entry.properties.dtype, requires_grad=False)
+                to_read = self._optimizer_boxes(key, p, own[kind])
+                for box in to_read[:1]:
+                    if box.whole != entry.size:
+                        raise ValueError(
+                            f"the checkpoint's optimizer has {kind!r} of shape {list(entry.size)} for {p.name} of "
+                            f"shape {list(box.whole)}, which {type(self._optimizer).__name__} cannot be given in "
+                            "shards: it was saved by another optimizer"
+                        )
+                found += to_read
         return found, tensors
+
+    def _is_here(self, p: Place) -> bool:
+        """Whether this rank's optimizer steps a parameter."""
+        return self._whole is None or self._whole.owns(p.own_name)
+
+    def _is_whole(self, p: Place) -> bool:
+        """Whether the optimizer has all of a parameter, so that its state may have any shape."""
+        return self._whole is not None or not isinstance(p.tensor, DTensor)
+
+    def _optimizer_boxes(self, key: str, p: Place, tensor: torch.Tensor) -> list[Box]:
+        if self._is_whole(p):
+            return [Box(key, tensor.shape, (0,) * tensor.dim(), tensor)]
+        return self._boxes(key, p.own_name, tensor)
 
     def load_optimizer(self, tensors: dict[str, dict[str, torch.Tensor]], stages: Iterable[dict[str, Any]]) -> None:
         """Give the optimizer what was saved: tensors of this rank, and what all stages saved beside them.
@@ -131,7 +174,7 @@ class State(ModelState):
         for stage in stages:
             scalars |= stage["scalars"]
             options |= {name: group["options"] for group in stage["groups"] for name in group["names"]}
-        known = {id(p.tensor): p for p in self._parameters}
+        known = {id(self._stepped[p.own_name]): p for p in self._parameters}
         document: dict[str, Any] = {"state": {}, "param_groups": []}
         count = 0
         for group in self._optimizer.param_groups:
@@ -147,7 +190,8 @@ class State(ModelState):
             document["param_groups"].append({**kept, "params": list(range(count, count + len(own)))})
             for index, p in enumerate(own, count):
                 # Tied parameters were saved once, but each counts its own steps.
-                if state := {**tensors[p.own_name], **copy.deepcopy(scalars.get(p.name, {}))}:
+                state = {**tensors[p.own_name], **copy.deepcopy(scalars.get(p.name, {}))}
+                if state and self._is_here(p):
                     document["state"][index] = state
             count += len(own)
         self._optimizer.load_state_dict(document)
@@ -157,10 +201,10 @@ class State(ModelState):
         tensors: dict[str, dict[str, torch.Tensor]] = {p.own_name: {} for p in self._parameters}
         scalars: dict[str, dict[str, Any]] = {}
         for p in self._parameters:
-            for kind, value in self._optimizer.state.get(p.tensor, {}).items():
+            for kind, value in self._optimizer.state.get(self._stepped[p.own_name], {}).items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0 < p.tensor.dim():
                     scalars.setdefault(p.name, {})[kind] = value
-                elif value.shape == p.tensor.shape:
+                elif value.shape == p.tensor.shape or self._is_whole(p):
                     tensors[p.own_name][kind] = value
                 else:
                     raise ValueError(
@@ -171,7 +215,7 @@ class State(ModelState):
         return tensors, scalars
 
     def _groups(self) -> list[dict[str, Any]]:
-        names = {id(p.tensor): p.name for p in self._parameters}
+        names = {id(self._stepped[p.own_name]): p.name for p in self._parameters}
         return [
             {
                 "names": [names[id(p)] for p in group["params"]],

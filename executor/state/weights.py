@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .box_files import read_boxes
 from .boxes import Box
 from .checkpoint_folder import latest_checkpoint
+from .checksums import CheckedReader
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ class _Distributed:
     """Tensors of a torch.distributed.checkpoint folder; `model.` may stand before their names."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader = FileSystemReader(folder)
+        self._reader = CheckedReader(folder)
+        self._reader.check_documents()
         entries = self._reader.read_metadata().state_dict_metadata
         found = {key: entry.size for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         ours = (folder / "state.json").is_file()

@@ -1,0 +1,89 @@
+"""The weights of a model that is being trained, written by its ranks as others read them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..planner.plan.document import Plan
+from .apply import AppliedModel
+from .parallel.mesh import RankMesh
+from .parallel.whole_matrices import whole_size, whole_tensor
+from .state.checkpoint import Checkpoints
+from .state.weight_files import WeightFiles, WeightFormat, cast
+
+_Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def export_model(
+    model: AppliedModel,
+    plan: Plan,
+    mesh: RankMesh,
+    ranks: Checkpoints,
+    folder: Path,
+    kind: WeightFormat,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write the weights; files are dealt out to the ranks of a stage, which gather one tensor at a time for each other.
+
+    Every rank must call it. Raises OSError on every rank if one of them cannot write, and ValueError for what the
+    format cannot hold.
+    """
+    tied = {name: names[0] for names in plan.model.ties for name in names}
+    own_names = {tied.get(name, name): name for name in reversed(model.parameters)}
+    present = model.module.state_dict().keys()
+    elsewhere = ranks.buffers_elsewhere()
+    named = {n.removeprefix(model.prefix): b for n, b in model.module.named_buffers() if n in present}
+    buffers = {name: buffer for name, buffer in named.items() if name not in elsewhere}
+    position = mesh.coordinates["pipeline"]
+    is_first = all(at == 0 for axis, at in mesh.coordinates.items() if axis != "pipeline")
+    mine: tuple[int, _Shapes, _Shapes] | None = None
+    if is_first:
+        parameters = {
+            stored: (tuple(whole_size(model, name, model.parameters[name])), model.parameters[name].dtype)
+            for stored, name in reversed(own_names.items())
+        }
+        mine = position, parameters, {name: (tuple(b.shape), b.dtype) for name, b in buffers.items()}
+    shapes: dict[int, _Shapes] = {}
+    places: dict[str, int] = {}
+    for at, found, _ in sorted(part for part in ranks.on_all(mine) if part is not None):
+        shapes[at] = {name: shape for name, shape in found.items() if name not in places}
+        places |= dict.fromkeys(shapes[at], at)
+    for at, _, found in sorted(part for part in ranks.on_all(mine) if part is not None):
+        shapes[at] |= {name: shape for name, shape in found.items() if name not in places}
+        places |= dict.fromkeys(shapes[at], at)
+    every = {name: shape for at in sorted(shapes) for name, shape in shapes[at].items()}
+    begins = [next(iter(shapes[at])) for at in sorted(shapes) if shapes[at]]
+    files = WeightFiles(folder, cast(every, dtype), kind, begins=begins)
+    ranks.from_first(files.begin)
+
+    def tensors(names: list[str]) -> Iterator[torch.Tensor]:
+        for name in names:
+            if name in own_names:
+                own = own_names[name]
+                yield whole_tensor(model, mesh, own, model.parameters[own].detach())
+            elif is_first:
+                yield buffers[name]
+
+    stage_ranks = [rank for rank in range(plan.degrees.num_devices) if plan.coordinates(rank)["pipeline"] == position]
+    error: Exception | None = None
+    own_files = {file: names for file, names in files.files.items() if places[names[0]] == position}
+    for i, (file, names) in enumerate(own_files.items()):
+        gathered = tensors(names)
+        has_buffers = not own_names.keys() >= set(names)  # of which replicas have their own; the first one's count
+        is_writer = is_first if has_buffers else stage_ranks[i % len(stage_ranks)] == mesh.rank
+        if is_writer and error is None:
+            try:
+                files.write(file, gathered)
+            except OSError as problem:
+                error = problem
+        for _ in gathered:  # in what is left the other ranks count on this one
+            pass
+    failed = [problem for problem in ranks.on_all(error) if problem is not None]
+    if failed:
+        raise OSError(f"the weights were not written to {folder}: {failed[0]}")
+    ranks.from_first(files.finish)
+    config: Any = getattr(model.model, "config", None)
+    if mesh.rank == 0 and hasattr(config, "save_pretrained"):
+        config.save_pretrained(folder)

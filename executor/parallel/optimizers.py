@@ -1,0 +1,108 @@
+"""What a user's function makes of parameters: one optimizer or several, with or without the parameters' names."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+MakeOptimizer = Callable[[Any], Optimizer | Sequence[Optimizer]]
+
+
+def optimizer_of(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    """The optimizer of these parameters, by name; several become one.
+
+    make: is given (name, parameter) pairs if its first argument is called `named...`, else parameters. Raises
+    ValueError if it returns anything but optimizers, or if these have other parameters.
+    """
+    made = make(list(parameters.items()) if _wants_names(make) else list(parameters.values()))
+    several = list(made) if isinstance(made, Iterable) and not isinstance(made, Optimizer) else [made]
+    if not several or not all(isinstance(one, Optimizer) for one in several):
+        raise ValueError(
+            f"optimizer=... returned {type(made).__name__}: it must return a torch optimizer of the parameters that it "
+            "is given, or a list of several"
+        )
+    seen: set[int] = set()
+    known = {id(p) for p in parameters.values()}
+    for p in (p for one in several for group in one.param_groups for p in group["params"]):
+        if id(p) not in known:
+            raise ValueError(
+                f"optimizer=... took a parameter of shape {list(p.shape)} that it was not given: take the parameters "
+                "from its argument, for those of the model that you built are not the ones that are trained"
+            )
+        if id(p) in seen:
+            name = next(name for name, own in parameters.items() if own is p)
+            raise ValueError(f"optimizer=... gave {name} to two optimizers; it would be stepped twice")
+        seen.add(id(p))
+    return several[0] if len(several) == 1 else Together(several)
+
+
+def keep_attributes(parameter: nn.Parameter, attributes: Mapping[str, Any]) -> None:
+    """Let a parameter have what the user has written on the one that it stands for."""
+    for name, value in attributes.items():
+        if not name.startswith("__") and not isinstance(value, torch.Tensor) and not hasattr(parameter, name):
+            setattr(parameter, name, value)
+
+
+def _wants_names(make: Callable[..., Any]) -> bool:
+    try:
+        first = next(iter(inspect.signature(make).parameters.values()), None)
+    except (TypeError, ValueError):
+        return False
+    return first is not None and first.name.startswith("named")
+
+
+class Together(Optimizer):
+    """Several optimizers of different parameters as one; parameter groups are theirs, one after the other."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([{"params": group["params"]} for one in optimizers for group in one.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups = [group for one in self.optimizers for group in one.param_groups]
+        self.state = _States(self.optimizers)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """A step of each."""
+        for one in self.optimizers:
+            one.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients."""
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give each its part."""
+        groups = iter(state_dict["param_groups"])
+        for one in self.optimizers:
+            own = [next(groups) for _ in one.param_groups]
+            numbers = {number: i for i, number in enumerate(chain(*(group["params"] for group in own)))}
+            renamed = [{**group, "params": [numbers[n] for n in group["params"]]} for group in own]
+            state = {numbers[n]: value for n, value in state_dict["state"].items() if n in numbers}
+            one.load_state_dict({"state": state, "param_groups": renamed})
+        self._share()
+
+
+class _States(Mapping[torch.Tensor, Any]):
+    """States of all parameters."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        for one in self._optimizers:
+            if parameter in one.state:
+                return one.state[parameter]
+        raise KeyError(parameter)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return chain.from_iterable(one.state for one in self._optimizers)
+
+    def __len__(self) -> int:
+        return sum(len(one.state) for one in self._optimizers)

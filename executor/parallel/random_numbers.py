@@ -1,0 +1,329 @@
+"""One policy for random numbers: what a model draws depends on the sample, not on the plan.
+
+Dropout. A mask is drawn sample by sample from (seed, step, layer, how-manieth dropout in it, sample of the global
+batch), so that it is the same under every plan: ranks with other samples draw other masks, tensor ranks the same where
+they have the same activations, and their own part of it where they have a part, be it of the features, the heads or
+the sequence.
+
+Everything else that a model or a loss draws from torch's generators (noise, masked tokens) begins anew with every
+micro-batch, from (seed, step, first sample): alike on ranks with the same samples, independent on others. What the
+training script draws outside of `step` is left alone.
+
+Recompute draws again what forward drew, because torch puts its generator back: each dropout draws one number from it,
+by which it is known again. Layers that are compiled draw as the compiler likes, from generators that begin so.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from ...planner.plan.document import Plan
+from ...profiler.semantics.token_marks import Held, mark_of, own_shape, set_mark, taken, whole_shape
+from .mesh import RankMesh
+from .rehearsal import copied
+from .shared_gradients import hand_on_difference, out_of_sight
+from .stage_module import StageModule
+
+_Place = tuple[str, int, bool]
+"""(layer module, call in this micro-batch, behind it): where in a forward something is drawn."""
+
+_FEATURES = {"dropout1d": 1, "dropout2d": 2, "dropout3d": 3}
+"""Functions that drop whole features, and how many dims such a feature has."""
+
+
+class RandomNumbers:
+    """The random numbers of a rank's steps. model: whole and unchanged, on the meta device.
+
+    drops: whether the model says anywhere that it drops something out; if not, layers cost nothing.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: RankMesh, seed: int) -> None:
+        self._plan, self._mesh, self.seed = plan, mesh, seed
+        self.drops = may_drop(model)
+        self._shapes: dict[tuple[_Place, int], torch.Size] | None = None
+        self._whole: nn.Module | None = None
+        if self.drops and plan.degrees.tensor > 1:
+            with torch.device("meta"):
+                self._whole = copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+        self._generator = torch.Generator(mesh.device)
+        self._step = 0, 0
+        self._first = 0
+        self._calls: Counter[str] = Counter()
+        self._place: _Place = ("", 0, False)
+        self._next = 0
+        self._drawn: dict[int, tuple[_Place, int, int]] = {}
+        self._given: Counter[int] = Counter()
+
+    def watch(self, module: nn.Module, stages: Iterable[StageModule]) -> None:
+        """Know from now on which layer of `module`, the user's, is running; of stages which micro-batch, too."""
+        own = list(stages)
+        for i, stage in enumerate(own):
+            stage.register_forward_pre_hook(partial(self._stage_begins, i), prepend=True)
+        for root in [stage.model for stage in own] or [module]:
+            for name in self._plan.model.layer_modules if self.drops else ():
+                layer = root.get_submodule(name)
+                layer.register_forward_pre_hook(partial(self._layer_begins, name), prepend=True)
+                layer.register_forward_hook(partial(self._layer_ends, name))
+
+    @contextmanager
+    def step(self, number: int, part: int = 0) -> Iterator[None]:
+        """While it lasts, which is forward and backward of a step, or of the next part of it, what is drawn follows the
+        policy."""
+        self._step = number, part
+        self._drawn.clear()
+        self._given.clear()
+        on_gpu = self._mesh.device.type == "cuda"
+        with torch.random.fork_rng([self._mesh.device] if on_gpu else []):
+            if not self.drops:
+                yield
+                return
+            with _replaced(self._dropped, self._attended):
+                yield
+
+    def micro_batch(self, index: int) -> None:
+        """The forward of a micro-batch of this rank's share begins."""
+        plan = self._plan
+        self._first = (self._mesh.data_rank * plan.num_microbatches + index) * plan.micro_batch
+        self._calls.clear()
+        self._enter(("", 0, False))
+
+    def rehearse(self, args: Any, kwargs: Any) -> None:
+        """See in a forward on fake tensors how large masks are before tensor parallelism cuts them. Does so once.
+
+        args, kwargs: of a micro-batch.
+        """
+        if self._whole is None:
+            return
+        model, self._whole = self._whole, None
+        with out_of_sight():
+            try:
+                self._shapes = self._seen(model, args, kwargs, torch.float32)
+            except (RuntimeError, ValueError, TypeError):  # some operators have fake versions in bfloat16 only
+                self._shapes = self._seen(model, args, kwargs, torch.bfloat16)
+
+    def _seen(
+        self, model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype
+    ) -> dict[tuple[_Place, int], torch.Size]:
+        found: dict[tuple[_Place, int], torch.Size] = {}
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            is_real = leaf.is_floating_point()
+            return torch.empty(leaf.shape, dtype=dtype if is_real else leaf.dtype, device=self._mesh.device)
+
+        def see(x: torch.Tensor) -> None:
+            found[self._place, self._next] = own_shape(x)
+            self._next += 1
+
+        def dropped(original: Callable[..., Any], x: torch.Tensor, p: float, training: bool, inplace: bool) -> Any:
+            if training and p > 0:
+                see(x)
+            return original(x, 0.0, training, inplace)
+
+        def attended(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            given = _attention(*args, **kwargs)
+            query, key = given["query"], given["key"]
+            if given["dropout_p"]:
+                see(query.new_empty(*query.shape[:-1], key.shape[-2]))
+            return original(**{**given, "dropout_p": 0.0})
+
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.random.fork_rng([]):
+            whole = copied(model, fake).train()
+            self.watch(whole, ())
+            self._calls.clear()
+            self._enter(("", 0, False))
+            args, kwargs = tree_map(fake, (args, kwargs))
+            with _replaced(dropped, attended):
+                whole(*args, **kwargs)
+        return found
+
+    def _stage_begins(self, stage: int, module: nn.Module, args: Any) -> None:
+        self.micro_batch(self._given[stage])
+        self._given[stage] += 1
+
+    def _layer_begins(self, name: str, module: nn.Module, args: Any) -> None:
+        self._enter((name, self._calls[name], False))
+
+    def _layer_ends(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._enter((name, self._calls[name], True))
+        self._calls[name] += 1
+
+    def _enter(self, place: _Place) -> None:
+        self._place, self._next = place, 0
+        seed = _number(self.seed, self._step, self._first, place, self._mesh.coordinates["context"])
+        torch.default_generator.manual_seed(seed)
+        if self._mesh.device.type == "cuda":
+            torch.cuda.default_generators[self._mesh.device.index].manual_seed(seed)
+
+    def _dropped(
+        self, original: Callable[..., Any], x: torch.Tensor, p: float, training: bool, inplace: bool
+    ) -> torch.Tensor:
+        if not training or not 0 < p <= 1 or torch.compiler.is_compiling() or _is_fake(x):
+            return original(x, p, training, inplace)  # type: ignore[no-any-return]
+        with torch._C.DisableTorchFunction():
+            factor = self._mask(x, p, _FEATURES.get(original.__name__))
+            kept = x.mul_(factor) if inplace else x * factor
+            kept = (kept.mul_ if inplace else kept.mul)(1 / (1 - p) if p < 1 else 0.0)
+        set_mark(kept, mark_of(x))
+        # Whoever looks at torch's functions sees one dropout, which made this.
+        return original(hand_on_difference(kept, x), 0.0, training, inplace)  # type: ignore[no-any-return]
+
+    def _attended(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = _attention(*args, **kwargs)
+        query, p = given["query"], given["dropout_p"]
+        if not p or torch.compiler.is_compiling() or _is_fake(query) or mark_of(query) is not None:
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        if query.device.type != "cpu":
+            return self._fused(original, args, kwargs)
+        return _attention_in_parts(**given)
+
+    def _fused(self, original: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
+        """A fused kernel draws for all of its heads and samples at once: independent numbers on every rank, and the
+        same again in recompute."""
+        place, index, first = self._known_again()
+        with torch.random.fork_rng([self._mesh.device]):
+            tensor_rank = self._mesh.coordinates["tensor"]
+            seed = _number(self.seed, self._step, place, index, first, tensor_rank)
+            torch.cuda.default_generators[self._mesh.device.index].manual_seed(seed)
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def _known_again(self) -> tuple[_Place, int, int]:
+        """(where, the how-manieth there, first sample) of what is being drawn: as in forward, if this is recompute."""
+        drawn = int(torch.empty((), dtype=torch.int64).random_())
+        if drawn not in self._drawn:
+            self._drawn[drawn] = self._place, self._next, self._first
+            self._next += 1
+        return self._drawn[drawn]
+
+    def _mask(self, x: torch.Tensor, p: float, feature_dims: int | None) -> torch.Tensor:
+        """Which of the elements that are here stay, as booleans."""
+        place, index, first = self._known_again()
+        local = list(whole_shape(x))
+        whole = list(local)
+        if self._plan.degrees.tensor > 1:
+            shapes = self._shapes or {}
+            if (place, index) not in shapes or len(shapes[place, index]) != len(local):
+                raise ValueError(
+                    f"dropout {index} of {place[0] or 'the model'} was not met when the model ran as a whole, so that "
+                    "tensor ranks cannot draw one mask: plan with tensor=1, or without dropout there"
+                )
+            whole = list(shapes[place, index])
+        if feature_dims is not None and len(whole) > feature_dims:
+            whole[-feature_dims:] = local[-feature_dims:] = [1] * feature_dims
+        key = _number(self.seed, self._step, place, index)
+        size = self._plan.micro_batch
+        if not whole or whole[0] % size:  # samples cannot be told apart: of the micro-batch
+            mask = self._drawn_mask(key, (first, "together"), whole, p)
+            return self._own_part(mask, local, x)
+        shape, own = [whole[0] // size, *whole[1:]], [local[0] // size, *local[1:]]
+        parts = [self._own_part(self._drawn_mask(key, first + i, shape, p), own) for i in range(size)]
+        return self._own_part(torch.cat(parts), local, x)
+
+    def _drawn_mask(self, key: int, sample: Any, shape: list[int], p: float) -> torch.Tensor:
+        self._generator.manual_seed(_number(key, sample))
+        empty = torch.empty(shape, dtype=torch.bool, device=self._mesh.device)
+        return empty.bernoulli_(1 - p, generator=self._generator)
+
+    def _own_part(self, mask: torch.Tensor, own: list[int], x: torch.Tensor | None = None) -> torch.Tensor:
+        """This tensor rank's part of a mask along the dims that are cut; of a marked x also of the tokens here."""
+        degree, rank = self._plan.degrees.tensor, self._mesh.coordinates["tensor"]
+        for dim, size in enumerate(own):
+            if mask.shape[dim] != size:
+                if mask.shape[dim] != size * degree:
+                    raise ValueError(
+                        f"dropout of a tensor of {tuple(own)}, which is {tuple(mask.shape)} in the whole model, is no "
+                        f"equal part of tensor={degree}: plan with tensor=1, or without dropout there"
+                    )
+                mask = mask.narrow(dim, rank * size, size)
+        mark = None if x is None else mark_of(x)
+        return taken(mask, mark) if isinstance(mark, Held) else mask
+
+
+def may_drop(model: nn.Module) -> bool:
+    """Whether a module or its configuration has a rate of dropout that is not zero."""
+    for module in model.modules():
+        is_named = "drop" in type(module).__name__.lower()
+        config = getattr(module, "config", None)
+        for source in (vars(module), getattr(config, "__dict__", {})):
+            for name, value in source.items():
+                named = is_named or "drop" in name.lower()
+                if named and isinstance(value, float) and 0 < value <= 1:
+                    return True
+    return False
+
+
+@contextmanager
+def _replaced(dropped: Callable[..., Any], attended: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts torch's dropouts and attention are these, each given the original first."""
+    originals = {name: getattr(functional, name) for name in ("dropout", *_FEATURES, "scaled_dot_product_attention")}
+
+    def dropout(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)  # tensors between layers are known by the name of the function that made them
+        def run(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+            return dropped(original, input, p, training, inplace)
+
+        return run
+
+    attention = originals.pop("scaled_dot_product_attention")
+    for name, original in originals.items():
+        setattr(functional, name, dropout(original))
+    functional.scaled_dot_product_attention = wraps(attention)(partial(attended, attention))
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = attention
+        for name, original in originals.items():
+            setattr(functional, name, original)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any]:
+    return locals()
+
+
+def _attention_in_parts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """scaled_dot_product_attention as its documentation spells it out, so that its dropout is one by sample."""
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    scores = query @ key.transpose(-2, -1) * (scale if scale is not None else query.shape[-1] ** -0.5)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return functional.dropout(scores.softmax(-1), dropout_p) @ value
+
+
+def _is_fake(x: torch.Tensor) -> bool:
+    return isinstance(x, FakeTensor) or x.device.type == "meta"
+
+
+def _number(*parts: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,227 @@
+"""Optimizers that look at whole matrices (Muon, Shampoo, Adafactor, LAMB) are given whole matrices, by owner.
+
+An optimizer that treats every element by itself may be given shards. Whether one does is tried: a step of a small
+matrix must be that of its halves. Where it is not, every parameter has one owner among the ranks of its stage. Before a
+step the parameter and its gradient are gathered, one after the other, and the owner keeps them; it does the step, and
+hands the new parameter to the others. Ranks share the work and the state as evenly as whole matrices allow.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from ...planner.plan.document import Plan
+from ..apply import AppliedModel
+from .mesh import RankMesh, mechanism
+from .optimizers import MakeOptimizer, Together, keep_attributes, optimizer_of
+
+
+def looks_at_whole_matrices(optimizer: Optimizer) -> Literal["yes", "no"] | str:
+    """ "yes", "no", or why that cannot be tried."""
+    inner = optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
+    for one in inner:
+        for group in one.param_groups:
+            for ndim in sorted({p.dim() for p in group["params"] if p.requires_grad}):
+                found = _tried(one, {k: v for k, v in group.items() if k not in ("params", "param_names")}, ndim)
+                if found != "no":
+                    return found
+    return "no"
+
+
+def _tried(optimizer: Optimizer, options: dict[str, Any], ndim: int) -> str:
+    draw = torch.Generator().manual_seed(0)
+    shape = (4, 6, 2, 2, 2, 2)[:ndim]
+    start = torch.randn(shape, generator=draw, dtype=torch.float64)
+    gradients = [torch.randn(shape, generator=draw, dtype=torch.float64) * scale for scale in (0.1, 0.3)]
+    if ndim:
+        for gradient in gradients:
+            gradient[:2] *= 7.0  # so that what is common to both halves shows
+    try:
+        whole = _stepped(optimizer, options, start, gradients)
+        if torch.equal(whole, start):
+            return "a trial step changes nothing"
+        for dim in range(min(ndim, 2)):
+            halves = [
+                _stepped(optimizer, options, half, [g.chunk(2, dim)[i] for g in gradients])
+                for i, half in enumerate(start.chunk(2, dim))
+            ]
+            if not torch.allclose(torch.cat(halves, dim), whole, rtol=1e-9, atol=1e-12):
+                return "yes"
+    except Exception as error:
+        return f"a trial step ends with {type(error).__name__}: {error}"
+    return "no"
+
+
+def _stepped(
+    optimizer: Optimizer, options: dict[str, Any], start: torch.Tensor, gradients: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """A parameter after steps of a copy of the optimizer."""
+    parameter = nn.Parameter(start.clone())
+    own = copy.copy(optimizer)
+    own.state = defaultdict(dict)
+    plain = {key: False for key in ("fused", "foreach", "capturable") if options.get(key)}
+    rate = {"lr": 0.01} if "lr" in options else {}
+    own.param_groups = [{**copy.deepcopy(options), **plain, **rate, "params": [parameter]}]
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        own.step()
+    return parameter.detach()
+
+
+def _is_divided(model: AppliedModel) -> bool:
+    """Whether this rank has parts of parameters only."""
+    return bool(model.experts or model.layout.cuts) or any(
+        isinstance(p, DTensor)
+        and any(n > 1 and at.is_shard() for n, at in zip(p.device_mesh.shape, p.placements, strict=True))
+        for p in model.parameters.values()
+    )
+
+
+def whole_tensor(model: AppliedModel, mesh: RankMesh, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a parameter, or of what is divided as it is, of which ranks of this stage hold shards. All of those
+    must call it."""
+    if name in model.experts:
+        assert isinstance(tensor, DTensor)
+        return model.experts[name].whole(tensor.full_tensor(), mesh.expert_mesh.get_group("expert"))
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    cut = model.cut(name)
+    if cut is None:
+        return tensor
+    shards = [torch.empty_like(tensor) for _ in range(cut.degree)]
+    dist.all_gather(shards, tensor.contiguous(), group=mesh.group("tensor"))
+    return cut.full(shards)
+
+
+def whole_size(model: AppliedModel, name: str, p: nn.Parameter) -> torch.Size:
+    """The shape of the whole of a parameter."""
+    shape = list(p.shape)
+    cut = model.cut(name)
+    if name in model.experts:
+        shape[0] = model.experts[name].count
+    elif cut is not None:
+        shape[cut.dim] = sum(cut.parts)
+    return torch.Size(shape)
+
+
+class WholeMatrices:
+    """What the optimizer is given instead of shards. Every rank must make one, and call its methods together.
+
+    parameters: name -> the whole of a parameter that this rank owns; of others something of its shape without memory,
+    which never has a gradient, so that all ranks make the same parameter groups.
+    """
+
+    def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
+        self._model, self._mesh = model, mesh
+        self._group, ranks = _stage_ranks(plan, mesh)
+        whole = {name: whole_size(model, name, p) for name, p in model.parameters.items()}
+        loads = dict.fromkeys(ranks, 0)
+        self._owners: dict[str, int] = {}
+        for name in sorted(whole, key=lambda n: (-whole[n].numel(), n)):
+            self._owners[name] = min(ranks, key=lambda rank: loads[rank])
+            loads[self._owners[name]] += whole[name].numel()
+        self.parameters = {
+            n: nn.Parameter(self._made(n, whole[n]), p.requires_grad) for n, p in model.parameters.items()
+        }
+        for name, p in self.parameters.items():
+            keep_attributes(p, vars(model.parameters[name]))
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank has the whole of a parameter."""
+        return self._owners[name] == self._mesh.rank
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Give owners the parameters as they are, and their gradients."""
+        for name, p in self._model.parameters.items():
+            own = self.parameters[name]
+            own.grad = None
+            if p.grad is None:
+                continue
+            for source, keep in ((p, own.copy_), (p.grad, lambda g, own=own: setattr(own, "grad", g.to(own.dtype)))):
+                found = whole_tensor(self._model, self._mesh, name, source.detach())
+                if self.owns(name):
+                    keep(found)
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """Take over what owners have made of the parameters."""
+        for name, p in self._model.parameters.items():
+            if p.grad is None:
+                continue
+            own = self.parameters[name]
+            whole = own.detach() if self.owns(name) else torch.empty(own.shape, dtype=own.dtype, device=own.device)
+            dist.broadcast(whole, self._mesh.processes[self._owners[name]], group=self._group)
+            own.grad = None  # it has done its work, and is as large as the matrix
+            _own_part(p).copy_(self._part(name, p, whole))
+
+    def _part(self, name: str, p: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a whole parameter."""
+        cut = self._model.cut(name)
+        if name in self._model.experts:
+            whole = self._model.experts[name].local(whole)
+        elif cut is not None:
+            whole = cut.local(whole, self._mesh.coordinates["tensor"])
+        if isinstance(p, DTensor):
+            for dim, placement in enumerate(p.placements):
+                if isinstance(placement, Shard):
+                    chunks = whole.chunk(p.device_mesh.size(dim), placement.dim)
+                    at = p.device_mesh.get_local_rank(dim)
+                    whole = chunks[at] if at < len(chunks) else whole.narrow(placement.dim, 0, 0)
+        return whole
+
+    def _made(self, name: str, shape: torch.Size) -> torch.Tensor:
+        dtype, device = self._model.parameters[name].dtype, self._mesh.device
+        if self.owns(name):
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+def prepare_optimizer(
+    make: MakeOptimizer, model: AppliedModel, plan: Plan, mesh: RankMesh, whole: bool | None
+) -> tuple[Optimizer, WholeMatrices | None]:
+    """(what the user's function makes, of whole matrices if it has to see them, these). Every rank must call it.
+
+    whole: whether it has to; None: if parameters are divided, and a step is not done element by element. Raises
+    ValueError, on every rank, if that cannot be tried.
+    """
+    optimizer = optimizer_of(make, model.parameters)
+    if mechanism(plan) != "fsdp" or whole is False:
+        return optimizer, None
+    found = "no" if not _is_divided(model) else "yes" if whole else looks_at_whole_matrices(optimizer)
+    verdict = torch.tensor({"no": 0, "yes": 1}.get(found, 2), device=mesh.device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
+    if verdict == 2:
+        why = found if found not in ("yes", "no") else "a trial step of another rank shows nothing"
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot be given shards of parameters without knowing whether it treats every "
+            f"element by itself, and {why}. Say parallelize(..., whole_matrices=True) if it looks at whole matrices or "
+            "their norms, False if it does not"
+        )
+    if verdict == 0:
+        return optimizer, None
+    matrices = WholeMatrices(model, plan, mesh)
+    return optimizer_of(make, matrices.parameters), matrices
+
+
+def _stage_ranks(plan: Plan, mesh: RankMesh) -> tuple[dist.ProcessGroup | None, list[int]]:
+    """(group, ranks of the plan) of this rank's pipeline position; None: of all ranks."""
+    every = range(plan.degrees.num_devices)
+    found: tuple[dist.ProcessGroup | None, list[int]] = None, list(every)
+    for position in range(plan.degrees.pipeline) if plan.degrees.pipeline > 1 else ():
+        ranks = [rank for rank in every if plan.coordinates(rank)["pipeline"] == position]
+        group = dist.new_group(sorted(mesh.processes[rank] for rank in ranks))
+        if position == mesh.coordinates["pipeline"]:
+            found = group, ranks
+    return found
+
+
+def _own_part(p: nn.Parameter) -> torch.Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p

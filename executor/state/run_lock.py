@@ -1,0 +1,185 @@
+"""One job at a time writes to a run's folder: a lock with its owner and a heartbeat, which outlives no owner. Needs no
+torch.
+
+`run.lock` says which process holds the folder, and counts up every few seconds. An owner that is gone from this machine
+is known at once, one on another machine by a count that stands still; no clocks are compared.
+"""
+
+import atexit
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ...profiler.document import replace_file
+
+LOCK = "run.lock"
+
+BEAT_S = 3.0
+"""Seconds between heartbeats."""
+
+SILENT_S = 30.0
+"""How long the count of an owner on another machine may stand still before it is taken for dead."""
+
+
+class RunLock:
+    """A run's folder that is this process's until `release`; beats from a thread of its own.
+
+    Raises ValueError if another living job holds the folder, OSError if it cannot be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / LOCK
+        self._own: dict[str, Any] = {
+            "token": uuid.uuid4().hex,
+            **_process(),
+            "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "beat": 0,
+        }
+        self._lost = False
+        self._ended = threading.Event()
+        self._take()
+        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise ValueError if another job has taken the folder over meanwhile."""
+        if self._lost or (_read(self._path) or {}).get("token") != self._own["token"]:
+            owner = _read(self._path)
+            raise ValueError(
+                f"{self._folder} is not this job's any more: {_words(owner) if owner else 'run.lock is gone'}. This "
+                "job gave no sign of life for too long, or run.lock was removed; give it a folder of its own"
+            )
+
+    def release(self) -> None:
+        """Let another job have the folder."""
+        self._ended.set()
+        self._thread.join()
+        if (_read(self._path) or {}).get("token") == self._own["token"]:
+            with suppress(OSError):
+                self._path.unlink()
+
+    def _take(self) -> None:
+        while True:
+            try:
+                with self._path.open("x", encoding="utf-8") as file:
+                    file.write(json.dumps(self._own))
+                return
+            except FileExistsError:
+                owner = self._dead_owner()
+            # Whoever else found the same must not take away what the first of them has put there since.
+            aside = self._path.with_name(f".discarded-{LOCK}-{self._own['token']}")
+            with suppress(FileNotFoundError):
+                self._path.rename(aside)
+                if owner is not None and (_read(aside) or owner).get("token") != owner["token"]:
+                    aside.rename(self._path)
+                else:
+                    aside.unlink()
+
+    def _dead_owner(self) -> dict[str, Any] | None:
+        """Who held the folder and is gone; None if nothing tells. Raises ValueError if he is alive."""
+        first = _read(self._path)
+        end = time.monotonic() + SILENT_S
+        while time.monotonic() < end:
+            found = _read(self._path)
+            if found is not None and first is not None:
+                alive = _is_alive(found)
+                if alive is False:
+                    return found
+                if alive or found["beat"] != first["beat"] or found["token"] != first["token"]:
+                    raise ValueError(
+                        f"{self._folder} is in use by another job: {_words(found)}. End that job, give this one a "
+                        f"folder of its own, or, to read it only, a checkpoint in it ({self._folder}/step-...)"
+                    )
+            if not self._path.exists():
+                return first
+            first = first or found
+            time.sleep(min(0.2, SILENT_S / 10))
+        return first
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            if (_read(self._path) or {}).get("token") != self._own["token"]:
+                self._lost = True
+                return
+            self._own["beat"] += 1
+            with suppress(OSError):  # a full disk is no reason to give the folder up
+                replace_file(self._path, json.dumps(self._own).encode())
+
+
+_held: dict[tuple[int, str], tuple[RunLock, int]] = {}
+"""(process, folder) -> its lock, and how many trainers of this process want it; a fork inherits none."""
+
+
+def hold(folder: Path) -> RunLock:
+    """The lock of a run's folder, which is made if it is not there; to be given back by `let_go`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    key = os.getpid(), os.path.realpath(folder)
+    lock, count = _held.get(key) or (RunLock(folder), 0)
+    _held[key] = lock, count + 1
+    return lock
+
+
+def let_go(folder: Path) -> None:
+    """Give a lock back; the last one of this process releases it."""
+    key = os.getpid(), os.path.realpath(folder)
+    if key in _held:
+        lock, count = _held.pop(key)
+        if count > 1:
+            _held[key] = lock, count - 1
+        else:
+            lock.release()
+
+
+@atexit.register
+def _release_all() -> None:
+    for process, folder in list(_held):
+        if process == os.getpid():
+            _held.pop((process, folder))[0].release()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What a lock says; None while there is none, or it is being written."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if {"token", "beat", "pid", "machine", "began"} <= found.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "began": _began(os.getpid())}
+
+
+def _machine() -> str:
+    """What tells apart machines and containers in which the same number is another process; "" where nothing does."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _began(pid: int) -> str:
+    """When a process of this machine began, in the system's own words; "" if there is none, or it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else fields[18]
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
+def _is_alive(owner: dict[str, Any]) -> bool | None:
+    """Whether the owner runs; None if that cannot be seen from here."""
+    if not owner["machine"] or owner["machine"] != _machine():
+        return None
+    return bool(owner["began"]) and _began(owner["pid"]) == owner["began"]
+
+
+def _words(owner: dict[str, Any]) -> str:
+    return f"process {owner['pid']} on {owner.get('host')} holds it since {owner.get('since')}"

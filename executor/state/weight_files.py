@@ -1,0 +1,188 @@
+"""Weights as others read them: safetensors with an index, as Hugging Face stores them, or PyTorch state_dicts.
+
+Files are laid out from names and shapes alone, and written one tensor after the other: whoever writes one holds no more
+than a tensor (safetensors), or than a file (torch, which writes a dict at once). Nothing appears under its name before
+all is complete.
+"""
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ...profiler.document import replace_file
+from .box_files import read_boxes
+from .boxes import Box
+from .checksums import CheckedReader
+
+WeightFormat = Literal["safetensors", "torch"]
+
+FILE_BYTES = 5 * 10**9
+"""Size that a file of several tensors does not exceed: Hugging Face's default until version 5."""
+
+_NAMES = {"safetensors": ("model", "safetensors"), "torch": ("pytorch_model", "bin")}
+_PARTIAL = ".partial-"
+
+_KINDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""How safetensors calls dtypes (its format's README)."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it is to be stored."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class WeightFiles:
+    """The files of a model's weights in a folder. tensors: in the order in which they are stored; no file holds one of
+    `begins` behind another.
+
+    Raises ValueError for a dtype that the format does not have.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Stored],
+        kind: WeightFormat = "safetensors",
+        limit: int = FILE_BYTES,
+        begins: Collection[str] = (),
+    ) -> None:
+        if kind not in _NAMES:
+            raise ValueError(f"weights are written as {' or '.join(_NAMES)}, not as {kind!r}")
+        self._folder, self._tensors, self._kind = folder, tensors, kind
+        groups: list[list[str]] = [[]]
+        size = 0
+        for name, stored in tensors.items():
+            if kind == "safetensors" and stored.dtype not in _KINDS:
+                raise ValueError(f"{name} is {stored.dtype}, which safetensors cannot hold: give dtype=torch.bfloat16")
+            if groups[-1] and (name in begins or size + stored.num_bytes > limit):
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += stored.num_bytes
+        stem, ending = _NAMES[kind]
+        count = len(groups)
+        numbered = (f"{stem}-{i:05d}-of-{count:05d}.{ending}" for i in range(1, count + 1))
+        self.files = dict(zip(numbered if count > 1 else [f"{stem}.{ending}"], groups, strict=True))
+        self._index = self._folder / f"{stem}.{ending}.index.json"
+
+    def begin(self) -> None:
+        """Make the folder. For one process."""
+        if self._folder.exists() and not self._folder.is_dir():
+            raise ValueError(f"{self._folder} is a file: give a folder for the weights")
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, file: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Write one file; tensors: those of `files[file]`, in this order."""
+        path = self._folder / f"{_PARTIAL}{file}"
+        names = self.files[file]
+        if self._kind == "torch":
+            torch.save({n: self._as_stored(n, t) for n, t in zip(names, tensors, strict=True)}, path)
+            return
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            stored = self._tensors[name]
+            header[name] = {
+                "dtype": _KINDS[stored.dtype],
+                "shape": list(stored.shape),
+                "data_offsets": [end, end + stored.num_bytes],
+            }
+            end += stored.num_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("wb") as handle:
+            handle.write(len(text).to_bytes(8, "little") + text)
+            for name, tensor in zip(names, tensors, strict=True):
+                values = self._as_stored(name, tensor)
+                handle.write(values.reshape(-1).view(torch.uint8).numpy().data)
+            os.fsync(handle.fileno())
+
+    def finish(self) -> None:
+        """Let all files appear, and write the index. For one process, once all others have written."""
+        stem, ending = _NAMES[self._kind]
+        for old in [*self._folder.glob(f"{stem}-*-of-*.{ending}"), *self._folder.glob(f"{stem}.{ending}*")]:
+            old.unlink()  # of weights that were here before: an index must not name some of them
+        for file in self.files:
+            (self._folder / f"{_PARTIAL}{file}").rename(self._folder / file)
+        if len(self.files) > 1:
+            total = sum(stored.num_bytes for stored in self._tensors.values())
+            places = {name: file for file, names in self.files.items() for name in names}
+            document = {"metadata": {"total_size": total}, "weight_map": places}
+            replace_file(self._index, json.dumps(document, indent=2).encode() + b"\n")
+
+    def _as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        stored = self._tensors[name]
+        assert tuple(tensor.shape) == stored.shape
+        return tensor.detach().to("cpu", stored.dtype).contiguous()
+
+
+def cast(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype | None) -> dict[str, Stored]:
+    """What is to be stored of tensors of these shapes and dtypes; dtype: of those that hold real numbers."""
+    return {
+        name: Stored(tuple(shape), dtype if dtype is not None and own.is_floating_point else own)
+        for name, (shape, own) in tensors.items()
+    }
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    folder: Path,
+    kind: WeightFormat,
+    dtype: torch.dtype | None,
+    limit: int = FILE_BYTES,
+    told: Callable[[str], None] | None = None,
+) -> WeightFiles:
+    """Write the weights of one checkpoint, tensor by tensor, checked. told: the name of every file that is written.
+
+    Raises DamagedError for a checkpoint that is not what was saved.
+    """
+    reader = CheckedReader(checkpoint)
+    reader.check_documents()
+    reader.check_sizes()
+    saved = reader.read_metadata().state_dict_metadata
+    found = {
+        key.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
+        for key, entry in saved.items()
+        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    files = WeightFiles(folder, cast(found, dtype), kind, limit)
+    files.begin()
+
+    def read(names: list[str]) -> Iterator[torch.Tensor]:
+        for name in names:
+            shape, own = found[name]
+            whole = torch.zeros(shape, dtype=own)
+            read_boxes(reader, [Box(f"model.{name}", torch.Size(shape), (0,) * len(shape), whole)])
+            yield whole
+
+    for file, names in files.files.items():
+        if told is not None:
+            told(file)
+        files.write(file, read(names))
+    files.finish()
+    return files

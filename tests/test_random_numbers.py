@@ -1,0 +1,214 @@
+"""Dropout is that of one process under every plan, and ranks with other samples draw other numbers."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from meshwright.executor import parallelize
+from meshwright.executor.parallel import random_numbers
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
+from support import slow
+from support.ranks import run_ranks
+from support.same_numbers import GLOBAL_BATCH, Case, Numbers, errors, loss, next_tokens, plan_of, samples, trainer_of
+
+WIDTH, HEADS, VOCABULARY, STEPS = 16, 4, 64, 3
+TOLERANCE = 1e-5
+
+
+class Attention(nn.Module):
+    def __init__(self, attention_dropout: float) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.num_heads, self.attention_dropout = HEADS, attention_dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size, length, _ = x.shape
+        q, k, v = (
+            part.view(size, length, self.num_heads, WIDTH // HEADS).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        rate = self.attention_dropout if self.training else 0.0
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
+        return self.out(y.transpose(1, 2).reshape(size, length, -1))
+
+
+class Block(nn.Module):
+    """Dropout of attention weights, between the cut halves of an MLP, and of what is added to the stream."""
+
+    def __init__(self, attention_dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention(attention_dropout)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.inner, self.residual = nn.Dropout(0.2), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.residual(self.attention(self.norm1(x)))
+        return x + self.residual(self.down(self.inner(functional.gelu(self.up(self.norm2(x))))))
+
+
+class DropNet(nn.Module):
+    """Dropout between layers, too, and of whole features."""
+
+    def __init__(self, attention_dropout: float = 0.1) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.begin, self.end = nn.Dropout(0.1), nn.Dropout1d(0.1)
+        self.blocks = nn.ModuleList(Block(attention_dropout) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.begin(self.tokens(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.end(x))
+
+
+class FusedDropNet(DropNet):
+    """Attention as sequences can be split under it."""
+
+    def __init__(self) -> None:
+        super().__init__(attention_dropout=0.0)
+        self.end = nn.Dropout(0.1)
+
+
+MODELS = {"drop": DropNet, "fused": FusedDropNet}
+
+
+@cache
+def profile_of(model: str) -> ModelProfile:
+    return trace(load_model(MODELS[model], batch=next_tokens(VOCABULARY), loss=loss))
+
+
+CASES = {
+    "4 micro-batches": Case("drop", num_microbatches=4),
+    "full recompute": Case("drop", recompute="full"),
+    "selective recompute": Case("drop", recompute="selective", num_microbatches=4),
+    "recompute of attention": Case("drop", recompute="attention", num_microbatches=1),
+    "parts": Case("drop", recompute="parts:attention+down"),
+    "ddp": Case("drop", replicate=2),
+    "zero-3, recompute": Case("drop", shard=2, reshard=True, recompute="full"),
+    "tensor 2": Case("drop", tensor=2),
+    "tensor 2 + sequence, recompute": Case("drop", tensor=2, more={"sequence": True}, recompute="full"),
+    "pipeline 2, recompute": Case("drop", stages=(2, 2), num_microbatches=4, recompute="full"),
+    "interleaved": Case("drop", stages=(1, 1, 1, 1), virtual=2, num_microbatches=4, more={"schedule": "interleaved"}),
+    "zb-v": Case("drop", stages=(1, 1, 1, 1), virtual=2, num_microbatches=4, more={"schedule": "zb-v"}),
+    "pipeline x tensor + sequence": Case("drop", tensor=2, stages=(2, 2), num_microbatches=2, more={"sequence": True}),
+    "ddp x fsdp x tensor": Case("drop", replicate=2, shard=2, tensor=2),
+    "ddp in stages": Case("drop", replicate=2, stages=(1, 3)),
+    "context 2": Case("fused", more={"context": 2}),
+    "context 2 x tensor 2 + sequence": Case("fused", tensor=2, more={"context": 2, "sequence": True}),
+}  # fmt: skip
+
+
+def train(case: Case) -> Numbers:
+    trainer = trainer_of(MODELS[case.model], plan_of(case, profile_of(case.model)))
+    metrics = [trainer.step(batch) for batch in trainer.loader(samples(VOCABULARY, STEPS))]
+    return Numbers(
+        [m.loss for m in metrics], [m.grad_norm for m in metrics], trainer.named_gradients(), trainer.full_state_dict()
+    )
+
+
+@cache
+def one_process(model: str) -> Numbers:
+    return train(Case(model, num_microbatches=1))
+
+
+@pytest.mark.parametrize("name", slow.but_these(CASES, ["4 micro-batches", "tensor 2 + sequence, recompute"]))
+def test_dropout_is_that_of_one_process(name: str) -> None:
+    case = CASES[name]
+    expected = one_process(case.model)
+    plan_of(case, profile_of(case.model))
+
+    found = train(case) if case.num_ranks == 1 else run_ranks(train, case.num_ranks, case)[0]
+
+    assert max(errors(found, expected, 2e-2, 1e-3).values()) < TOLERANCE, errors(found, expected, 2e-2, 1e-3)
+
+
+@pytest.mark.parametrize("fault", ["samples", "parts"])
+@pytest.mark.slow
+def test_masks_of_the_wrong_samples_or_heads_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["ddp x fsdp x tensor"]
+    expected = one_process(case.model)
+    plan_of(case, profile_of(case.model))
+    if fault == "samples":  # all data ranks draw the same
+        begins = random_numbers.RandomNumbers.micro_batch
+
+        def first(self: random_numbers.RandomNumbers, index: int) -> None:
+            begins(self, index)
+            self._first = 0
+
+        monkeypatch.setattr(random_numbers.RandomNumbers, "micro_batch", first)
+    else:  # every tensor rank drops what the first one does
+        own = random_numbers.RandomNumbers._own_part
+
+        def first_part(self: random_numbers.RandomNumbers, mask: torch.Tensor, size: list[int], x: Any = None) -> Any:
+            for dim, length in enumerate(size):
+                mask = mask.narrow(dim, 0, length)
+            return own(self, mask, size, x)
+
+        monkeypatch.setattr(random_numbers.RandomNumbers, "_own_part", first_part)
+
+    found = run_ranks(train, case.num_ranks, case)[0]
+
+    assert max(errors(found, expected, 2e-2, 1e-3).values()) > 100 * TOLERANCE
+
+
+def test_dropout_keeps_what_it_should_and_its_mean() -> None:
+    case = Case("drop", num_microbatches=1)
+    trainer = trainer_of(DropNet, plan_of(case, profile_of("drop")))
+    ones = torch.ones(GLOBAL_BATCH, 64, 64, requires_grad=True)
+    found = []
+    for step in (1, 1, 2):
+        with trainer._random.step(step):
+            trainer._random.micro_batch(0)
+            found.append(functional.dropout(ones, 0.25))
+            assert functional.dropout(ones, 0.25, training=False) is ones
+            assert functional.dropout(ones, 1.0).count_nonzero() == 0
+
+    assert found[0].unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert found[0].mean(dim=(1, 2)).tolist() == pytest.approx([1.0] * GLOBAL_BATCH, abs=0.05)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert not torch.equal(found[0][0], found[0][1])
+
+
+def noisy_loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    """A loss that draws, and tells what."""
+    drawn.append(float(torch.rand(())))
+    return loss(output, batch)
+
+
+drawn: list[float] = []
+
+
+def _drawn(case: Case) -> tuple[list[float], float]:
+    torch.manual_seed(4)
+    trainer = parallelize(
+        DropNet, plan_of(case, profile_of("drop")), lambda p: torch.optim.SGD(p, lr=0.1), loss=noisy_loss
+    )
+    torch.manual_seed(4)
+    drawn.clear()
+    for batch in trainer.loader(samples(VOCABULARY, 2)):
+        trainer.step(batch)
+    return drawn[-4:], float(torch.rand(()))
+
+
+@pytest.mark.slow
+def test_noise_is_independent_by_data_and_alike_along_tensor_and_the_script_draws_its_own() -> None:
+    case = Case("drop", shard=2, tensor=2)
+    torch.manual_seed(4)
+    expected = float(torch.rand(()))
+
+    ranks = run_ranks(_drawn, 4, case)
+
+    kinds = {tuple(noise) for noise, _ in ranks}
+    assert len(kinds) == 2
+    assert len({value for kind in kinds for value in kind}) == 8
+    assert [own for _, own in ranks] == [expected] * 4

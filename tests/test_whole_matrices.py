@@ -1,0 +1,231 @@
+"""Optimizers that look at whole matrices do under any plan what they do in one process, or are refused at once."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+
+from meshwright.executor import parallelize
+from meshwright.executor.parallel.whole_matrices import looks_at_whole_matrices
+from support import slow
+from support.ranks import run_ranks
+from support.tied_net import GLOBAL_BATCH, PLANS, TiedNet, adamw, loss, plan_of, samples, tied_profile
+
+STEPS = 4
+LOSS = 1e-4
+
+
+class Lamb(Optimizer):
+    """Steps of a tenth of the parameter's own norm, as LAMB and LARS scale them."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad * (p.norm() / (p.grad.norm() + 1e-3)), alpha=-group["lr"])
+
+
+def muon(named: Any) -> list[Optimizer]:
+    """Muon for the matrices, AdamW for the rest, as Muon is used."""
+    hidden = [p for n, p in named if p.ndim == 2 and n.startswith("blocks")]
+    others = [p for n, p in named if not (p.ndim == 2 and n.startswith("blocks"))]
+    return [Muon(hidden, lr=0.004), AdamW(others, lr=1e-2, eps=1e-4)]
+
+
+def adafactor(parameters: Any) -> Optimizer:
+    return Adafactor(parameters, lr=0.05, eps=(1e-6, 1e-3))  # else it makes steps of the noise in gradients of zero
+
+
+def lamb(parameters: Any) -> Optimizer:
+    return Lamb(parameters)
+
+
+NOISE = {"muon": 5e-4, "adafactor": 2e-5, "lamb": 2e-5}
+"""Differences of parameters that are rounding: Muon orthogonalises in bf16, whatever it is given."""
+
+
+def assert_same(optimizer: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=NOISE[optimizer], msg=name)
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {"muon": muon, "adafactor": adafactor, "lamb": lamb}
+
+
+def alone(make: Callable[[Any], Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and parameters of a hand-written loop."""
+    torch.manual_seed(0)
+    model = TiedNet()
+    named = list(model.named_parameters())
+    made = make(named if make is muon else [p for _, p in named])
+    optimizers = made if isinstance(made, list) else [made]
+    losses = []
+    for step in range(STEPS):
+        batch = torch.utils.data.default_collate(samples()[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
+        model.zero_grad()
+        value = loss(model(batch[0]), batch)
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(value.item())
+    return losses, {n: p.detach() for n, p in named}
+
+
+def by_plan(
+    make: Callable[[Any], Any],
+    degrees: dict[str, Any],
+    folder: Path | None = None,
+    first: int = 0,
+    last: int = STEPS,
+    **options: Any,
+) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    """Losses, whole parameters, and the share of the optimizer's state that is here."""
+    trainer = parallelize(TiedNet, plan_of(tied_profile(), **degrees), make, loss=loss, max_grad_norm=1.0, **options)
+    if first and folder is not None:
+        trainer.resume(folder)
+    losses = []
+    for _, share in zip(range(first, last), trainer.loader(samples), strict=False):
+        losses.append(trainer.step(share).loss)
+    if folder is not None and last < STEPS:
+        trainer.save(folder)
+        trainer.close()
+    state = [v for s in trainer.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return losses, trainer.full_state_dict(), float(sum(t.numel() for t in state))
+
+
+CASES = [(optimizer, plan) for optimizer in MAKERS for plan in ("fsdp", *PLANS)]
+
+
+@pytest.mark.parametrize(("optimizer", "plan"), slow.but_these(CASES, [("muon", "fsdp")]))
+def test_every_plan_gives_the_numbers_of_one_process(optimizer: str, plan: str) -> None:
+    make = MAKERS[optimizer]
+    degrees = {"shard": 2} if plan == "fsdp" else PLANS[plan]
+    ranks = plan_of(tied_profile(), **degrees).degrees.num_devices
+    losses, parameters = alone(make)
+
+    found = run_ranks(by_plan, ranks, make, degrees) if ranks > 1 else [by_plan(make, degrees)]
+
+    assert all(own == pytest.approx(losses, rel=LOSS) for own, _, _ in found)
+    assert_same(optimizer, found[0][1], parameters)
+    if plan == "fsdp" and optimizer == "muon":
+        shares = [share / sum(other for *_, other in found) for *_, share in found]
+        assert max(shares) < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "lamb"])
+def test_shards_alone_would_train_something_else(optimizer: str) -> None:
+    losses, parameters = alone(MAKERS[optimizer])
+
+    found = run_ranks(partial(by_plan, whole_matrices=False), 2, MAKERS[optimizer], {"tensor": 2})
+
+    assert found[0][0] != pytest.approx(losses, rel=LOSS)
+    with pytest.raises(AssertionError):
+        assert_same(optimizer, found[0][1], parameters)
+
+
+@pytest.mark.parametrize("optimizer", slow.but_first(MAKERS, 0))
+def test_it_is_saved_and_goes_on_under_another_plan(optimizer: str, tmp_path: Path) -> None:
+    make = MAKERS[optimizer]
+    losses, parameters = alone(make)
+    run_ranks(partial(by_plan, make, PLANS["fsdp and tensor"], tmp_path), 4, 0, 1)
+    run_ranks(partial(by_plan, make, PLANS["ddp in stages"], tmp_path), 4, 1, 2)
+    run_ranks(partial(by_plan, make, {"shard": 2}, tmp_path), 2, 2, 3)
+
+    rest, state, _ = by_plan(make, {}, tmp_path, 3)
+
+    assert rest == pytest.approx(losses[3:], rel=LOSS)
+    assert_same(optimizer, state, parameters)
+
+
+class Unchanging(Optimizer):
+    """Hides its parameters from whoever looks at its groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        return
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (adamw, "no"),
+        (lambda p: SGD(p, lr=1e-9, momentum=0.9, nesterov=True), "no"),
+        (lambda p: torch.optim.RMSprop(p, centered=True), "no"),
+        (lambda p: torch.optim.Adagrad(p), "no"),
+        (lambda p: AdamW(p, lr=0.0, fused=True), "no"),
+        (adafactor, "yes"),
+        (lamb, "yes"),
+        (lambda p: Muon([x for x in p if x.ndim == 2]), "yes"),
+        (Unchanging, "a trial step changes nothing"),
+        (torch.optim.LBFGS, "a trial step ends with TypeError"),
+    ],
+)
+def test_what_an_optimizer_looks_at_is_tried(make: Callable[[Any], Optimizer], found: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(2, 2, 3))
+    before = [p.clone() for p in model.parameters()]
+    optimizer = make(list(model.parameters()))
+    states = str(optimizer.state)
+
+    assert str(looks_at_whole_matrices(optimizer)).startswith(found)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert str(optimizer.state) == states
+
+
+def _refused() -> str:
+    with pytest.raises(ValueError, match="if it looks at whole matrices or their norms, False if") as caught:
+        parallelize(TiedNet, plan_of(tied_profile(), shard=2), Unchanging, loss=loss)
+    parallelize(TiedNet, plan_of(tied_profile(), shard=2), Unchanging, loss=loss, whole_matrices=False)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_cannot_be_tried_is_refused_before_the_first_step() -> None:
+    assert all("Unchanging cannot be given shards" in message for message in run_ranks(_refused, 2))
+
+
+def test_parameters_of_the_users_own_model_are_refused() -> None:
+    own = TiedNet()
+
+    with pytest.raises(ValueError, match=r"took a parameter of shape .* that it was not given"):
+        parallelize(TiedNet, plan_of(tied_profile()), lambda p: SGD(own.parameters(), lr=0.1), loss=loss)
+    with pytest.raises(ValueError, match=r"gave tokens\.weight to two optimizers"):
+        parallelize(TiedNet, plan_of(tied_profile()), lambda p: [SGD(p, lr=0.1), SGD(p, lr=0.1)], loss=loss)
+    with pytest.raises(ValueError, match="returned NoneType: it must return a torch optimizer"):
+        parallelize(TiedNet, plan_of(tied_profile()), lambda p: None, loss=loss)  # type: ignore[arg-type, return-value]
+
+
+def marked() -> TiedNet:
+    model = TiedNet()
+    model.blocks[0].up.weight.rate = 0.5  # type: ignore[union-attr]
+    return model
+
+
+def _named() -> dict[str, float]:
+    rates: dict[str, float] = {}
+
+    def make(named: Any) -> Optimizer:
+        rates.update({name: getattr(p, "rate", 1.0) for name, p in named})
+        return SGD([{"params": [p], "lr": 0.01 * rates[name]} for name, p in named])
+
+    parallelize(marked, plan_of(tied_profile(), shard=2), make, loss=loss)
+    return rates
+
+
+@pytest.mark.slow
+def test_parameters_come_with_names_and_attributes_when_asked_for() -> None:
+    for rates in run_ranks(_named, 2):
+        assert set(rates) == {name for name, _ in TiedNet().named_parameters()}
+        assert [name for name, rate in rates.items() if rate != 1.0] == ["blocks.0.up.weight"]
