@@ -37,7 +37,7 @@ def optimizer_of(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) ->
             name = next(name for name, own in parameters.items() if own is p)
             raise ValueError(f"optimizer=... gave {name} to two optimizers; it would be stepped twice")
         seen.add(id(p))
-    return several[0] if len(several) == 1 else Together(several)
+    return several[0] if len(several) == 1 else JoinedOptimizers(several)
 
 
 def keep_attributes(parameter: nn.Parameter, attributes: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ def _wants_names(make: Callable[..., Any]) -> bool:
     return first is not None and first.name.startswith("named")
 
 
-class Together(Optimizer):
+class JoinedOptimizers(Optimizer):
     """Several optimizers of different parameters as one; parameter groups are theirs, one after the other."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

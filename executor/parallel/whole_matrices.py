@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from ...planner.plan.document import Plan
 from ..apply import AppliedModel
 from .mesh import RankMesh, mechanism
-from .optimizers import MakeOptimizer, Together, keep_attributes, optimizer_of
+from .optimizers import MakeOptimizer, JoinedOptimizers, keep_attributes, optimizer_of
 
 
 def looks_at_whole_matrices(optimizer: Optimizer) -> Literal["yes", "no"] | str:
     """ "yes", "no", or why that cannot be tried."""
-    inner = optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
+    inner = optimizer.optimizers if isinstance(optimizer, JoinedOptimizers) else [optimizer]
     for one in inner:
         for group in one.param_groups:
             for ndim in sorted({p.dim() for p in group["params"] if p.requires_grad}):
