@@ -15,20 +15,21 @@ import pytest
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.exchange.accelerate import KEYS as ACCELERATE_KEYS
 from meshwright.planner.exchange.accelerate import read_accelerate
-from meshwright.planner.exchange.block_row import BlockRow, block_row
 from meshwright.planner.exchange.deepspeed import KEYS as DEEPSPEED_KEYS
 from meshwright.planner.exchange.deepspeed import read_deepspeed
 from meshwright.planner.exchange.export import export
 from meshwright.planner.exchange.export_notes import zero_stage
 from meshwright.planner.exchange.from_flags import read_document, read_words
 from meshwright.planner.exchange.imports import Layout, imported
-from meshwright.planner.exchange.megatron import DATA_OUTERMOST, read_megatron
 from meshwright.planner.exchange.megatron import FLAGS as MEGATRON_FLAGS
+from meshwright.planner.exchange.megatron import read_megatron
 from meshwright.planner.exchange.megatron_layout import parse_layout
 from meshwright.planner.exchange.targets import TARGETS, VERSIONS
 from meshwright.planner.exchange.torchtitan import FLAGS as TORCHTITAN_FLAGS
 from meshwright.planner.exchange.torchtitan import read_torchtitan
+from meshwright.planner.plan.block_row import BlockRow, block_row
 from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.frameworks import DATA_OUTERMOST
 from meshwright.planner.plan.shape import Shape
 from support.cli import run_plan, some_plan
 from support.exported import NUM_BLOCKS, PROFILE, decoder, even_sizes, planned, read_back, value

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...planner.cost.software import load_software
 from ...planner.plan.document import Plan, load_plan
-from ...planner.plan.training import SAMPLES_PER_GPU, TrainingSpec
+from ...planner.plan.training import REFERENCE, SAMPLES_PER_GPU, TrainingSpec
 from ...profiler.garbage import without_garbage_collection
 from ...profiler.machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
 from ...profiler.machine.local import local_gpus, preset_of
@@ -156,7 +156,7 @@ def read_training(
         seq_len=profile.seq_len,
         precision=precision.value,
         optimizer=stack.optimizer.value,
-        software=load_software(stack.software).name,
+        software=load_software(stack.software or REFERENCE).name,
         memory_margin=stack.memory_margin,
     )
     return training, assumptions

@@ -14,7 +14,7 @@ from ..reporting.output_files import check_writable
 from ..reporting.report import json_document
 from ..reporting.terminal_profile import print_operators, print_profile
 from . import inputs, options
-from .answers import at_work, print_estimate, print_plan, print_prediction, searched
+from .answers import at_work, of_setup, print_estimate, print_plan, print_prediction, searched
 from .option_groups import grouped
 
 if TYPE_CHECKING:
@@ -41,6 +41,15 @@ def _plan_command(
     *,
     job: options.JobOptions,
     choices: options.PlanOptions,
+    setup: Annotated[
+        str | None,
+        typer.Option(
+            "--setup",
+            metavar="LAYOUT",
+            help='the plan of a layout of yours, as in plan compare: "tp=2 pp=4 zero=1", hsdp:4, megatron, ...',
+            show_default=False,
+        ),
+    ] = None,
     objective: options.ObjectiveFlag = Objective.THROUGHPUT,
     time_limit: options.TimeLimit = 60.0,
     output: Annotated[
@@ -65,10 +74,12 @@ def _plan_command(
     machine, pins = inputs.read_cluster(job.machine), choices.pins()
     with at_work(quiet or as_json) as waiting:
         profile, _ = inputs.read_model(model, job.seq_len, waiting, not no_cache)
-        training, assumptions = inputs.read_training(profile, machine, job.global_batch, job.stack)
+        training, assumptions = inputs.read_training(profile, machine, job.global_batch, choices.stack(job.stack))
         if objective is not Objective.THROUGHPUT:
             machine, choice = _part_for(objective, profile, machine, training, pins, waiting)
             assumptions.append(choice)
+        if setup is not None:
+            pins = of_setup(setup, profile, machine, training, pins)
         result = searched(profile, machine, training, pins, time_limit, waiting)
     if target is not None:
         result.plan.save(target)

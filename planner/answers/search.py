@@ -10,6 +10,7 @@ from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
 from ..cost.layer_cost import CostModel
 from ..plan.document import Certificate, Plan, Prediction
+from ..plan.frameworks import Framework
 from ..plan.making import shape_of
 from ..plan.not_run import priced_mark
 from ..plan.pins import Pins
@@ -18,6 +19,7 @@ from ..plan.training import TrainingSpec
 from ..solve.explore import ALTERNATIVES, SIMPLE, TIE, WINDOW, Explorer, Outcome, Progress
 from ..solve.nodes import Solved
 from ..solve.solver import SolverError
+from ..solve.union import explore_all
 from .explain import compared
 from .guidance import RuleOfThumb, rules_of_thumb
 from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
@@ -80,19 +82,24 @@ def search(
     pins: Pins | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
+    beside_open: bool = True,
 ) -> SearchResult:
     """The best plan with its proof.
 
     The space is searched best-first by simulated steps; of the plans within 1% of the fastest that was found, those
-    that rules of thumb lead to among them, the simplest is the plan.
+    that rules of thumb lead to among them, the simplest is the plan. Where only plans for a framework are asked for,
+    they are certified among those; beside_open: what that costs is looked for, too.
     Raises InfeasibleError when no legal plan fits, ValueError when none is legal, SolverError when the solver is
     missing or nothing is found in time.
     """
     start = time.monotonic()
     deadline = start + time_limit_s
     pins = pins or Pins()
-    explorer = Explorer(profile, cluster, training)
-    outcome = explorer.explore(pins, deadline, progress=progress)
+    framework = pins.framework
+    if framework is not None:
+        _check_runs(framework, pins, profile, training)
+    explorer = Explorer(profile, cluster, training, framework)
+    outcome = explore_all(explorer, pins.alternatives, deadline, progress=progress)
     if outcome.best is None:
         if outcome.complete:
             raise explain_infeasible(explorer, pins, outcome.rejected)
@@ -125,6 +132,8 @@ def search(
             "solved": outcome.num_solved,
         },
         rejected=outcome.rejected,
+        framework=None if framework is None else framework.target,
+        open_s=_open_s(explorer, pins, fastest_s, time_limit_s) if framework is not None and beside_open else None,
     )
     plan = chosen.plan.model_copy(update={"certificate": certificate, "prediction": _prediction(chosen.estimate)})
     return SearchResult(
@@ -169,6 +178,27 @@ def pins_of(setup: Setup) -> Pins:
         context_kind=setup.context_kind,
         expert=setup.expert,
     )
+
+
+def _check_runs(framework: Framework, pins: Pins, profile: ModelProfile, training: TrainingSpec) -> None:
+    """Raises ValueError where a framework runs no plan of a model, or none that agrees with what is pinned."""
+    rule = framework.cannot_run(profile, training)
+    if rule is None and pins.recompute is not None:
+        rule = framework.recompute_rule(pins.recompute)
+    if rule is None and (pins.everything or pins.parts):
+        rule = f"--space full and recompute of any parts go beyond what {framework.name} is told: leave them out"
+    if rule is not None:
+        raise ValueError(f"--for {framework.target}: {rule}")
+
+
+def _open_s(explorer: Explorer, pins: Pins, fastest_s: float, time_limit_s: float) -> float:
+    """Seconds of the fastest step that is found where plans need not run on a framework, priced for its software; no
+    more than that of its own plans."""
+    wider = Explorer(explorer.profile, explorer.cluster, explorer.training)
+    step_s = explorer.model.software.step_s
+    until_s = time.monotonic() + time_limit_s / 2
+    best = wider.explore(replace(pins, framework=None), until_s, near=0, cutoff_s=fastest_s - step_s).best
+    return fastest_s if best is None else best.seconds + step_s
 
 
 def price(explorer: Explorer, solved: Solved) -> _Priced:
@@ -233,7 +263,11 @@ def _allowed(model: CostModel, pins: Pins, plan: Plan) -> bool:
     layers = [layer for stage in plan.stages for layer in stage.layers]
     wanted = [layer.recompute if pins.recompute is None else model.pinned(kind, pins.recompute)
               for layer, kind in zip(layers, model.kinds, strict=True)]  # fmt: skip
-    return pins.allows_shape(shape_of(plan)) and [layer.recompute for layer in layers] == wanted
+    if pins.framework is not None or [layer.recompute for layer in layers] != wanted:
+        return False
+    reshards = pins.reshard is None or pins.reshard == any(layer.reshard for layer in layers)
+    syncs = pins.gradient_sync in (None, plan.gradient_sync) or plan.num_microbatches == 1
+    return pins.allows_shape(shape_of(plan)) and (plan.degrees.sharded_over == 1 or (reshards and syncs))
 
 
 def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, chosen: _Priced, pins: Pins) -> Candidate:
@@ -241,6 +275,8 @@ def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, cho
         missed = nearest(closest_verdict(explorer, each, {}) for each in rule.attempts)
         return Candidate(rule.name, None, None, missed, by_rule=True)
     excluded = "excluded by --pin" if pins != Pins() and not _allowed(explorer.model, pins, priced.plan) else None
+    if pins.framework is not None:
+        excluded = f"{pins.framework.name} was not asked"
     verdict = compared(priced.estimate, chosen.estimate, *([excluded] if excluded else []))
     if shape_of(priced.plan).layout == shape_of(chosen.plan).layout and verdict.kind is VerdictKind.AS_FAST:
         verdict = THE_PLAN
@@ -252,7 +288,7 @@ def _at_its_best(explorer: Explorer, solved: Solved, pins: Pins, deadline: float
     which need not be the micro-batch that suits them."""
     shape = solved.shape
     alike = replace(pins.as_in(shape), data_replicate=shape.data_replicate, data_shard=shape.data_shard)
-    return explorer.explore(alike, deadline, near=0, cutoff_s=solved.seconds).best or solved
+    return explore_all(explorer, alike.alternatives, deadline, near=0, cutoff_s=solved.seconds).best or solved
 
 
 def _runners_up(

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..plan.block_row import BlockRow, block_row
 from ..plan.document import AXES, Plan
 from ..plan.training import Precision
-from .block_row import BlockRow, block_row
 from .export_notes import (
     Settings,
     kept_note,

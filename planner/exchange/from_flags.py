@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...profiler.model.model_profile import ModelProfile
-from .block_row import BlockRow
+from ..plan.block_row import BlockRow
 from .targets import NAMES, Target
 
 _NEAR = 0.87

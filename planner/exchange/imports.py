@@ -7,6 +7,7 @@ from typing import Literal
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
+from ..plan.block_row import BlockRow, block_row
 from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute
 from ..plan.legality import (
     can_recompute,
@@ -22,7 +23,6 @@ from ..plan.making import make_plan
 from ..plan.schedules import Schedule
 from ..plan.shape import LayerOption, Shape
 from ..plan.training import Precision, TrainingSpec
-from .block_row import BlockRow, block_row
 from .targets import NAMES, Target
 
 

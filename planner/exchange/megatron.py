@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from ...profiler.model.model_profile import ModelProfile
-from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute, parts_in_words, parts_of, recompute_of_parts
+from ..plan.block_row import BlockRow, block_row
+from ..plan.document import AXES, ContextKind, Plan, Recompute, parts_in_words, parts_of, recompute_of_parts
+from ..plan.frameworks import DATA_OUTERMOST
 from ..plan.legality import has_experts
 from ..plan.training import Precision
-from .block_row import BlockRow, block_row
 from .export_notes import (
     blocks_by_stage,
     kept_note,
@@ -120,9 +121,6 @@ _PRECISION: dict[Precision, tuple[str, ...]] = {
     "fp16": ("--fp16",),
     "fp32": (),
 }
-
-DATA_OUTERMOST: tuple[Axis, ...] = ("data_replicate", "data_shard", "context", "pipeline", "tensor")
-"""Megatron-LM's other order of ranks, --use-tp-pp-dp-mapping; its usual one is that of AXES."""
 
 
 def megatron_words(plan: Plan, notes: list[str]) -> list[str]:

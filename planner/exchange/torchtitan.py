@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from ...profiler.model.model_profile import ModelProfile
+from ..plan.block_row import BlockRow, block_row
 from ..plan.document import AXES, Plan, Recompute
 from ..plan.legality import has_experts
 from ..plan.schedules import Schedule
 from ..plan.training import Precision
-from .block_row import BlockRow, block_row
 from .export_notes import (
     blocks_by_stage,
     kept_note,
