@@ -64,7 +64,7 @@ def plans_of(pins: Pins, job: TrainingSpec, profile: ModelProfile, count: int, f
 
 
 def canonical(plan: Plan) -> Plan:
-    """With axes that split nothing left out of the order of the mesh; and without what Accelerate's script says."""
+    """With the axes that split nothing before all others in the order of the mesh."""
     axes = tuple(axis for axis in AXES if plan.degrees.of(axis) == 1)
     return plan.model_copy(update={"mesh_axes": (*axes, *ordered(plan, plan.mesh_axes))})
 

@@ -79,8 +79,8 @@ def markdown(rows: Sequence[MadeFor]) -> str:
     lines = [
         "# Plans made for a framework",
         "",
-        f"By `python -m benchmarks.exports.made_for`: {DEVICE}, {SAMPLES_PER_GPU} samples per GPU, each framework's own "
-        f"software. Parsers of the targets: {versions}.",
+        f"By `python -m benchmarks.exports.made_for`: {DEVICE}, {SAMPLES_PER_GPU} samples per GPU, the "
+        f"software of each framework. Parsers of the targets: {versions}.",
         "",
         f"Of {len(planned)} plans {len(exported)} export. What planning said instead of a plan: "
         + ", ".join(f"{n} {outcome}" for outcome, n in sorted(_count(rows, AT_PLANNING).items()))

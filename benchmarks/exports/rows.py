@@ -6,10 +6,11 @@ from benchmarks.exports import targets
 from meshwright.planner.exchange.accelerate import read_accelerate
 from meshwright.planner.exchange.deepspeed import read_deepspeed
 from meshwright.planner.exchange.export import Export, export
+from meshwright.planner.exchange.export_notes import ordered
 from meshwright.planner.exchange.imports import plan_of
 from meshwright.planner.exchange.megatron import read_megatron
 from meshwright.planner.exchange.torchtitan import read_torchtitan
-from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.document import AXES, Plan
 from meshwright.profiler.model.model_profile import ModelProfile
 
 
@@ -42,11 +43,18 @@ def row_of(name: str, label: str, plan: Plan, profile: ModelProfile, target: str
         except Exception as error:
             return Row(name, label, target, "not parsed", False, f"{type(error).__name__}: {error}")
     try:
-        same = _read_back(found, plan, profile) == plan.model_copy(update={"prediction": None, "certificate": None})
+        same = _said(_read_back(found, plan, profile)) == _said(plan)
     except ValueError:  # what is said of the target's own layout is one that no plan of ours can say
         same = False
     outcome = "same" if same else "said" if found.notes else "silent"
     return Row(name, label, target, outcome, parsed, "; ".join(found.notes))
+
+
+def _said(plan: Plan) -> Plan:
+    """A plan without what was predicted of it, and without the place of mesh axes that split nothing."""
+    idle = tuple(axis for axis in AXES if plan.degrees.of(axis) == 1)
+    axes = (*idle, *ordered(plan, plan.mesh_axes))
+    return plan.model_copy(update={"prediction": None, "certificate": None, "mesh_axes": axes})
 
 
 def _read_back(found: Export, plan: Plan, profile: ModelProfile) -> Plan:
