@@ -19,7 +19,8 @@ from meshwright.planner.exchange.deepspeed import KEYS as DEEPSPEED_KEYS
 from meshwright.planner.exchange.deepspeed import read_deepspeed
 from meshwright.planner.exchange.export import export
 from meshwright.planner.exchange.export_notes import zero_stage
-from meshwright.planner.exchange.from_flags import read_document, read_words
+from meshwright.planner.exchange.from_flags import read_document
+from meshwright.planner.exchange.given import read_given
 from meshwright.planner.exchange.imports import Layout, imported
 from meshwright.planner.exchange.megatron import FLAGS as MEGATRON_FLAGS
 from meshwright.planner.exchange.megatron import read_megatron
@@ -490,12 +491,12 @@ def test_a_torchtitan_flag_that_cannot_be_priced_is_refused_by_name(text: str, s
 @pytest.mark.parametrize(
     ("document", "sentence"),
     [
-        ({"distributed_type": "DEEPSPEED"}, "give its JSON"),
+        ({"distributed_type": "XLA"}, "MULTI_GPU, NO are read"),
         ({"distributed_type": "FSDP", "num_processes": 4}, "give --gpus 4"),
         ({"distributed_type": "FSDP", "fsdp_confg": {}}, "did you mean fsdp_config"),
         ({"distributed_type": "FSDP", "colour": 1}, "colour is no key of Accelerate"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}}, "on the host are not priced"),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "for FSDP2"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "ALL"}}, "choose FULL_SHARD"),
         ({"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_sp_size": 2}}, "Ulysses"),
         ({"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_tp_size": "2"}}, "whole number"),
     ],
@@ -567,7 +568,7 @@ def test_a_file_of_arguments_is_read_as_it_was_written(tmp_path: Path) -> None:
         found = export(planned(EVEN, (4, 6)), target)
         (tmp_path / "args.sh").write_text(found.text)
 
-        assert read_words(str(tmp_path / "args.sh")) == list(found.words)
+        assert read_given(found.target, str(tmp_path / "args.sh")).command.words == found.words
 
 
 def test_a_yaml_and_a_json_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,15 +14,6 @@ from .targets import NAMES, Target
 
 _NEAR = 0.87
 """Names this much alike (difflib's ratio) are taken for a typing mistake, not for another option."""
-
-
-def read_words(text: str) -> list[str]:
-    """Arguments from a string, or from a file that holds them, such as the one `plan export` writes."""
-    path = Path(text)
-    if not text.lstrip().startswith("-") and "\n" not in text and path.is_file():
-        lines = [line for line in path.read_text().splitlines() if not line.rstrip().endswith("_ARGS=(")]
-        text = "\n".join(line for line in lines if line.strip() != ")")
-    return shlex.split(text.replace("\\\n", " "), comments=True)
 
 
 def read_document(path: Path) -> dict[str, Any]:

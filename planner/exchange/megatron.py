@@ -306,6 +306,9 @@ def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile)
     virtual = len(counts) // pipeline if counts else 1
     recompute, recomputed = _read_recompute(said, size, profile)
     notes = [] if "--micro-batch-size" in said else ["--micro-batch-size is not given: chosen at its best"]
+    precision = _read_precision(said)
+    if precision == "fp32":
+        notes.append("neither --bf16 nor --fp16 is given, so Megatron-LM trains in fp32")
     micro = size("--micro-batch-size") if "--micro-batch-size" in said else None
     batch = size("--global-batch-size") if "--global-batch-size" in said else None
     return Layout(
@@ -329,9 +332,9 @@ def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile)
         recompute=recompute,
         recomputed=recomputed,
         seq_len=size("--seq-length") if "--seq-length" in said else None,
-        precision=_read_precision(said),
+        precision=precision,
         software="megatron-core",
-        sgd=said.get("--optimizer") == "sgd",
+        sgd=said["--optimizer"] == "sgd" if "--optimizer" in said else None,
         offload_optimizer="--optimizer-cpu-offload" in said,
         ignored=tuple(ignored),
         notes=tuple(notes),

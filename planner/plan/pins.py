@@ -50,12 +50,13 @@ class Pins:
     @property
     def alternatives(self) -> "tuple[Pins, ...]":
         """Pins whose plans together are those of a framework, which recomputes all blocks alike, and gives all gathered
-        parameters back or none; only these pins where no framework is asked for."""
+        parameters back or none: first what holds least, so that there is a plan soon. Only these pins where no
+        framework is asked for."""
         if self.framework is None:
             return (self,)
         kinds = self.framework.recomputes if self.recompute is None else (self.recompute,)
         gives = self.framework.reshards if self.reshard is None else (self.reshard,)
-        return tuple(replace(self, recompute=kind, reshard=give) for give in gives for kind in kinds)
+        return tuple(replace(self, recompute=kind, reshard=give) for give in gives[::-1] for kind in kinds[::-1])
 
     @property
     def offered(self) -> Offered:
