@@ -93,8 +93,9 @@ def test_what_goes_to_a_framework_and_back_is_searched_for_it(target: Target) ->
     framework = FRAMEWORKS[target]
     job = training(target).model_copy(update={"software": "fsdp2-eager"})
     inside = {
-        (shape, "none" if shape.schedule in ZERO_BUBBLE else pins.recompute, pins.reshard)
+        (shape, "none" if shape.schedule in ZERO_BUBBLE else kind, pins.reshard)
         for pins in Pins(framework=framework).alternatives
+        for kind in (framework.mixed if pins.recompute is None else (pins.recompute,))
         for space in [Space(PROFILE, machine(8), job, pins)]
         for family in space.families()
         for shape in space.shapes(family)
@@ -244,3 +245,28 @@ def test_megatron_3d_shards_its_optimizer() -> None:
 
     assert all(each.data_replicate is None and each.gradient_sync == "last" and not each.reshard for each in attempts)
     assert [each.data_shard for each in attempts[:3]] == [8, 4, 2]
+
+
+def test_megatron_is_told_of_the_first_blocks_of_every_stage() -> None:
+    """Memory for half of the blocks' activations: full recompute of all would be slower, and of none does not fit."""
+    job = TrainingSpec(global_batch=64, seq_len=PROFILE.seq_len, software="megatron-core")
+    tight = machine(8).model_copy(
+        update={
+            "hosts": tuple(
+                group.model_copy(update={"device": group.device.model_copy(update={"memory": 11e9})})
+                for group in machine(8).hosts
+            )
+        }
+    )
+    pins = Pins(framework=FRAMEWORKS["megatron"], micro_batch=8, tensor=1, context=1, pipeline=2, schedule="1f1b")
+
+    found = search(PROFILE, tight, job, pins=pins, time_limit_s=5.0, beside_open=False)
+
+    counts = {sum(layer.recompute == "full" for layer in stage.layers) for stage in found.plan.stages}
+    words = export(found.plan, "megatron").words
+    assert len(counts) == 1
+    assert 0 < counts.pop() < 4
+    assert words[words.index("--recompute-method") + 1] == "block"
+    assert told("megatron", read_back(export(found.plan, "megatron"), found.plan)) == told(
+        "megatron", found.plan.model_copy(update={"certificate": None, "prediction": None})
+    )

@@ -118,6 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exports.made_for", description=__doc__)
     parser.add_argument("--models", nargs="*", help="names; the table keeps its rows of others (default: the zoo)")
     parser.add_argument("--gpus", nargs="*", type=int, default=GPUS)
+    parser.add_argument("--frameworks", nargs="*", choices=TARGETS, default=TARGETS)
     parser.add_argument("--time-limit", type=float, default=10.0, metavar="SECONDS")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -129,7 +130,7 @@ def main() -> int:
             continue
         profile = cases.profile_of(cases.whole(source))
         for count in arguments.gpus:
-            for framework in FRAMEWORKS.values():
+            for framework in (FRAMEWORKS[target] for target in arguments.frameworks):
                 found = made_for(framework, name, profile, count, arguments.time_limit)
                 rows[_key(found)] = found
                 print(f"{name}, {count} GPUs, {found.target}: {found.outcome} {found.plan}", flush=True)

@@ -111,7 +111,10 @@ def search(
     is_open = replace(pins, everything=False, parts=False) == Pins()
     followed = [priced for _, priced in rules if priced is not None and is_open]
     near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
-    finalists = finalists_of(explorer, near, followed) + followed
+    if framework is not None and framework.partly is not None:
+        finalists = as_told(explorer, outcome.solved, until)
+    else:
+        finalists = finalists_of(explorer, near, followed) + followed
     chosen = simplest(finalists)
     fastest_s = min(priced.estimate.step_time_s for priced in finalists)
     bound_s = min(outcome.bound + explorer.model.software.step_s, fastest_s)
@@ -202,14 +205,52 @@ def _open_s(explorer: Explorer, pins: Pins, fastest_s: float, time_limit_s: floa
 
 
 def price(explorer: Explorer, solved: Solved) -> _Priced:
-    """The plan of a solved shape with its estimate, whose step is the search's own number."""
+    """The plan of a solved shape with its estimate, whose step is the search's own number, unless a framework cannot be
+    told that plan, but one that recomputes more."""
     plan = explorer.plan_of(solved)
+    told = _told(explorer, plan)
+    if told is not None:
+        return told
     found = estimate(plan, explorer.profile)
     passes_s = found.step_time_s - explorer.model.software.step_s
     difference = abs(passes_s - solved.seconds) / solved.seconds
     assert difference < AGREES, f"evaluator {passes_s} and search {solved.seconds} differ"
     plan = plan.model_copy(update={"prediction": _prediction(found)})
     return _Priced(plan, found)
+
+
+MOST_TOLD = 60
+"""Plans that are priced as a framework is told them, at most."""
+
+
+def as_told(explorer: Explorer, solved: list[Solved], until_s: float) -> list[_Priced]:
+    """What was solved, the fastest first, as plans of a framework that recomputes as many of the first blocks of every
+    stage: the fewest that fit. Those that may still be the fastest, as that makes none faster."""
+    found: list[_Priced] = []
+    for each in sorted(solved, key=lambda each: each.seconds)[:MOST_TOLD]:
+        best_s = min((priced.estimate.step_time_s for priced in found), default=float("inf"))
+        late = found and time.monotonic() > until_s
+        if late or each.seconds + explorer.model.software.step_s > best_s * (1 + SIMPLE):
+            break
+        found.append(price(explorer, each))
+    return found
+
+
+def _told(explorer: Explorer, plan: Plan) -> _Priced | None:
+    """A plan as its framework is told it, where stages recompute unequal numbers of blocks; None where they do not."""
+    framework = explorer.framework
+    if framework is None or framework.partly is None:
+        return None
+    counts = [sum(layer.recompute == framework.partly for layer in stage.layers) for stage in plan.stages]
+    least, most = max(counts), max(len(stage.layers) for stage in plan.stages)
+    if least == 0 or framework.as_told(plan, least) == plan:
+        return None
+    for count in range(least, most + 1):
+        told = framework.as_told(plan, count)
+        found = estimate(told, explorer.profile)
+        if found.fits:
+            return _Priced(told.model_copy(update={"prediction": _prediction(found)}), found)
+    raise AssertionError("a plan does not fit with all of its blocks recomputed, but with some")
 
 
 def finalists_of(explorer: Explorer, near: list[Solved], followed: list[_Priced]) -> list[_Priced]:

@@ -776,7 +776,7 @@ class CostModel:
         if not kind.can_recompute or kind in self._outside_blocks:
             return ("none",)
         if self.framework is not None:
-            return self.framework.recomputes
+            return self.framework.mixed
         parts = ways_of_parts(self.layer_class(kind)) if "parts" in offered else ()
         return (*EXECUTABLE_RECOMPUTES, *parts)
 

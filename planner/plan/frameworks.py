@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ...profiler.model.model_profile import ModelProfile
 from .block_row import block_row
-from .document import AXES, Axis, ContextKind, Recompute, parts_in_words
+from .document import AXES, Axis, ContextKind, Plan, Recompute, parts_in_words
 from .legality import has_experts, inner_cuts, stage_starts, undivided
 from .schedules import Schedule
 from .shape import Shape
@@ -52,7 +52,8 @@ Rule = Callable[[Asked], str | None]
 class Framework:
     """What a framework runs of our plans.
 
-    schedules: of pipelines, () if it has none. zero, zero_in_pipelines: how it shards state over data ranks. orders,
+    schedules: of pipelines, () if it has none. partly: a kind of recompute that may be that of the first blocks of each
+    stage only, as many of every stage. zero, zero_in_pipelines: how it shards state over data ranks. orders,
     orders_with_context: of the mesh axes. in_rounds: interleaved schedules take micro-batches by the number of stages.
     needs_blocks: models are one row of numbered blocks. rules: of how a model is split; data_rules: which of them
     depend on how data ranks are.
@@ -66,6 +67,7 @@ class Framework:
     zero: tuple[Zero, ...]
     rules: tuple[Rule, ...]
     data_rules: tuple[Rule, ...] = ()
+    partly: Recompute | None = None
     schedules: tuple[Schedule, ...] = ()
     zero_in_pipelines: tuple[Zero, ...] = ()
     contexts: tuple[ContextKind, ...] = ()
@@ -79,6 +81,24 @@ class Framework:
     def reshards(self) -> tuple[bool, ...]:
         """Whether gathered parameters can be kept, given back, or both."""
         return tuple(sorted({mode.reshard for mode in (*self.zero, *self.zero_in_pipelines)}))
+
+    @property
+    def mixed(self) -> tuple[Recompute, ...]:
+        """What blocks may do where they need not recompute alike."""
+        return self.recomputes if self.partly is None else ("none", self.partly)
+
+    def as_told(self, plan: Plan, count: int) -> Plan:
+        """The plan in which the first `count` blocks of each stage recompute, and nothing else."""
+        row, place, stages = block_row([layer for stage in plan.stages for layer in stage.layers]), 0, []
+        for stage in plan.stages:
+            left, layers = count, []
+            for at, layer in enumerate(stage.layers, place):
+                again = self.partly if left > 0 and row is not None and row.holds(at) else None
+                left -= again is not None
+                layers.append(layer.model_copy(update={"recompute": again or "none"}))
+            place += len(stage.layers)
+            stages.append(stage.model_copy(update={"layers": tuple(layers)}))
+        return plan.model_copy(update={"stages": tuple(stages)})
 
     def cannot_run(self, profile: ModelProfile, training: TrainingSpec) -> str | None:
         """Why no layout of a model and a job runs, with a way out, or None."""
@@ -203,6 +223,7 @@ FRAMEWORKS: dict[Target, Framework] = {
             software="megatron-core",
             precisions=("bf16", "fp16", "fp32", "fp8", "fp4"),
             recomputes=("none", "attention", "full"),
+            partly="full",
             zero=(ZERO_1, ZERO_2, ZERO_3),
             zero_in_pipelines=(ZERO_1,),
             schedules=("1f1b", "interleaved"),

@@ -49,12 +49,14 @@ class Pins:
 
     @property
     def alternatives(self) -> "tuple[Pins, ...]":
-        """Pins whose plans together are those of a framework, which recomputes all blocks alike, and gives all gathered
-        parameters back or none: first what holds least, so that there is a plan soon. Only these pins where no
-        framework is asked for."""
+        """Pins whose plans together hold those of a framework, which recomputes all blocks alike (or as many of each
+        stage: there is more in these spaces than it is told), and gives all gathered parameters back or none: first
+        what holds least, so that there is a plan soon. Only these pins where no framework is asked for."""
         if self.framework is None:
             return (self,)
-        kinds = self.framework.recomputes if self.recompute is None else (self.recompute,)
+        kinds: tuple[Recompute | None, ...] = self.framework.recomputes if self.recompute is None else (self.recompute,)
+        if self.framework.partly is not None and self.recompute is None:  # all that mixes none and that
+            kinds = (*(kind for kind in kinds if kind not in self.framework.mixed), None)
         gives = self.framework.reshards if self.reshard is None else (self.reshard,)
         return tuple(replace(self, recompute=kind, reshard=give) for give in gives[::-1] for kind in kinds[::-1])
 
