@@ -24,7 +24,9 @@ from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.space import Space
 from meshwright.profiler.machine.cluster import ClusterSpec, Link, cluster_of, load_device
+from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
 from support.cli import run_plan
 from support.exported import MIXTURE, PROFILE, read_back
 from support.slow import but_first
@@ -270,3 +272,33 @@ def test_megatron_is_told_of_the_first_blocks_of_every_stage() -> None:
     assert told("megatron", read_back(export(found.plan, "megatron"), found.plan)) == told(
         "megatron", found.plan.model_copy(update={"certificate": None, "prediction": None})
     )
+
+
+def test_megatron_pads_a_vocabulary_as_it_was_planned() -> None:
+    plan = even_plan(
+        CostModel(PROFILE, machine(8), training("megatron")),
+        Shape(1, 2, 4, 1, 1, 16),
+        Pins(recompute="none", reshard=False),
+        [0, len(PROFILE.layers)],
+    )
+    padded = plan.model.model_copy(update={"source": "gpt2/config.json@vocab%128"})
+
+    words = export(plan.model_copy(update={"model": padded}), "megatron").words
+
+    assert words[words.index("--make-vocab-size-divisible-by") + 1] == "32"  # Megatron-LM multiplies it by 4 ranks
+    assert "--make-vocab-size-divisible-by" not in export(plan, "megatron").words
+
+
+@pytest.mark.slow
+def test_a_padded_vocabulary_is_cut_by_tensor_parallelism() -> None:
+    source = Path(__file__).parents[1] / "benchmarks" / "models" / "gpt2" / "config.json"
+
+    plain, padded = (trace(load_model(f"{source}{more}", 64)) for more in ("", "@vocab%128"))
+
+    kinds = [{cut.kind for c in profile.classes for cut in c.cuts} for profile in (plain, padded)]
+    assert kinds == [{"attention", "mlp"}, {"attention", "mlp", "embedding", "head"}]
+    assert padded.num_parameters - plain.num_parameters == (50304 - 50257) * 768
+    with pytest.raises(ValueError, match="is padded here"):
+        load_model(f"{source.parents[1] / 'mlp.py'}@vocab%128")
+    with pytest.raises(ValueError, match="a multiple of a whole number"):
+        load_model(f"{source}@vocab%x")

@@ -122,7 +122,7 @@ def read_model(
 
 def check_source(source: str, rule: str) -> Path:
     """The file that `source` names. Raises ValueError with the nearest names if it is not there."""
-    path = Path(source)
+    path = Path(source.partition("@vocab%")[0])
     if not path.exists() and ".py:" in source:
         path = Path(source.partition(".py:")[0] + ".py")
     if path.exists():

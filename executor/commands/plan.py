@@ -41,6 +41,17 @@ def _plan_command(
     *,
     job: options.JobOptions,
     choices: options.PlanOptions,
+    pad_vocab: Annotated[
+        int | None,
+        typer.Option(
+            "--pad-vocab",
+            metavar="N",
+            min=1,
+            help="of a config.json: add words until N divides their number, as Megatron-LM does (128), so that tensor "
+            "ranks can share them",
+            show_default=False,
+        ),
+    ] = None,
     setup: Annotated[
         str | None,
         typer.Option(
@@ -69,6 +80,8 @@ def _plan_command(
 
     Needs no GPU: the model runs on fake tensors, the machine is a preset or a cluster file.
     """
+    if pad_vocab is not None:
+        model = f"{model}@vocab%{pad_vocab}"
     target = output or (None if as_json else Path("plan.json"))
     check_document(target, "meshwright-plan")
     machine, pins = inputs.read_cluster(job.machine), choices.pins()

@@ -32,7 +32,7 @@ from ...planner.plan.legality import (
 from ...planner.plan.making import make_plan, shape_of
 from ...planner.plan.shape import LayerOption, Shape
 from ...profiler.machine.cluster import cluster_of
-from ...profiler.model.load import Batch, LoadedModel, load_model, split_inputs
+from ...profiler.model.load import PADDED, Batch, LoadedModel, load_model, split_inputs
 from ...profiler.model.model_profile import ModelProfile
 from ...profiler.model.trace import trace
 from ..parallel.micro_batches import loss_of, split_micro_batches
@@ -205,8 +205,9 @@ def small_model(plan: Plan, loaded: LoadedModel, folder: Path) -> tuple[LoadedMo
     """
     if loaded.small is not None:
         return _short(loaded.small(), plan), ()
-    if loaded.source.endswith(".json"):
-        config = full_config(Path(loaded.source))
+    source = loaded.source.partition(PADDED)[0]
+    if source.endswith(".json"):
+        config = full_config(Path(source))
         shrunken = shrunken_config(config, plan.degrees, MAX_RANKS)
         (folder / "config.json").write_text(json.dumps(shrunken))
         small = replace(load_model(folder), name=f"{loaded.name}-small")

@@ -42,6 +42,7 @@ _SIZES = frozenset(
         "--seq-length",
         "--num-layers",
         "--recompute-num-layers",
+        "--make-vocab-size-divisible-by",
     }
 )
 
@@ -154,6 +155,9 @@ def megatron_words(plan: Plan, notes: list[str]) -> list[str]:
     words += ["--micro-batch-size", str(plan.micro_batch), "--global-batch-size", str(plan.training.global_batch)]
     if plan.training.seq_len is not None:
         words += ["--seq-length", str(plan.training.seq_len)]
+    multiple = plan.model.source.partition("@vocab%")[2]
+    if multiple.isdecimal() and int(multiple) % degrees.tensor == 0:
+        words += ["--make-vocab-size-divisible-by", str(int(multiple) // degrees.tensor)]  # it multiplies by the ranks
     words += _PRECISION[plan.training.precision]
     words += _recompute(plan, row, notes)
     words += ["--optimizer", "adam" if plan.training.optimizer == "adamw" else "sgd"]
