@@ -80,7 +80,7 @@ def sweep(
         progress(f"{cluster.num_devices:,} GPUs{length}", None)
         result, why = None, ""
         try:
-            result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s)
+            result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, beside_open=False)
         except (InfeasibleError, SolverError) as error:
             why = str(error)
         except ValueError as error:
