@@ -219,3 +219,13 @@ def test_a_script_is_read_as_a_shell_would_run_it(script: str, words: tuple[str,
 def test_what_is_not_closed_is_said_with_its_line(script: str) -> None:
     with pytest.raises(ValueError, match="in line 1 is not closed"):
         read_script(script)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("megatron", "a.sh"), ("torchtitan", "a.toml"), ("deepspeed", "a.json"), ("nemo", "a.py")]
+)
+def test_what_is_no_text_is_said(kind: Kind, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(bytes(range(128, 256)))
+
+    with pytest.raises(ValueError, match="is no text file"):
+        read_given(kind, str(tmp_path / name))

@@ -92,6 +92,8 @@ def read_model(
     if kind == "meshwright-plan":
         raise ValueError(f"{source} is a plan, not a model: look at it with `plan show {source}`")
     if kind == "meshwright-profile":
+        if "@vocab%" in source:
+            raise ValueError(f"{path} is a profile, made with its own vocabulary: give the config.json to --pad-vocab")
         profile = load_profile(path)
         return profile if seq_len is None else at_seq_len(profile, seq_len), None
     cache = ProfileCache(source, seq_len, lengths) if use_cache else None

@@ -91,6 +91,8 @@ def _plan_command(
         if objective is not Objective.THROUGHPUT:
             machine, choice = _part_for(objective, profile, machine, training, pins, waiting)
             assumptions.append(choice)
+        if choices.made_for == "megatron" and pad_vocab is None and any("padding to" in n for n in profile.notes):
+            assumptions.append("the vocabulary as it is, though Megatron-LM pads it; --pad-vocab 128 prices that")
         if setup is not None:
             pins = of_setup(setup, profile, machine, training, pins)
         result = searched(profile, machine, training, pins, time_limit, waiting)

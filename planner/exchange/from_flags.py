@@ -16,13 +16,21 @@ _NEAR = 0.87
 """Names this much alike (difflib's ratio) are taken for a typing mistake, not for another option."""
 
 
+def text_of(path: Path) -> str:
+    """What a file holds. Raises ValueError if that is no text."""
+    try:
+        return path.read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text file") from None
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """A mapping from a YAML or JSON file. Raises ValueError if it is none."""
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
     if path.suffix == ".json":
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(text_of(path))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not JSON ({error})") from None
     else:
@@ -31,7 +39,7 @@ def read_document(path: Path) -> dict[str, Any]:
         except ImportError:
             raise ValueError(f"{path}: reading YAML needs PyYAML (pip install pyyaml)") from None
         try:
-            found = yaml.safe_load(path.read_text())
+            found = yaml.safe_load(text_of(path))
         except yaml.YAMLError as error:
             raise ValueError(f"{path} is not YAML ({error})") from None
     if not isinstance(found, dict):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .from_flags import text_of
 from .shell import Script, is_open, open_names, read_script, shown
 
 _LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch", "deepspeed.launcher")
@@ -57,7 +58,7 @@ def read_command(
     file: Path | None = None
     path = Path(given)
     if not given.lstrip().startswith("-") and "\n" not in given and len(given) < 4096 and path.is_file():
-        text, file = path.read_text(), path
+        text, file = text_of(path), path
     elif not given.lstrip().startswith("-") and "\n" not in given and re.fullmatch(r"\S+\.\w+", given.strip()):
         raise ValueError(f"no such file: {given}")
     if given.lstrip().startswith("-") and "$" not in given:
@@ -73,8 +74,9 @@ def read_command(
         arrays = [values for name, values in script.values.items() if name.endswith(("ARGS", "OPTIONS", "FLAGS"))]
         found = ("program.py", *(word for values in arrays for value in values for word in value.split()))
     if not _known(found, known):
+        example = next((name for name in sorted(known) if "tensor" in name), min(known))
         raise ValueError(
-            f"{file or 'the script'} holds no command with an option that says a layout, such as {min(known)}: give "
+            f"{file or 'the script'} holds no command with an option that says a layout, such as {example}: give "
             "the script that calls the training program, or its arguments"
         )
     begins = _program_ends(found, known)

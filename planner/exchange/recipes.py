@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .from_flags import read_document
+from .from_flags import read_document, text_of
 
 _RENAMED = {
     "training.batch_size": "training.local_batch_size",
@@ -46,8 +46,8 @@ def renamed(name: str) -> str:
 def titan_toml(path: Path) -> Recipe:
     """A TOML file of torchtitan, as it had them up to version 0.1. Raises ValueError if it is none."""
     try:
-        found = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        found = tomllib.loads(text_of(path))
+    except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML ({error})") from None
     said = {
         f"{section}.{key}": value
@@ -93,7 +93,7 @@ def titan_functions(path: Path) -> dict[str, ast.FunctionDef]:
 def _parsed(path: Path) -> ast.Module:
     """A file of Python, with its own constants (NAME = literal) in place of their names."""
     try:
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(text_of(path))
     except SyntaxError as error:
         raise ValueError(f"{path} is not Python (line {error.lineno}: {error.msg})") from None
     named: dict[str, ast.expr] = {}
