@@ -440,7 +440,7 @@ def test_a_price_is_turned_into_cost() -> None:
         (["--setup", "eight.json"], "layouts are compared at equal work: give --global-batch 32"),
         (["--setup", "none.json"], "no such plan: none.json"),
         (["--setup", "megatrn"], "megatron, torchtitan"),
-        (["-o", "compare.pdf"], "ends in .html or .png"),
+        (["-o", "compare.pdf"], "ends in .html, .png or .json"),
         (["-o", "nowhere/compare.html"], "a folder that exists"),
     ],
 )

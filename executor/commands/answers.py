@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,33 @@ def searched(
         result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, progress=waiting)
     _check_result(result, profile, pins)
     return result
+
+
+def of_setup(text: str, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: "Pins") -> "Pins":
+    """What a set-up in words decides, or the first set-up of a framework's usual ones that fits. pins: of the other
+    flags, of which only --for goes with it."""
+    from ...planner.answers.guidance import named_rules
+    from ...planner.answers.infeasible import closest_plan
+    from ...planner.answers.search import pins_of
+    from ...planner.plan.pin_texts import in_words
+    from ...planner.plan.setups import IllegalSetupError, parse_setup
+    from ...planner.solve.explore import Explorer
+
+    said = [words for words in in_words(pins) if not words.startswith("--for")]
+    if said or pins.everything or pins.parts:
+        words = ", ".join(said) or "--space full or --recompute parts"
+        raise ValueError(f"--setup {text!r} says the layout, and other flags {words}: say all of it in --setup")
+    rules = {rule.name: rule for rule in named_rules(cluster, profile)}
+    if text.strip().lower() not in rules:
+        try:
+            decided = pins_of(parse_setup(text, cluster.num_devices, cluster.devices_per_host))
+        except IllegalSetupError as error:
+            raise ValueError(str(error)) from None
+        return replace(decided, framework=pins.framework)
+    explorer = Explorer(profile, cluster, training)
+    attempts = rules[text.strip().lower()].attempts
+    fitting = (each for each in attempts if (c := closest_plan(explorer, each)) is not None and c.over_bytes <= 0)
+    return replace(next(fitting, attempts[-1]), framework=pins.framework)
 
 
 @contextmanager
@@ -110,7 +138,9 @@ def print_plan(
             (f"plan verify {target}", "same numbers as one device, on processes of this machine"),
             (launch_command(plan, "train.py"), "train.py as in the README, section Train"),
         ]
-        terminal.print_next(console, [str(target)], [] if not_run(plan) else run)
+        goes_to = None if plan.certificate is None else plan.certificate.framework
+        exported = [(f"plan export {target} --to {goes_to}", "the layout in its own settings")] if goes_to else []
+        terminal.print_next(console, [str(target)], exported + ([] if not_run(plan) else run))
 
 
 def print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas: "Verdict | None" = None) -> None:

@@ -67,7 +67,7 @@ def _explain_command(
         else:
             machine, pins = inputs.read_cluster(job.machine), choices.pins()
             profile, _ = inputs.read_model(source, job.seq_len, waiting, not no_cache)
-            training, assumptions = inputs.read_training(profile, machine, job.global_batch, job.stack)
+            training, assumptions = inputs.read_training(profile, machine, job.global_batch, choices.stack(job.stack))
             result = searched(profile, machine, training, pins, time_limit, waiting)
             plan, found = result.plan, result.estimate
         waiting("asking")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...planner.cost.software import load_software
 from ...planner.plan.document import Plan, load_plan
-from ...planner.plan.training import SAMPLES_PER_GPU, TrainingSpec
+from ...planner.plan.training import REFERENCE, SAMPLES_PER_GPU, TrainingSpec
 from ...profiler.garbage import without_garbage_collection
 from ...profiler.machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
 from ...profiler.machine.local import local_gpus, preset_of
@@ -92,6 +92,8 @@ def read_model(
     if kind == "meshwright-plan":
         raise ValueError(f"{source} is a plan, not a model: look at it with `plan show {source}`")
     if kind == "meshwright-profile":
+        if "@vocab%" in source:
+            raise ValueError(f"{path} is a profile, made with its own vocabulary: give the config.json to --pad-vocab")
         profile = load_profile(path)
         return profile if seq_len is None else at_seq_len(profile, seq_len), None
     cache = ProfileCache(source, seq_len, lengths) if use_cache else None
@@ -122,7 +124,7 @@ def read_model(
 
 def check_source(source: str, rule: str) -> Path:
     """The file that `source` names. Raises ValueError with the nearest names if it is not there."""
-    path = Path(source)
+    path = Path(source.partition("@vocab%")[0])
     if not path.exists() and ".py:" in source:
         path = Path(source.partition(".py:")[0] + ".py")
     if path.exists():
@@ -156,7 +158,7 @@ def read_training(
         seq_len=profile.seq_len,
         precision=precision.value,
         optimizer=stack.optimizer.value,
-        software=load_software(stack.software).name,
+        software=load_software(stack.software or REFERENCE).name,
         memory_margin=stack.memory_margin,
     )
     return training, assumptions

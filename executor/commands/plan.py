@@ -14,7 +14,7 @@ from ..reporting.output_files import check_writable
 from ..reporting.report import json_document
 from ..reporting.terminal_profile import print_operators, print_profile
 from . import inputs, options
-from .answers import at_work, print_estimate, print_plan, print_prediction, searched
+from .answers import at_work, of_setup, print_estimate, print_plan, print_prediction, searched
 from .option_groups import grouped
 
 if TYPE_CHECKING:
@@ -41,6 +41,26 @@ def _plan_command(
     *,
     job: options.JobOptions,
     choices: options.PlanOptions,
+    pad_vocab: Annotated[
+        int | None,
+        typer.Option(
+            "--pad-vocab",
+            metavar="N",
+            min=1,
+            help="of a config.json: add words until N divides their number, as Megatron-LM does (128), so that tensor "
+            "ranks can share them",
+            show_default=False,
+        ),
+    ] = None,
+    setup: Annotated[
+        str | None,
+        typer.Option(
+            "--setup",
+            metavar="LAYOUT",
+            help='the plan of a layout of yours, as in plan compare: "tp=2 pp=4 zero=1", hsdp:4, megatron, ...',
+            show_default=False,
+        ),
+    ] = None,
     objective: options.ObjectiveFlag = Objective.THROUGHPUT,
     time_limit: options.TimeLimit = 60.0,
     output: Annotated[
@@ -62,15 +82,21 @@ def _plan_command(
     """
     from ...planner.answers.fewer import fewer_gpus
 
+    if pad_vocab is not None:
+        model = f"{model}@vocab%{pad_vocab}"
     target = output or (None if as_json else Path("plan.json"))
     check_document(target, "meshwright-plan")
     machine, pins = inputs.read_cluster(job.machine), choices.pins()
     with at_work(quiet or as_json) as waiting:
         profile, _ = inputs.read_model(model, job.seq_len, waiting, not no_cache)
-        training, assumptions = inputs.read_training(profile, machine, job.global_batch, job.stack)
+        training, assumptions = inputs.read_training(profile, machine, job.global_batch, choices.stack(job.stack))
         if objective is not Objective.THROUGHPUT:
             machine, choice = _part_for(objective, profile, machine, training, pins, waiting)
             assumptions.append(choice)
+        if choices.made_for == "megatron" and pad_vocab is None and any("padding to" in n for n in profile.notes):
+            assumptions.append("the vocabulary as it is, though Megatron-LM pads it; --pad-vocab 128 prices that")
+        if setup is not None:
+            pins = of_setup(setup, profile, machine, training, pins)
         result = searched(profile, machine, training, pins, time_limit, waiting)
         fewer = None if quiet else fewer_gpus(result.plan, result.estimate, profile, pins)
     if target is not None:

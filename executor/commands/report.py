@@ -93,7 +93,7 @@ def _diff_command(
     with at_work(as_json) as waiting:
         if plans[0].model.fingerprint != plans[1].model.fingerprint:
             notes.append("the plans are for different models, so only their own predictions are compared")
-        elif model is None and not Path(plans[0].model.source).exists():
+        elif model is None and not Path(plans[0].model.source.partition("@vocab%")[0]).exists():
             notes.append(f"causes are not known: {plans[0].model.source} is not here; --model says where it is")
         else:
             profile = inputs.profile_of(plans[0], first, model, waiting, no_cache)

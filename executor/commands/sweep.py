@@ -86,7 +86,7 @@ def _sweep_command(
         jobs = []
         for profile in profiles:
             for part, batch in zip(machines, batches, strict=True):
-                jobs.append((profile, part, inputs.read_training(profile, part, batch, stack)[0]))
+                jobs.append((profile, part, inputs.read_training(profile, part, batch, choices.stack(stack))[0]))
         points = sweep(jobs, pins, time_limit, waiting)
         worth = []
         for point in points if prices else ():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.expert_place import expert_group
-from ...planner.plan.document import CONTEXT_NAMES, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
+from ...planner.plan.document import CONTEXT_NAMES, Certificate, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
 from ...planner.plan.making import shape_of
 from ...planner.plan.not_run import not_run
 from ...profiler.machine.units import GIB, format_count, format_seconds
@@ -324,6 +324,9 @@ def certificate_line(plan: Plan) -> str:
     else:
         proof = "stopped by the time limit before all shapes were counted; how far from the fastest is not known"
     simpler = ""
+    if certificate.framework is not None:
+        proof = proof.replace("in the space", f"that {certificate.framework} runs")
+        proof += _restriction(certificate)
     if certificate.given_away >= 0.00005:
         simpler = f"; {certificate.given_away:.2%} of its time is given away for a simpler plan"
     return (
@@ -332,6 +335,17 @@ def certificate_line(plan: Plan) -> str:
         f"{shapes['total']:,} shapes = {shapes['rejected']:,} rejected by rule + {shapes['pruned']:,} pruned by bound "
         f"+ {shapes['solved']:,} solved, {certificate.solver}, {format_seconds(certificate.search_seconds)}"
     )
+
+
+def _restriction(certificate: Certificate) -> str:
+    """What keeping to a framework costs, against the fastest plan of the open search."""
+    costs, open_s = certificate.restriction, certificate.open_s
+    if costs is None or open_s is None:
+        return ""
+    if costs < 0.00005:
+        return "; without that restriction the search found nothing faster for the same software"
+    found = f"for the same software the open search found {format_seconds(open_s)}"
+    return f"; keeping to it costs {costs:.2%} or more: {found}"
 
 
 def comparison_rows(

@@ -80,7 +80,7 @@ def sweep(
         progress(f"{cluster.num_devices:,} GPUs{length}", None)
         result, why = None, ""
         try:
-            result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s)
+            result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, beside_open=False)
         except (InfeasibleError, SolverError) as error:
             why = str(error)
         except ValueError as error:
@@ -137,7 +137,7 @@ def _best_s(point: Point, cluster: ClusterSpec, known: Sequence[Plan], pins: Pin
     of a faster one, which alone is searched for."""
     moved = [estimate(plan.model_copy(update={"cluster": cluster}), point.profile) for plan in known]
     best = min(moved, key=lambda found: found.step_time_s)
-    explorer = Explorer(point.profile, cluster, point.training)
+    explorer = Explorer(point.profile, cluster, point.training, pins.framework)
     other = best_of(explorer, pins, deadline, ALMOST * best.step_time_s)
     found = [each.step_time_s for each in moved]
     return min(found if other is None else [*found, other[1].step_time_s])
@@ -189,11 +189,15 @@ def cluster_for(
     counts = _counts(cluster)
     if objective is Objective.MIN_GPUS:
         deadline = time.monotonic() + SEARCHED_S
-        found = fewest(counts, lambda count: fits(Explorer(profile, grown(cluster, count), training), pins, deadline))
+
+        def would_do(count: int) -> bool:
+            return fits(Explorer(profile, grown(cluster, count), training, pins.framework), pins, deadline)
+
+        found = fewest(counts, would_do)
         return cluster if found is None else grown(cluster, found)
     cost: dict[int, float] = {}
     for count in (count for count in counts if count & (count - 1) == 0 or count == cluster.num_devices):
-        explorer = Explorer(profile, grown(cluster, count), training)
+        explorer = Explorer(profile, grown(cluster, count), training, pins.framework)
         other = best_of(explorer, pins, time.monotonic() + 10.0)
         if other is not None:
             cost[count] = count * other[1].step_time_s

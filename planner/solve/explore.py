@@ -16,6 +16,7 @@ from ...profiler.model.model_profile import ModelProfile
 from ..cost.chain import Chain
 from ..cost.layer_cost import CostModel
 from ..plan.document import Plan, Recompute
+from ..plan.frameworks import Framework
 from ..plan.making import make_plan
 from ..plan.pins import Pins
 from ..plan.schedules import is_chunked
@@ -106,11 +107,19 @@ class Outcome:
 class Explorer:
     """Searches spaces of one model, cluster and job; caches what all of them share."""
 
-    def __init__(self, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec) -> None:
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: ClusterSpec,
+        training: TrainingSpec,
+        framework: Framework | None = None,
+    ) -> None:
+        """framework: that of all pins that are explored."""
         self.profile = profile
         self.cluster = cluster
         self.training = training
-        self.model = CostModel(profile, cluster, training)
+        self.framework = framework
+        self.model = CostModel(profile, cluster, training, framework=framework)
         self.chain = Chain(self.model)
         self.kinds = Kinds(self.model) if len(cluster.kinds) > 1 else None
         self.choice = CutChoice(self.model)
