@@ -3,7 +3,6 @@
 import gc
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import typer
@@ -41,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.set_threshold(1_000_000, 50, 100)  # a command is short, and imports and traces make millions of objects
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
-        print(f"meshwright {version('meshwright')}")
+        from meshwright import __version__  # absolute: the name lies above this package
+
+        print(f"meshwright {__version__}")
         return
     name, words = route(words)
     app = SUBCOMMANDS.get(name, plan_app)
@@ -93,3 +94,7 @@ def _positional(words: Sequence[str]) -> list[int]:
             positions.append(i)
         i += 1
     return positions
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ from ...planner.plan.not_run import not_run
 from ...planner.plan.training import TrainingSpec
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
+from .. import api
 from ..reporting import terminal
 from ..reporting.report import joined_notes, launch_command
 
@@ -43,13 +44,8 @@ def searched(
     waiting: terminal.Waiting,
 ) -> "SearchResult":
     """The plan that a search finds, checked. Exits with a sentence where there is none."""
-    from ...planner.answers.search import search
-
-    waiting("searching")
     with named_outcomes():
-        result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, progress=waiting)
-    _check_result(result, profile, pins)
-    return result
+        return api.searched(profile, cluster, training, pins, time_limit_s, waiting)
 
 
 @contextmanager
@@ -65,16 +61,6 @@ def named_outcomes() -> Iterator[None]:
     except SolverError as error:
         terminal.print_error(str(error))
         raise SystemExit(BAD_INPUT) from None
-
-
-def _check_result(result: "SearchResult", profile: ModelProfile, pins: "Pins") -> None:
-    """The independent check, before anything is written: a violation is a mistake of the planner, never the user's.
-    That the executor does not run something yet is one, too, unless it was asked for."""
-    from ...planner.answers.check import check
-
-    violations = check(result.plan, profile, to_run=not pins.may_go_beyond)
-    if violations:
-        raise AssertionError("the plan breaks its own limits: " + "; ".join(violations))
 
 
 def print_plan(

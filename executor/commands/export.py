@@ -11,8 +11,8 @@ from rich.text import Text
 from ...planner.cost.software import load_software
 from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.plan.training import TrainingSpec
-from ...profiler.document import write_file
 from ...profiler.machine.units import format_bytes, format_seconds
+from .. import api
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from . import inputs, options
@@ -39,17 +39,10 @@ def _export_command(
 ) -> None:
     """Write PLAN as settings of another framework: Megatron-LM arguments, torchtitan flags, an Accelerate YAML (FSDP2)
     or a DeepSpeed JSON. What the target cannot do is refused with a reason; what its settings do not say is printed."""
-    from ...planner.exchange.export import export
-    from ...planner.plan.document import load_plan
-
-    document = load_plan(plan)
-    found = export(document, to)
+    found = api.load(plan).export(to, output)
     if output is None:
         terminal.write_json(found.text.rstrip("\n"))
         return
-    if output.is_dir() or not output.parent.is_dir():
-        raise ValueError(f"-o {output}: give a file name in a folder that exists")
-    write_file(output, found.text)
     console = terminal.make_console()
     terminal.print_notes(console, [f"not said in {output}: {note}" for note in found.notes])
     terminal.print_next(console, [f"{output}: the layout for {NAMES[found.target]}"], [])

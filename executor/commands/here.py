@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from .. import api
 from ..reporting import terminal
 from . import inputs, options
 from .answers import DIFFERENT_NUMBERS, at_work
@@ -108,17 +109,10 @@ def _verify_command(
 ) -> None:
     """Run PLAN on processes of this machine beside one process: same loss, gradients and parameters, or the first
     tensor that differs. A small version of the model is used where there is one."""
-    document = inputs.read_plan(plan, to_run=True)
-    source = model or document.model.source
-    inputs.check_source(source, "--model says where the model is")
+    planned = api.load(plan, model=model, to_run=True)
     with at_work(quiet) as waiting:
-        from ...profiler.model.load import load_model
-        from ..measuring.verify import verify
-
-        waiting("loading the model")
-        loaded = load_model(source, document.training.seq_len)
         waiting("running the plan beside one process")
-        report = verify(document, loaded, steps=steps)
+        report = planned.verify(steps)
     console = terminal.make_console()
     for line in report.lines:
         console.print(line, markup=False)

@@ -2,26 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ...planner.plan.training import Objective
-from ...profiler.machine.cluster import device_names, load_device
+from .. import api
 from ..reporting import terminal
 from ..reporting.documents import check_document, json_kind
 from ..reporting.output_files import check_writable
 from ..reporting.report import json_document
 from ..reporting.terminal_profile import print_operators, print_profile
 from . import inputs, options
-from .answers import at_work, print_estimate, print_plan, print_prediction, searched
+from .answers import at_work, named_outcomes, print_estimate, print_plan, print_prediction
 from .option_groups import grouped
-
-if TYPE_CHECKING:
-    from ...planner.plan.pins import Pins
-    from ...planner.plan.training import TrainingSpec
-    from ...profiler.machine.cluster import ClusterSpec
-    from ...profiler.model.model_profile import ModelProfile
 
 plan_app, profile_app, show_app, devices_app = (options.new_app() for _ in range(4))
 
@@ -62,39 +56,20 @@ def _plan_command(
     """
     target = output or (None if as_json else Path("plan.json"))
     check_document(target, "meshwright-plan")
-    machine, pins = inputs.read_cluster(job.machine), choices.pins()
-    with at_work(quiet or as_json) as waiting:
-        profile, _ = inputs.read_model(model, job.seq_len, waiting, not no_cache)
-        training, assumptions = inputs.read_training(profile, machine, job.global_batch, job.stack)
-        if objective is not Objective.THROUGHPUT:
-            machine, choice = _part_for(objective, profile, machine, training, pins, waiting)
-            assumptions.append(choice)
-        result = searched(profile, machine, training, pins, time_limit, waiting)
+    request = api.Request(model, job, choices, objective, time_limit, not no_cache)
+    with at_work(quiet or as_json) as waiting, named_outcomes():
+        found = api.planned(request, waiting)
+    result = found.result
+    assert result is not None, "it was searched for"
     if target is not None:
-        result.plan.save(target)
+        found.save(target)
     if as_json:
         terminal.write_json(json.dumps(json_document(result)))
         return
     console = terminal.make_console(record=svg is not None)
-    print_plan(console, result, profile, assumptions, target, quiet)
+    print_plan(console, result, found.profile, list(found.assumptions), target, quiet)
     if svg is not None:
-        console.save_svg(str(svg), title=f"plan {model} --gpus {machine.num_devices}")
-
-
-def _part_for(
-    objective: Objective,
-    profile: "ModelProfile",
-    machine: "ClusterSpec",
-    training: "TrainingSpec",
-    pins: "Pins",
-    waiting: terminal.Waiting,
-) -> "tuple[ClusterSpec, str]":
-    """(the part of the machine that the objective asks for, a sentence that says so)."""
-    from ...planner.answers.sweep import cluster_for, objective_in_words
-
-    waiting(f"looking for the number of GPUs ({objective.value})")
-    part = cluster_for(objective, profile, machine, training, pins)
-    return part, objective_in_words(objective, machine, part)
+        console.save_svg(str(svg), title=f"plan {model} --gpus {found.document.degrees.num_devices}")
 
 
 @profile_app.command()
@@ -127,7 +102,8 @@ def _profile_command(
     if json_kind(inputs.check_source(model, inputs.MODEL_RULE)) == "meshwright-profile":
         raise ValueError(f"{model} is a profile already: plan from it with `plan {model} --gpus 8`")
     with at_work(quiet) as waiting:
-        profile, _ = inputs.read_model(model, seq_len, waiting, not no_cache, lengths=lengths)
+        request = api.Request(model, options.JobOptions(seq_len=seq_len), use_cache=not no_cache)
+        profile, _ = api.profiled(request, waiting, lengths=lengths)
     profile.save(output)
     if graph is not None:
         from ...profiler.model.layer_graph import graph_of
@@ -147,7 +123,7 @@ def _profile_command(
 @devices_app.command()
 def _devices_command() -> None:
     """List the device presets."""
-    terminal.print_devices(terminal.make_console(), [load_device(name) for name in device_names()])
+    terminal.print_devices(terminal.make_console(), list(api.devices().values()))
 
 
 @show_app.command()
@@ -163,14 +139,9 @@ def _show_command(
     no_cache: options.NoCache = False,
 ) -> None:
     """Print the tables of a saved PLAN again."""
-    document = inputs.read_plan(plan)
-    estimate = None
-    if model is not None:
-        from ...planner.cost.estimate import estimate as estimate_plan
-
-        with at_work(as_json) as waiting:
-            profile = inputs.profile_of(document, plan, model, waiting, no_cache)
-        estimate = estimate_plan(document, profile)
+    with at_work(as_json) as waiting:
+        found = api.load(plan, model=model, cache=not no_cache, waiting=waiting)
+        document, estimate = found.document, None if model is None else found.estimate
     if as_json:
         terminal.write_json(document.model_dump_json())
         return

@@ -1,5 +1,6 @@
 """What people see: plans, alternatives, devices and progress, drawn with rich for terminals of 80 columns and up."""
 
+import io
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -56,6 +57,14 @@ def make_console(*, stderr: bool = False, record: bool = False) -> Console:
     if console.width > 120:
         console = Console(stderr=stderr, highlight=False, record=record, width=120)
     return console
+
+
+def as_text(draw: Callable[[Console], None]) -> str:
+    """What is drawn, as plain text of at most 100 columns: for str()."""
+    console = Console(file=io.StringIO(), width=_WIDE, highlight=False, color_system=None)
+    with console.capture() as capture:
+        draw(console)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 class Waiting:

@@ -1,0 +1,488 @@
+"""What programs call, and what the commands go through: plan a model, ask about the plan, write it, use it.
+
+Arguments mean what the flags of the same names mean, and what is wrong is said in the same words.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ..planner.plan.document import Plan
+from ..planner.plan.training import REFERENCE, Objective
+from ..profiler.document import write_file
+from ..profiler.machine.cluster import ClusterSpec, Device, device_names, load_device
+from ..profiler.model.model_profile import ModelProfile
+from .commands import inputs
+from .commands.options import JobOptions, MachineOptions, Optimizer, PlanOptions, Precision, SpaceOf, StackOptions
+from .reporting import terminal
+from .reporting.documents import check_document
+from .reporting.explain_report import Explanation
+from .reporting.output_files import check_replaceable, check_writable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..planner.answers.search import SearchResult
+    from ..planner.answers.sweep import Point
+    from ..planner.answers.why_not import Answer
+    from ..planner.cost.estimate import Estimate
+    from ..planner.exchange.export import Export
+    from ..planner.plan.pins import Pins
+    from ..planner.plan.training import TrainingSpec
+    from ..profiler.model.load import LoadedModel, Loss, MakeBatch
+    from .measuring.compare import Comparison
+    from .measuring.verify import VerifyReport
+    from .reporting.report_facts import Facts
+
+    Model = str | Path | ModelProfile | nn.Module | Callable[[], nn.Module]
+    """What can be planned: the path of a model.py, file.py:function, config.json or its folder, or profile.json; a
+    profile; a module, or what builds one."""
+
+Pinned = str | Iterable[str] | Mapping[str, object]
+"""Choices that are kept: "tensor=4 pipeline=2", several such texts, or {"tensor": 4, "pipeline": 2}."""
+
+_Choice = TypeVar("_Choice", Objective, Optimizer, Precision, SpaceOf)
+
+_BYTES_PER_PARAMETER = 4
+
+
+class Planned:
+    """A plan together with what it was made from, so that it can be asked, compared, drawn and written.
+
+    document: the plan itself, which the executor takes; `save` writes it. assumptions: what was not said.
+    """
+
+    def __init__(
+        self,
+        document: Plan,
+        profile: Callable[[], ModelProfile],
+        *,
+        result: "SearchResult | None" = None,
+        assumptions: Sequence[str] = (),
+        model: "Callable[[], LoadedModel] | None" = None,
+        source: str = "plan.json",
+    ) -> None:
+        """profile: gives the model's profile when it is asked for. result: what the search found beside the plan; None
+        for a plan that was read from a file. model: gives the model itself, where it is not where the plan says."""
+        self.document = document
+        self.result = result
+        self.assumptions = tuple(assumptions)
+        self.source = source
+        self._profile, self._model = profile, model
+
+    @cached_property
+    def profile(self) -> ModelProfile:
+        """The profile of the plan's model; that of a saved plan is made, or read, when it is first needed."""
+        return self._profile()
+
+    @cached_property
+    def estimate(self) -> "Estimate":
+        """What the plan is predicted to take, in time and memory, item by item."""
+        if self.result is not None:
+            return self.result.estimate
+        from ..planner.cost.estimate import estimate
+
+        return estimate(self.document, self.profile)
+
+    @property
+    def step_time_s(self) -> float:
+        """Predicted seconds of an optimizer step."""
+        found = self.document.prediction
+        return self.estimate.step_time_s if found is None else found.step_time_s
+
+    def explain(self, *layouts: str, time_limit: float = 60.0) -> Explanation:
+        """Why the plan is not each of these layouts, as in "tp=8"; without any, all that people are told to ask."""
+        from ..planner.answers.decision_path import walk
+        from ..planner.answers.guidance import no_candidates
+        from ..planner.answers.tutorial import lessons
+
+        plan, found, profile = self.document, self.estimate, self.profile
+        excluded = no_candidates(_BYTES_PER_PARAMETER * profile.num_parameters, plan.cluster.num_devices)
+        if layouts:
+            answers = _answers(layouts, plan, found, profile, time_limit)
+            return Explanation(plan, found, answers=answers, excluded=excluded)
+        steps, taught = walk(plan, found, profile, time_limit), lessons(plan, found, profile)
+        return Explanation(plan, found, steps=steps, lessons=taught, excluded=excluded)
+
+    def compare(self, *layouts: str, all_baselines: bool = False) -> "Comparison":
+        """The plan beside manual set-ups, each at its best: "ddp", "fsdp", "tp=4 pp=2", "megatron", or another's
+        plan.json; without any, the rules of thumb. all_baselines: these and every framework's usual set-up, too."""
+        from ..planner.answers.search import Candidate
+        from ..planner.answers.verdict import THE_PLAN
+        from .measuring.compare import PLANNED, beside, read_setups
+
+        plan = self.document
+        own = Candidate(PLANNED, plan, self.estimate, THE_PLAN, self.step_time_s)
+        setups = read_setups(layouts, plan.cluster)
+        return beside(own, self.result, self.profile, plan.cluster, plan.training, setups, all_baselines=all_baselines)
+
+    def report(self, path: str | Path = "report.html", *, trace: str | Path | None = None) -> Path:
+        """Draw the plan as one HTML file that needs no network; trace: also one step for ui.perfetto.dev."""
+        target = check_report(path, trace)
+        self.draw(target, None if trace is None else Path(trace))
+        return target
+
+    def draw(
+        self, path: Path, trace: Path | None = None, run: str = "", say: Callable[..., None] = lambda *_: None
+    ) -> "tuple[Facts, int]":
+        """Write a report and its trace; (what the report draws, events of the trace). run: markup of a real run's
+        table. say: told what is being done."""
+        from .reporting.chrome_trace import write_trace
+        from .reporting.html_report import report_page
+        from .reporting.report_facts import gather
+
+        facts = gather(self.document, self.profile, say)
+        write_file(path, report_page(facts, self.source, self.profile.notes, run))
+        return facts, 0 if trace is None else write_trace(self.document, self.profile, trace)
+
+    def export(self, to: str, path: str | Path | None = None) -> "Export":
+        """The plan as settings of megatron, torchtitan, accelerate or deepspeed; path: also written there.
+
+        Raises ValueError for what the target cannot do. `notes` of the answer are what its settings do not say.
+        """
+        from ..planner.exchange.export import export
+
+        found = export(self.document, to)
+        if path is not None:
+            if Path(path).is_dir() or not Path(path).parent.is_dir():
+                raise ValueError(f"-o {path}: give a file name in a folder that exists")
+            write_file(Path(path), found.text)
+        return found
+
+    def save(self, path: str | Path = "plan.json") -> Path:
+        """Write the plan document; never over a file that is none."""
+        target = Path(path)
+        check_document(target, "meshwright-plan")
+        self.document.save(target)
+        self.source = str(path)
+        return target
+
+    def verify(self, steps: int = 3) -> "VerifyReport":
+        """Run the plan on processes of this machine beside one process, a small version of the model where there is
+        one: same loss, gradients and parameters, or the first tensor that differs."""
+        from ..profiler.model.load import load_model
+        from .measuring.verify import verify
+
+        source, seq_len = self.document.model.source, self.document.training.seq_len
+        if self._model is None:
+            inputs.check_source(source, "--model says where the model is")
+        loaded = load_model(source, seq_len) if self._model is None else self._model()
+        return verify(self.document, loaded, steps=steps)
+
+    def __rich__(self) -> object:
+        """The layout as a table, for rich's print."""
+        return self.document.__rich__()
+
+    def __str__(self) -> str:
+        return terminal.as_text(lambda console: console.print(self.document))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.document._repr_html_()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned: the model, the job and the choices, as flags or arguments say them.
+
+    cluster: the devices, where they are not in the flags. batch, loss: of a module or of what builds one.
+    """
+
+    model: "Model"
+    job: JobOptions = field(default_factory=JobOptions)
+    choices: PlanOptions = field(default_factory=PlanOptions)
+    objective: Objective = Objective.THROUGHPUT
+    time_limit_s: float = 60.0
+    use_cache: bool = True
+    cluster: ClusterSpec | None = None
+    batch: "MakeBatch | None" = None
+    loss: "Loss | None" = None
+
+
+def planned(request: Request, waiting: terminal.Waiting) -> Planned:
+    """The plan that a search finds, checked. What is wrong with the flags is said before the model is looked at."""
+    machine = request.cluster or inputs.read_cluster(request.job.machine)
+    pins = request.choices.pins()
+    profile, loaded = profiled(request, waiting)
+    training, assumptions = inputs.read_training(profile, machine, request.job.global_batch, request.job.stack)
+    if request.objective is not Objective.THROUGHPUT:
+        from ..planner.answers.sweep import cluster_for, objective_in_words
+
+        waiting(f"looking for the number of GPUs ({request.objective.value})")
+        whole = machine
+        machine = cluster_for(request.objective, profile, whole, training, pins)
+        assumptions.append(objective_in_words(request.objective, whole, machine))
+    result = searched(profile, machine, training, pins, request.time_limit_s, waiting)
+    model = None if loaded is None else lambda: loaded
+    return Planned(result.plan, lambda: profile, result=result, assumptions=assumptions, model=model)
+
+
+def profiled(
+    request: Request, waiting: terminal.Waiting, *, needs_model: bool = False, lengths: bool = False
+) -> "tuple[ModelProfile, LoadedModel | None]":
+    """(profile, the model itself or None), as inputs.read_model has them, of objects, too."""
+    model, seq_len = request.model, request.job.seq_len
+    if isinstance(model, str | Path):
+        if request.batch is not None or request.loss is not None:
+            raise ValueError(f"batch= and loss= go with a module; {model} defines its own functions batch and loss")
+        return inputs.read_model(str(model), seq_len, waiting, request.use_cache, needs_model, lengths)
+    if isinstance(model, ModelProfile):
+        from ..profiler.model.lengths import at_seq_len
+
+        return model if seq_len is None else at_seq_len(model, seq_len), None
+    waiting("loading torch and the model")
+    from ..profiler.model.load import load_model
+    from ..profiler.model.trace import trace
+
+    loaded = load_model(model, seq_len, request.batch, request.loss)
+    waiting("profiling the model on fake tensors")
+    return trace(loaded, lengths=lengths), loaded
+
+
+def searched(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    training: "TrainingSpec",
+    pins: "Pins",
+    time_limit_s: float,
+    waiting: terminal.Waiting,
+) -> "SearchResult":
+    """The plan that a search finds, after the independent check: a violation is a mistake of the planner, never the
+    user's. That the executor does not run something yet is one, too, unless it was asked for."""
+    from ..planner.answers.check import check
+    from ..planner.answers.search import search
+
+    waiting("searching")
+    result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, progress=waiting)
+    violations = check(result.plan, profile, to_run=not pins.may_go_beyond)
+    if violations:
+        raise AssertionError("the plan breaks its own limits: " + "; ".join(violations))
+    return result
+
+
+def plan(
+    model: "Model",
+    *,
+    gpus: int | None = None,
+    device: str | Path | None = None,
+    gpus_per_node: int | None = None,
+    cluster: str | Path | ClusterSpec | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    precision: str | None = None,
+    optimizer: str = "adamw",
+    software: str = REFERENCE,
+    memory_margin: float = 0.05,
+    pin: Pinned = (),
+    at_most: Pinned = (),
+    forbid: str | Iterable[str] = (),
+    recompute: str | None = None,
+    micro_batch: int | None = None,
+    space: str = "run",
+    objective: str = "throughput",
+    time_limit: float = 60.0,
+    batch: "MakeBatch | None" = None,
+    loss: "Loss | None" = None,
+    cache: bool = True,
+    progress: bool = False,
+) -> Planned:
+    """The best plan of a model for so many GPUs, with its proof.
+
+    model: the path of a model.py, file.py:function, config.json or its folder, or profile.json; a profile; or a module
+        or what builds one, whose micro-batches batch(size) makes and whose loss(output, batch) is.
+    device: a preset (`devices()` lists them) or a device TOML. cluster: a cluster, or its TOML, instead of these.
+    global_batch: samples per optimizer step, over all GPUs; the same for every candidate.
+    pin, at_most, forbid, recompute, micro_batch, space: what is decided already, as the flags --pin, --max, ... say it.
+    time_limit: seconds the search may take. cache: use the profile that was kept of an unchanged model.
+    progress: show a bar on stderr.
+
+    Raises ValueError for bad input and InfeasibleError where nothing fits, each with a way out, as the command does.
+    """
+    known, file = (cluster, None) if isinstance(cluster, ClusterSpec) else (None, cluster)
+    if known is not None and (gpus, device, gpus_per_node) != (None, None, None):
+        raise ValueError(f"cluster= is {known.name}, which says which devices there are: leave out gpus and device")
+    job = JobOptions(
+        machine=_machine(gpus, device, gpus_per_node, file),
+        global_batch=_count("--global-batch", global_batch),
+        seq_len=_count("--seq-len", seq_len),
+        stack=_stack(precision, optimizer, software, memory_margin),
+    )
+    choices = PlanOptions(
+        pin=_texts(pin),
+        most=_texts(at_most),
+        forbid=_texts(forbid),
+        recompute=recompute,
+        micro_batch=_count("--micro-batch", micro_batch),
+        space=_one_of("--space", space, SpaceOf),
+    )
+    best_at = _one_of("--objective", objective, Objective)
+    request = Request(model, job, choices, best_at, time_limit, cache, known, batch, loss)
+    with terminal.Waiting(quiet=not progress) as waiting:
+        return planned(request, waiting)
+
+
+def load(
+    path: str | Path,
+    *,
+    model: str | Path | None = None,
+    cache: bool = True,
+    to_run: bool = False,
+    waiting: terminal.Waiting | None = None,
+) -> Planned:
+    """A saved plan, checked. model: where its model or profile is now; it is looked at when an answer needs it.
+
+    to_run: check also that the executor runs all of it. waiting: told what is being done.
+    """
+    document, told = inputs.read_plan(Path(path), to_run=to_run), waiting or terminal.Waiting(quiet=True)
+
+    def of_model() -> ModelProfile:
+        return inputs.profile_of(document, Path(path), None if model is None else str(model), told, not cache)
+
+    def itself() -> "LoadedModel":
+        from ..profiler.model.load import load_model
+
+        inputs.check_source(str(model), "--model says where the model is")
+        return load_model(str(model), document.training.seq_len)
+
+    return Planned(document, of_model, model=None if model is None else itself, source=str(path))
+
+
+def profile(
+    model: "Model",
+    *,
+    seq_len: int | None = None,
+    lengths: bool = False,
+    batch: "MakeBatch | None" = None,
+    loss: "Loss | None" = None,
+    cache: bool = True,
+) -> ModelProfile:
+    """The layers of a model with their FLOPs, bytes and cuts, from a run on fake tensors; `save` keeps it, and planning
+    from it needs no torch. lengths: it is to hold at any sequence length."""
+    request = Request(model, JobOptions(seq_len=_count("--seq-len", seq_len)), use_cache=cache, batch=batch, loss=loss)
+    with terminal.Waiting(quiet=True) as waiting:
+        return profiled(request, waiting, lengths=lengths)[0]
+
+
+def sweep(
+    model: "Model",
+    gpus: Iterable[int],
+    *,
+    seq_len: Iterable[int] | None = None,
+    device: str | Path | None = None,
+    gpus_per_node: int | None = None,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    optimizer: str = "adamw",
+    software: str = REFERENCE,
+    memory_margin: float = 0.05,
+    pin: Pinned = (),
+    time_limit: float = 60.0,
+    cache: bool = True,
+) -> "tuple[Point, ...]":
+    """The best plan at each number of GPUs and each sequence length, at one global batch; a point where nothing fits,
+    or something is wrong, says why and does not end the sweep."""
+    from ..planner.answers.sweep import sweep as answered
+    from .commands.sweep_grid import batches_of
+
+    counts, lengths = list(gpus), [None] if seq_len is None else list(seq_len)
+    machines = [inputs.read_cluster(_machine(count, device, gpus_per_node, None)) for count in counts]
+    stack = _stack(precision, optimizer, software, memory_margin)
+    jobs = []
+    with terminal.Waiting(quiet=True) as waiting:
+        for length in lengths:
+            found, _ = profiled(
+                Request(model, JobOptions(seq_len=_count("--seq-len", length)), use_cache=cache), waiting
+            )
+            text = None if global_batch is None else str(global_batch)
+            batches, _ = batches_of(text, counts, found.global_batch)
+            for machine, batch in zip(machines, batches, strict=True):
+                jobs.append((found, machine, inputs.read_training(found, machine, batch, stack)[0]))
+    return answered(jobs, PlanOptions(pin=_texts(pin)).pins(), time_limit)
+
+
+def devices() -> dict[str, Device]:
+    """Name -> preset, of all that `device=` takes by name."""
+    return {name: load_device(name) for name in device_names()}
+
+
+def check_report(path: str | Path, trace: str | Path | None) -> Path:
+    """Where a report goes. Raises ValueError where it, or its trace, cannot be written."""
+    check_writable(Path(path), "-o", ".html")
+    if trace is not None:
+        check_writable(Path(trace), "--trace", ".json")
+        check_replaceable(Path(trace), "--trace", "trace", '"traceEvents"')
+    return Path(path)
+
+
+def _answers(
+    texts: Sequence[str], plan: Plan, found: "Estimate", profile: ModelProfile, seconds: float
+) -> "tuple[Answer, ...]":
+    """Why the plan is not each of these layouts. Raises ValueError that says which word is wrong."""
+    from ..planner.answers.guidance import named_rules
+    from ..planner.answers.why_not import not_legal, why_not, why_not_plan, why_not_setup
+    from ..planner.plan.document import load_plan
+    from ..planner.plan.setups import IllegalSetupError, parse_setup
+    from ..planner.solve.explore import Explorer
+
+    explorer = Explorer(profile, plan.cluster, plan.training)
+    frameworks = {rule.name: rule.attempts for rule in named_rules(plan.cluster, profile)}
+    count, per_host = plan.cluster.num_devices, plan.cluster.devices_per_host
+
+    def answer(text: str) -> "Answer":
+        if text.strip().endswith(".json"):
+            return why_not_plan(explorer, text, load_plan(Path(text.strip())), plan, found)
+        attempts = frameworks.get(text.strip().lower())
+        if attempts is not None:
+            return why_not(explorer, text, attempts, plan, found, seconds)
+        try:
+            setup = parse_setup(text, count, per_host, "--why-not")
+        except IllegalSetupError as error:
+            return not_legal(text, error.rule)
+        return why_not_setup(explorer, setup, plan, found, seconds)
+
+    return tuple(answer(text) for text in texts)
+
+
+def _machine(
+    gpus: int | None, device: str | Path | None, gpus_per_node: int | None, cluster: str | Path | None
+) -> MachineOptions:
+    return MachineOptions(
+        gpus=None if gpus is None else str(gpus),
+        device=None if device is None else str(device),
+        gpus_per_node=_count("--gpus-per-node", gpus_per_node),
+        cluster=None if cluster is None else Path(cluster),
+    )
+
+
+def _stack(precision: str | None, optimizer: str, software: str, memory_margin: float) -> StackOptions:
+    if not 0.0 <= memory_margin <= 0.9:
+        raise ValueError(f"--memory-margin {memory_margin}: give a share of GPU memory from 0 to 0.9")
+    return StackOptions(
+        precision=None if precision is None else _one_of("--precision", precision, Precision),
+        optimizer=_one_of("--optimizer", optimizer, Optimizer),
+        software=software,
+        memory_margin=memory_margin,
+    )
+
+
+def _one_of(flag: str, word: str, of: type[_Choice]) -> _Choice:
+    try:
+        return of(word)
+    except ValueError:
+        raise ValueError(f"{flag} {word}: choose {', '.join(of)}") from None
+
+
+def _count(flag: str, number: int | None) -> int | None:
+    """The number, if there is one and it is at least 1. Raises ValueError."""
+    return None if number is None else inputs.whole_number(flag, str(number), "8")
+
+
+def _texts(said: Pinned) -> list[str]:
+    """Choices as the flags take them."""
+    if isinstance(said, str):
+        return [said]
+    return [f"{name}={value}" for name, value in said.items()] if isinstance(said, Mapping) else list(said)
