@@ -3,8 +3,8 @@
 Arguments mean what the flags of the same names mean, and what is wrong is said in the same words.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,12 +20,14 @@ from .reporting import terminal
 from .reporting.documents import check_document
 from .reporting.explain_report import Explanation
 from .reporting.output_files import check_replaceable, check_writable
+from .reporting.report import joined_notes
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from torch import nn
 
     from ..planner.answers.search import SearchResult
-    from ..planner.answers.sweep import Point
+    from ..planner.answers.sweep import LeftOut, Point
     from ..planner.answers.why_not import Answer
     from ..planner.cost.estimate import Estimate
     from ..planner.exchange.export import Export
@@ -171,18 +173,40 @@ class Planned:
         loaded = load_model(source, seq_len) if self._model is None else self._model()
         return verify(self.document, loaded, steps=steps)
 
-    def __rich__(self) -> object:
-        """The layout as a table, for rich's print."""
-        return self.document.__rich__()
+    @property
+    def notes(self) -> list[str]:
+        """What could not be cut or recognised of the model, and what of the batch keeps plans out; empty for a plan
+        that was read from a file."""
+        from ..planner.answers.explain import batch_advice
+
+        return [] if self.result is None else [*joined_notes(self.profile.notes), *batch_advice(self.document)]
+
+    def print(self, console: "Console", written: str | None = None) -> None:
+        """The plan on one screen. written: the file that it is in."""
+        from ..planner.answers.explain import batch_advice
+        from .reporting.first_screen import print_first_screen
+
+        result = self.result
+        found = None if result is None else result.estimate
+        others = () if result is None else (*result.runners_up, *result.baselines)
+        advice = [] if result is None else batch_advice(self.document)
+        if result is not None:
+            about = len(joined_notes(self.profile.notes))
+            advice += [f"{about} on what of the model stays whole; -v shows them"] if about else []
+        print_first_screen(console, self.document, found, others, self.assumptions, written, advice)
 
     def __str__(self) -> str:
-        return terminal.as_text(lambda console: console.print(self.document))
+        return terminal.as_text(self.print)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return self.document._repr_html_()
+        """What a notebook shows: the first screen of the report."""
+        from .reporting.html_report import first_page
+
+        result = self.result
+        others = () if result is None else (*result.runners_up, *result.baselines)
+        return first_page(self.document, None if result is None else result.estimate, others)
 
 
 @dataclass(frozen=True)
@@ -216,6 +240,8 @@ def planned(request: Request, waiting: terminal.Waiting) -> Planned:
         whole = machine
         machine = cluster_for(request.objective, profile, whole, training, pins)
         assumptions.append(objective_in_words(request.objective, whole, machine))
+    if request.job.seq_len is None and profile.seq_len is not None:
+        assumptions.append(f"{profile.seq_len:,} tokens per sample: the model's own; --seq-len changes it")
     result = searched(profile, machine, training, pins, request.time_limit_s, waiting)
     model = None if loaded is None else lambda: loaded
     return Planned(result.plan, lambda: profile, result=result, assumptions=assumptions, model=model)
@@ -367,13 +393,81 @@ def profile(
         return profiled(request, waiting, lengths=lengths)[0]
 
 
+@dataclass(frozen=True, repr=False)
+class Swept:
+    """The points of a sweep in order, questions that could not be asked with the reason, and what must be said."""
+
+    points: "tuple[Point, ...]"
+    left_out: "tuple[LeftOut, ...]" = ()
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> "Iterator[Point]":
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __str__(self) -> str:
+        from ..planner.answers.sweep import left_out_in_words
+        from .reporting.sweep_report import print_sweep
+
+        said = [*self.notes, *left_out_in_words(self.left_out)]
+        return terminal.as_text(lambda console: print_sweep(console, self.points, (), said, None))
+
+    __repr__ = __str__
+
+
+def swept(
+    model: "Model",
+    machine: MachineOptions,
+    lengths: Sequence[int | None],
+    stack: StackOptions,
+    pins: "Pins",
+    *,
+    global_batch: str | None = None,
+    scale_batch: bool = False,
+    time_limit_s: float = 60.0,
+    use_cache: bool = True,
+    waiting: terminal.Waiting,
+) -> Swept:
+    """The best plan at every number of GPUs and length. What cannot be asked at a point ends the sweep only where it
+    cannot be asked at any; where nothing fits, the point says so."""
+    from ..planner.answers.sweep import LeftOut
+    from ..planner.answers.sweep import sweep as answered
+    from .commands.sweep_grid import batches_of, machines_of
+
+    machines = machines_of(machine)
+    counts = [each.num_devices for each in machines]
+    left_out = [each for each in machines if isinstance(each, LeftOut)]
+    jobs, errors = [], []
+    notes: list[str] = []
+    for length in lengths:
+        try:
+            request = Request(model, JobOptions(seq_len=length), use_cache=use_cache)
+            found, _ = profiled(request, waiting)
+        except ValueError as error:
+            if type(error) is not ValueError:  # a mistake of ours, not of the point
+                raise
+            errors.append(error)
+            left_out += [LeftOut(count, length, str(error)) for count in counts]
+            continue
+        batches, notes = batches_of(global_batch, counts, found.global_batch, scale_batch)
+        for part, batch in zip(machines, batches, strict=True):
+            if isinstance(part, ClusterSpec):
+                jobs.append((found, part, inputs.read_training(found, part, batch, stack)[0]))
+    if not jobs:
+        raise errors[0]
+    return Swept(answered(jobs, pins, time_limit_s, waiting), tuple(left_out), tuple(notes))
+
+
 def sweep(
     model: "Model",
-    gpus: Iterable[int],
+    gpus: Iterable[int] | None = None,
     *,
     seq_len: Iterable[int] | None = None,
     device: str | Path | None = None,
     gpus_per_node: int | None = None,
+    cluster: str | Path | None = None,
     global_batch: int | None = None,
     precision: str | None = None,
     optimizer: str = "adamw",
@@ -382,26 +476,27 @@ def sweep(
     pin: Pinned = (),
     time_limit: float = 60.0,
     cache: bool = True,
-) -> "tuple[Point, ...]":
+) -> Swept:
     """The best plan at each number of GPUs and each sequence length, at one global batch; a point where nothing fits,
     or something is wrong, says why and does not end the sweep."""
-    from ..planner.answers.sweep import sweep as answered
-    from .commands.sweep_grid import batches_of
-
-    counts, lengths = list(gpus), [None] if seq_len is None else list(seq_len)
-    machines = [inputs.read_cluster(_machine(count, device, gpus_per_node, None)) for count in counts]
-    stack = _stack(precision, optimizer, software, memory_margin)
-    jobs = []
+    machine = replace(
+        _machine(None, device, gpus_per_node, cluster), gpus=None if gpus is None else ",".join(map(str, gpus))
+    )
+    lengths = [None] if seq_len is None else [_count("--seq-len", length) for length in seq_len]
+    stack, pins = _stack(precision, optimizer, software, memory_margin), PlanOptions(pin=_texts(pin)).pins()
+    batch = None if global_batch is None else str(global_batch)
     with terminal.Waiting(quiet=True) as waiting:
-        for length in lengths:
-            found, _ = profiled(
-                Request(model, JobOptions(seq_len=_count("--seq-len", length)), use_cache=cache), waiting
-            )
-            text = None if global_batch is None else str(global_batch)
-            batches, _ = batches_of(text, counts, found.global_batch)
-            for machine, batch in zip(machines, batches, strict=True):
-                jobs.append((found, machine, inputs.read_training(found, machine, batch, stack)[0]))
-    return answered(jobs, PlanOptions(pin=_texts(pin)).pins(), time_limit)
+        return swept(
+            model,
+            machine,
+            lengths,
+            stack,
+            pins,
+            global_batch=batch,
+            time_limit_s=time_limit,
+            use_cache=cache,
+            waiting=waiting,
+        )
 
 
 def devices() -> dict[str, Device]:

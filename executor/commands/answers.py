@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -15,7 +15,7 @@ from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 from .. import api
 from ..reporting import terminal
-from ..reporting.report import joined_notes, launch_command
+from ..reporting.report import json_document, launch_command
 
 if TYPE_CHECKING:
     from ...planner.answers.search import SearchResult
@@ -63,29 +63,25 @@ def named_outcomes() -> Iterator[None]:
         raise SystemExit(BAD_INPUT) from None
 
 
-def print_plan(
-    console: Console,
-    result: "SearchResult",
-    profile: ModelProfile,
-    assumptions: list[str],
-    target: Path | None,
-    quiet: bool,
-) -> None:
-    """A plan that was just made, with all that was weighed; quiet: the choice only. target: the file it went to."""
-    from ...planner.answers.explain import batch_advice
-
-    plan, estimate = result.plan, result.estimate
-    terminal.print_assumptions(console, assumptions)
+def print_plan(console: Console, found: "api.Planned", target: Path | None, quiet: bool, verbose: bool = False) -> None:
+    """A plan that was just made, on one screen. quiet: the choice only; verbose: all that was weighed. target: the file
+    it went to."""
+    result = found.result
+    assert result is not None, "it was searched for"
+    if not quiet and not verbose:
+        found.print(console, None if target is None else str(target))
+        return
+    plan, others = found.document, [*result.runners_up, *result.baselines]
+    terminal.print_assumptions(console, found.assumptions)
     terminal.print_job(console, plan)
-    others = [*result.runners_up, *result.baselines]
-    terminal.print_choice(console, plan, estimate.step_time_s, others)
-    if not quiet:
+    terminal.print_choice(console, plan, found.step_time_s, others)
+    if verbose:
         replicas = next((c.verdict for c in result.baselines if c.label == "DDP"), None)
-        print_estimate(console, plan, estimate, replicas)
+        print_estimate(console, plan, result.estimate, replicas)
         terminal.print_placement(console, plan)
         terminal.print_candidates(console, "Best alternatives", result.runners_up[:5])
         terminal.print_candidates(console, "What people usually try", result.baselines)
-        terminal.print_notes(console, [*joined_notes(profile.notes), *batch_advice(plan)])
+        terminal.print_notes(console, found.notes)
         terminal.print_certificate(console, plan)
     if target is not None:
         run = [
@@ -93,6 +89,12 @@ def print_plan(
             (launch_command(plan, "train.py"), "train.py as in the README, section Train"),
         ]
         terminal.print_next(console, [str(target)], [] if not_run(plan) else run)
+
+
+def plan_document(found: "api.Planned") -> dict[str, Any]:
+    """What `plan --json` prints: the plan and all that was weighed, and what was assumed."""
+    assert found.result is not None, "it was searched for"
+    return {**json_document(found.result), "assumed": list(found.assumptions)}
 
 
 def print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas: "Verdict | None" = None) -> None:

@@ -36,10 +36,15 @@ def _export_command(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="where it goes (default: printed)", show_default=False),
     ] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Write PLAN as settings of another framework: Megatron-LM arguments, torchtitan flags, an Accelerate YAML (FSDP2)
     or a DeepSpeed JSON. What the target cannot do is refused with a reason; what its settings do not say is printed."""
     found = api.load(plan).export(to, output)
+    if as_json:
+        written = {"target": found.target, "words": list(found.words), "document": dict(found.document)}
+        terminal.write_json(json.dumps({**written, "notes": list(found.notes), "text": found.text}))
+        return
     if output is None:
         terminal.write_json(found.text.rstrip("\n"))
         return

@@ -11,24 +11,15 @@ from .. import api
 from ..reporting import terminal
 from ..reporting.documents import check_document, json_kind
 from ..reporting.output_files import check_writable
-from ..reporting.report import json_document
 from ..reporting.terminal_profile import print_operators, print_profile
 from . import inputs, options
-from .answers import at_work, named_outcomes, print_estimate, print_plan, print_prediction
+from .answers import at_work, named_outcomes, plan_document, print_estimate, print_plan, print_prediction
 from .option_groups import grouped
 
 plan_app, profile_app, show_app, devices_app = (options.new_app() for _ in range(4))
 
-_EPILOG = (
-    "Also: [bold]plan profile[/bold] MODEL -o profile.json · [bold]plan compare[/bold] MODEL --gpus 8 --setup ddp "
-    "--setup 'tp=4 pp=2' · [bold]plan verify[/bold] plan.json · [bold]plan show[/bold] plan.json · "
-    "[bold]plan explain[/bold] plan.json --why-not tp=8 · [bold]plan sweep[/bold] MODEL --gpus 8,16,32 · "
-    "[bold]plan report[/bold] plan.json · [bold]plan diff[/bold] a.json b.json · [bold]plan devices[/bold] · "
-    "[bold]plan calibrate[/bold] -o device.toml. Each has --help."
-)
 
-
-@plan_app.command(epilog=_EPILOG)
+@plan_app.command()
 @grouped
 def _plan_command(
     model: options.Model,
@@ -48,6 +39,7 @@ def _plan_command(
         Path | None, typer.Option("--svg", metavar="FILE", help="also draw what is printed", show_default=False)
     ] = None,
     no_cache: options.NoCache = False,
+    verbose: options.Verbose = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Plan how to train MODEL on GPUs: degrees, micro-batch, recompute, and which layer lives on which GPU.
@@ -59,15 +51,13 @@ def _plan_command(
     request = api.Request(model, job, choices, objective, time_limit, not no_cache)
     with at_work(quiet or as_json) as waiting, named_outcomes():
         found = api.planned(request, waiting)
-    result = found.result
-    assert result is not None, "it was searched for"
     if target is not None:
         found.save(target)
     if as_json:
-        terminal.write_json(json.dumps(json_document(result)))
+        terminal.write_json(json.dumps(plan_document(found)))
         return
     console = terminal.make_console(record=svg is not None)
-    print_plan(console, result, found.profile, list(found.assumptions), target, quiet)
+    print_plan(console, found, target, quiet, verbose)
     if svg is not None:
         console.save_svg(str(svg), title=f"plan {model} --gpus {found.document.degrees.num_devices}")
 
@@ -92,6 +82,7 @@ def _profile_command(
         ),
     ] = None,
     operators: Annotated[bool, typer.Option("--operators", help="list the operators of every class")] = False,
+    as_json: options.Json = False,
     no_cache: options.NoCache = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -101,7 +92,7 @@ def _profile_command(
         check_writable(graph, "--graph", ".graphml", ".dot")
     if json_kind(inputs.check_source(model, inputs.MODEL_RULE)) == "meshwright-profile":
         raise ValueError(f"{model} is a profile already: plan from it with `plan {model} --gpus 8`")
-    with at_work(quiet) as waiting:
+    with at_work(quiet or as_json) as waiting:
         request = api.Request(model, options.JobOptions(seq_len=seq_len), use_cache=not no_cache)
         profile, _ = api.profiled(request, waiting, lengths=lengths)
     profile.save(output)
@@ -110,6 +101,9 @@ def _profile_command(
         from ..reporting.graph_files import write_graph
 
         write_graph(graph_of(profile), graph)
+    if as_json:
+        terminal.write_json(profile.model_dump_json())
+        return
     if quiet:
         return
     console = terminal.make_console()
@@ -121,8 +115,11 @@ def _profile_command(
 
 
 @devices_app.command()
-def _devices_command() -> None:
+def _devices_command(as_json: options.Json = False) -> None:
     """List the device presets."""
+    if as_json:
+        terminal.write_json(json.dumps([each.model_dump(mode="json") for each in api.devices().values()]))
+        return
     terminal.print_devices(terminal.make_console(), list(api.devices().values()))
 
 

@@ -36,21 +36,28 @@ def _report_command(
         Path | None,
         typer.Option("--run", metavar="FILE", help="a run's telemetry, set beside the prediction", show_default=False),
     ] = None,
+    as_json: options.Json = False,
     no_cache: options.NoCache = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Draw PLAN as one HTML file that needs no network: who holds what, memory, a step's timeline, where its time goes,
     alternatives, sensitivity and proof."""
     from ...planner.cost.axis_seconds import axis_seconds
+    from ..reporting.report_facts import facts_document
     from ..reporting.run_report import run_table
 
     api.check_report(output, trace)
-    with at_work(quiet) as waiting:
+    with at_work(quiet or as_json) as waiting:
         planned = api.load(plan, model=model, cache=not no_cache, waiting=waiting)
         document, profile = planned.document, planned.profile
         found_run = None if run is None else run_table(document, run, axis_seconds(document, profile))
         markup = "" if found_run is None else _run_markup(found_run)
         facts, count = planned.draw(output, trace, markup, waiting)
+    if as_json:
+        terminal.write_json(
+            json.dumps(facts_document(facts) | {"run": None if found_run is None else asdict(found_run)})
+        )
+        return
     written = [f"{output}, {output.stat().st_size / 1e3:,.0f} kB: open it in a browser"]
     if trace is not None:
         written.append(f"{trace}, {count:,} events: open it at ui.perfetto.dev, which keeps it on your machine")

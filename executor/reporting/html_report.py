@@ -5,8 +5,9 @@ from html import escape
 from pathlib import Path
 
 from ...planner.answers.explain import CAUSES, reason
+from ...planner.answers.search import Candidate
 from ...planner.cost.bands import Band, memory_band, no_band, time_band
-from ...planner.cost.estimate import MFU_CONVENTION
+from ...planner.cost.estimate import MFU_CONVENTION, Estimate
 from ...planner.exchange.export import export
 from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.plan.document import Plan
@@ -25,6 +26,7 @@ from .report import (
     choice_in_words,
     launch_command,
     layer_runs,
+    proof_sentence,
     splits_in_words,
     stage_names,
 )
@@ -32,6 +34,7 @@ from .report_facts import Facts
 from .step_charts import memory_bars, timeline, waterfall
 
 _MOST_SHARED = 4
+_IN_A_CELL = 3
 _TRILLION = 1e12
 _DAY_S = 86_400.0
 
@@ -66,11 +69,34 @@ def report_page(facts: Facts, plan_file: str, notes: Sequence[str] = (), run: st
         ("proof", "Proof"),
         ("use", "Use it"),
     ]
-    return page(title, head + _decision(facts) + _tiles(facts), links, sections)
+    decision = _decision(plan, facts.estimate, facts.alternatives)
+    return page(title, head + decision + _tiles(plan, facts.estimate), links, sections)
 
 
-def _decision(facts: Facts) -> str:
-    plan, found = facts.plan, facts.estimate
+_CELL_STYLE = (
+    "<style>.meshwright .tiles{display:flex;flex-wrap:wrap;gap:8px;margin:8px 0}"
+    ".meshwright .tile{border:1px solid #8886;border-radius:6px;padding:6px 10px}"
+    ".meshwright .tile span,.meshwright .tile small{display:block;opacity:.7}"
+    ".meshwright .tile b{font-size:1.3em}</style>"
+)
+
+
+def first_page(plan: Plan, found: Estimate | None, others: Sequence[Candidate]) -> str:
+    """What a report says before its sections, for a notebook's cell; of a plan without an estimate, its table."""
+    if found is None:
+        return plan._repr_html_()
+    title = tag("b", escape(f"{plan.model.name} on {plan.cluster.devices.replace(' x ', ' × ')}"))
+    rows = [
+        (f"{each.label}", format_seconds(each.estimate.step_time_s), str(each.verdict))
+        for each in others
+        if each.estimate is not None
+    ][:_IN_A_CELL]
+    instead = table(["instead", "step", "verdict"], rows, numeric_from=3) if rows else ""
+    shown = title + _decision(plan, found, others) + _tiles(plan, found) + instead
+    return _CELL_STYLE + tag("div", shown + tag("p", escape(f"Proof: {proof_sentence(plan)}.")), class_="meshwright")
+
+
+def _decision(plan: Plan, found: Estimate, alternatives: Sequence[Candidate]) -> str:
     hosts = plan.cluster.num_hosts
     unit = "tokens" if plan.training.seq_len is not None else "samples"
     peak = max(found.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
@@ -83,10 +109,10 @@ def _decision(facts: Facts) -> str:
         f"{format_count(found.tokens_per_s)} {unit} per second at {found.mfu:.0%} of the GPUs' peak.",
         f"The fullest GPU holds {format_bytes(peak.device_bytes)} of the {format_bytes(peak.budget_bytes)} it may use.",
     ]
-    why = reason(plan, found, next((c.verdict for c in facts.alternatives if c.label == "DDP"), None))
+    why = reason(plan, found, next((c.verdict for c in alternatives if c.label == "DDP"), None))
     sentences.append(escape(f"Why: {why}."))
-    if facts.alternatives:
-        sentences.append(escape(against_others(plan, found.step_time_s, facts.alternatives).sentence))
+    if alternatives:
+        sentences.append(escape(against_others(plan, found.step_time_s, alternatives).sentence))
     return tag("p", " ".join(sentences[:3]), class_="lead") + tag("p", " ".join(sentences[3:]))
 
 
@@ -95,8 +121,7 @@ def _between(band: Band | None, predicted: float, words: Callable[[float], str])
     return "" if band is None else "{} to {} in 8 of 10 runs; ".format(*map(words, band.around(predicted)))
 
 
-def _tiles(facts: Facts) -> str:
-    plan, found = facts.plan, facts.estimate
+def _tiles(plan: Plan, found: Estimate) -> str:
     unit = "tokens/s" if plan.training.seq_len is not None else "samples/s"
     fullest = max(found.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
     peak, budget = fullest.device_bytes, fullest.budget_bytes

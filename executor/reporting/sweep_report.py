@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ...planner.answers.sweep import Point, Price, changes_of_kind
+from ...planner.answers.sweep import LeftOut, Point, Price, changes_of_kind
 from ...planner.plan.making import shape_of
 from ...profiler.document import write_file
 from ...profiler.machine.units import GIB, format_count, format_seconds
@@ -72,7 +72,11 @@ def sweep_rows(points: Sequence[Point], price_per_hour: float | None) -> tuple[l
 
 
 def sweep_document(
-    points: Sequence[Point], worth: Sequence[Worth], notes: Sequence[str], price_per_hour: float | None
+    points: Sequence[Point],
+    worth: Sequence[Worth],
+    notes: Sequence[str],
+    price_per_hour: float | None,
+    left_out: Sequence[LeftOut] = (),
 ) -> dict[str, Any]:
     """A sweep as plain data; worth: of every point, or of none."""
     return {
@@ -82,6 +86,7 @@ def sweep_document(
         "worth": [asdict(each) for each in worth],
         "changes": changes_of_kind(points),
         "notes": list(notes),
+        "left_out": [asdict(each) for each in left_out],
     }
 
 

@@ -124,6 +124,11 @@ def print_assumptions(console: Console, assumptions: Iterable[str]) -> None:
 
 def print_job(console: Console, plan: Plan) -> None:
     """Model, machine and job in a line."""
+    console.print(job_line(plan))
+
+
+def job_line(plan: Plan) -> Text:
+    """Model, machine and job."""
     training, cluster = plan.training, plan.cluster
     samples = f"global batch {training.global_batch:,}"
     if training.seq_len is not None:
@@ -135,7 +140,7 @@ def print_job(console: Console, plan: Plan) -> None:
         samples,
         f"{training.precision}, {training.optimizer}",
     ]
-    console.print(Text(" · ".join(parts), style="dim"))
+    return Text(" · ".join(parts), style="dim")
 
 
 def print_choice(
@@ -475,8 +480,14 @@ def print_devices(console: Console, devices: Sequence[Device]) -> None:
 
 def print_infeasible(error: "InfeasibleError") -> None:
     """What does not fit, by how much, and what would: the error says it all."""
-    message = str(error).removeprefix("does not fit: ")
-    make_console(stderr=True).print(Text.assemble(("does not fit: ", "bold red"), message), soft_wrap=True)
+    console = make_console(stderr=True)
+    message, _, _ = str(error).removeprefix("does not fit: ").partition("What would do: ")
+    lines = message.strip().replace(". The closest", ".\nThe closest", 1)
+    console.print(Text.assemble(("does not fit: ", "bold red"), lines), soft_wrap=True)
+    if error.changes:
+        console.print(Text("What would do:", style="bold"))
+    for change in error.changes:
+        console.print(Text(f"  {change}"), soft_wrap=True)
 
 
 def print_notes(console: Console, notes: Sequence[str]) -> None:
@@ -497,10 +508,10 @@ def write_json(document: str) -> None:
     sys.stdout.write(document + "\n")
 
 
-def hanging(word: str, text: Text, style: str) -> Table:
-    """`text` beside a word, its further lines indented under its first."""
+def hanging(word: str, text: Text, style: str, width: int = 7) -> Table:
+    """`text` beside a word, its further lines indented under its first; width: columns of the word, at least."""
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, min_width=7)
+    grid.add_column(no_wrap=True, min_width=width)
     grid.add_column()
     grid.add_row(Text(word, style=style), text)
     return grid

@@ -27,6 +27,9 @@ from .verdict import FITS, THE_PLAN, Verdict, VerdictKind, nearest
 MORE_TIME = 0.05
 """Of the time limit: how long rules of thumb may be followed beyond it, all together; at least a second."""
 
+USUAL, OTHERS = 0.96, 0.98
+"""Of the whole bar, when rules of thumb are followed, and when alternatives are brought to their best."""
+
 RULE_S = 2.0
 """Seconds to look for the plan of a rule of thumb where the search of the whole space found none in its time."""
 
@@ -100,7 +103,11 @@ def search(
     if outcome.best is None:
         raise SolverError(f"no plan found within {time_limit_s:g} s; give it longer with --time-limit")
     until = max(deadline, time.monotonic() + max(1.0, MORE_TIME * time_limit_s))
-    rules = [(rule, _follow(explorer, rule, until)) for rule in rules_of_thumb(cluster, training)]
+    told = progress or (lambda *_: None)
+    rules = []
+    for rule in rules_of_thumb(cluster, training):
+        told(f"what people usually try: {rule.name}", USUAL)
+        rules.append((rule, _follow(explorer, rule, until)))
     is_open = replace(pins, everything=False, parts=False) == Pins()
     followed = [priced for _, priced in rules if priced is not None and is_open]
     near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
@@ -126,6 +133,7 @@ def search(
         },
         rejected=outcome.rejected,
     )
+    told("alternatives", OTHERS)
     plan = chosen.plan.model_copy(update={"certificate": certificate, "prediction": _prediction(chosen.estimate)})
     return SearchResult(
         plan=plan,
