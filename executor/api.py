@@ -297,6 +297,9 @@ def plan(
     device: str | Path | None = None,
     gpus_per_node: int | None = None,
     cluster: str | Path | ClusterSpec | None = None,
+    instance: str | None = None,
+    nodes: int | None = None,
+    price_per_hour: float | None = None,
     global_batch: int | None = None,
     seq_len: int | None = None,
     precision: str | None = None,
@@ -321,6 +324,7 @@ def plan(
     model: the path of a model.py, file.py:function, config.json or its folder, or profile.json; a profile; or a module
         or what builds one, whose micro-batches batch(size) makes and whose loss(output, batch) is.
     device: a preset (`devices()` lists them) or a device TOML. cluster: a cluster, or its TOML, instead of these.
+    instance, nodes: so many of a cloud's instance type, instead of these. price_per_hour: US dollars of one GPU.
     global_batch: samples per optimizer step, over all GPUs; the same for every candidate.
     pin, at_most, forbid, recompute, micro_batch, space: what is decided already, as the flags --pin, --max, ... say it.
     time_limit: seconds the search may take. cache: use the profile that was kept of an unchanged model.
@@ -329,10 +333,15 @@ def plan(
     Raises ValueError for bad input and InfeasibleError where nothing fits, each with a way out, as the command does.
     """
     known, file = (cluster, None) if isinstance(cluster, ClusterSpec) else (None, cluster)
-    if known is not None and (gpus, device, gpus_per_node) != (None, None, None):
+    if known is not None and any(each is not None for each in (gpus, device, gpus_per_node, instance, nodes)):
         raise ValueError(f"cluster= is {known.name}, which says which devices there are: leave out gpus and device")
     job = JobOptions(
-        machine=_machine(gpus, device, gpus_per_node, file),
+        machine=replace(
+            _machine(gpus, device, gpus_per_node, file),
+            instance=instance,
+            nodes=_count("--nodes", nodes),
+            price_per_hour=price_per_hour,
+        ),
         global_batch=_count("--global-batch", global_batch),
         seq_len=_count("--seq-len", seq_len),
         stack=_stack(precision, optimizer, software, memory_margin),

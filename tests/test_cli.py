@@ -338,7 +338,7 @@ def test_a_cluster_file_says_how_many_gpus(saved: str, tmp_path: Path) -> None:
     [
         ([("NVIDIA H200", 143771.0)] * 8, [], "h200", "found 8 x NVIDIA H200 here"),
         ([("NVIDIA H200", 143771.0)], ["--gpus", "8"], "h200", "the others taken as alike"),
-        ([("NVIDIA L40S", 46068.0)], ["--gpus", "8"], "h100-80gb", "no preset for the NVIDIA L40S here"),
+        ([("NVIDIA L4", 23034.0)], ["--gpus", "8"], "h100-80gb", "no preset for the NVIDIA L4 here"),
     ],
 )
 def test_gpus_that_are_here_are_used(

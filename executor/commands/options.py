@@ -78,6 +78,26 @@ ClusterFile = Annotated[
     Path | None,
     typer.Option("--cluster", metavar="FILE", help="TOML with hosts, links and devices", show_default=False),
 ]
+InstanceFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--instance", metavar="TYPE", help="a cloud's instance type (`plan devices --cloud`)", show_default=False
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option("--nodes", metavar="N", parser=_whole_number, help="instances (default: 1)", show_default=False),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        "--price-per-hour",
+        metavar="USD",
+        min=0.0,
+        help="of one GPU (default: the device file's, if it has one)",
+        show_default=False,
+    ),
+]
 GlobalBatch = Annotated[
     int | None,
     typer.Option(
@@ -150,12 +170,15 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no tables, no progre
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """Which devices there are."""
+    """Which devices there are, and what one costs."""
 
     gpus: Gpus = None
     device: Device = None
     gpus_per_node: PerNode = None
     cluster: ClusterFile = None
+    instance: InstanceFlag = None
+    nodes: Nodes = None
+    price_per_hour: Price = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ...planner.plan.training import Objective
+from ...profiler.machine.instances import instances
 from .. import api
 from ..reporting import terminal
 from ..reporting.documents import check_document, json_kind
@@ -115,8 +116,18 @@ def _profile_command(
 
 
 @devices_app.command()
-def _devices_command(as_json: options.Json = False) -> None:
-    """List the device presets."""
+def _devices_command(
+    cloud: Annotated[bool, typer.Option("--cloud", help="list the cloud instance types instead")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """List the device presets, or with --cloud the instance types of clouds."""
+    if cloud:
+        found = list(instances().values())
+        if as_json:
+            terminal.write_json(json.dumps([each.model_dump(mode="json") for each in found]))
+        else:
+            terminal.print_instances(terminal.make_console(), found)
+        return
     if as_json:
         terminal.write_json(json.dumps([each.model_dump(mode="json") for each in api.devices().values()]))
         return

@@ -19,6 +19,7 @@ from ...planner.cost.bands import Band, memory_band, no_band, time_band
 from ...planner.plan.document import Plan
 from ...planner.plan.not_run import marked
 from ...profiler.machine.cluster import Device
+from ...profiler.machine.instances import Instance
 from ...profiler.machine.units import GIB, format_count, format_seconds
 from .report import (
     against_others,
@@ -476,6 +477,19 @@ def print_devices(console: Console, devices: Sequence[Device]) -> None:
             style="dim",
         )
     )
+
+
+def print_instances(console: Console, instances: Sequence[Instance]) -> None:
+    """The instance types of clouds, one line each."""
+    rows = [
+        (each.name, each.cloud, f"{each.gpus} x {each.device}", f"{each.network:,.0f}", _digits(each.bytes_per_s / 1e9))
+        for each in instances
+    ]
+    headings = ("instance (--instance)", "cloud", "GPUs", "network Gbit/s", "of it used, GB/s")
+    print_titled(console, "Cloud instance types (with --nodes N)", rows_table(headings, rows, numeric_from=3))
+    said = "Prices differ by region, contract and day: --price-per-hour says yours. Numbers from "
+    said += "; ".join(dict.fromkeys(each.source for each in instances))
+    console.print(Text(said, style="dim"))
 
 
 def print_infeasible(error: "InfeasibleError") -> None:
