@@ -127,7 +127,7 @@ class Planned:
         return target
 
     def draw(
-        self, path: Path, trace: Path | None = None, run: str = "", say: Callable[..., None] = lambda *_: None
+        self, path: Path, trace: Path | None = None, run: str = "", say: Callable[..., None] | None = None
     ) -> "tuple[Facts, int]":
         """Write a report and its trace; (what the report draws, events of the trace). run: markup of a real run's
         table. say: told what is being done."""
@@ -135,7 +135,7 @@ class Planned:
         from .reporting.html_report import report_page
         from .reporting.report_facts import gather
 
-        facts = gather(self.document, self.profile, say)
+        facts = gather(self.document, self.profile, say or (lambda *_: None))
         write_file(path, report_page(facts, self.source, self.profile.notes, run))
         return facts, 0 if trace is None else write_trace(self.document, self.profile, trace)
 

@@ -106,6 +106,7 @@ def test_what_a_plan_writes(planned: mw.Planned, tmp_path: Path) -> None:
     assert (tmp_path / "notes.json").read_text() == "{}"
 
 
+@pytest.mark.slow
 def test_choices_are_taken_as_words_and_as_a_mapping() -> None:
     model = small_profile()
     said = [{"tensor": 2, "pipeline": 2}, "tensor=2 pipeline=2", ["tensor=2", "pp=2"]]

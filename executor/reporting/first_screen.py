@@ -100,7 +100,8 @@ def work_in_words(plan: Plan) -> str:
     if degrees.expert > 1:
         parts.append(f"experts spread over {degrees.expert} GPUs")
     samples = plan.micro_batch * plan.num_microbatches
-    who = f"each of {degrees.data:,} data ranks trains" if degrees.data > 1 else "all GPUs train"
+    who = f"each of {degrees.data:,} data ranks trains" if degrees.data > 1 else "all GPUs train together"
+    who = "the GPU trains" if degrees.num_devices == 1 else who
     rounds = "at once" if plan.num_microbatches == 1 else f"in {plan.num_microbatches:,} micro-batches"
     rounds += f" of {plan.micro_batch:,}" if plan.num_microbatches > 1 else ""
     parts.append(f"{who} on {samples:,} sample{'s' if samples > 1 else ''} a step, {rounds}")

@@ -100,7 +100,10 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
         name = _name(best) if _name(best) != label else best.label
         ahead = _step_time(best) / step_time_s - 1
         of_the_plan = ahead > -0.015
-        if ahead >= 0.01:
+        same = best.plan is not None and best.plan.micro_batch == plan.micro_batch and _name(best) == label
+        if same and abs(ahead) < 0.001:
+            parts.append(f"what {best.label} is at its best")
+        elif ahead >= 0.01:
             parts.append(f"{_percent(ahead)} faster than the next best, {name}")
         elif ahead > -0.015:
             parts.append(f"as fast as {name} within 1%, and simpler")
