@@ -143,7 +143,7 @@ def print_first_screen(
             lines.append(Text(f"  {marked(plan)}", style="bold yellow"))
         lines += [hanging("that is", Text(work_in_words(plan)), "cyan"), "", *_figures(plan)]
         if found is not None and parts:
-            lines.append(hanging("of it", Text(_parts_of_step(found)), "cyan"))
+            lines.append(hanging("goes to", Text(_parts_of_step(found)), "cyan"))
         if reasons:
             lines.append(hanging("why", Text("; ".join(reasons)), "cyan"))
         if plan.prediction is not None:

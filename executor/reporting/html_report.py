@@ -1,7 +1,8 @@
 """The report of a plan as one HTML file that needs no network."""
 
+import re
 from collections.abc import Callable, Sequence
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
 from ...planner.answers.explain import CAUSES, reason
@@ -16,6 +17,7 @@ from ...planner.plan.setups import setup_words
 from ...profiler.machine.units import GIB, format_bytes, format_count, format_seconds
 from .choice_charts import scatter, tornado
 from .drawing import legend, table, tag
+from .glossary import terms_in
 from .graph_chart import cut_rows, layer_graph, shared_weights
 from .html_page import folded, job_in_words, page, section, verdict_rows, wide
 from .place_charts import cluster_map, host_cards, layer_strip, stage_places
@@ -33,6 +35,7 @@ from .report import (
 from .report_facts import Facts
 from .step_charts import memory_bars, timeline, waterfall
 
+_TAGS = re.compile(r"<[^>]*>")
 _MOST_SHARED = 4
 _IN_A_CELL = 3
 _TRILLION = 1e12
@@ -68,8 +71,10 @@ def report_page(facts: Facts, plan_file: str, notes: Sequence[str] = (), run: st
         ("sensitivity", "Sensitivity"),
         ("proof", "Proof"),
         ("use", "Use it"),
+        ("words", "Words"),
     ]
     decision = _decision(plan, facts.estimate, facts.alternatives)
+    sections.append(_words_section(decision + "".join(sections)))
     return page(title, head + decision + _tiles(plan, facts.estimate), links, sections)
 
 
@@ -247,7 +252,10 @@ def _timeline_section(facts: Facts) -> str:
             f"micro-batches are drawn: the other {left_out} repeat the middle{full}, and the real step takes "
             f"{format_seconds(facts.estimate.step_time_s)}."
         )
-    return section("time", "One training step", f"{below} Point at a pass for its times.", names + wide(picture))
+    below += (
+        " Point at a pass, or tap it, for its times; Ctrl and the wheel zoom in, a drag moves, a double click shows "
+    )
+    return section("time", "One training step", f"{below}all of it again.", names + wide(picture))
 
 
 def _breakdown_section(facts: Facts) -> str:
@@ -331,6 +339,13 @@ def _proof_section(plan: Plan) -> str:
         )
     below = "The proof is about the cost model, not about your cluster; plan compare --measure tells how far it is off."
     return section("proof", "Proof", below, content)
+
+
+def _words_section(markup: str) -> str:
+    """What the words of a page mean: those of the glossary that stand in it."""
+    found = terms_in(unescape(_TAGS.sub(" ", markup)))
+    rows = [(each.name, each.says) for each in found]
+    return section("words", "Words on this page", "", folded("What they mean", table(["word", "means"], rows, 2)))
 
 
 def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:
