@@ -12,8 +12,8 @@ from rich.text import Text
 from ...planner.cost.software import load_software
 from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.plan.training import Precision, TrainingSpec
-from ...profiler.document import write_file
 from ...profiler.machine.units import format_bytes, format_seconds
+from .. import api
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from . import inputs, options
@@ -41,20 +41,18 @@ def _export_command(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="where it goes (default: printed)", show_default=False),
     ] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Write PLAN as settings of another framework: Megatron-LM arguments, torchtitan flags, an Accelerate YAML (FSDP2)
     or a DeepSpeed JSON. What the target cannot do is refused with a reason; what its settings do not say is printed."""
-    from ...planner.exchange.export import export
-    from ...planner.plan.document import load_plan
-
-    document = load_plan(plan)
-    found = export(document, to)
+    found = api.load(plan).export(to, output)
+    if as_json:
+        written = {"target": found.target, "words": list(found.words), "document": dict(found.document)}
+        terminal.write_json(json.dumps({**written, "notes": list(found.notes), "text": found.text}))
+        return
     if output is None:
         terminal.write_json(found.text.rstrip("\n"))
         return
-    if output.is_dir() or not output.parent.is_dir():
-        raise ValueError(f"-o {output}: give a file name in a folder that exists")
-    write_file(output, found.text)
     console = terminal.make_console()
     terminal.print_notes(console, [f"not said in {output}: {note}" for note in found.notes])
     terminal.print_next(console, [f"{output}: the layout for {NAMES[found.target]}"], [])

@@ -79,6 +79,26 @@ ClusterFile = Annotated[
     Path | None,
     typer.Option("--cluster", metavar="FILE", help="TOML with hosts, links and devices", show_default=False),
 ]
+InstanceFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--instance", metavar="TYPE", help="a cloud's instance type (`plan devices --cloud`)", show_default=False
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option("--nodes", metavar="N", parser=_whole_number, help="instances (default: 1)", show_default=False),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        "--price-per-hour",
+        metavar="USD",
+        min=0.0,
+        help="of one GPU (default: the device file's, if it has one)",
+        show_default=False,
+    ),
+]
 GlobalBatch = Annotated[
     int | None,
     typer.Option(
@@ -160,17 +180,21 @@ TimeLimit = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="profile anew, even if nothing has changed; keep nothing")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="everything: all tables, and what was weighed")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no tables, no progress bar")]
 
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """Which devices there are."""
+    """Which devices there are, and what one costs."""
 
     gpus: Gpus = None
     device: Device = None
     gpus_per_node: PerNode = None
     cluster: ClusterFile = None
+    instance: InstanceFlag = None
+    nodes: Nodes = None
+    price_per_hour: Price = None
 
 
 @dataclass(frozen=True)

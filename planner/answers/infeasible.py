@@ -241,7 +241,7 @@ def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int])
         f"{explorer.profile.name} fits on no layout of {explorer.cluster.name}. The closest, "
         f"{shape_of(closest.plan).label} with micro-batch {closest.plan.micro_batch} and {_recomputed(closest.plan)} "
         f"recomputed, is over by {format_bytes(closest.over_bytes)} on {where}: it needs "
-        f"{format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)} ("
+        f"{format_bytes(memory.device_bytes)} and may use {format_bytes(memory.budget_bytes)} ("
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in items)
         + "). "
         + ("What would do: " + "; ".join(changes) if changes else "No single change that was tried would do")

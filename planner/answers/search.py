@@ -32,6 +32,9 @@ from .verdict import FITS, THE_PLAN, VerdictKind, nearest
 MORE_TIME = 0.05
 """Of the time limit: how long rules of thumb may be followed beyond it, all together; at least a second."""
 
+USUAL, OTHERS = 0.96, 0.98
+"""Of the whole bar, when rules of thumb are followed, and when alternatives are brought to their best."""
+
 RULE_S = 2.0
 """Seconds to look for the plan of a rule of thumb where the search of the whole space found none in its time."""
 
@@ -107,8 +110,11 @@ def search(
     if outcome.best is None:
         raise SolverError(f"no plan found within {time_limit_s:g} s; give it longer with --time-limit")
     until = max(deadline, time.monotonic() + max(1.0, MORE_TIME * time_limit_s))
-    known = [_as_said(rule, profile, pins) for rule in rules_of_thumb(cluster, training)]
-    rules = [(rule, _follow(explorer, rule, until)) for rule in known]
+    told = progress or (lambda *_: None)
+    rules = []
+    for rule in (_as_said(rule, profile, pins) for rule in rules_of_thumb(cluster, training)):
+        told(f"what people usually try: {rule.name}", USUAL)
+        rules.append((rule, _follow(explorer, rule, until)))
     is_open = replace(pins, everything=False, parts=False) == Pins()
     followed = [priced for _, priced in rules if priced is not None and is_open]
     near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
@@ -139,6 +145,7 @@ def search(
         framework=None if framework is None else framework.target,
         open_s=_open_s(explorer, pins, fastest_s, time_limit_s) if framework is not None and beside_open else None,
     )
+    told("alternatives", OTHERS)
     baselines = [_baseline(explorer, rule, priced, chosen, pins) for rule, priced in rules]
     by_rule = {shape_of(each.plan).layout for each in baselines if each.plan is not None}
     found = [*baselines]

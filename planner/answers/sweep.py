@@ -55,6 +55,29 @@ class Point:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A question of a sweep that cannot be asked, and why; seq_len: None where no length can be asked there."""
+
+    num_devices: int
+    seq_len: int | None
+    why: str
+
+    @property
+    def name(self) -> str:
+        """How people call the point: "8 GPUs, 4,096 tokens"."""
+        length = "" if self.seq_len is None else f", {self.seq_len:,} tokens"
+        return f"{self.num_devices:,} GPUs{length}"
+
+
+def left_out_in_words(left_out: Iterable[LeftOut]) -> list[str]:
+    """A sentence for each reason, with all points that it keeps out."""
+    points: dict[str, list[str]] = {}
+    for each in left_out:
+        points.setdefault(each.why, []).append(each.name)
+    return [f"left out: {'; '.join(names)}: {why}" for why, names in points.items()]
+
+
+@dataclass(frozen=True)
 class Price:
     """Share by which the step gets longer (negative: shorter) where there is more of something, planned anew."""
 
