@@ -468,6 +468,16 @@ def test_both_spellings_of_torchtitan_are_read() -> None:
     assert new.ignored == ("--training.steps",)
 
 
+def test_a_megatron_argument_that_is_priced_otherwise_is_said_with_its_value() -> None:
+    text = "--tensor-model-parallel-size 2 --micro-batch-size 1 --bf16 --rampup-batch-size 16 16 5859375"
+
+    found = read_megatron([*text.split(), "--grad-reduce-in-bf16"], 8, PROFILE)
+
+    growing, halved = found.notes
+    assert growing.startswith("--rampup-batch-size 16 16 5859375 is not priced: steps are priced at the whole global")
+    assert halved.startswith("--grad-reduce-in-bf16 is not priced: gradients are priced as reduced in fp32")
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

@@ -188,7 +188,7 @@ def test_a_launch_script_is_checked_on_the_gpus_that_it_starts(
     assert code in (0, 3)
     assert "8 x h100-80gb" in printed
     assert "more arguments may come from ${MORE}" in printed
-    assert "FSDP 4 + TP 2" in printed
+    assert "ZeRO-1 over 4 + TP 2" in printed
 
 
 SCRIPTS = [

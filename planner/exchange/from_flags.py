@@ -51,18 +51,25 @@ def read_document(path: Path) -> dict[str, Any]:
 class Flags:
     """Options of a target that say a layout: those that take one whole number, one word (with the words that are
     understood; (): any), several, or none. refused: options that change what a step costs and that no plan can say,
-    with the reason. Exports are checked against the same table."""
+    with the reason. left_out: options that change what a step costs a little, with what is priced instead, which is
+    said. Exports are checked against the same table."""
 
     sizes: frozenset[str]
     words: Mapping[str, tuple[str, ...]]
     switches: frozenset[str]
     refused: Mapping[str, str]
     lists: frozenset[str] = field(default=frozenset())
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def known(self) -> frozenset[str]:
         """Every option that is understood."""
         return self.sizes | self.words.keys() | self.switches | self.lists
+
+    @property
+    def spelled(self) -> frozenset[str]:
+        """Every option that there is something to say of."""
+        return self.known | self.refused.keys() | self.left_out.keys()
 
 
 class Sizes:
@@ -85,7 +92,10 @@ def left_over(num_devices: int, used: int, what: str) -> int:
     """Data ranks that degrees, which multiply to `used`, leave of the devices. Raises ValueError for a rest."""
     data, rest = divmod(num_devices, used)
     if rest or not data:
-        raise ValueError(f"{what} = {used} does not divide {num_devices} GPUs: give --gpus, or other degrees")
+        raise ValueError(
+            f"{what} = {used} does not divide {num_devices} GPUs: start a multiple of {used} processes (by --gpus or "
+            "what launches them), or give other degrees"
+        )
     return data
 
 

@@ -54,7 +54,7 @@ class Given:
         if self.kind == "deepspeed":
             return read_deepspeed(self.document, num_devices)
         if self.kind in ("megatron", "nemo"):
-            self.command.needed({*MEGATRON.known, *MEGATRON.refused})
+            self.command.needed(MEGATRON.known | MEGATRON.refused.keys())
             found = read_megatron(self.command.words, num_devices, profile)
         else:
             self.command.needed(_titan_options(self.command))

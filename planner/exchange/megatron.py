@@ -89,12 +89,8 @@ _SWITCHES = frozenset(
 
 _REFUSED: dict[str, str] = {
     "--hierarchical-context-parallel-sizes": "context ranks in several levels are not priced",
-    "--rampup-batch-size": "a global batch that grows has no one step time",
-    "--decrease-batch-size-if-needed": "a global batch that changes has no one step time",
     "--distribute-saved-activations": "saved activations spread over tensor ranks are not priced",
     "--cpu-offloading-num-layers": "activations that wait on the host are not priced by number of layers",
-    "--fp8-param-gather": "parameters kept in fp8 are not priced",
-    "--grad-reduce-in-bf16": "gradients reduced in bf16 are not priced",
     "--main-grads-dtype": "gradients in another dtype than fp32 are not priced",
     "--main-params-dtype": "main parameters in another dtype than fp32 are not priced",
     "--exp-avg-dtype": "optimizer state in another dtype than fp32 is not priced",
@@ -102,7 +98,6 @@ _REFUSED: dict[str, str] = {
     "--microbatch-group-size-per-virtual-pipeline-stage": "interleaving in groups of another size is not priced",
     "--mtp-num-layers": "multi-token prediction layers are priced where the model has them, not by a flag",
     "--enable-full-sharding-in-hsdp": "optimizer state sharded further than gradients is not priced",
-    "--defer-embedding-wgrad-compute": "weight gradients computed late are not priced",
     "--heterogeneous-layers-config-path": "blocks that a file makes unequal are not read; give the model itself",
     "--yaml-cfg": "a YAML file is not read; give its settings as flags",
     "--pipeline-model-parallel-split-rank": "encoder and decoder on pipelines of their own are not priced",
@@ -111,7 +106,16 @@ _REFUSED: dict[str, str] = {
     "--checkpoint-activations": "Megatron-LM has dropped it; use --recompute-granularity full",
 }
 
-FLAGS = Flags(sizes=_SIZES, words=_WORDS, switches=_SWITCHES, refused=_REFUSED)
+_LEFT_OUT: dict[str, str] = {
+    "--rampup-batch-size": "steps are priced at the whole global batch, to which it grows",
+    "--decrease-batch-size-if-needed": "steps are priced at the global batch that is said",
+    "--grad-reduce-in-bf16": "gradients are priced as reduced in fp32, at twice the bytes",
+    "--fp8-param-gather": "parameters are priced as gathered in bf16, at twice the bytes",
+    "--defer-embedding-wgrad-compute": "the head's weight gradients are priced where they fall due",
+}
+"""Options that are read, but not priced -> what is priced instead."""
+
+FLAGS = Flags(sizes=_SIZES, words=_WORDS, switches=_SWITCHES, refused=_REFUSED, left_out=_LEFT_OUT)
 """Megatron-LM's options as of megatron/training/arguments.py; see targets.py for the version."""
 
 _CONTEXT: dict[ContextKind, str] = {"ring": "p2p", "all_to_all": "a2a", "all_gather": "allgather"}
@@ -293,7 +297,7 @@ def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile)
 
     Raises ValueError that names the option that is wrong, not understood, or for another model.
     """
-    said, ignored = _read_words(words)
+    said, ignored, notes = _read_words(words)
     size = Sizes(said, "megatron")
     tensor, context = size("--tensor-model-parallel-size"), size("--context-parallel-size")
     pipeline = size("--pipeline-model-parallel-size")
@@ -309,7 +313,8 @@ def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile)
     counts = _read_blocks(said, size, pipeline, row, profile)
     virtual = len(counts) // pipeline if counts else 1
     recompute, recomputed = _read_recompute(said, size, profile)
-    notes = [] if "--micro-batch-size" in said else ["--micro-batch-size is not given: chosen at its best"]
+    if "--micro-batch-size" not in said:
+        notes.append("--micro-batch-size is not given: chosen at its best")
     precision = _read_precision(said)
     if precision == "fp32":
         notes.append("neither --bf16 nor --fp16 is given, so Megatron-LM trains in fp32")
@@ -345,15 +350,19 @@ def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile)
     )
 
 
-def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(option -> its value, what is ignored). Raises ValueError for options that are refused."""
+def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """(option -> its value, what is ignored, what is priced otherwise). Raises ValueError for refused options."""
     said: dict[str, str] = {}
     ignored: list[str] = []
+    notes: list[str] = []
     for name, values in grouped(words):
         if name in FLAGS.refused:
             raise ValueError(f"{name}: {FLAGS.refused[name]}")
+        if name in FLAGS.left_out:
+            notes.append(f"{' '.join((name, *values))} is not priced: {FLAGS.left_out[name]}")
+            continue
         if name not in FLAGS.known:
-            check_known(name, FLAGS.known | FLAGS.refused.keys())
+            check_known(name, FLAGS.spelled)
             ignored.append(name)
             continue
         if name in FLAGS.switches:
@@ -367,7 +376,7 @@ def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if allowed and values[0] not in allowed:
             raise ValueError(f"{name} {values[0]}: {' and '.join(allowed)} can be priced")
         said[name] = values[0]
-    return said, ignored
+    return said, ignored, notes
 
 
 def _read_zero(said: Mapping[str, str], size: Sizes, data: int, context: int) -> tuple[int, int]:
