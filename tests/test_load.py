@@ -99,7 +99,7 @@ def test_a_module_is_copied_not_shared() -> None:
 
     assert built.weight.device.type == "meta"
     assert module.weight.device.type == "cpu"
-    assert loaded.batch(2)[0].shape == (2, 3)
+    assert loaded.batch(2).shape == (2, 3)
 
 
 def test_tied_parameters_stay_tied_in_a_copy() -> None:

@@ -261,6 +261,10 @@ def _next(plan: Plan, written: str) -> Iterator[RenderableType]:
         run = Text(launch_command(plan, "train.py"), style="bold")
         run.append(f'   with mw.parallelize(MyModel, "{written}", ...) in it', style="not bold dim")
         yield hanging("run", run, "cyan")
+    if plan.certificate is not None and plan.certificate.framework is not None:
+        told = Text(f"plan export {written} --to {plan.certificate.framework}", style="bold")
+        told.append("   the layout in its own settings", style="not bold dim")
+        yield hanging("export", told, "cyan")
     more = Text()
     for command, purpose in ((f"plan explain {written}", "why"), (f"plan report {written}", "as a page")):
         more.append(command, style="bold")
