@@ -1,17 +1,21 @@
 """The `plan` command: which subcommand is meant, and how it ends."""
 
+import difflib
 import gc
+import inspect
+import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import typer
 
+from .commands import inputs
 from .commands.answers import BAD_INPUT
 from .commands.compare import compare_app
 from .commands.explain import explain_app
 from .commands.export import check_app, export_app
+from .commands.glossary import glossary_app
 from .commands.here import calibrate_app, verify_app
 from .commands.plan import devices_app, plan_app, profile_app, show_app
 from .commands.report import diff_app, report_app
@@ -21,39 +25,97 @@ from .commands.weights import weights_app
 from .reporting import terminal
 
 SUBCOMMANDS = {
-    "profile": profile_app,
+    "plan": plan_app,
+    "explain": explain_app,
+    "compare": compare_app,
+    "sweep": sweep_app,
+    "show": show_app,
+    "report": report_app,
+    "diff": diff_app,
+    "glossary": glossary_app,
     "export": export_app,
     "export-weights": weights_app,
     "check": check_app,
-    "devices": devices_app,
-    "compare": compare_app,
     "verify": verify_app,
-    "show": show_app,
-    "calibrate": calibrate_app,
-    "report": report_app,
-    "diff": diff_app,
     "replan": replan_app,
-    "explain": explain_app,
-    "sweep": sweep_app,
+    "profile": profile_app,
+    "devices": devices_app,
+    "calibrate": calibrate_app,
 }
+
+_PANELS = {
+    "Ask": ("plan", "explain", "compare", "sweep"),
+    "Look at a plan": ("show", "report", "diff", "glossary"),
+    "Use it": ("export", "export-weights", "check", "verify", "replan"),
+    "Models and machines": ("profile", "devices", "calibrate"),
+}
+"""Heading in --help -> the commands below it."""
+
+_HELP = (
+    "How do I split this model over these GPUs?\n\n"
+    "[bold]plan MODEL --gpus 8[/bold] answers, and is short for [bold]plan plan MODEL --gpus 8[/bold]. MODEL is a "
+    "model.py, file.py:function, a Hugging Face config.json or its folder, or a saved profile.json."
+)
+_EPILOG = (
+    "Each command has --help; [bold]plan plan --help[/bold] has the flags of planning itself. "
+    "[bold]plan --version[/bold] tells the version. [bold]meshwright[/bold] is the same command by another name."
+)
+
+_NAMES = {"meshwright": "meshwright", "__main__.py": "python -m meshwright"}
+"""How the command was called -> how help calls it; "plan" by any other name."""
+
+
+def commands() -> typer.Typer:
+    """All commands as one, which help and completion go through."""
+    root = typer.Typer(
+        help=_HELP, epilog=_EPILOG, rich_markup_mode="rich", pretty_exceptions_enable=False, callback=lambda: None
+    )
+    for panel, names in _PANELS.items():
+        for name in names:
+            (info,) = SUBCOMMANDS[name].registered_commands
+            words = " ".join((inspect.getdoc(info.callback) or "").split())
+            brief = f"{words.partition('. ')[0].rstrip('.')}."
+            root.command(name, short_help=brief, rich_help_panel=panel)(info.callback)  # type: ignore[type-var]
+    return root
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `plan` command. Exit codes: 0 done, 1 verify found a difference, 2 bad input, 3 no fit."""
     gc.set_threshold(1_000_000, 50, 100)  # a command is short, and imports and traces make millions of objects
     words = list(sys.argv[1:] if arguments is None else arguments)
+    called = "plan" if arguments is not None else _NAMES.get(Path(sys.argv[0]).name, "plan")
     if words == ["--version"]:
-        print(f"meshwright {version('meshwright')}")
+        from meshwright import __version__  # absolute: the name lies above this package
+
+        print(f"meshwright {__version__}")
+        return
+    asks_for_all = words in ([], ["--help"]) or words[0] in ("--install-completion", "--show-completion")
+    if asks_for_all or f"_{called.upper()}_COMPLETE" in os.environ:
+        commands()(args=words or ["--help"], prog_name=called)
         return
     name, words = route(words)
-    app = SUBCOMMANDS.get(name, plan_app)
     try:
-        app(args=words or ["--help"] if app is plan_app else words, prog_name=f"plan {name}".strip())
+        if not name:
+            _check_first_word(words)
+        SUBCOMMANDS[name or "plan"](args=words, prog_name=f"{called} {name}".strip())
     except ValueError as error:
         if type(error) is not ValueError:  # a subclass is not one of our sentences: a bug, let it show
             raise
         terminal.print_error(str(error))
         raise SystemExit(BAD_INPUT) from None
+
+
+def _check_first_word(words: Sequence[str]) -> None:
+    """Raises ValueError where the first word of a command line without a subcommand names no file, with what may have
+    been meant: a subcommand, or a file that is there."""
+    positions = _positional(words)
+    if not positions or "--help" in words:
+        return
+    word = words[positions[0]]
+    near = difflib.get_close_matches(word, SUBCOMMANDS, n=1)
+    if near and not Path(word).exists():
+        raise ValueError(f"no such command or file: {word}; did you mean plan {near[0]}? `plan --help` lists them")
+    inputs.check_source(word, inputs.MODEL_RULE)
 
 
 def route(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -67,7 +129,8 @@ def route(words: Sequence[str]) -> tuple[str, list[str]]:
         return "", list(words)
     name = words[positions[0]]
     rest = [*words[: positions[0]], *words[positions[0] + 1 :]]
-    lacks_operand = {"devices": bool(rest), "calibrate": False, "replan": False}.get(name, len(positions) == 1)
+    no_operand = {"devices": bool(rest), "calibrate": False, "replan": False, "glossary": False}
+    lacks_operand = no_operand.get(name, len(positions) == 1)
     if lacks_operand and "--help" not in rest and Path(name).exists():
         return "", list(words)
     return name, rest
@@ -77,7 +140,7 @@ def _positional(words: Sequence[str]) -> list[int]:
     """Indices of the words that are neither options nor values of options."""
     with_value = {
         spelling
-        for app in (plan_app, *SUBCOMMANDS.values())
+        for app in SUBCOMMANDS.values()
         for option in typer.main.get_command(app).params
         if option.param_type_name == "option" and not getattr(option, "is_flag", False)
         for spelling in option.opts
@@ -95,3 +158,7 @@ def _positional(words: Sequence[str]) -> list[int]:
             positions.append(i)
         i += 1
     return positions
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -58,9 +58,18 @@ class Metrics:
     step_time_s: float
 
 
+@runtime_checkable
+class OfPlan(Protocol):
+    """What holds a plan document, as the answer of `meshwright.plan` does."""
+
+    @property
+    def document(self) -> Plan:
+        """The plan."""
+
+
 def parallelize(
     model_fn: Callable[[], nn.Module],
-    plan: Plan | str | Path,
+    plan: Plan | OfPlan | str | Path,
     optimizer: MakeOptimizer,
     loss: Loss | None = None,
     weight: Callable[[Any], torch.Tensor] | None = None,
@@ -76,6 +85,7 @@ def parallelize(
     """A trainer that runs this process as one rank of the plan.
 
     model_fn: builds the model; called on the meta device and on the CPU.
+    plan: a plan, its file, or what meshwright.plan and meshwright.load give.
     optimizer: called with this rank's shards of the parameters, or, if its argument is called `named`, with pairs
         (name in the model, parameter); returns an optimizer, or a list of several. What is written on parameters
         (`p.no_decay = True`) is kept. Make the same parameter groups on every rank, empty ones included, if a scheduler
@@ -101,6 +111,8 @@ def parallelize(
     each other, if the job has not as many ranks as the plan, the model is not the one that was planned, or the
     executor does not run all of the plan.
     """
+    if isinstance(plan, OfPlan):
+        plan = plan.document
     plan = plan if isinstance(plan, Plan) else load_plan(Path(plan))
     priced_only = not_run(plan)
     if priced_only:

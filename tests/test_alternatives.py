@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
+from meshwright.executor.api import Planned
 from meshwright.executor.commands.answers import print_plan
 from meshwright.executor.reporting.explain_report import Explanation, explanation_document, print_explanation
 from meshwright.executor.reporting.html_report import report_page
@@ -91,7 +92,8 @@ def test_terminal_report_explain_and_json_say_the_same_of_the_same_plans(case: _
     assert json.loads(json.dumps(explanation_document(explained)["alternatives"])) == json.loads(json.dumps(document))
     table = report_page(facts, "plan.json").partition("what it would trade</h3>")[2].partition("</table>")[0]
     assert _paces(table) == said
-    printed = _printed(print_plan, result, case.profile, [], None, False)
+    planned = Planned(saved, lambda: case.profile, result=result)
+    printed = _printed(print_plan, planned, None, False, True)
     assert _paces(_section(printed, "Alternatives", "\n\n")) == brief
     assert _paces(_section(_printed(print_essentials, facts), "Alternatives", "\n\n")) == brief
     assert _paces(_section(_printed(print_explanation, explained), "Alternatives", "\n\n")) == brief

@@ -1,6 +1,7 @@
 """The `plan` command: what it prints, writes and refuses, with its exit codes."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from pydantic import BaseModel
 
 import meshwright.executor.cli as cli
@@ -69,15 +71,21 @@ def test_a_file_called_compare_is_a_model_where_nothing_else_is_named(tmp_path: 
     assert load_plan(Path("plan.json")).degrees.num_devices == 2
 
 
-def test_planning_says_its_assumptions_first_and_writes_the_plan(
-    saved: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_planning_says_its_assumptions_and_writes_the_plan(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan("--gpus", "8", saved) == 0
 
+    said = " ".join(capsys.readouterr().out.split())
+    assert "h100-80gb: no GPU here; --device changes it" in said
+    assert "global batch 64: 8 samples per GPU; --global-batch changes it" in said
+    assert "64 tokens per sample: the model's own; --seq-len changes it" in said
+    for part in ("tokens/s", "MFU", "memory every GPU", "instead", "proof", "wrote plan.json", "run torchrun"):
+        assert part in said
+
+
+def test_verbosely_everything_is_told(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan("--gpus", "8", saved, "-v") == 0
+
     out = capsys.readouterr().out
-    first = out.splitlines()
-    assert "h100-80gb: no GPU here; --device changes it" in first[0]
-    assert "global batch 64: 8 samples per GPU; --global-batch changes it" in first[1]
     for part in ("step time", "tokens/s", "MFU", "Memory per GPU", "Layer -> GPU", "What people usually try", "proof"):
         assert part in out
     assert "wrote" in out
@@ -106,7 +114,8 @@ def test_json_is_one_document_with_the_promised_keys(saved: str, capsys: pytest.
     assert run_plan(saved, "--gpus", "8", "--json") == 0
 
     document = json.loads(capsys.readouterr().out)
-    assert set(document) == {"plan", "not_run", "estimate", "certificate", "alternatives", "fewer_gpus"}
+    assert set(document) == {"plan", "not_run", "estimate", "certificate", "alternatives", "fewer_gpus", "assumed"}
+    assert any("--seq-len changes it" in each for each in document["assumed"])
     degrees = document["plan"]["degrees"]
     assert set(degrees) == DEGREES
     product = 1
@@ -177,6 +186,9 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     ("words", "sentence"),
     [
         (["modle.py", "--gpus", "8"], "no such file: modle.py; did you mean model.py?"),
+        (["modle.py"], "no such file: modle.py; did you mean model.py?"),
+        (["compre", "profile.json"], "no such command or file: compre; did you mean plan compare?"),
+        (["glossary", "gatherd"], "no word 'gatherd' in the glossary; did you mean gathered"),
         (["nothing", "--gpus", "8"], "no such file: nothing"),
         (["broken.json", "--gpus", "8"], "broken.json is not JSON"),
         (["old.json", "--gpus", "8"], "old.json is not a profile this version reads"),
@@ -326,7 +338,7 @@ def test_a_cluster_file_says_how_many_gpus(saved: str, tmp_path: Path) -> None:
     [
         ([("NVIDIA H200", 143771.0)] * 8, [], "h200", "found 8 x NVIDIA H200 here"),
         ([("NVIDIA H200", 143771.0)], ["--gpus", "8"], "h200", "the others taken as alike"),
-        ([("NVIDIA L40S", 46068.0)], ["--gpus", "8"], "h100-80gb", "no preset for the NVIDIA L40S here"),
+        ([("NVIDIA L4", 23034.0)], ["--gpus", "8"], "h100-80gb", "no preset for the NVIDIA L4 here"),
     ],
 )
 def test_gpus_that_are_here_are_used(
@@ -440,7 +452,7 @@ def test_a_price_is_turned_into_cost() -> None:
         (["--setup", "eight.json"], "layouts are compared at equal work: give --global-batch 32"),
         (["--setup", "none.json"], "no such plan: none.json"),
         (["--setup", "megatrn"], "megatron, torchtitan"),
-        (["-o", "compare.pdf"], "ends in .html or .png"),
+        (["-o", "compare.pdf"], "ends in .html, .png or .json"),
         (["-o", "nowhere/compare.html"], "a folder that exists"),
     ],
 )
@@ -592,3 +604,60 @@ def test_a_model_taken_for_a_plan_is_not_to_be_written_over(
     said = " ".join(capsys.readouterr().err.split())
     assert "plan model.py -o plan.json" in said
     assert "-o model.py" not in said
+
+
+def test_help_lists_every_command_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan("--help") == 0
+
+    listed = re.findall(r"^│ (\w[\w-]*)  ", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(listed) == sorted(cli.SUBCOMMANDS)
+
+
+def test_plan_plan_is_plan(saved: str) -> None:
+    assert run_plan("plan", saved, "--gpus", "2", "-q", "-o", "long.json") == 0
+    assert run_plan(saved, "--gpus", "2", "-q") == 0
+
+    assert load_plan(Path("long.json")).stages == load_plan(Path("plan.json")).stages
+
+
+def test_completion_names_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("_PLAN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "plan re")
+    monkeypatch.setenv("COMP_CWORD", "1")
+
+    run_plan("re")
+
+    assert capsys.readouterr().out.split() == ["report", "replan"]
+
+
+def test_every_command_speaks_json(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(saved, "--gpus", "2", "-q", "--device", "h100-80gb", "--pin", "fsdp=2") == 0
+    capsys.readouterr()
+    for words in (
+        ["devices"],
+        ["glossary", "MFU"],
+        ["show", "plan.json"],
+        ["export", "plan.json", "--to", "torchtitan"],
+        ["report", "plan.json", "--model", saved],
+        ["diff", "plan.json", "plan.json", "--model", saved],
+        ["explain", "plan.json", "--model", saved, "--why-not", "tp=2"],
+        ["sweep", saved, "--gpus", "1,2"],
+    ):
+        assert run_plan(*words, "--json") == 0
+        json.loads(capsys.readouterr().out)
+    for name, app in cli.SUBCOMMANDS.items():
+        flags = {flag for option in typer.main.get_command(app).params for flag in option.opts}
+        assert "--json" in flags, name
+
+
+def test_a_bad_point_does_not_end_a_sweep(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", saved, "--gpus-per-node", "4", "--device", "h100-80gb", "--seq-len", "64,128"]
+    assert run_plan(*words, "--gpus", "4,6,8", "--json") == 0
+
+    document = json.loads(capsys.readouterr().out)
+    assert [point["gpus"] for point in document["points"]] == [4, 8]
+    left_out = {(each["num_devices"], each["seq_len"]) for each in document["left_out"]}
+    assert left_out == {(6, None), (4, 128), (6, 128), (8, 128)}
+    assert "6 GPUs do not fill hosts of 4" in document["left_out"][0]["why"]
+    assert run_plan(*words, "--gpus", "6") == 2
+    assert "6 GPUs do not fill hosts of 4" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from meshwright.profiler.machine.cluster import (
 from meshwright.profiler.machine.local import preset_of
 
 PROMISED = {"v100-32gb", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "rtx-4090", "cpu"}
+PROMISED |= {"mi300x", "mi325x", "mi355x", "l40s", "a10g", "rtx-5090", "rtx-pro-6000", "rtx-6000-ada"}
 
 
 def test_the_promised_presets_are_there() -> None:
@@ -42,7 +43,7 @@ def test_a_preset_is_named_like_its_file_and_is_plausible(name: str) -> None:
     assert {"bf16", "fp32"} <= set(device.flops)
     assert 1e8 < device.network.bandwidth <= device.devices_per_host * device.link.bandwidth * 1.4
     assert device.link.latency <= device.network.latency
-    assert 2**31 < device.memory < 2**38
+    assert 2**31 < device.memory < 2**39
 
 
 def test_dense_peaks_are_not_the_sparse_ones() -> None:
@@ -202,7 +203,12 @@ def test_where_a_group_sits_equals_listing_all_groups(num_devices: int, per_host
         ("Tesla V100-SXM2-32GB", 32768, "v100-32gb"),
         ("Tesla V100-SXM2-16GB", 16384, None),
         ("NVIDIA GeForce RTX 4090", 24564, "rtx-4090"),
-        ("NVIDIA L40S", 46068, None),
+        ("NVIDIA L40S", 46068, "l40s"),
+        ("NVIDIA A10G", 23028, "a10g"),
+        ("NVIDIA GeForce RTX 5090", 32607, "rtx-5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97887, "rtx-pro-6000"),
+        ("NVIDIA RTX 6000 Ada Generation", 49140, "rtx-6000-ada"),
+        ("NVIDIA L4", 23034, None),
     ],
 )
 def test_names_of_nvidia_smi_match_presets(name: str, memory_mib: float, preset: str | None) -> None:

@@ -259,7 +259,7 @@ def test_every_kind_of_recompute_is_a_reason(kind: str) -> None:
 
     words = reason(partly, estimate(plan, small_profile()))
 
-    assert f"3 of {len(stage.layers)} layers" in words
+    assert "2 of 8 layers" in words, "blocks only: people do not count the embedding, which is the third"
     assert ("recompute their attention + norm2" in words) == kind.startswith("parts:")
 
 
@@ -399,7 +399,7 @@ def test_a_large_model_is_asked_for_shards_and_tensor_parallelism() -> None:
     _, steps = walked(chain(parameters=100_000_000, heads=8), cluster(1, 8, device(memory=2.5e9)))
 
     assert not steps[ONE_GPU.asks].yes
-    assert "of 2.33 GiB" in steps[ONE_GPU.asks].numbers
+    assert "may use 2.33 GiB" in steps[ONE_GPU.asks].numbers
     assert steps[SHARDED.asks].yes
     assert steps[IN_THE_NODE.asks].yes
 

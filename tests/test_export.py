@@ -15,20 +15,22 @@ import pytest
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.exchange.accelerate import KEYS as ACCELERATE_KEYS
 from meshwright.planner.exchange.accelerate import read_accelerate
-from meshwright.planner.exchange.block_row import BlockRow, block_row
 from meshwright.planner.exchange.deepspeed import KEYS as DEEPSPEED_KEYS
 from meshwright.planner.exchange.deepspeed import read_deepspeed
 from meshwright.planner.exchange.export import export
 from meshwright.planner.exchange.export_notes import zero_stage
-from meshwright.planner.exchange.from_flags import read_document, read_words
+from meshwright.planner.exchange.from_flags import read_document
+from meshwright.planner.exchange.given import read_given
 from meshwright.planner.exchange.imports import Layout, imported
-from meshwright.planner.exchange.megatron import DATA_OUTERMOST, read_megatron
 from meshwright.planner.exchange.megatron import FLAGS as MEGATRON_FLAGS
+from meshwright.planner.exchange.megatron import read_megatron
 from meshwright.planner.exchange.megatron_layout import parse_layout
 from meshwright.planner.exchange.targets import TARGETS, VERSIONS
 from meshwright.planner.exchange.torchtitan import FLAGS as TORCHTITAN_FLAGS
 from meshwright.planner.exchange.torchtitan import read_torchtitan
+from meshwright.planner.plan.block_row import BlockRow, block_row
 from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.frameworks import DATA_OUTERMOST
 from meshwright.planner.plan.shape import Shape
 from support.cli import run_plan, some_plan
 from support.exported import NUM_BLOCKS, PROFILE, decoder, even_sizes, planned, read_back, value
@@ -489,12 +491,12 @@ def test_a_torchtitan_flag_that_cannot_be_priced_is_refused_by_name(text: str, s
 @pytest.mark.parametrize(
     ("document", "sentence"),
     [
-        ({"distributed_type": "DEEPSPEED"}, "give its JSON"),
+        ({"distributed_type": "XLA"}, "MULTI_GPU, NO are read"),
         ({"distributed_type": "FSDP", "num_processes": 4}, "give --gpus 4"),
         ({"distributed_type": "FSDP", "fsdp_confg": {}}, "did you mean fsdp_config"),
         ({"distributed_type": "FSDP", "colour": 1}, "colour is no key of Accelerate"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}}, "on the host are not priced"),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "for FSDP2"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "ALL"}}, "choose FULL_SHARD"),
         ({"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_sp_size": 2}}, "Ulysses"),
         ({"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_tp_size": "2"}}, "whole number"),
     ],
@@ -566,7 +568,7 @@ def test_a_file_of_arguments_is_read_as_it_was_written(tmp_path: Path) -> None:
         found = export(planned(EVEN, (4, 6)), target)
         (tmp_path / "args.sh").write_text(found.text)
 
-        assert read_words(str(tmp_path / "args.sh")) == list(found.words)
+        assert read_given(found.target, str(tmp_path / "args.sh")).command.words == found.words
 
 
 def test_a_yaml_and_a_json_are_read_as_they_were_written(tmp_path: Path) -> None:

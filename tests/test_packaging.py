@@ -10,13 +10,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("profiler", "planner", "executor")
+THIN = "meshwright"
+"""The folder whose files lie in the package itself, beside these packages."""
 
 
 def expected_files(root: Path) -> set[str]:
     """Every file below the packages that a user needs, as it is named in the wheel."""
     return {
-        f"meshwright/{path.relative_to(root).as_posix()}"
-        for package in PACKAGES
+        path.relative_to(root).as_posix() if package == THIN else f"meshwright/{path.relative_to(root).as_posix()}"
+        for package in (THIN, *PACKAGES)
         for path in (root / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".md"
     }
@@ -56,3 +58,4 @@ def test_presets_and_type_markers_are_among_them() -> None:
 
     assert "meshwright/profiler/machine/hardware/h100-80gb.toml" in files
     assert {f"meshwright/{package}/py.typed" for package in PACKAGES} <= files
+    assert {"meshwright/__init__.py", "meshwright/__main__.py", "meshwright/py.typed"} <= files

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from io import StringIO
@@ -17,12 +18,15 @@ import pytest
 from rich.console import Console
 
 from meshwright.executor.measuring.compare import Comparison, compare, read_setups, save_picture
+from meshwright.executor.reporting.choice_charts import loss_bars
 from meshwright.executor.reporting.chrome_trace import trace_events
-from meshwright.executor.reporting.drawing import nice_step, stage_colour, tag, ticks
+from meshwright.executor.reporting.drawing import nice_step, stage_colour, table, tag, ticks
+from meshwright.executor.reporting.glossary import terms_in
 from meshwright.executor.reporting.html_report import report_page
 from meshwright.executor.reporting.plan_diff import Cost, PlanDifference, difference
 from meshwright.executor.reporting.report import axis_rows, certificate_line
 from meshwright.executor.reporting.report_facts import Facts, front, gather, host_patterns, played
+from meshwright.executor.reporting.sweep_report import _free
 from meshwright.executor.reporting.terminal import make_console, print_difference
 from meshwright.executor.run_document import RunHeader, RunStep
 from meshwright.planner.answers.search import price_setup
@@ -740,3 +744,40 @@ def test_the_proof_says_how_much_faster_than_the_plan_itself_another_may_be(
 
     assert said in line
     assert ("given away for a simpler plan" in line) == (step_s > fastest_s)
+
+
+def test_names_of_set_ups_are_whole_and_begin_in_the_picture(facts: Facts) -> None:
+    name = "tp=4 pp=2 mb=2 recompute=full fsdp sp=on schedule=interleaved v=2"
+    candidates = [replace(each, label=name) for each in facts.alternatives if each.estimate is not None][:2]
+
+    picture, _ = loss_bars(candidates)
+
+    assert picture.count(f">{name}</text>") == 2
+    assert min(float(x) for x in re.findall(r'<text x="([-\d.]+)"', picture)) >= 0.0
+    assert "…" not in picture
+
+
+def test_labels_of_a_sweep_stand_apart() -> None:
+    taken = [(100.0, 100.0), (100.0, 122.0)]
+
+    first = _free(100.0, 100.0, 8, taken)
+    second = _free(100.0, 122.0, 8, [*taken, (100.0, first)])
+
+    assert first == 82.0, "below is the other point"
+    assert second == 142.0
+    assert all(abs(place - y) > 14 for place in (first, second) for _, y in taken)
+
+
+def test_the_words_of_a_page_are_explained_on_it(page: str) -> None:
+    words = page.partition('id="words"')[2]
+
+    for term in terms_in("FSDP MFU micro-batch"):
+        assert f"<td>{term.name}</td>" in words
+    assert "<td>ZB-V</td>" not in words or "ZB-V" in page.partition('id="words"')[0]
+
+
+def test_words_stand_at_the_left_of_a_table_of_numbers() -> None:
+    markup = table(["GPUs", "step", "plan"], [("8", "1 s", "FSDP 8")], 0, words_from=2)
+
+    assert markup.count('class="n"') == 4
+    assert "<td>FSDP 8</td>" in markup

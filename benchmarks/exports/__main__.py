@@ -6,19 +6,14 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.accuracy import cases
 from benchmarks.exports import targets
+from benchmarks.exports.rows import Row, row_of
 from meshwright.planner.answers.search import InfeasibleError, SolverError, price_setup, search
-from meshwright.planner.exchange.accelerate import read_accelerate
-from meshwright.planner.exchange.deepspeed import read_deepspeed
-from meshwright.planner.exchange.export import Export, export
-from meshwright.planner.exchange.imports import plan_of
-from meshwright.planner.exchange.megatron import read_megatron
 from meshwright.planner.exchange.targets import TARGETS
-from meshwright.planner.exchange.torchtitan import read_torchtitan
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.pins import Pins
@@ -69,19 +64,6 @@ STATE_BYTES = 16
 """Of a parameter and its optimizer state, at least: fewer GPUs than hold that are not tried."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One plan and one target. outcome: same (read back, it is the plan again), said (what differs is said in notes),
-    refused (with a reason), or a defect: silent, or not parsed. parsed: by the target's own parser."""
-
-    model: str
-    plan: str
-    target: str
-    outcome: str
-    parsed: bool
-    note: str
-
-
 def plans_of(name: str, profile: ModelProfile) -> Iterator[tuple[str, Plan]]:
     """The search's plan, and what people set up by hand, as far as it fits."""
     device = load_device(DEVICE)
@@ -104,45 +86,6 @@ def plans_of(name: str, profile: ModelProfile) -> Iterator[tuple[str, Plan]]:
             if candidate.plan is not None:
                 yield f"{words}, {count} GPUs: {shape_of(candidate.plan).label}", candidate.plan
         return
-
-
-def row_of(name: str, label: str, plan: Plan, profile: ModelProfile, target: str) -> Row:
-    """What becomes of a plan at a target."""
-    try:
-        found = export(plan, target)
-    except ValueError as error:
-        return Row(name, label, target, "refused", False, str(error))
-    unknown = targets.undocumented(found)
-    if unknown:
-        return Row(name, label, target, "not parsed", False, f"not documented: {', '.join(unknown)}")
-    parsed = targets.version(target) is not None
-    if parsed:
-        try:
-            targets.parse(found)
-        except Exception as error:
-            return Row(name, label, target, "not parsed", False, f"{type(error).__name__}: {error}")
-    try:
-        same = _read_back(found, plan, profile) == plan.model_copy(
-            update={"prediction": None, "certificate": None, "alternatives": ()}
-        )
-    except ValueError:  # what is said of the target's own layout is one that no plan of ours can say
-        same = False
-    outcome = "same" if same else "said" if found.notes else "silent"
-    return Row(name, label, target, outcome, parsed, "; ".join(found.notes))
-
-
-def _read_back(found: Export, plan: Plan, profile: ModelProfile) -> Plan:
-    count = plan.degrees.num_devices
-    if found.target == "megatron":
-        layout = read_megatron(found.words, count, profile)
-    elif found.target == "torchtitan":
-        layout = read_torchtitan(found.words, count, profile)
-    else:
-        layout = (read_accelerate if found.target == "accelerate" else read_deepspeed)(found.document, count)
-    layers = [layer for stage in plan.stages for layer in stage.layers]
-    usual = next((layer.recompute for layer in layers if layer.recompute != "none"), "none")
-    size = layout.micro_batch or plan.micro_batch
-    return plan_of(layout, profile, plan.cluster, plan.training, size, layout.recompute or usual)
 
 
 def markdown(rows: list[Row]) -> str:

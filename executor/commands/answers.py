@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -13,11 +13,11 @@ from ...planner.plan.not_run import not_run
 from ...planner.plan.training import TrainingSpec
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
+from .. import api
 from ..reporting import terminal
-from ..reporting.report import joined_notes, launch_command
+from ..reporting.report import json_document, launch_command
 
 if TYPE_CHECKING:
-    from ...planner.answers.fewer import Fewer
     from ...planner.answers.search import SearchResult
     from ...planner.answers.verdict import Verdict
     from ...planner.cost.estimate import Estimate
@@ -44,13 +44,8 @@ def searched(
     waiting: terminal.Waiting,
 ) -> "SearchResult":
     """The plan that a search finds, checked. Exits with a sentence where there is none."""
-    from ...planner.answers.search import search
-
-    waiting("searching")
     with named_outcomes():
-        result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, progress=waiting)
-    _check_result(result, profile, pins)
-    return result
+        return api.searched(profile, cluster, training, pins, time_limit_s, waiting)
 
 
 @contextmanager
@@ -68,49 +63,41 @@ def named_outcomes() -> Iterator[None]:
         raise SystemExit(BAD_INPUT) from None
 
 
-def _check_result(result: "SearchResult", profile: ModelProfile, pins: "Pins") -> None:
-    """The independent check, before anything is written: a violation is a mistake of the planner, never the user's.
-    That the executor does not run something yet is one, too, unless it was asked for."""
-    from ...planner.answers.check import check
-
-    violations = check(result.plan, profile, to_run=not pins.may_go_beyond)
-    if violations:
-        raise AssertionError("the plan breaks its own limits: " + "; ".join(violations))
-
-
-def print_plan(
-    console: Console,
-    result: "SearchResult",
-    profile: ModelProfile,
-    assumptions: list[str],
-    target: Path | None,
-    quiet: bool,
-    fewer: "Fewer | None" = None,
-) -> None:
-    """A plan that was just made, with all that was weighed; quiet: the choice only. target: the file it went to; fewer:
-    GPUs that would nearly do."""
-    from ...planner.answers.explain import batch_advice
-
-    plan, estimate = result.plan, result.estimate
-    terminal.print_coupling(console, profile.coupling, plan.micro_batch)
-    terminal.print_assumptions(console, assumptions)
+def print_plan(console: Console, found: "api.Planned", target: Path | None, quiet: bool, verbose: bool = False) -> None:
+    """A plan that was just made, on one screen. quiet: the choice only; verbose: all that was weighed. target: the file
+    it went to."""
+    result = found.result
+    assert result is not None, "it was searched for"
+    if not quiet and not verbose:
+        found.print(console, None if target is None else str(target))
+        return
+    plan = found.document
+    terminal.print_coupling(console, found.profile.coupling, plan.micro_batch)
+    terminal.print_assumptions(console, found.assumptions)
     terminal.print_job(console, plan)
-    terminal.print_choice(console, plan, estimate.step_time_s, result.alternatives)
-    if not quiet:
+    terminal.print_choice(console, plan, found.step_time_s, result.alternatives)
+    if verbose:
         replicas = next((c.verdict for c in result.baselines if c.label == "DDP"), None)
-        print_estimate(console, plan, estimate, replicas)
+        print_estimate(console, plan, result.estimate, replicas)
         terminal.print_placement(console, plan)
-        terminal.print_alternatives(console, plan, estimate, result.alternatives)
+        terminal.print_alternatives(console, plan, result.estimate, result.alternatives)
         terminal.print_candidates(console, "What people usually try", result.baselines)
-        less = [] if fewer is None else [str(fewer)]
-        terminal.print_notes(console, [*joined_notes(profile.notes), *batch_advice(plan), *less])
+        terminal.print_notes(console, found.notes)
         terminal.print_certificate(console, plan)
     if target is not None:
         run = [
             (f"plan verify {target}", "same numbers as one device, on processes of this machine"),
             (launch_command(plan, "train.py"), "train.py as in the README, section Train"),
         ]
-        terminal.print_next(console, [str(target)], [] if not_run(plan) else run)
+        goes_to = None if plan.certificate is None else plan.certificate.framework
+        exported = [(f"plan export {target} --to {goes_to}", "the layout in its own settings")] if goes_to else []
+        terminal.print_next(console, [str(target)], exported + ([] if not_run(plan) else run))
+
+
+def plan_document(found: "api.Planned") -> dict[str, Any]:
+    """What `plan --json` prints: the plan and all that was weighed, and what was assumed."""
+    assert found.result is not None, "it was searched for"
+    return {**json_document(found.result, found.fewer), "assumed": list(found.assumptions)}
 
 
 def print_estimate(console: Console, plan: Plan, estimate: "Estimate", replicas: "Verdict | None" = None) -> None:

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from ..reporting import terminal
+from ..reporting.documents import check_document
 from ..reporting.output_files import check_writable
 from ..reporting.report import candidate_document
 from . import inputs, options
@@ -51,7 +52,13 @@ def _compare_command(
     ] = 5,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="a picture of it: .html or .png", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="a picture of it: .html or .png; or the plan of the one --setup: .json",
+            show_default=False,
+        ),
     ] = None,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,
@@ -64,9 +71,13 @@ def _compare_command(
     from ..reporting.measured_report import measured_document, standing_document
 
     if output is not None:
-        check_writable(output, "-o", ".html", ".png")
+        check_writable(output, "-o", ".html", ".png", ".json")
     machine = inputs.read_cluster(job.machine)
     setups = read_setups(setup or [], machine)
+    if output is not None and output.suffix == ".json":
+        check_document(output, "meshwright-plan")
+        if len(setups) != 1:
+            raise ValueError(f"-o {output} takes the plan of one --setup; there are {len(setups)}: give one")
     with at_work(quiet or as_json) as waiting:
         profile, loaded = inputs.read_model(model, job.seq_len, waiting, not no_cache, measure)
         if measure and loaded is None:
@@ -86,7 +97,10 @@ def _compare_command(
         if measure and loaded is not None:
             waiting("running each set-up on the local devices")
             times = measured(comparison, loaded, steps=steps, repetitions=repetitions)
-    if output is not None and comparison.plans:
+    asked = comparison.candidates[1].plan if output is not None and output.suffix == ".json" else None
+    if asked is not None and output is not None:
+        asked.save(output)
+    elif output is not None and output.suffix != ".json" and comparison.plans:
         save_picture(output, comparison, times)
     if as_json:
         rows = [{**candidate_document(c), "measured": measured_document(times, c.label)} for c in comparison.candidates]
@@ -96,9 +110,9 @@ def _compare_command(
         console = terminal.make_console()
         terminal.print_assumptions(console, assumptions)
         _print_comparison(console, comparison, times, machine.device.price_per_hour)
-        if output is not None and comparison.plans:
+        if output is not None and (asked is not None or (output.suffix != ".json" and comparison.plans)):
             terminal.print_next(console, [str(output)], [])
-    if not comparison.plans:
+    if not comparison.plans or (output is not None and output.suffix == ".json" and asked is None):
         raise SystemExit(DOES_NOT_FIT)
 
 

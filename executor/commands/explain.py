@@ -2,28 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from .. import api
 from ..reporting import terminal
 from ..reporting.documents import json_kind
-from ..reporting.explain_report import Explanation, explanation_document, print_explanation
-from . import inputs, options
-from .answers import at_work, searched
+from ..reporting.explain_report import explanation_document, print_explanation
+from . import options
+from .answers import at_work, named_outcomes
 from .option_groups import grouped
 
-if TYPE_CHECKING:
-    from ...planner.answers.why_not import Answer
-    from ...planner.cost.estimate import Estimate
-    from ...planner.plan.document import Plan
-    from ...profiler.model.model_profile import ModelProfile
-
 explain_app = options.new_app()
-
-_BYTES_PER_PARAMETER = 4
-_WEIGHED_SECONDS = 8.0
-"""For pricing rules of thumb, where the plan's document keeps nothing that was weighed beside it."""
 
 
 @explain_app.command()
@@ -60,84 +51,23 @@ def _explain_command(
 
     With --why-not: why a layout is not the plan: illegal by which rule, over memory on which stage, or how much slower.
     """
-    assumptions: list[str] = []
     with at_work(quiet or as_json) as waiting:
         if _is_plan(source):
-            plan, found, profile = _of_plan(Path(source), model, waiting, no_cache)
+            planned = api.load(source, model=model, cache=not no_cache, waiting=waiting)
         else:
-            machine, pins = inputs.read_cluster(job.machine), choices.pins()
-            profile, _ = inputs.read_model(source, job.seq_len, waiting, not no_cache)
-            training, assumptions = inputs.read_training(profile, machine, job.global_batch, job.stack)
-            result = searched(profile, machine, training, pins, time_limit, waiting)
-            plan, found = result.plan, result.estimate
+            with named_outcomes():
+                request = api.Request(source, job, choices, time_limit_s=time_limit, use_cache=not no_cache)
+                planned = api.planned(request, waiting)
         waiting("asking")
-        explanation = _explained(plan, found, profile, why_not or [], time_limit)
+        explanation = planned.explain(*(why_not or ()), time_limit=time_limit)
     if as_json:
         terminal.write_json(json.dumps(explanation_document(explanation)))
         return
     console = terminal.make_console()
-    terminal.print_assumptions(console, assumptions)
+    terminal.print_assumptions(console, planned.assumptions)
     print_explanation(console, explanation)
 
 
 def _is_plan(source: str) -> bool:
     path = Path(source)
     return path.suffix == ".json" and path.exists() and json_kind(path) == "meshwright-plan"
-
-
-def _of_plan(
-    path: Path, model: str | None, waiting: terminal.Waiting, no_cache: bool
-) -> "tuple[Plan, Estimate, ModelProfile]":
-    """A saved plan, priced, with its model's profile."""
-    from ...planner.cost.estimate import estimate
-
-    plan = inputs.read_plan(path)
-    profile = inputs.profile_of(plan, path, model, waiting, no_cache)
-    return plan, estimate(plan, profile), profile
-
-
-def _explained(
-    plan: "Plan", found: "Estimate", profile: "ModelProfile", why_not: list[str], seconds: float
-) -> Explanation:
-    """Why the plan is not each of these layouts; without any, all that people are told to ask."""
-    from ...planner.answers.decision_path import walk
-    from ...planner.answers.guidance import no_candidates
-    from ...planner.answers.landscape import weighed
-    from ...planner.answers.tutorial import lessons
-
-    excluded = no_candidates(_BYTES_PER_PARAMETER * profile.num_parameters, plan.cluster.num_devices)
-    if why_not:
-        answers = _answers(why_not, plan, found, profile, seconds)
-        return Explanation(plan, found, answers=answers, excluded=excluded)
-    steps, taught = walk(plan, found, profile, seconds), lessons(plan, found, profile)
-    listed = weighed(plan, found, profile, _WEIGHED_SECONDS)
-    return Explanation(plan, found, steps=steps, lessons=taught, excluded=excluded, alternatives=listed)
-
-
-def _answers(
-    texts: list[str], plan: "Plan", found: "Estimate", profile: "ModelProfile", seconds: float
-) -> "tuple[Answer, ...]":
-    """Why the plan is not each of these layouts. Raises ValueError that says which word is wrong."""
-    from ...planner.answers.guidance import named_rules
-    from ...planner.answers.why_not import not_legal, why_not, why_not_plan, why_not_setup
-    from ...planner.plan.document import load_plan
-    from ...planner.plan.setups import IllegalSetupError, parse_setup
-    from ...planner.solve.explore import Explorer
-
-    explorer = Explorer(profile, plan.cluster, plan.training)
-    frameworks = {rule.name: rule.attempts for rule in named_rules(plan.cluster, profile)}
-    count, per_host = plan.cluster.num_devices, plan.cluster.devices_per_host
-
-    def answer(text: str) -> "Answer":
-        if text.strip().endswith(".json"):
-            return why_not_plan(explorer, text, load_plan(Path(text.strip())), plan, found)
-        attempts = frameworks.get(text.strip().lower())
-        if attempts is not None:
-            return why_not(explorer, text, attempts, plan, found, seconds)
-        try:
-            setup = parse_setup(text, count, per_host, "--why-not")
-        except IllegalSetupError as error:
-            return not_legal(text, error.rule)
-        return why_not_setup(explorer, setup, plan, found, seconds)
-
-    return tuple(answer(text) for text in texts)

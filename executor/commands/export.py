@@ -1,8 +1,9 @@
 """The commands `plan export` (a plan for another framework) and `plan check` (another framework's set-up, priced)."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.console import Console
@@ -10,9 +11,9 @@ from rich.text import Text
 
 from ...planner.cost.software import load_software
 from ...planner.exchange.targets import NAMES, TARGETS
-from ...planner.plan.training import TrainingSpec
-from ...profiler.document import write_file
+from ...planner.plan.training import Precision, TrainingSpec
 from ...profiler.machine.units import format_bytes, format_seconds
+from .. import api
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from . import inputs, options
@@ -22,9 +23,12 @@ from .option_groups import grouped
 if TYPE_CHECKING:
     from ...planner.answers.candidate import Candidate
     from ...planner.answers.search import SearchResult
+    from ...planner.exchange.given import Kind
     from ...planner.exchange.imports import Imported, Layout
     from ...profiler.machine.cluster import ClusterSpec
     from ...profiler.model.model_profile import ModelProfile
+
+_PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 export_app, check_app = (options.new_app() for _ in range(2))
 
@@ -37,20 +41,18 @@ def _export_command(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="where it goes (default: printed)", show_default=False),
     ] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Write PLAN as settings of another framework: Megatron-LM arguments, torchtitan flags, an Accelerate YAML (FSDP2)
     or a DeepSpeed JSON. What the target cannot do is refused with a reason; what its settings do not say is printed."""
-    from ...planner.exchange.export import export
-    from ...planner.plan.document import load_plan
-
-    document = load_plan(plan)
-    found = export(document, to)
+    found = api.load(plan).export(to, output)
+    if as_json:
+        written = {"target": found.target, "words": list(found.words), "document": dict(found.document)}
+        terminal.write_json(json.dumps({**written, "notes": list(found.notes), "text": found.text}))
+        return
     if output is None:
         terminal.write_json(found.text.rstrip("\n"))
         return
-    if output.is_dir() or not output.parent.is_dir():
-        raise ValueError(f"-o {output}: give a file name in a folder that exists")
-    write_file(output, found.text)
     console = terminal.make_console()
     terminal.print_notes(console, [f"not said in {output}: {note}" for note in found.notes])
     terminal.print_next(console, [f"{output}: the layout for {NAMES[found.target]}"], [])
@@ -64,13 +66,19 @@ def _check_command(
     megatron: Annotated[
         str | None,
         typer.Option(
-            "--megatron-args", metavar="ARGS", help="Megatron-LM arguments, or a file of them", show_default=False
+            "--megatron-args",
+            metavar="ARGS",
+            help="Megatron-LM arguments, or a file: the script that launches it, too",
+            show_default=False,
         ),
     ] = None,
     torchtitan: Annotated[
         str | None,
         typer.Option(
-            "--torchtitan-args", metavar="ARGS", help="torchtitan flags, or a file of them", show_default=False
+            "--torchtitan-args",
+            metavar="ARGS",
+            help="torchtitan flags, or a file: its launch script, a TOML, or config_registry.py:function",
+            show_default=False,
         ),
     ] = None,
     accelerate: Annotated[
@@ -84,6 +92,22 @@ def _check_command(
     *,
     machine: options.MachineOptions,
     global_batch: options.GlobalBatch = None,
+    nemo: Annotated[
+        Path | None,
+        typer.Option(
+            "--nemo", metavar="FILE", help="a recipe of NeMo or Megatron-Bridge (Python or YAML)", show_default=False
+        ),
+    ] = None,
+    seq_len: options.SeqLen = None,
+    micro_batch: options.MicroBatch = None,
+    precision: Annotated[
+        str | None,
+        typer.Option("--precision", metavar="NAME", help=f"where the settings leave it open: {', '.join(_PRECISIONS)}"),
+    ] = None,
+    optimizer: Annotated[
+        options.Optimizer | None, typer.Option("--optimizer", help="where the settings leave it open (default: adamw)")
+    ] = None,
+    memory_margin: options.Margin = 0.05,
     software: Annotated[
         str | None,
         typer.Option(
@@ -102,28 +126,47 @@ def _check_command(
 
     Both are priced for the same training stack, global batch and precision. Exit code 3: the set-up does not fit.
     """
-    from ...planner.exchange.imports import imported
+    from ...planner.exchange.given import read_given
+    from ...planner.exchange.imports import Said, imported, with_flags
 
-    settings = {"megatron": megatron, "torchtitan": torchtitan, "accelerate": accelerate, "deepspeed": deepspeed}
-    given = [name for name, value in settings.items() if value is not None]
-    if len(given) != 1:
+    settings: dict[Kind, str | Path | None] = {
+        "megatron": megatron,
+        "nemo": nemo,
+        "torchtitan": torchtitan,
+        "accelerate": accelerate,
+        "deepspeed": deepspeed,
+    }
+    said = [(kind, str(value)) for kind, value in settings.items() if value is not None]
+    if len(said) != 1:
         raise ValueError(
-            "give one of --megatron-args, --torchtitan-args, --accelerate and --deepspeed; for example "
+            "give one of --megatron-args, --nemo, --torchtitan-args, --accelerate and --deepspeed; for example "
             '--megatron-args "--tensor-model-parallel-size 8 --micro-batch-size 1"'
         )
     check_document(output, "meshwright-plan")
+    if precision is not None and precision not in _PRECISIONS:
+        raise ValueError(f"--precision {precision}: choose {', '.join(_PRECISIONS)}")
+    given = read_given(*said[0])
+    if machine.gpus is None and machine.cluster is None and given.num_devices is not None:
+        machine = replace(machine, gpus=str(given.num_devices))
     devices = inputs.read_cluster(machine)
+    flags = Said(
+        precision=next((name for name in _PRECISIONS if name == precision), None),
+        micro_batch=micro_batch,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        sgd=None if optimizer is None else optimizer is options.Optimizer.SGD,
+    )
     with at_work(as_json) as waiting:
-        profile, _ = inputs.read_model(model, None, waiting, not no_cache)
-        layout = _read(given[0], str(settings[given[0]]), devices.num_devices, profile)
+        profile, _ = inputs.read_model(model, seq_len, waiting, not no_cache)
+        layout = with_flags(given.layout(devices.num_devices, profile), flags)
         if layout.seq_len is not None and layout.seq_len != profile.seq_len:
             waiting(f"the model at {layout.seq_len} tokens per sample")
             profile, _ = inputs.read_model(model, layout.seq_len, waiting, not no_cache)
-        training, assumptions = _training(layout, profile, devices, global_batch, software)
+        training, assumptions = _training(layout, profile, devices, software, memory_margin)
         found = imported(layout, profile, devices, training)
         if output is not None:
             found.plan.save(output)
-        result = _better(profile, devices, training, time_limit, waiting)
+        result = _better(layout, profile, devices, training, time_limit, waiting)
     candidates = _candidates(NAMES[layout.target], found, result)
     if as_json:
         terminal.write_json(json.dumps(_document(layout, found, result, candidates, assumptions)))
@@ -133,56 +176,43 @@ def _check_command(
         raise SystemExit(DOES_NOT_FIT)
 
 
-def _read(target: str, value: str, num_devices: int, profile: "ModelProfile") -> "Layout":
-    from ...planner.exchange.accelerate import read_accelerate
-    from ...planner.exchange.deepspeed import read_deepspeed
-    from ...planner.exchange.from_flags import read_document, read_words
-    from ...planner.exchange.megatron import read_megatron
-    from ...planner.exchange.torchtitan import read_torchtitan
-
-    if target == "megatron":
-        return read_megatron(read_words(value), num_devices, profile)
-    if target == "torchtitan":
-        return read_torchtitan(read_words(value), num_devices, profile)
-    document = read_document(Path(value))
-    return (read_accelerate if target == "accelerate" else read_deepspeed)(document, num_devices)
-
-
 def _training(
     layout: "Layout",
     profile: "ModelProfile",
     machine: "ClusterSpec",
-    global_batch: int | None,
     software: str | None,
+    memory_margin: float,
 ) -> tuple[TrainingSpec, list[str]]:
     """(the job that the settings say, what is assumed about the rest)."""
-
-    if None not in (global_batch, layout.global_batch) and global_batch != layout.global_batch:
-        raise ValueError(
-            f"--global-batch {global_batch}, but the settings say {layout.global_batch}: leave out --global-batch"
-        )
     stack = load_software(software or layout.software).name
     optimizer = options.Optimizer.SGD if layout.sgd else options.Optimizer.ADAMW
-    computes = options.StackOptions(optimizer=optimizer, software=stack)
-    training, assumptions = inputs.read_training(profile, machine, layout.global_batch or global_batch, computes)
+    computes = options.StackOptions(optimizer=optimizer, software=stack, memory_margin=memory_margin)
+    training, assumptions = inputs.read_training(profile, machine, layout.global_batch, computes)
     if layout.precision is not None:
         training = training.model_copy(update={"precision": layout.precision})
     return training, [*assumptions, f"priced as {stack}; --software changes it"]
 
 
 def _better(
+    layout: "Layout",
     profile: "ModelProfile",
     machine: "ClusterSpec",
     training: TrainingSpec,
     time_limit: float,
     waiting: terminal.Waiting,
 ) -> "SearchResult | str":
-    """The best plan for the same job, or why there is none."""
+    """The best plan for the same job that the same framework runs, or why there is none."""
     from ...planner.answers.search import InfeasibleError, SolverError, search
+    from ...planner.plan.frameworks import FRAMEWORKS
+    from ...planner.plan.pins import Pins
 
+    framework = FRAMEWORKS[layout.target]
+    pins = Pins(framework=framework if framework.cannot_run(profile, training) is None else None)
     waiting("searching")
     try:
-        return search(profile, machine, training, time_limit_s=time_limit, progress=waiting)
+        return search(
+            profile, machine, training, pins=pins, time_limit_s=time_limit, progress=waiting, beside_open=False
+        )
     except (InfeasibleError, SolverError) as error:
         return str(error)
 
@@ -250,7 +280,8 @@ def _print(
     else:
         gain = found.estimate.step_time_s / result.estimate.step_time_s
         told = f", {gain:.2f} times as fast as yours" if found.estimate.fits else ""
-        planned = f"{choice_in_words(result.plan)}\n{format_seconds(result.estimate.step_time_s)} a step{told}"
+        runs = "" if result.certificate.framework is None else f", on {NAMES[layout.target]}, too"
+        planned = f"{choice_in_words(result.plan)}\n{format_seconds(result.estimate.step_time_s)} a step{told}{runs}"
     console.print(terminal.hanging("planned", Text(planned), "default"))
     reference = None if isinstance(result, str) else result.estimate.step_time_s
     terminal.print_comparison(console, candidates, reference)

@@ -1,10 +1,13 @@
 """The commands that run on the devices here: `plan calibrate` measures them, `plan verify` runs a plan on them."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .. import api
 from ..reporting import terminal
 from . import inputs, options
 from .answers import DIFFERENT_NUMBERS, at_work
@@ -42,6 +45,7 @@ def _calibrate_command(
             show_default=False,
         ),
     ] = None,
+    as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Measure the devices here and write them as a device file for --device: matmuls, memory, attention, collectives.
@@ -53,9 +57,9 @@ def _calibrate_command(
 
     check_device_output(output)
     if steps is not None:
-        _fit_to_steps(steps, output, quiet)
+        _fit_to_steps(steps, output, quiet, as_json)
         return
-    with at_work(quiet) as waiting:
+    with at_work(quiet or as_json) as waiting:
         profile, loaded = None, None
         if model is not None:
             profile, loaded = inputs.read_model(model, seq_len, waiting, needs_model=True)
@@ -64,7 +68,10 @@ def _calibrate_command(
         waiting("measuring")
         found = calibrate(device_kind, ranks, quick, dtype or (), loaded, profile, micro_batch)
     save_device(found.device, output)
-    if not quiet:
+    if as_json:
+        checks = {"steps": [asdict(each) for each in found.steps], "layers": [asdict(each) for each in found.layers]}
+        terminal.write_json(json.dumps({"device": found.device.model_dump(mode="json"), **checks}))
+    elif not quiet:
         console = terminal.make_console()
         print_calibration(console, found)
         terminal.print_next(
@@ -74,13 +81,13 @@ def _calibrate_command(
         )
 
 
-def _fit_to_steps(steps: Path, output: Path, quiet: bool) -> None:
+def _fit_to_steps(steps: Path, output: Path, quiet: bool, as_json: bool) -> None:
     """Write the device of the plans in `steps`, fitted to their measured step times."""
     from ...profiler.machine.calibrate import save_device
     from ..measuring.calibrate import fitted_to, print_steps
     from ..measuring.measured_steps import load_measured_steps
 
-    with at_work(quiet) as waiting:
+    with at_work(quiet or as_json) as waiting:
         runs = load_measured_steps(
             steps, lambda plan, source: inputs.read_model(source, plan.training.seq_len, waiting)[0]
         )
@@ -88,7 +95,10 @@ def _fit_to_steps(steps: Path, output: Path, quiet: bool) -> None:
         links = {"link": cluster.link, "network": cluster.network}
         device, checks = fitted_to(cluster.device.model_copy(update=links), runs)
     save_device(device, output)
-    if not quiet:
+    if as_json:
+        document = {"device": device.model_dump(mode="json"), "steps": [asdict(each) for each in checks]}
+        terminal.write_json(json.dumps(document))
+    elif not quiet:
         console = terminal.make_console()
         print_steps(console, checks, f"{device.name}, fitted to {len(checks)} measured steps", "predicted before")
         terminal.print_next(console, [str(output)], [(f"plan MODEL --device {output}", "plans with what was learned")])
@@ -104,23 +114,20 @@ def _verify_command(
         ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="optimizer steps to compare")] = 3,
+    as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Run PLAN on processes of this machine beside one process: same loss, gradients and parameters, or the first
     tensor that differs. A small version of the model is used where there is one."""
-    document = inputs.read_plan(plan, to_run=True)
-    source = model or document.model.source
-    inputs.check_source(source, "--model says where the model is")
-    with at_work(quiet) as waiting:
-        from ...profiler.model.load import load_model
-        from ..measuring.verify import verify
-
-        waiting("loading the model")
-        loaded = load_model(source, document.training.seq_len)
+    planned = api.load(plan, model=model, to_run=True)
+    with at_work(quiet or as_json) as waiting:
         waiting("running the plan beside one process")
-        report = verify(document, loaded, steps=steps)
-    console = terminal.make_console()
-    for line in report.lines:
-        console.print(line, markup=False)
+        report = planned.verify(steps)
+    if as_json:
+        terminal.write_json(json.dumps({"ok": report.ok, **asdict(report)}))
+    else:
+        console = terminal.make_console()
+        for line in report.lines:
+            console.print(line, markup=False)
     if not report.ok:
         raise SystemExit(DIFFERENT_NUMBERS)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from ...planner.cost.software import load_software
 from ...planner.plan.document import Plan, load_plan
-from ...planner.plan.training import SAMPLES_PER_GPU, TrainingSpec
+from ...planner.plan.training import REFERENCE, SAMPLES_PER_GPU, TrainingSpec
 from ...profiler.garbage import without_garbage_collection
 from ...profiler.machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
+from ...profiler.machine.instances import instance
 from ...profiler.machine.local import local_gpus, preset_of
 from ...profiler.model.cache import ProfileCache
 from ...profiler.model.lengths import at_seq_len
@@ -27,6 +28,39 @@ MODEL_RULE = "MODEL is a model.py, file.py:function, config.json or profile.json
 
 def read_cluster(machine: options.MachineOptions) -> ClusterSpec:
     """The cluster that the flags describe; what they leave open is taken from this machine, or assumed and noted."""
+    found = _of_instances(machine) if machine.instance is not None else _of_devices(machine)
+    if machine.price_per_hour is None:
+        return found
+    price = {"price_per_hour": machine.price_per_hour}
+    hosts = (g.model_copy(update={"device": g.device.model_copy(update=price)}) for g in found.hosts)
+    return found.model_copy(update={"hosts": tuple(hosts)})
+
+
+def _of_instances(machine: options.MachineOptions) -> ClusterSpec:
+    """So many instances of a cloud's type."""
+    chosen = instance(machine.instance or "")
+    flags = {"--cluster": machine.cluster, "--device": machine.device, "--gpus-per-node": machine.gpus_per_node}
+    for flag, value in flags.items():
+        if value is not None:
+            raise ValueError(f"--instance {chosen.name} says which devices there are: leave out {flag}")
+    nodes = machine.nodes
+    if machine.gpus is not None:
+        gpus = whole_number("--gpus", machine.gpus, "8")
+        if gpus % chosen.gpus or nodes not in (None, gpus // chosen.gpus):
+            whole = (
+                f"--nodes {nodes} of {chosen.name} are {chosen.gpus * nodes} GPUs"
+                if nodes
+                else (f"{chosen.name} has {chosen.gpus} GPUs")
+            )
+            raise ValueError(f"--gpus {gpus}, but {whole}: leave out --gpus, or give a multiple of {chosen.gpus}")
+        nodes = gpus // chosen.gpus
+    return chosen.cluster(nodes or 1)
+
+
+def _of_devices(machine: options.MachineOptions) -> ClusterSpec:
+    """The cluster of a file, or equal hosts of a device."""
+    if machine.nodes is not None:
+        raise ValueError(f"--nodes {machine.nodes} counts instances: give --instance, too, or --gpus instead")
     device, gpus_per_node, cluster_file = machine.device, machine.gpus_per_node, machine.cluster
     gpus = None if machine.gpus is None else whole_number("--gpus", machine.gpus, "8")
     if cluster_file is not None:
@@ -92,6 +126,8 @@ def read_model(
     if kind == "meshwright-plan":
         raise ValueError(f"{source} is a plan, not a model: look at it with `plan show {source}`")
     if kind == "meshwright-profile":
+        if "@vocab%" in source:
+            raise ValueError(f"{path} is a profile, made with its own vocabulary: give the config.json to --pad-vocab")
         profile = load_profile(path)
         return profile if seq_len is None else at_seq_len(profile, seq_len), None
     cache = ProfileCache(source, seq_len, lengths) if use_cache else None
@@ -122,7 +158,7 @@ def read_model(
 
 def check_source(source: str, rule: str) -> Path:
     """The file that `source` names. Raises ValueError with the nearest names if it is not there."""
-    path = Path(source)
+    path = Path(source.partition("@vocab%")[0])
     if not path.exists() and ".py:" in source:
         path = Path(source.partition(".py:")[0] + ".py")
     if path.exists():
@@ -156,7 +192,7 @@ def read_training(
         seq_len=profile.seq_len,
         precision=precision.value,
         optimizer=stack.optimizer.value,
-        software=load_software(stack.software).name,
+        software=load_software(stack.software or REFERENCE).name,
         memory_margin=stack.memory_margin,
     )
     return training, assumptions

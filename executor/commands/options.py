@@ -1,12 +1,13 @@
 """What the flags of several commands are called, take and mean."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...planner.plan.frameworks import TARGETS, framework_of
 from ...planner.plan.training import REFERENCE, Objective
 
 if TYPE_CHECKING:
@@ -78,6 +79,26 @@ ClusterFile = Annotated[
     Path | None,
     typer.Option("--cluster", metavar="FILE", help="TOML with hosts, links and devices", show_default=False),
 ]
+InstanceFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--instance", metavar="TYPE", help="a cloud's instance type (`plan devices --cloud`)", show_default=False
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option("--nodes", metavar="N", parser=_whole_number, help="instances (default: 1)", show_default=False),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        "--price-per-hour",
+        metavar="USD",
+        min=0.0,
+        help="of one GPU (default: the device file's, if it has one)",
+        show_default=False,
+    ),
+]
 GlobalBatch = Annotated[
     int | None,
     typer.Option(
@@ -91,7 +112,22 @@ SeqLen = Annotated[
 PrecisionFlag = Annotated[Precision | None, typer.Option("--precision", help="default: bf16; fp32 on cpu")]
 OptimizerFlag = Annotated[Optimizer, typer.Option("--optimizer")]
 SoftwareFlag = Annotated[
-    str, typer.Option("--software", metavar="NAME", help="training stack to predict: fsdp2-compile, megatron-core, ...")
+    str | None,
+    typer.Option(
+        "--software",
+        metavar="NAME",
+        help=f"training stack to predict: fsdp2-compile, megatron-core, ... (default: {REFERENCE}, or that of --for)",
+        show_default=False,
+    ),
+]
+For = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        metavar="FRAMEWORK",
+        help=f"only what it runs, priced with its software, to `plan export` to it: {', '.join(TARGETS)}",
+        show_default=False,
+    ),
 ]
 Margin = Annotated[
     float, typer.Option("--memory-margin", metavar="SHARE", min=0.0, max=0.9, help="share of GPU memory left free")
@@ -144,17 +180,21 @@ TimeLimit = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="profile anew, even if nothing has changed; keep nothing")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="everything: all tables, and what was weighed")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no tables, no progress bar")]
 
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """Which devices there are."""
+    """Which devices there are, and what one costs."""
 
     gpus: Gpus = None
     device: Device = None
     gpus_per_node: PerNode = None
     cluster: ClusterFile = None
+    instance: InstanceFlag = None
+    nodes: Nodes = None
+    price_per_hour: Price = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +203,7 @@ class StackOptions:
 
     precision: PrecisionFlag = None
     optimizer: OptimizerFlag = Optimizer.ADAMW
-    software: SoftwareFlag = REFERENCE
+    software: SoftwareFlag = None
     memory_margin: Margin = 0.05
 
 
@@ -181,6 +221,7 @@ class JobOptions:
 class PlanOptions:
     """What the user decides of the plan."""
 
+    made_for: For = None
     pin: Pin = None
     most: Most = None
     forbid: Forbid = None
@@ -194,4 +235,11 @@ class PlanOptions:
 
         everything = self.space is SpaceOf.FULL
         most, forbid = self.most or (), self.forbid or ()
-        return read_pins(self.pin or (), most, forbid, self.recompute, self.micro_batch, everything)
+        pins = read_pins(self.pin or (), most, forbid, self.recompute, self.micro_batch, everything)
+        return pins if self.made_for is None else replace(pins, framework=framework_of(self.made_for))
+
+    def stack(self, stack: StackOptions) -> StackOptions:
+        """How a job computes: with the software of the framework that plans are made for, if none is named."""
+        if self.made_for is None or stack.software is not None:
+            return stack
+        return replace(stack, software=framework_of(self.made_for).software)

@@ -2,45 +2,51 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ...planner.plan.training import Objective
-from ...profiler.machine.cluster import device_names, load_device
+from ...profiler.machine.instances import instances
+from .. import api
 from ..reporting import terminal
 from ..reporting.documents import check_document, json_kind
 from ..reporting.output_files import check_writable
-from ..reporting.report import json_document
 from ..reporting.terminal_profile import print_operators, print_profile
 from . import inputs, options
-from .answers import at_work, print_estimate, print_plan, print_prediction, searched
+from .answers import at_work, named_outcomes, plan_document, print_estimate, print_plan, print_prediction
 from .option_groups import grouped
-
-if TYPE_CHECKING:
-    from ...planner.plan.pins import Pins
-    from ...planner.plan.training import TrainingSpec
-    from ...profiler.machine.cluster import ClusterSpec
-    from ...profiler.model.model_profile import ModelProfile
 
 plan_app, profile_app, show_app, devices_app = (options.new_app() for _ in range(4))
 
-_EPILOG = (
-    "Also: [bold]plan profile[/bold] MODEL -o profile.json · [bold]plan compare[/bold] MODEL --gpus 8 --setup ddp "
-    "--setup 'tp=4 pp=2' · [bold]plan verify[/bold] plan.json · [bold]plan show[/bold] plan.json · "
-    "[bold]plan explain[/bold] plan.json --why-not tp=8 · [bold]plan sweep[/bold] MODEL --gpus 8,16,32 · "
-    "[bold]plan report[/bold] plan.json · [bold]plan diff[/bold] a.json b.json · [bold]plan devices[/bold] · "
-    "[bold]plan calibrate[/bold] -o device.toml. Each has --help."
-)
 
-
-@plan_app.command(epilog=_EPILOG)
+@plan_app.command()
 @grouped
 def _plan_command(
     model: options.Model,
     *,
     job: options.JobOptions,
     choices: options.PlanOptions,
+    pad_vocab: Annotated[
+        int | None,
+        typer.Option(
+            "--pad-vocab",
+            metavar="N",
+            min=1,
+            help="of a config.json: add words until N divides their number, as Megatron-LM does (128), so that tensor "
+            "ranks can share them",
+            show_default=False,
+        ),
+    ] = None,
+    setup: Annotated[
+        str | None,
+        typer.Option(
+            "--setup",
+            metavar="LAYOUT",
+            help='the plan of a layout of yours, as in plan compare: "tp=2 pp=4 zero=1", hsdp:4, megatron, ...',
+            show_default=False,
+        ),
+    ] = None,
     objective: options.ObjectiveFlag = Objective.THROUGHPUT,
     time_limit: options.TimeLimit = 60.0,
     output: Annotated[
@@ -54,50 +60,27 @@ def _plan_command(
         Path | None, typer.Option("--svg", metavar="FILE", help="also draw what is printed", show_default=False)
     ] = None,
     no_cache: options.NoCache = False,
+    verbose: options.Verbose = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Plan how to train MODEL on GPUs: degrees, micro-batch, recompute, and which layer lives on which GPU.
 
     Needs no GPU: the model runs on fake tensors, the machine is a preset or a cluster file.
     """
-    from ...planner.answers.fewer import fewer_gpus
-
     target = output or (None if as_json else Path("plan.json"))
     check_document(target, "meshwright-plan")
-    machine, pins = inputs.read_cluster(job.machine), choices.pins()
-    with at_work(quiet or as_json) as waiting:
-        profile, _ = inputs.read_model(model, job.seq_len, waiting, not no_cache)
-        training, assumptions = inputs.read_training(profile, machine, job.global_batch, job.stack)
-        if objective is not Objective.THROUGHPUT:
-            machine, choice = _part_for(objective, profile, machine, training, pins, waiting)
-            assumptions.append(choice)
-        result = searched(profile, machine, training, pins, time_limit, waiting)
-        fewer = None if quiet else fewer_gpus(result.plan, result.estimate, profile, pins)
+    request = api.Request(model, job, choices, objective, time_limit, not no_cache, setup=setup, pad_vocab=pad_vocab)
+    with at_work(quiet or as_json) as waiting, named_outcomes():
+        found = api.planned(request, waiting)
     if target is not None:
-        result.plan.save(target)
+        found.save(target)
     if as_json:
-        terminal.write_json(json.dumps(json_document(result, fewer)))
+        terminal.write_json(json.dumps(plan_document(found)))
         return
     console = terminal.make_console(record=svg is not None)
-    print_plan(console, result, profile, assumptions, target, quiet, fewer)
+    print_plan(console, found, target, quiet, verbose)
     if svg is not None:
-        console.save_svg(str(svg), title=f"plan {model} --gpus {machine.num_devices}")
-
-
-def _part_for(
-    objective: Objective,
-    profile: "ModelProfile",
-    machine: "ClusterSpec",
-    training: "TrainingSpec",
-    pins: "Pins",
-    waiting: terminal.Waiting,
-) -> "tuple[ClusterSpec, str]":
-    """(the part of the machine that the objective asks for, a sentence that says so)."""
-    from ...planner.answers.sweep import cluster_for, objective_in_words
-
-    waiting(f"looking for the number of GPUs ({objective.value})")
-    part = cluster_for(objective, profile, machine, training, pins)
-    return part, objective_in_words(objective, machine, part)
+        console.save_svg(str(svg), title=f"plan {model} --gpus {found.document.degrees.num_devices}")
 
 
 @profile_app.command()
@@ -120,6 +103,7 @@ def _profile_command(
         ),
     ] = None,
     operators: Annotated[bool, typer.Option("--operators", help="list the operators of every class")] = False,
+    as_json: options.Json = False,
     no_cache: options.NoCache = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -129,14 +113,18 @@ def _profile_command(
         check_writable(graph, "--graph", ".graphml", ".dot")
     if json_kind(inputs.check_source(model, inputs.MODEL_RULE)) == "meshwright-profile":
         raise ValueError(f"{model} is a profile already: plan from it with `plan {model} --gpus 8`")
-    with at_work(quiet) as waiting:
-        profile, _ = inputs.read_model(model, seq_len, waiting, not no_cache, lengths=lengths)
+    with at_work(quiet or as_json) as waiting:
+        request = api.Request(model, options.JobOptions(seq_len=seq_len), use_cache=not no_cache)
+        profile, _ = api.profiled(request, waiting, lengths=lengths)
     profile.save(output)
     if graph is not None:
         from ...profiler.model.layer_graph import graph_of
         from ..reporting.graph_files import write_graph
 
         write_graph(graph_of(profile), graph)
+    if as_json:
+        terminal.write_json(profile.model_dump_json())
+        return
     if quiet:
         return
     console = terminal.make_console()
@@ -148,9 +136,22 @@ def _profile_command(
 
 
 @devices_app.command()
-def _devices_command() -> None:
-    """List the device presets."""
-    terminal.print_devices(terminal.make_console(), [load_device(name) for name in device_names()])
+def _devices_command(
+    cloud: Annotated[bool, typer.Option("--cloud", help="list the cloud instance types instead")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """List the device presets, or with --cloud the instance types of clouds."""
+    if cloud:
+        found = list(instances().values())
+        if as_json:
+            terminal.write_json(json.dumps([each.model_dump(mode="json") for each in found]))
+        else:
+            terminal.print_instances(terminal.make_console(), found)
+        return
+    if as_json:
+        terminal.write_json(json.dumps([each.model_dump(mode="json") for each in api.devices().values()]))
+        return
+    terminal.print_devices(terminal.make_console(), list(api.devices().values()))
 
 
 @show_app.command()
@@ -166,14 +167,9 @@ def _show_command(
     no_cache: options.NoCache = False,
 ) -> None:
     """Print the tables of a saved PLAN again."""
-    document = inputs.read_plan(plan)
-    estimate = None
-    if model is not None:
-        from ...planner.cost.estimate import estimate as estimate_plan
-
-        with at_work(as_json) as waiting:
-            profile = inputs.profile_of(document, plan, model, waiting, no_cache)
-        estimate = estimate_plan(document, profile)
+    with at_work(as_json) as waiting:
+        found = api.load(plan, model=model, cache=not no_cache, waiting=waiting)
+        document, estimate = found.document, None if model is None else found.estimate
     if as_json:
         terminal.write_json(document.model_dump_json())
         return

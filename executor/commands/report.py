@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...profiler.document import write_file
+from .. import api
 from ..reporting import terminal
-from ..reporting.output_files import check_replaceable, check_writable
 from . import inputs, options
 from .answers import at_work
 
@@ -37,32 +36,30 @@ def _report_command(
         Path | None,
         typer.Option("--run", metavar="FILE", help="a run's telemetry, set beside the prediction", show_default=False),
     ] = None,
+    as_json: options.Json = False,
     no_cache: options.NoCache = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Draw PLAN as one HTML file that needs no network: who holds what, memory, a step's timeline, where its time goes,
     alternatives, sensitivity and proof."""
     from ...planner.cost.axis_seconds import axis_seconds
-    from ..reporting.html_report import report_page
-    from ..reporting.report_facts import gather
+    from ..reporting.report_facts import facts_document
     from ..reporting.run_report import run_table
 
-    check_writable(output, "-o", ".html")
-    if trace is not None:
-        check_writable(trace, "--trace", ".json")
-        check_replaceable(trace, "--trace", "trace", '"traceEvents"')
-    document = inputs.read_plan(plan)
-    with at_work(quiet) as waiting:
-        profile = inputs.profile_of(document, plan, model, waiting, no_cache)
+    api.check_report(output, trace)
+    with at_work(quiet or as_json) as waiting:
+        planned = api.load(plan, model=model, cache=not no_cache, waiting=waiting)
+        document, profile = planned.document, planned.profile
         found_run = None if run is None else run_table(document, run, axis_seconds(document, profile))
-        facts = gather(document, profile, waiting)
-    markup = "" if found_run is None else _run_markup(found_run)
-    write_file(output, report_page(facts, str(plan), profile.notes, markup))
+        markup = "" if found_run is None else _run_markup(found_run)
+        facts, count = planned.draw(output, trace, markup, waiting)
+    if as_json:
+        terminal.write_json(
+            json.dumps(facts_document(facts) | {"run": None if found_run is None else asdict(found_run)})
+        )
+        return
     written = [f"{output}, {output.stat().st_size / 1e3:,.0f} kB: open it in a browser"]
     if trace is not None:
-        from ..reporting.chrome_trace import write_trace
-
-        count = write_trace(document, profile, trace)
         written.append(f"{trace}, {count:,} events: open it at ui.perfetto.dev, which keeps it on your machine")
     console = terminal.make_console()
     if not quiet:
@@ -93,7 +90,7 @@ def _diff_command(
     with at_work(as_json) as waiting:
         if plans[0].model.fingerprint != plans[1].model.fingerprint:
             notes.append("the plans are for different models, so only their own predictions are compared")
-        elif model is None and not Path(plans[0].model.source).exists():
+        elif model is None and not Path(plans[0].model.source.partition("@vocab%")[0]).exists():
             notes.append(f"causes are not known: {plans[0].model.source} is not here; --model says where it is")
         else:
             profile = inputs.profile_of(plans[0], first, model, waiting, no_cache)

@@ -1,5 +1,6 @@
 """The command for a run that is under way: `plan replan`, a plan for the GPUs that are left."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +10,12 @@ from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.making import shape_of
 from ...planner.plan.pin_texts import read_pins
 from ...profiler.machine.cluster import ClusterSpec, cluster_of
+from .. import api
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from ..state.checkpoint_folder import latest_checkpoint, read_progress
 from . import inputs, options
-from .answers import at_work, print_plan, searched
+from .answers import at_work, plan_document, print_plan, searched
 from .option_groups import grouped
 
 replan_app = options.new_app()
@@ -37,7 +39,9 @@ def _replan_command(
     pin: options.Pin = None,
     output: options.PlanOutput = Path("plan.json"),
     time_limit: options.TimeLimit = 60.0,
+    as_json: options.Json = False,
     no_cache: options.NoCache = False,
+    verbose: options.Verbose = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Plan again for a run that lost GPUs or got more: the job is that of the checkpoint, global batch included."""
@@ -50,7 +54,7 @@ def _replan_command(
     pins = read_pins(pin or ())
     source = model or before.model.source
     inputs.check_source(source, "--model says where the model is")
-    with at_work(quiet) as waiting:
+    with at_work(quiet or as_json) as waiting:
         profile, _ = inputs.read_model(source, before.training.seq_len, waiting, not no_cache)
         if profile.fingerprint != before.model.fingerprint:
             raise ValueError(
@@ -59,6 +63,10 @@ def _replan_command(
             )
         result = searched(profile, machine, before.training, pins, time_limit, waiting)
     result.plan.save(output)
+    found = api.Planned(result.plan, lambda: profile, result=result)
+    if as_json:
+        terminal.write_json(json.dumps(plan_document(found)))
+        return
     console = terminal.make_console()
     before_words = f"{before.degrees.num_devices} GPUs, {shape_of(before).label}"
     now_words = f"{result.plan.degrees.num_devices} GPUs, {shape_of(result.plan).label}"
@@ -67,7 +75,7 @@ def _replan_command(
         f"{before.training.global_batch} as before",
         markup=False,
     )
-    print_plan(console, result, profile, [], output, quiet)
+    print_plan(console, found, output, quiet, verbose)
     console.print(f"then trainer.resume({str(checkpoint)!r}) goes on from {folder.name}", markup=False)
 
 

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from .. import api
 from ..reporting import terminal
-from . import inputs, options
+from . import options
 from .answers import at_work
 from .option_groups import grouped
 
@@ -70,38 +71,43 @@ def _sweep_command(
 
     The global batch is the same at all points unless you give one for each number of GPUs, or --scale-batch.
     """
-    from ...planner.answers.sweep import marginal_prices, robustness, sweep
+    from ...planner.answers.sweep import left_out_in_words, marginal_prices, robustness
     from ..reporting.sweep_report import Worth, check_target, print_sweep, sweep_document, write
-    from .sweep_grid import batches_of, machines_of, numbers_of
+    from .sweep_grid import numbers_of
 
     if output is not None:
         check_target(output)
-    machines = machines_of(machine)
-    counts = [part.num_devices for part in machines]
     lengths: list[int | None] = [*numbers_of("--seq-len", seq_len)] if seq_len else [None]
     pins = choices.pins()
     with at_work(quiet or as_json) as waiting:
-        profiles = [inputs.read_model(model, length, waiting, not no_cache)[0] for length in lengths]
-        batches, notes = batches_of(global_batch, counts, profiles[0].global_batch, scale_batch)
-        jobs = []
-        for profile in profiles:
-            for part, batch in zip(machines, batches, strict=True):
-                jobs.append((profile, part, inputs.read_training(profile, part, batch, stack)[0]))
-        points = sweep(jobs, pins, time_limit, waiting)
+        found = api.swept(
+            model,
+            machine,
+            lengths,
+            choices.stack(stack),
+            pins,
+            global_batch=global_batch,
+            scale_batch=scale_batch,
+            time_limit_s=time_limit,
+            use_cache=not no_cache,
+            waiting=waiting,
+        )
+        points, first = found.points, found.points[0].cluster
+        notes = [*found.notes, *left_out_in_words(found.left_out)]
         worth = []
         for point in points if prices else ():
             waiting(f"pricing what more of each resource is worth on {point.num_devices:,} GPUs")
             worth.append(Worth(marginal_prices(point, pins), robustness(point)))
-    price = price_per_hour if price_per_hour is not None else machines[0].device.price_per_hour
-    document = sweep_document(points, worth, notes, price)
+    price = price_per_hour if price_per_hour is not None else first.device.price_per_hour
+    document = sweep_document(points, worth, found.notes, price, found.left_out)
     if output is not None:
         write(output, points, document, price)
     if as_json:
         terminal.write_json(json.dumps(document))
         return
     console = terminal.make_console()
-    if machines[0].assumption is not None:
-        terminal.print_assumptions(console, [machines[0].assumption])
+    if first.assumption is not None:
+        terminal.print_assumptions(console, [first.assumption])
     print_sweep(console, points, worth, notes, price)
     if output is not None:
         terminal.print_next(console, [str(output)], [])

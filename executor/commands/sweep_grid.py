@@ -1,8 +1,10 @@
 """The points of a sweep, from its flags: numbers of GPUs, sequence lengths, and the global batch at each."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...planner.answers.infeasible import grown
+from ...planner.answers.sweep import LeftOut
 from ...planner.plan.training import SAMPLES_PER_GPU
 from ...profiler.machine.cluster import ClusterSpec
 from . import inputs, options
@@ -13,13 +15,16 @@ def numbers_of(flag: str, text: str) -> list[int]:
     return [inputs.whole_number(flag, word.strip(), "8,16,32") for word in text.split(",")]
 
 
-def machines_of(machine: options.MachineOptions) -> list[ClusterSpec]:
-    """The cluster of every point: as many GPUs as said, or parts of a cluster file. Raises ValueError."""
+def machines_of(machine: options.MachineOptions) -> list[ClusterSpec | LeftOut]:
+    """The cluster of every point: as many GPUs as said, or parts of a cluster file; or why there is none.
+
+    Raises ValueError where there is none at all.
+    """
     gpus, file = machine.gpus, machine.cluster
     if file is None:
         if gpus is None:
             raise ValueError("say for how many GPUs, for example --gpus 8,16,32 (or give a --cluster file)")
-        return [inputs.read_cluster(replace(machine, gpus=str(count))) for count in numbers_of("--gpus", gpus)]
+        return _each(numbers_of("--gpus", gpus), lambda n: inputs.read_cluster(replace(machine, gpus=str(n))))
     whole = inputs.read_cluster(replace(machine, gpus=None))
     per_host, most = whole.devices_per_host, whole.num_devices
     alike = len({(group.device.name, group.devices_per_host, group.link) for group in whole.hosts}) == 1
@@ -28,7 +33,8 @@ def machines_of(machine: options.MachineOptions) -> list[ClusterSpec]:
         counts = [*doublings, most] if alike else [most]
     else:
         counts = numbers_of("--gpus", gpus)
-    for count in counts:
+
+    def part(count: int) -> ClusterSpec:
         if count > most:
             raise ValueError(f"--gpus {count}, but {file} has {most} devices: ask for no more of them")
         if count != most and not alike:
@@ -38,7 +44,24 @@ def machines_of(machine: options.MachineOptions) -> list[ClusterSpec]:
             )
         if count != most and count > per_host and count % per_host:
             raise ValueError(f"--gpus {count}: hosts of {file} have {per_host} devices each; give a multiple of that")
-    return [whole if count == most else grown(whole, count) for count in counts]
+        return whole if count == most else grown(whole, count)
+
+    return _each(counts, part)
+
+
+def _each(counts: Sequence[int], of: Callable[[int], ClusterSpec]) -> list[ClusterSpec | LeftOut]:
+    """The cluster of each count, or why it has none. Raises the first error where none has one."""
+    found: list[ClusterSpec | LeftOut] = []
+    errors = []
+    for count in counts:
+        try:
+            found.append(of(count))
+        except ValueError as error:
+            errors.append(error)
+            found.append(LeftOut(count, None, str(error)))
+    if len(errors) == len(counts):
+        raise errors[0]
+    return found
 
 
 def batches_of(

@@ -1,5 +1,6 @@
 """The command `plan export-weights`: a checkpoint's weights as others read them."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,7 @@ def _weights_command(
         typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16 (default: as trained)", show_default=False),
     ] = None,
     file_size: Annotated[float, typer.Option("--file-size", metavar="GB", min=1e-6, help="of a file, at most")] = 5.0,
+    as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Write the weights of CHECKPOINT as Hugging Face stores them: safetensors with an index, a tensor at a time."""
@@ -41,7 +43,7 @@ def _weights_command(
         raise ValueError(f"no checkpoint in {checkpoint}: give the folder that trainer.save() wrote to")
     if output.exists() and not output.is_dir():
         raise ValueError(f"-o {output}: it is a file; give a folder")
-    with at_work(quiet):
+    with at_work(quiet or as_json):
         import torch
 
         from ..state.checksums import DamagedError
@@ -57,6 +59,10 @@ def _weights_command(
         except OSError as error:
             raise ValueError(f"{output} cannot be written: {error.strerror or error}; choose another place") from None
     progress = read_progress(found)
+    if as_json:
+        written = [str(output / name) for name in sorted(files.files)]
+        terminal.write_json(json.dumps({"checkpoint": str(found), "steps": progress.steps, "files": written}))
+        return
     console = terminal.make_console()
     terminal.print_next(
         console, [f"{output}: {len(files.files)} files of the weights after {progress.steps:,} steps"], []

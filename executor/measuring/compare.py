@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...planner.answers.explain import compared
-from ...planner.answers.guidance import RuleOfThumb, named_rules
+from ...planner.answers.guidance import RuleOfThumb, named_rules, rules_of_thumb
 from ...planner.answers.verdict import FITS, THE_PLAN, Verdict, VerdictKind, not_legal
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.not_run import marked, priced_mark
@@ -78,7 +78,7 @@ def _read_setup(text: str, cluster: ClusterSpec, frameworks: dict[str, RuleOfThu
     return SavedPlan(text, plan)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The planned layout first, then every set-up in the order asked for."""
 
@@ -108,6 +108,13 @@ class Comparison:
 
         return comparison_tables(self.candidates)
 
+    def __str__(self) -> str:
+        from ..reporting.terminal import as_text
+
+        return as_text(lambda console: console.print(self.__rich__()))
+
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         from ..reporting.compare_page import comparison_fragment
@@ -130,9 +137,7 @@ def compare(
     all_baselines: beside the set-ups the rules of thumb and what every framework leads to, those named before left out.
     """
     from ...planner.answers.candidate import Candidate
-    from ...planner.answers.search import InfeasibleError, price_setup, search
-    from ...planner.answers.why_not import followed
-    from ...planner.solve.explore import Explorer
+    from ...planner.answers.search import InfeasibleError, search
 
     planned: SearchResult | None = None
     try:
@@ -141,6 +146,24 @@ def compare(
     except InfeasibleError as error:
         verdict = Verdict(VerdictKind.DOES_NOT_FIT, str(error), stage=error.stage, over_bytes=error.over_bytes)
         first = Candidate(label=PLANNED, plan=None, estimate=None, verdict=verdict)
+    return beside(first, planned, profile, cluster, training, setups, all_baselines=all_baselines)
+
+
+def beside(
+    first: "Candidate",
+    planned: "SearchResult | None",
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    setups: Sequence[Asked],
+    *,
+    all_baselines: bool = False,
+) -> Comparison:
+    """Set-ups priced beside what was planned, as `compare` does. planned: what the search found, if there was one."""
+    from ...planner.answers.search import Candidate, price_setup
+    from ...planner.answers.why_not import followed
+    from ...planner.solve.explore import Explorer
+
     explorer = Explorer(profile, cluster, training)
     rules = {rule.name: rule for rule in named_rules(cluster, profile)}
     setups = [rules[asked.name] if isinstance(asked, RuleOfThumb) else asked for asked in setups]
@@ -156,10 +179,14 @@ def compare(
             manual.append(_price_plan(asked, profile, cluster, training))
         else:
             manual.append(followed(explorer, asked, time.monotonic() + _RULE_SECONDS))
-    if planned is not None:
-        manual = [_against(candidate, planned.estimate) for candidate in manual]
+    if first.estimate is not None:
+        manual = [_against(candidate, first.estimate) for candidate in manual]
     if (all_baselines or not setups) and planned is not None:
         manual += planned.baselines
+    elif (all_baselines or not setups) and first.estimate is not None:
+        usual = rules_of_thumb(cluster, training)
+        priced = (followed(explorer, rule, time.monotonic() + _RULE_SECONDS) for rule in usual)
+        manual += [_against(candidate, first.estimate) for candidate in priced]
     return Comparison(candidates=(first, *manual), planned=planned)
 
 

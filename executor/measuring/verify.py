@@ -37,7 +37,7 @@ from ...planner.plan.shape import LayerOption, Shape
 from ...profiler.machine.cluster import cluster_of
 from ...profiler.model.building import on_meta
 from ...profiler.model.coupling import as_float, upcast
-from ...profiler.model.load import Batch, LoadedModel, load_model, split_inputs
+from ...profiler.model.load import PADDED, Batch, LoadedModel, load_model, split_inputs
 from ...profiler.model.model_profile import ModelProfile
 from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
@@ -312,8 +312,9 @@ def small_model(plan: Plan, loaded: LoadedModel, folder: Path) -> tuple[LoadedMo
     """
     if loaded.small is not None:
         return _short(loaded.small(), plan), ()
-    if loaded.source.endswith(".json"):
-        config = full_config(Path(loaded.source))
+    source = loaded.source.partition(PADDED)[0]
+    if source.endswith(".json"):
+        config = full_config(Path(source))
         shrunken = shrunken_config(config, plan.degrees, MAX_RANKS)
         (folder / "config.json").write_text(json.dumps(shrunken))
         small = replace(load_model(folder), name=f"{loaded.name}-small")

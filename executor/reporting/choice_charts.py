@@ -164,7 +164,7 @@ def loss_bars(candidates: Sequence[Candidate]) -> tuple[str, str]:
         name for name in names if any(found.breakdown.get(name, 0.0) > 5e-4 * found.step_time_s for found in priced)
     ]
     longest = max((found.step_time_s for found in priced), default=1.0)
-    left, step, bar = 210.0, 40.0, 26.0
+    left, step, bar = 12.0, 52.0, 24.0
     scale = (WIDTH - left - 86) / longest
     height = 10 + len(candidates) * step
     marks: list[str] = []
@@ -177,10 +177,11 @@ def loss_bars(candidates: Sequence[Candidate]) -> tuple[str, str]:
         y, x, found = 10 + i * step, left, candidate.estimate
         chosen = candidate.verdict.kind is VerdictKind.PLAN
         marks.append(
-            text(left - 10, y + 18, cut(candidate.label, 28), class_="label end strong" if chosen else "label end")
+            text(left, y + 12, cut(candidate.label, 110), class_="label strong" if chosen else "label")  # above its bar
         )
+        y += 17
         if found is None:
-            marks.append(text(left + 6, y + 18, cut(str(candidate.verdict), 100), class_="note"))
+            marks.append(text(left, y + 16, cut(str(candidate.verdict), 140), class_="note"))
             continue
         for name in names:
             seconds = found.breakdown.get(name, 0.0)
@@ -188,7 +189,7 @@ def loss_bars(candidates: Sequence[Candidate]) -> tuple[str, str]:
             tip += f"{format_seconds(seconds)}, {seconds / found.step_time_s:.1%} of its step"
             marks.append(rect(x, y, seconds * scale, bar, fill=colour_of(name, CAUSE_COLOURS, names), data_t=tip))
             x += seconds * scale
-        marks.append(text(x + 8, y + 18, format_seconds(found.step_time_s), class_="value"))
+        marks.append(text(x + 8, y + 17, format_seconds(found.step_time_s), class_="value"))
     description = "; ".join(
         f"{c.label}: {format_seconds(c.estimate.step_time_s) if c.estimate else c.verdict}" for c in candidates
     )

@@ -125,16 +125,25 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
     return tag("ul", "".join(items), class_="legend")
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], numeric_from: int = 1, caption: str = "") -> str:
-    """HTML table of text; columns from `numeric_from` on are aligned to the right."""
+def table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numeric_from: int = 1,
+    caption: str = "",
+    words_from: int | None = None,
+) -> str:
+    """HTML table of text; columns from `numeric_from` on, up to `words_from`, are aligned to the right."""
+    last = len(headings) if words_from is None else words_from
     head = "".join(
-        tag("th", escape(name), scope="col", class_="n" if i >= numeric_from else None)
+        tag("th", escape(name), scope="col", class_="n" if numeric_from <= i < last else None)
         for i, name in enumerate(headings)
     )
     body = "".join(
         tag(
             "tr",
-            "".join(tag("td", escape(cell), class_="n" if i >= numeric_from else None) for i, cell in enumerate(row)),
+            "".join(
+                tag("td", escape(cell), class_="n" if numeric_from <= i < last else None) for i, cell in enumerate(row)
+            ),
         )
         for row in rows
     )

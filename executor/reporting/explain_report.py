@@ -33,7 +33,7 @@ _MOST_RULES = 8
 """Rules that are listed with the shapes they exclude."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """A priced plan with answers to what was asked about it, or, where nothing was, all there is to say."""
 
@@ -49,6 +49,11 @@ class Explanation:
     def rejected(self) -> dict[str, int]:
         """Rule -> shapes that the search excluded by it."""
         return {} if self.plan.certificate is None else self.plan.certificate.rejected
+
+    def __str__(self) -> str:
+        return terminal.as_text(lambda console: print_explanation(console, self))
+
+    __repr__ = __str__
 
 
 def explanation_document(explanation: Explanation) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """The report of a plan as one HTML file that needs no network."""
 
+import re
 from collections.abc import Callable, Sequence
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
 from ...planner.answers.alternatives import in_words
 from ...planner.answers.explain import CAUSES, reason
+from ...planner.answers.search import Candidate
 from ...planner.cost.bands import Band, memory_band, no_band, time_band
-from ...planner.cost.estimate import MFU_CONVENTION
+from ...planner.cost.estimate import MFU_CONVENTION, Estimate
 from ...planner.exchange.export import export
 from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.plan.document import Plan
@@ -16,6 +18,7 @@ from ...planner.plan.setups import setup_words
 from ...profiler.machine.units import GIB, format_bytes, format_count, format_seconds
 from .choice_charts import scatter, tornado
 from .drawing import legend, table, tag
+from .glossary import terms_in
 from .graph_chart import cut_rows, layer_graph, shared_weights
 from .html_page import folded, job_in_words, page, section, verdict_rows, wide
 from .place_charts import cluster_map, host_cards, layer_strip, stage_places
@@ -26,13 +29,16 @@ from .report import (
     choice_in_words,
     launch_command,
     layer_runs,
+    proof_sentence,
     splits_in_words,
     stage_names,
 )
 from .report_facts import Facts
 from .step_charts import memory_bars, timeline, waterfall
 
+_TAGS = re.compile(r"<[^>]*>")
 _MOST_SHARED = 4
+_IN_A_CELL = 3
 _TRILLION = 1e12
 _DAY_S = 86_400.0
 
@@ -66,12 +72,37 @@ def report_page(facts: Facts, plan_file: str, notes: Sequence[str] = (), run: st
         ("sensitivity", "Sensitivity"),
         ("proof", "Proof"),
         ("use", "Use it"),
+        ("words", "Words"),
     ]
-    return page(title, head + _decision(facts) + _tiles(facts), links, sections)
+    decision = _decision(plan, facts.estimate, facts.alternatives)
+    sections.append(_words_section(decision + "".join(sections)))
+    return page(title, head + decision + _tiles(plan, facts.estimate), links, sections)
 
 
-def _decision(facts: Facts) -> str:
-    plan, found = facts.plan, facts.estimate
+_CELL_STYLE = (
+    "<style>.meshwright .tiles{display:flex;flex-wrap:wrap;gap:8px;margin:8px 0}"
+    ".meshwright .tile{border:1px solid #8886;border-radius:6px;padding:6px 10px}"
+    ".meshwright .tile span,.meshwright .tile small{display:block;opacity:.7}"
+    ".meshwright .tile b{font-size:1.3em}</style>"
+)
+
+
+def first_page(plan: Plan, found: Estimate | None, others: Sequence[Candidate]) -> str:
+    """What a report says before its sections, for a notebook's cell; of a plan without an estimate, its table."""
+    if found is None:
+        return plan._repr_html_()
+    title = tag("b", escape(f"{plan.model.name} on {plan.cluster.devices.replace(' x ', ' × ')}"))
+    rows = [
+        (f"{each.label}", format_seconds(each.estimate.step_time_s), str(each.verdict))
+        for each in others
+        if each.estimate is not None
+    ][:_IN_A_CELL]
+    instead = table(["instead", "step", "verdict"], rows, numeric_from=3) if rows else ""
+    shown = title + _decision(plan, found, others) + _tiles(plan, found) + instead
+    return _CELL_STYLE + tag("div", shown + tag("p", escape(f"Proof: {proof_sentence(plan)}.")), class_="meshwright")
+
+
+def _decision(plan: Plan, found: Estimate, alternatives: Sequence[Candidate]) -> str:
     hosts = plan.cluster.num_hosts
     unit = "tokens" if plan.training.seq_len is not None else "samples"
     peak = max(found.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
@@ -84,10 +115,10 @@ def _decision(facts: Facts) -> str:
         f"{format_count(found.tokens_per_s)} {unit} per second at {found.mfu:.0%} of the GPUs' peak.",
         f"The fullest GPU holds {format_bytes(peak.device_bytes)} of the {format_bytes(peak.budget_bytes)} it may use.",
     ]
-    why = reason(plan, found, next((c.verdict for c in facts.alternatives if c.label == "DDP"), None))
+    why = reason(plan, found, next((c.verdict for c in alternatives if c.label == "DDP"), None))
     sentences.append(escape(f"Why: {why}."))
-    if facts.alternatives:
-        sentences.append(escape(against_others(plan, found.step_time_s, facts.alternatives).sentence))
+    if alternatives:
+        sentences.append(escape(against_others(plan, found.step_time_s, alternatives).sentence))
     return tag("p", " ".join(sentences[:3]), class_="lead") + tag("p", " ".join(sentences[3:]))
 
 
@@ -96,8 +127,7 @@ def _between(band: Band | None, predicted: float, words: Callable[[float], str])
     return "" if band is None else "{} to {} in 8 of 10 runs; ".format(*map(words, band.around(predicted)))
 
 
-def _tiles(facts: Facts) -> str:
-    plan, found = facts.plan, facts.estimate
+def _tiles(plan: Plan, found: Estimate) -> str:
     unit = "tokens/s" if plan.training.seq_len is not None else "samples/s"
     fullest = max(found.memory, key=lambda stage: stage.device_bytes / stage.budget_bytes)
     peak, budget = fullest.device_bytes, fullest.budget_bytes
@@ -223,7 +253,10 @@ def _timeline_section(facts: Facts) -> str:
             f"micro-batches are drawn: the other {left_out} repeat the middle{full}, and the real step takes "
             f"{format_seconds(facts.estimate.step_time_s)}."
         )
-    return section("time", "One training step", f"{below} Point at a pass for its times.", names + wide(picture))
+    below += (
+        " Point at a pass, or tap it, for its times; Ctrl and the wheel zoom in, a drag moves, a double click shows "
+    )
+    return section("time", "One training step", f"{below}all of it again.", names + wide(picture))
 
 
 def _breakdown_section(facts: Facts) -> str:
@@ -309,6 +342,13 @@ def _proof_section(plan: Plan) -> str:
         )
     below = "The proof is about the cost model, not about your cluster; plan compare --measure tells how far it is off."
     return section("proof", "Proof", below, content)
+
+
+def _words_section(markup: str) -> str:
+    """What the words of a page mean: those of the glossary that stand in it."""
+    found = terms_in(unescape(_TAGS.sub(" ", markup)))
+    rows = [(each.name, each.says) for each in found]
+    return section("words", "Words on this page", "", folded("What they mean", table(["word", "means"], rows, 2)))
 
 
 def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:

@@ -1,14 +1,14 @@
 """A plan in words and rows: the sentence that gives the reason, runs of layers, who sits where, the JSON document."""
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.expert_place import expert_group
-from ...planner.plan.document import CONTEXT_NAMES, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
+from ...planner.plan.document import CONTEXT_NAMES, Certificate, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
+from ...planner.plan.layer_counts import layers_of_plan, parts_kinds, recompute_shares
 from ...planner.plan.making import shape_of
 from ...planner.plan.not_run import not_run
 from ...profiler.machine.units import GIB, format_count, format_seconds
@@ -33,25 +33,22 @@ def label_of(plan: Plan) -> str:
 
 
 def choice_in_words(plan: Plan) -> str:
-    """Layout, micro-batches and recompute of a plan, in a phrase."""
-    parts = [label_of(plan), f"micro-batch {plan.micro_batch} x {plan.num_microbatches}"]
-    layers = [layer for stage in plan.stages for layer in stage.layers]
-    for kind, name in _RECOMPUTES.items():
-        recomputed = sum(layer.recompute == kind for layer in layers)
-        if recomputed:
-            share = "every layer" if recomputed == len(layers) else f"{recomputed} of {len(layers)} layers"
-            parts.append(f"{name} in {share}")
-    of_parts = Counter(parts_in_words(layer.recompute) for layer in layers if parts_of(layer.recompute))
+    """Layout, micro-batches, recompute and what is kept gathered, in a phrase."""
+    layers = layers_of_plan(plan)
+    kept = sum(not layer.reshard for layer in layers) if plan.degrees.sharded_over > 1 else 0
+    label = label_of(plan)
+    if kept == len(layers):  # what people call so, though each rank stores a shard of the parameters, too
+        label = label.replace("FSDP ", f"ZeRO-{2 if plan.gradient_sync == 'every' else 1} over ")
+    parts = [label, f"micro-batch {plan.micro_batch} x {plan.num_microbatches}"]
+    parts += [f"{_RECOMPUTES[kind]} in {share}" for kind, share in recompute_shares(plan, _RECOMPUTES).items()]
+    of_parts = {parts_in_words(kind): share for kind, share in recompute_shares(plan, parts_kinds(plan)).items()}
     if len(of_parts) > _MOST_PARTS:
-        of_parts = Counter({f"parts in {len(of_parts)} ways": of_parts.total()})
-    for names, count in of_parts.items():
-        share = "every layer" if count == len(layers) else f"{count} of {len(layers)} layers"
-        parts.append(f"recompute of {names} in {share}")
-    if plan.degrees.sharded_over > 1:
-        kept = sum(not layer.reshard for layer in layers)
-        if kept:
-            share = "parameters" if kept == len(layers) else f"parameters of {kept} layer{'s' if kept > 1 else ''}"
-            parts.append(f"{share} kept gathered")
+        recomputed = sum(bool(parts_of(layer.recompute)) for layer in layers)
+        of_parts = {f"parts in {len(of_parts)} ways": f"{recomputed} layers"}
+    parts += [f"recompute of {names} in {share}" for names, share in of_parts.items()]
+    if kept and "ZeRO" not in label:
+        whose = "" if kept == len(layers) else f" of {kept} layer{'s' if kept > 1 else ''}"
+        parts.append(f"parameters{whose} stay gathered")
     return ", ".join(parts)
 
 
@@ -103,7 +100,10 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
         name = _name(best) if _name(best) != label else best.label
         ahead = _step_time(best) / step_time_s - 1
         of_the_plan = ahead > -0.015
-        if ahead >= 0.01:
+        same = best.plan is not None and best.plan.micro_batch == plan.micro_batch and _name(best) == label
+        if same and abs(ahead) < 0.001:
+            parts.append(f"what {best.label} is at its best")
+        elif ahead >= 0.01:
             parts.append(f"{_percent(ahead)} faster than the next best, {name}")
         elif ahead > -0.015:
             parts.append(f"as fast as {name} within 1%, and simpler")
@@ -303,7 +303,9 @@ def _axis_row(plan: Plan, axis: GroupAxis, members: list[int], hosts: int) -> Ax
     elif hosts == 1:
         where = "inside a host"
     else:
-        where = f"across {hosts} hosts, {len(members) // hosts} in each"
+        hosts = min(hosts, plan.cluster.num_hosts)
+        each = f", {len(members) // hosts} in each" if len(members) % hosts == 0 else ""
+        where = f"across {hosts:,} hosts{each}"
     shown = [str(m) for m in (members if len(members) <= 4 else [*members[:2], "...", members[-1]])]
     in_a_row = members == list(range(members[0], members[0] + len(members)))
     first_group = f"{members[0]}-{members[-1]}" if in_a_row else ", ".join(shown)
@@ -324,6 +326,9 @@ def certificate_line(plan: Plan) -> str:
     else:
         proof = "stopped by the time limit before all shapes were counted; how far from the fastest is not known"
     simpler = ""
+    if certificate.framework is not None:
+        proof = proof.replace("in the space", f"that {certificate.framework} runs")
+        proof += _restriction(certificate)
     if certificate.given_away >= 0.00005:
         simpler = f"; {certificate.given_away:.2%} of its time is given away for a simpler plan"
     return (
@@ -332,6 +337,32 @@ def certificate_line(plan: Plan) -> str:
         f"{shapes['total']:,} shapes = {shapes['rejected']:,} rejected by rule + {shapes['pruned']:,} pruned by bound "
         f"+ {shapes['solved']:,} solved, {certificate.solver}, {format_seconds(certificate.search_seconds)}"
     )
+
+
+def _restriction(certificate: Certificate) -> str:
+    """What keeping to a framework costs, against the fastest plan of the open search."""
+    costs, open_s = certificate.restriction, certificate.open_s
+    if costs is None or open_s is None:
+        return ""
+    if costs < 0.00005:
+        return "; without that restriction the search found nothing faster for the same software"
+    found = f"for the same software the open search found {format_seconds(open_s)}"
+    return f"; keeping to it costs {costs:.2%} or more: {found}"
+
+
+def proof_sentence(plan: Plan) -> str:
+    """What was proven, in a sentence."""
+    certificate = plan.certificate
+    if certificate is None:
+        return "none: this plan was not searched for"
+    shapes, seconds = certificate.shapes["total"], format_seconds(certificate.search_seconds)
+    looked = f"of {shapes:,} layouts, in {seconds}"
+    faster = 1.0 - certificate.bound / certificate.step_s
+    if certificate.bound <= 0:
+        return f"none: the time limit came before all layouts were counted ({looked}); give it longer by --time-limit"
+    searched = "is searched" if certificate.framework is None else f"{certificate.framework} runs"
+    slower = "faster" if faster < 0.00005 else f"more than {faster:.2%} faster"
+    return f"no plan that {searched} is {slower} under the cost model ({looked}){_restriction(certificate)}"
 
 
 def comparison_rows(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import networkx as nx
 
@@ -15,6 +16,7 @@ from ...planner.plan.document import Plan
 from ...planner.plan.schedules import stage_of
 from ...profiler.model.layer_graph import graph_of
 from ...profiler.model.model_profile import ModelProfile
+from .report import candidate_document
 
 DRAWN_PASSES = 5000
 """Passes of micro-batches in a timeline, unless one round of the pipeline has more: what a browser draws at once."""
@@ -91,6 +93,21 @@ def gather(
         ideal_s=found.mfu * found.step_time_s,
         graph=graph_of(profile, plan.training.compute_bytes),
     )
+
+
+def facts_document(facts: Facts) -> dict[str, Any]:
+    """What a report says, as plain data: estimate, alternatives, sensitivity and the room that is left."""
+    return {
+        "kind": "meshwright-report",
+        "estimate": facts.estimate.model_dump(mode="json"),
+        "alternatives": [candidate_document(each) for each in facts.alternatives],
+        "shifts": [
+            {**{name: getattr(shift, name) for name in ("name", "value", "lower_s", "higher_s")}, "overtaken_by": word}
+            for shift in facts.shifts
+            for word in (None if shift.overtaken_by is None else str(shift.overtaken_by),)
+        ],
+        "spare_memory": facts.spare_memory,
+    }
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ...planner.answers.sweep import Point, Price, changes_of_kind
+from ...planner.answers.sweep import LeftOut, Point, Price, changes_of_kind
 from ...planner.plan.making import shape_of
 from ...profiler.document import write_file
 from ...profiler.machine.units import GIB, format_count, format_seconds
@@ -72,7 +72,11 @@ def sweep_rows(points: Sequence[Point], price_per_hour: float | None) -> tuple[l
 
 
 def sweep_document(
-    points: Sequence[Point], worth: Sequence[Worth], notes: Sequence[str], price_per_hour: float | None
+    points: Sequence[Point],
+    worth: Sequence[Worth],
+    notes: Sequence[str],
+    price_per_hour: float | None,
+    left_out: Sequence[LeftOut] = (),
 ) -> dict[str, Any]:
     """A sweep as plain data; worth: of every point, or of none."""
     return {
@@ -82,6 +86,7 @@ def sweep_document(
         "worth": [asdict(each) for each in worth],
         "changes": changes_of_kind(points),
         "notes": list(notes),
+        "left_out": [asdict(each) for each in left_out],
     }
 
 
@@ -173,7 +178,7 @@ def _lines(points: Sequence[Point]) -> list[tuple[str, list[tuple[int, float, st
 
 
 def _page(points: Sequence[Point], document: dict[str, Any], price_per_hour: float | None) -> str:
-    from .html_page import page
+    from .html_page import page, wide
 
     lines = _lines(points)
     title = f"{points[0].profile.name} on {points[0].cluster.device.name}"
@@ -187,8 +192,12 @@ def _page(points: Sequence[Point], document: dict[str, Any], price_per_hour: flo
     ]
     robust = [f"{_named(point)}: {each['robustness']}" for point, each in zip(points, document["worth"], strict=False)]
     sections = [
-        tag("section", tag("h2", "Throughput of one GPU") + names + _chart(lines), id="chart"),
-        tag("section", tag("h2", "Best plan at every point") + table(headings, rows, 0), id="points"),
+        tag("section", tag("h2", "Throughput of one GPU") + names + wide(_chart(lines)), id="chart"),
+        tag(
+            "section",
+            tag("h2", "Best plan at every point") + table(headings, rows, 0, words_from=len(headings) - 1),
+            id="points",
+        ),
     ]
     if worth:
         more = table(["point", "with", "step time"], worth, 2) + "".join(tag("p", escape(words)) for words in robust)
@@ -205,10 +214,10 @@ def _chart(lines: Sequence[tuple[str, list[tuple[int, float, str]]]]) -> str:
     """Tokens/s of one GPU against the number of GPUs, one line for each length; equal steps between the numbers."""
     counts = sorted({count for _, points in lines for count, _, _ in points})
     marks_at = ticks(max(rate for _, points in lines for _, rate, _ in points))
-    step = (_WIDTH - _LEFT - 60) / max(1, len(counts) - 1)
+    step = (_WIDTH - _LEFT - 160) / max(1, len(counts) - 1)
 
     def x(count: int) -> float:
-        return _LEFT + step * counts.index(count)
+        return _LEFT + 70 + step * counts.index(count)  # room for half a label on both sides
 
     def y(rate: float) -> float:
         return _BASE - (_BASE - 20) * rate / marks_at[-1]
@@ -218,6 +227,8 @@ def _chart(lines: Sequence[tuple[str, list[tuple[int, float, str]]]]) -> str:
         marks.append(line(_LEFT - 10, y(rate), _WIDTH - 20, y(rate), class_="grid"))
         marks.append(text(_LEFT - 16, y(rate) + 4, format_count(rate), class_="tick end"))
     marks += [text(x(count), _BASE + 22, f"{count:,} GPUs", class_="tick mid") for count in counts]
+    taken = [(x(count), y(rate)) for _, points in lines for count, rate, _ in points]
+    labels = []
     for i, (name, points) in enumerate(lines):
         colour = f"var(--{_COLOURS[i % len(_COLOURS)]})"
         for (a, rate_a, _), (b, rate_b, _) in pairwise(points):
@@ -225,12 +236,24 @@ def _chart(lines: Sequence[tuple[str, list[tuple[int, float, str]]]]) -> str:
         before = ""
         for count, rate, kind in points:
             if kind != before:
-                marks.append(text(x(count), y(rate) + 22, kind, class_="tick mid"))
+                place = _free(x(count), y(rate), len(kind), taken)
+                labels.append(text(x(count), place + 4, kind, class_="label halo mid", fill=colour))
+                taken += [(x(count) + part * 7.0 * len(kind), place) for part in (-0.5, -0.25, 0.0, 0.25, 0.5)]
             before = kind
             tip = f"{name}, {count:,} GPUs|{kind}|{format_count(rate)} a second"
             marks.append(tag("circle", cx=x(count), cy=y(rate), r=5.0, fill=colour, data_t=tip))
+    marks += labels
     said = "; ".join(f"{name}: {', '.join(f'{kind} on {count:,}' for count, _, kind in pts)}" for name, pts in lines)
     return figure("sweep", "Throughput of one GPU against the number of GPUs", said, _WIDTH, _HEIGHT, marks)
+
+
+def _free(x: float, y: float, letters: int, taken: Sequence[tuple[float, float]]) -> float:
+    """Where a label of a point stands: below it, above it, or farther off, where nothing else is."""
+    reach = 3.5 * letters + 8
+    for off in (20.0, -18.0, 36.0, -34.0, 52.0, -50.0):
+        if 10 < y + off < _BASE - 6 and all(abs(a - x) > reach or abs(b - y - off) > 14 for a, b in taken):
+            return y + off
+    return y + 20.0
 
 
 def _draw(path: Path, points: Sequence[Point]) -> None:

@@ -1,5 +1,6 @@
 """What people see: plans, alternatives, devices and progress, drawn with rich for terminals of 80 columns and up."""
 
+import io
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from ...planner.cost.bands import Band, memory_band, no_band, time_band
 from ...planner.plan.document import Plan
 from ...planner.plan.not_run import marked
 from ...profiler.machine.cluster import Device
+from ...profiler.machine.instances import Instance
 from ...profiler.machine.units import GIB, format_count, format_seconds
 from .report import (
     against_others,
@@ -58,6 +60,14 @@ def make_console(*, stderr: bool = False, record: bool = False) -> Console:
     if console.width > 120:
         console.width = 120
     return console
+
+
+def as_text(draw: Callable[[Console], None]) -> str:
+    """What is drawn, as plain text of at most 100 columns: for str()."""
+    console = Console(file=io.StringIO(), width=_WIDE, highlight=False, color_system=None)
+    with console.capture() as capture:
+        draw(console)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 class Waiting:
@@ -127,6 +137,11 @@ def print_coupling(console: Console, coupling: str, micro_batch: int) -> None:
 
 def print_job(console: Console, plan: Plan) -> None:
     """Model, machine and job in a line."""
+    console.print(job_line(plan))
+
+
+def job_line(plan: Plan) -> Text:
+    """Model, machine and job."""
     training, cluster = plan.training, plan.cluster
     samples = f"global batch {training.global_batch:,}"
     if training.seq_len is not None:
@@ -138,7 +153,7 @@ def print_job(console: Console, plan: Plan) -> None:
         samples,
         f"{training.precision}, {training.optimizer}",
     ]
-    console.print(Text(" · ".join(parts), style="dim"))
+    return Text(" · ".join(parts), style="dim")
 
 
 def print_choice(
@@ -491,10 +506,29 @@ def print_devices(console: Console, devices: Sequence[Device]) -> None:
     )
 
 
+def print_instances(console: Console, instances: Sequence[Instance]) -> None:
+    """The instance types of clouds, one line each."""
+    rows = [
+        (each.name, each.cloud, f"{each.gpus} x {each.device}", f"{each.network:,.0f}", _digits(each.bytes_per_s / 1e9))
+        for each in instances
+    ]
+    headings = ("instance (--instance)", "cloud", "GPUs", "network Gbit/s", "of it used, GB/s")
+    print_titled(console, "Cloud instance types (with --nodes N)", rows_table(headings, rows, numeric_from=3))
+    said = "Prices differ by region, contract and day: --price-per-hour says yours. Numbers from "
+    said += "; ".join(dict.fromkeys(each.source for each in instances))
+    console.print(Text(said, style="dim"))
+
+
 def print_infeasible(error: "InfeasibleError") -> None:
     """What does not fit, by how much, and what would: the error says it all."""
-    message = str(error).removeprefix("does not fit: ")
-    make_console(stderr=True).print(Text.assemble(("does not fit: ", "bold red"), message), soft_wrap=True)
+    console = make_console(stderr=True)
+    message, _, _ = str(error).removeprefix("does not fit: ").partition("What would do: ")
+    lines = message.strip().replace(". The closest", ".\nThe closest", 1)
+    console.print(Text.assemble(("does not fit: ", "bold red"), lines), soft_wrap=True)
+    if error.changes:
+        console.print(Text("What would do:", style="bold"))
+    for change in error.changes:
+        console.print(Text(f"  {change}"), soft_wrap=True)
 
 
 def print_notes(console: Console, notes: Sequence[str]) -> None:
@@ -515,10 +549,10 @@ def write_json(document: str) -> None:
     sys.stdout.write(document + "\n")
 
 
-def hanging(word: str, text: Text, style: str) -> Table:
-    """`text` beside a word, its further lines indented under its first."""
+def hanging(word: str, text: Text, style: str, width: int = 7) -> Table:
+    """`text` beside a word, its further lines indented under its first; width: columns of the word, at least."""
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, min_width=7)
+    grid.add_column(no_wrap=True, min_width=width)
     grid.add_column()
     grid.add_row(Text(word, style=style), text)
     return grid

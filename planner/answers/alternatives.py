@@ -13,6 +13,7 @@ from ...profiler.machine.units import format_bytes
 from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
 from ..plan.document import Alternative, Degrees, Plan, Stage, WeighedLayers, WeighedLayout
+from ..plan.layer_counts import blocks_of, layers_of_plan
 from ..plan.making import make_plan, shape_of
 from ..plan.not_run import priced_mark
 from ..plan.shape import Cuts, LayerOption, Shape
@@ -80,12 +81,16 @@ def _needs(other: Plan, plan: Plan) -> Iterable[str]:
         yield "state sharded" if other.degrees.data_shard > 1 else "state not sharded"
     again, again_here = _recomputed(other), _recomputed(plan)
     if again != again_here:
-        count = sum(len(stage.layers) for stage in other.stages)
-        yield f"{again} of {count} layers recomputed" if again else "nothing recomputed"
+        yield f"{again} recomputed" if again else "nothing recomputed"
 
 
-def _recomputed(plan: Plan) -> int:
-    return sum(layer.recompute != "none" for stage in plan.stages for layer in stage.layers)
+def _recomputed(plan: Plan) -> str:
+    """How many of a plan's blocks recompute, as "10 of 32 layers"; of other layers, where no block does; "": none."""
+    for layers in (blocks_of(plan), layers_of_plan(plan)):
+        again = sum(layer.recompute != "none" for layer in layers)
+        if again:
+            return f"{again} of {len(layers)} layers"
+    return ""
 
 
 def ordered(candidates: Sequence[Candidate], plan: Plan) -> tuple[Candidate, ...]:

@@ -49,7 +49,9 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
     if left.expert not in (None, 1):  # where no ranks may be shards there is no shape that could be rejected for it
         own = expert_rule(profile, left.expert) or sharding_rule(profile, training.precision)
         rules = [own, *rules] if own else rules
-    why = _of_a_pin(profile, training, left) or (rules[0] if rules else _unreachable(left, cluster, training))
+    why = rules[0] if rules else _unreachable(left, cluster, training)
+    if left.tensor is None or cluster.num_devices % left.tensor == 0:
+        why = _of_a_pin(profile, training, left) or why
     return Blame(tuple(in_words(left)), why)
 
 

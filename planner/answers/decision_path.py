@@ -64,7 +64,8 @@ class _Case:
             found = blamed(job.profile, job.cluster, job.training, pins)
             return "no layout of these GPUs is legal" if found is None else found.rule
         memory = closest.estimate.memory[closest.stage]
-        return f"{how} the fullest GPU needs {format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)}"
+        budget = format_bytes(memory.budget_bytes)
+        return f"{how} the fullest GPU needs {format_bytes(memory.device_bytes)} and may use {budget}"
 
     def answered(self, question: Question, numbers: str, attempts: Sequence[Pins], agrees: bool) -> Step:
         """The step for a yes: what following it costs, unless the plan agrees."""

@@ -1,15 +1,18 @@
 """Why one plan and not another, in words with numbers."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 
 from ...profiler.machine.units import format_bytes, format_seconds
 from ..cost.estimate import Estimate
 from ..cost.stage_models import stage_kinds
-from ..plan.document import Plan, Recompute, parts_in_words, parts_of
+from ..plan.document import Plan, Recompute, parts_in_words
+from ..plan.layer_counts import blocks_at, parts_kinds, recompute_shares
 from ..plan.making import shape_of
 from .verdict import Verdict, VerdictKind
+
+_OFFSET = 1.5
+"""A cause that costs so many times the whole difference is told with what offsets it."""
 
 CAUSES = {
     "compute": "compute",
@@ -18,8 +21,8 @@ CAUSES = {
     "context": "context-parallel communication",
     "expert": "exchange of tokens with experts",
     "offload": "waiting for the host's memory",
-    "data": "exposed gradient and parameter communication",
-    "pipeline": "pipeline bubble and waiting",
+    "data": "waiting for gradients and parameters",
+    "pipeline": "pipeline bubble and waiting for stages",
     "optimizer": "optimizer step",
 }
 """Breakdown item -> how people call it."""
@@ -31,8 +34,8 @@ def does_not_fit(found: Estimate) -> Verdict:
     name, size = max(memory.items.items(), key=lambda item: item[1])
     where = f"stage {stage}" if len(found.memory) > 1 else "every GPU"
     where += f" ({memory.device})" if memory.device and len(found.memory) > 1 else ""
-    needs = f"needs {format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)}"
-    detail = f"{where} {needs} ({name} {format_bytes(size)})"
+    needs = f"needs {format_bytes(memory.device_bytes)} and may use {format_bytes(memory.budget_bytes)}"
+    detail = f"{where} {needs} ({name} alone {format_bytes(size)})"
     return Verdict(VerdictKind.DOES_NOT_FIT, detail, stage=stage, over_bytes=memory.over_bytes)
 
 
@@ -50,8 +53,18 @@ def compared(other: Estimate, best: Estimate, why_not: str = "less simple or wit
         return Verdict(VerdictKind.AS_FAST, ratio=ratio)
     if ratio < 0:
         return Verdict(VerdictKind.FASTER, why_not, ratio)
-    cause, extra_s = next(iter(causes_apart(other, best).items()))
-    return Verdict(VerdictKind.SLOWER, f"{format_seconds(extra_s)} more {CAUSES[cause]}", ratio)
+    return Verdict(VerdictKind.SLOWER, _trade(other, best), ratio)
+
+
+def _trade(other: Estimate, best: Estimate) -> str:
+    """What costs `other` most, and what it saves, where that is most of it: "624 ms more compute, 590 ms less ..."."""
+    apart = causes_apart(other, best)
+    (cause, extra_s), (saving, saved_s) = next(iter(apart.items())), list(apart.items())[-1]
+    words = f"{format_seconds(extra_s)} more {CAUSES[cause]}"
+    longer_s = other.step_time_s - best.step_time_s
+    if extra_s <= _OFFSET * longer_s or saved_s >= 0:
+        return words
+    return f"{words}, {format_seconds(-saved_s)} less {CAUSES[saving]}"
 
 
 def reason(plan: Plan, found: Estimate, replicas: Verdict | None = None) -> str:
@@ -78,15 +91,13 @@ def reason(plan: Plan, found: Estimate, replicas: Verdict | None = None) -> str:
         )
     if degrees.pipeline > 1:
         reasons.append(
-            f"stages send only activations; the bubble costs {found.breakdown['pipeline'] / found.step_time_s:.0%}"
+            "stages send only activations; the bubble and waiting for other stages cost "
+            f"{found.breakdown['pipeline'] / found.step_time_s:.0%}"
         )
-    layers = [layer for stage in plan.stages for layer in stage.layers]
-    for kind, words in _RECOMPUTED.items():
-        recomputed = sum(layer.recompute == kind for layer in layers)
-        if recomputed:
-            reasons.append(f"{recomputed} of {len(layers)} layers {words} to fit")
-    of_parts = Counter(parts_in_words(layer.recompute) for layer in layers if parts_of(layer.recompute))
-    reasons += [f"{count} of {len(layers)} layers recompute their {names} to fit" for names, count in of_parts.items()]
+    shares = recompute_shares(plan, _RECOMPUTED)
+    reasons += [f"{share} {_recomputed(kind, share)} to fit" for kind, share in shares.items()]
+    of_parts = recompute_shares(plan, parts_kinds(plan))
+    reasons += [f"{share} recompute their {parts_in_words(kind)} to fit" for kind, share in of_parts.items()]
     return "; ".join(reasons) or "everything fits without sharding, and replicas communicate least"
 
 
@@ -109,8 +120,7 @@ def _why_on_kinds(plan: Plan, found: Estimate) -> Iterator[str]:
     for position, kind in enumerate(kinds):
         name = cluster.kinds[kind].device.name
         stages, layers = held.get(name, (0, 0))
-        here = sum(len(plan.stages[stage].layers) for stage in plan.stages_of(position))
-        held[name] = stages + 1, layers + here
+        held[name] = stages + 1, layers + blocks_at(plan, position)
     parts = (f"{layers} layers in {n} stage{'s' if n > 1 else ''} on {name}" for name, (n, layers) in held.items())
     yield f"each stage is on one kind of device: {', '.join(parts)}"
 
@@ -120,6 +130,13 @@ _RECOMPUTED: dict[Recompute, str] = {
     "selective": "recompute all but matmuls and attention",
     "attention": "recompute their attention",
 }
+
+
+def _recomputed(kind: Recompute, share: str) -> str:
+    """What layers do; "every layer" does it, "10 of 32 layers" do it."""
+    if share != "every layer":
+        return _RECOMPUTED[kind]
+    return _RECOMPUTED[kind].replace("are ", "is ").replace("recompute ", "recomputes ").replace("their", "its")
 
 
 def _why_sharded(replicas: Verdict | None) -> str:
@@ -139,6 +156,6 @@ def batch_advice(plan: Plan) -> list[str]:
         return []
     near = [size for size in (batch // gpus * gpus, (batch // gpus + 1) * gpus) if size]
     return [
-        f"{batch} samples do not split over {gpus} data ranks, so that plans of data parallelism alone are left out; "
-        f"--global-batch {' or '.join(map(str, near))} would"
+        f"{batch:,} samples do not split over {gpus:,} data ranks, so that plans of data parallelism alone are left "
+        f"out; --global-batch {' or '.join(map(str, near))} would"
     ]

@@ -72,7 +72,15 @@ def rules_of_thumb(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Rul
             "Megatron 3D",
             "tensor parallel inside the node, as few pipeline stages as fit, data parallel for the rest",
             tuple(
-                Pins(tensor=t, pipeline=p, data_shard=1, schedule="1f1b" if p > 1 else "none", **_PLAIN)
+                Pins(
+                    tensor=t,
+                    pipeline=p,
+                    data_shard=count // (t * p),
+                    gradient_sync="last",
+                    reshard=False,
+                    schedule="1f1b" if p > 1 else "none",
+                    **_PLAIN,
+                )
                 for t in reversed(divisors(per_host))
                 if t > 1
                 for p in divisors(count // t)

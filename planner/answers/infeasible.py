@@ -113,7 +113,9 @@ def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: floa
     closest, fails, does = even, 1.0, even.more_memory
     while does > fails * (1 + PRECISE):
         middle = math.sqrt(fails * does)
-        roomier = Explorer(explorer.profile, _with_memory(explorer.cluster, middle), explorer.training)
+        roomier = Explorer(
+            explorer.profile, _with_memory(explorer.cluster, middle), explorer.training, explorer.framework
+        )
         found = roomier.explore(pins, deadline, near=0, any_will_do=True)
         if found.best is not None:
             plan = explorer.plan_of(found.best)
@@ -239,7 +241,7 @@ def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int])
         f"{explorer.profile.name} fits on no layout of {explorer.cluster.name}. The closest, "
         f"{shape_of(closest.plan).label} with micro-batch {closest.plan.micro_batch} and {_recomputed(closest.plan)} "
         f"recomputed, is over by {format_bytes(closest.over_bytes)} on {where}: it needs "
-        f"{format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)} ("
+        f"{format_bytes(memory.device_bytes)} and may use {format_bytes(memory.budget_bytes)} ("
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in items)
         + "). "
         + ("What would do: " + "; ".join(changes) if changes else "No single change that was tried would do")
@@ -277,7 +279,8 @@ def _smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> int | 
     free = replace(pins, data_replicate=None, data_shard=None, pipeline=None, tensor=None, context=None, expert=None)
 
     def would_do(count: int) -> bool:
-        return fits(Explorer(explorer.profile, grown(cluster, count), explorer.training), free, deadline)
+        more = Explorer(explorer.profile, grown(cluster, count), explorer.training, explorer.framework)
+        return fits(more, free, deadline)
 
     inside = range(here + 1, per_host + 1)
     hosts = range(here // per_host + 1, MOST_GPUS * max(1, here // per_host) + 1)
@@ -339,7 +342,7 @@ def _changes(explorer: Explorer, pins: Pins, smallest: int | None, all_tried: bo
     larger = sorted((d for d in map(load_device, device_names()) if d.memory > memory), key=lambda d: d.memory)
     for device in larger:
         same = cluster_of(device, explorer.cluster.num_devices)
-        if fits(Explorer(explorer.profile, same, explorer.training), pins, deadline):
+        if fits(Explorer(explorer.profile, same, explorer.training, explorer.framework), pins, deadline):
             yield f"devices with {format_bytes(device.memory)} (--device {device.name})"
             break
     away = offloaded(explorer, pins)

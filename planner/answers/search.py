@@ -10,6 +10,7 @@ from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
 from ..cost.layer_cost import CostModel
 from ..plan.document import Certificate, Plan, Prediction
+from ..plan.frameworks import Framework
 from ..plan.legality import divisors
 from ..plan.making import shape_of
 from ..plan.not_run import priced_mark
@@ -19,6 +20,7 @@ from ..plan.training import TrainingSpec
 from ..solve.explore import SIMPLE, TIE, WINDOW, Explorer, Outcome, Progress
 from ..solve.nodes import Solved
 from ..solve.solver import SolverError
+from ..solve.union import explore_all
 from .alternatives import SHOWN, family, kept, of_other_families, ordered
 from .candidate import Candidate
 from .explain import compared
@@ -29,6 +31,9 @@ from .verdict import FITS, THE_PLAN, VerdictKind, nearest
 
 MORE_TIME = 0.05
 """Of the time limit: how long rules of thumb may be followed beyond it, all together; at least a second."""
+
+USUAL, OTHERS = 0.96, 0.98
+"""Of the whole bar, when rules of thumb are followed, and when alternatives are brought to their best."""
 
 RULE_S = 2.0
 """Seconds to look for the plan of a rule of thumb where the search of the whole space found none in its time."""
@@ -80,19 +85,24 @@ def search(
     pins: Pins | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
+    beside_open: bool = True,
 ) -> SearchResult:
     """The best plan with its proof.
 
     The space is searched best-first by simulated steps; of the plans within 1% of the fastest that was found, those
-    that rules of thumb lead to among them, the simplest is the plan.
+    that rules of thumb lead to among them, the simplest is the plan. Where only plans for a framework are asked for,
+    they are certified among those; beside_open: what that costs is looked for, too.
     Raises InfeasibleError when no legal plan fits, ValueError when none is legal, SolverError when the solver is
     missing or nothing is found in time.
     """
     start = time.monotonic()
     deadline = start + time_limit_s
     pins = pins or Pins()
-    explorer = Explorer(profile, cluster, training)
-    outcome = explorer.explore(pins, deadline, progress=progress)
+    framework = pins.framework
+    if framework is not None:
+        _check_runs(framework, pins, profile, training)
+    explorer = Explorer(profile, cluster, training, framework)
+    outcome = explore_all(explorer, pins.alternatives, deadline, progress=progress)
     if outcome.best is None:
         if outcome.complete:
             raise explain_infeasible(explorer, pins, outcome.rejected)
@@ -100,12 +110,18 @@ def search(
     if outcome.best is None:
         raise SolverError(f"no plan found within {time_limit_s:g} s; give it longer with --time-limit")
     until = max(deadline, time.monotonic() + max(1.0, MORE_TIME * time_limit_s))
-    known = [_as_said(rule, profile, pins) for rule in rules_of_thumb(cluster, training)]
-    rules = [(rule, _follow(explorer, rule, until)) for rule in known]
+    told = progress or (lambda *_: None)
+    rules = []
+    for rule in (_as_said(rule, profile, pins) for rule in rules_of_thumb(cluster, training)):
+        told(f"what people usually try: {rule.name}", USUAL)
+        rules.append((rule, _follow(explorer, rule, until)))
     is_open = replace(pins, everything=False, parts=False) == Pins()
     followed = [priced for _, priced in rules if priced is not None and is_open]
     near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
-    finalists = finalists_of(explorer, near, followed) + followed
+    if framework is not None and framework.partly is not None:
+        finalists = as_told(explorer, outcome.solved, until)
+    else:
+        finalists = finalists_of(explorer, near, followed) + followed
     chosen = simplest(finalists)
     fastest_s = min(priced.estimate.step_time_s for priced in finalists)
     bound_s = min(outcome.bound + explorer.model.software.step_s, fastest_s)
@@ -126,7 +142,10 @@ def search(
             "solved": outcome.num_solved,
         },
         rejected=outcome.rejected,
+        framework=None if framework is None else framework.target,
+        open_s=_open_s(explorer, pins, fastest_s, time_limit_s) if framework is not None and beside_open else None,
     )
+    told("alternatives", OTHERS)
     baselines = [_baseline(explorer, rule, priced, chosen, pins) for rule, priced in rules]
     by_rule = {shape_of(each.plan).layout for each in baselines if each.plan is not None}
     found = [*baselines]
@@ -175,15 +194,74 @@ def pins_of(setup: Setup) -> Pins:
     )
 
 
+def _check_runs(framework: Framework, pins: Pins, profile: ModelProfile, training: TrainingSpec) -> None:
+    """Raises ValueError where a framework runs no plan of a model, or none that agrees with what is pinned."""
+    rule = framework.cannot_run(profile, training)
+    if rule is None and pins.recompute is not None:
+        rule = framework.recompute_rule(pins.recompute)
+    if rule is None and (pins.everything or pins.parts):
+        rule = f"--space full and recompute of any parts go beyond what {framework.name} is told: leave them out"
+    if rule is not None:
+        raise ValueError(f"--for {framework.target}: {rule}")
+
+
+def _open_s(explorer: Explorer, pins: Pins, fastest_s: float, time_limit_s: float) -> float:
+    """Seconds of the fastest step that is found where plans need not run on a framework, priced for its software; no
+    more than that of its own plans."""
+    wider = Explorer(explorer.profile, explorer.cluster, explorer.training)
+    step_s = explorer.model.software.step_s
+    until_s = time.monotonic() + time_limit_s / 2
+    best = wider.explore(replace(pins, framework=None), until_s, near=0, cutoff_s=fastest_s - step_s).best
+    return fastest_s if best is None else best.seconds + step_s
+
+
 def price(explorer: Explorer, solved: Solved) -> _Priced:
-    """The plan of a solved shape with its estimate, whose step is the search's own number."""
+    """The plan of a solved shape with its estimate, whose step is the search's own number, unless a framework cannot be
+    told that plan, but one that recomputes more."""
     plan = explorer.plan_of(solved)
+    told = _told(explorer, plan)
+    if told is not None:
+        return told
     found = estimate(plan, explorer.profile)
     passes_s = found.step_time_s - explorer.model.software.step_s
     difference = abs(passes_s - solved.seconds) / solved.seconds
     assert difference < AGREES, f"evaluator {passes_s} and search {solved.seconds} differ"
     plan = plan.model_copy(update={"prediction": _prediction(found)})
     return _Priced(plan, found)
+
+
+MOST_TOLD = 60
+"""Plans that are priced as a framework is told them, at most."""
+
+
+def as_told(explorer: Explorer, solved: list[Solved], until_s: float) -> list[_Priced]:
+    """What was solved, the fastest first, as plans of a framework that recomputes as many of the first blocks of every
+    stage: the fewest that fit. Those that may still be the fastest, as that makes none faster."""
+    found: list[_Priced] = []
+    for each in sorted(solved, key=lambda each: each.seconds)[:MOST_TOLD]:
+        best_s = min((priced.estimate.step_time_s for priced in found), default=float("inf"))
+        late = found and time.monotonic() > until_s
+        if late or each.seconds + explorer.model.software.step_s > best_s * (1 + SIMPLE):
+            break
+        found.append(price(explorer, each))
+    return found
+
+
+def _told(explorer: Explorer, plan: Plan) -> _Priced | None:
+    """A plan as its framework is told it, where stages recompute unequal numbers of blocks; None where they do not."""
+    framework = explorer.framework
+    if framework is None or framework.partly is None:
+        return None
+    counts = [sum(layer.recompute == framework.partly for layer in stage.layers) for stage in plan.stages]
+    least, most = max(counts), max(len(stage.layers) for stage in plan.stages)
+    if least == 0 or framework.as_told(plan, least) == plan:
+        return None
+    for count in range(least, most + 1):
+        told = framework.as_told(plan, count)
+        found = estimate(told, explorer.profile)
+        if found.fits:
+            return _Priced(told.model_copy(update={"prediction": _prediction(found)}), found)
+    raise AssertionError("a plan does not fit with all of its blocks recomputed, but with some")
 
 
 def finalists_of(explorer: Explorer, near: list[Solved], followed: list[_Priced]) -> list[_Priced]:
@@ -244,7 +322,11 @@ def _allowed(model: CostModel, pins: Pins, plan: Plan) -> bool:
     layers = [layer for stage in plan.stages for layer in stage.layers]
     wanted = [layer.recompute if pins.recompute is None else model.pinned(kind, pins.recompute)
               for layer, kind in zip(layers, model.kinds, strict=True)]  # fmt: skip
-    return pins.allows_shape(shape_of(plan)) and [layer.recompute for layer in layers] == wanted
+    if pins.framework is not None or [layer.recompute for layer in layers] != wanted:
+        return False
+    reshards = pins.reshard is None or pins.reshard == any(layer.reshard for layer in layers)
+    syncs = pins.gradient_sync in (None, plan.gradient_sync) or plan.num_microbatches == 1
+    return pins.allows_shape(shape_of(plan)) and (plan.degrees.sharded_over == 1 or (reshards and syncs))
 
 
 def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, chosen: _Priced, pins: Pins) -> Candidate:
@@ -252,6 +334,8 @@ def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, cho
         missed = nearest(closest_verdict(explorer, each, {}) for each in rule.attempts)
         return Candidate(rule.name, None, None, missed, by_rule=True)
     excluded = "excluded by --pin" if pins != Pins() and not _allowed(explorer.model, pins, priced.plan) else None
+    if pins.framework is not None:
+        excluded = f"{pins.framework.name} was not asked"
     verdict = compared(priced.estimate, chosen.estimate, *([excluded] if excluded else []))
     if shape_of(priced.plan).layout == shape_of(chosen.plan).layout and verdict.kind is VerdictKind.AS_FAST:
         verdict = THE_PLAN
@@ -263,7 +347,7 @@ def _at_its_best(explorer: Explorer, solved: Solved, pins: Pins, deadline: float
     which need not be the micro-batch that suits them."""
     shape = solved.shape
     alike = replace(pins.as_in(shape), data_replicate=shape.data_replicate, data_shard=shape.data_shard)
-    return explorer.explore(alike, deadline, near=0, cutoff_s=solved.seconds).best or solved
+    return explore_all(explorer, alike.alternatives, deadline, near=0, cutoff_s=solved.seconds).best or solved
 
 
 def _runners_up(
@@ -296,7 +380,8 @@ def _runners_up(
             add(solved)
     for attempts in _with_less(chosen.plan, pins):
         if too_few() and time.monotonic() < deadline:
-            tried = [explorer.explore(each, deadline, near=0, cutoff_s=SO_SLOW * step_s).best for each in attempts]
+            spaces = [each.alternatives for each in attempts]
+            tried = [explore_all(explorer, each, deadline, near=0, cutoff_s=SO_SLOW * step_s).best for each in spaces]
             others = [each for each in tried if each is not None and family(each.shape.degrees) not in families]
             if others:
                 add(min(others, key=lambda s: s.seconds))

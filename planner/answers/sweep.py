@@ -55,6 +55,29 @@ class Point:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A question of a sweep that cannot be asked, and why; seq_len: None where no length can be asked there."""
+
+    num_devices: int
+    seq_len: int | None
+    why: str
+
+    @property
+    def name(self) -> str:
+        """How people call the point: "8 GPUs, 4,096 tokens"."""
+        length = "" if self.seq_len is None else f", {self.seq_len:,} tokens"
+        return f"{self.num_devices:,} GPUs{length}"
+
+
+def left_out_in_words(left_out: Iterable[LeftOut]) -> list[str]:
+    """A sentence for each reason, with all points that it keeps out."""
+    points: dict[str, list[str]] = {}
+    for each in left_out:
+        points.setdefault(each.why, []).append(each.name)
+    return [f"left out: {'; '.join(names)}: {why}" for why, names in points.items()]
+
+
+@dataclass(frozen=True)
 class Price:
     """Share by which the step gets longer (negative: shorter) where there is more of something, planned anew."""
 
@@ -80,7 +103,7 @@ def sweep(
         progress(f"{cluster.num_devices:,} GPUs{length}", None)
         result, why = None, ""
         try:
-            result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s)
+            result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, beside_open=False)
         except (InfeasibleError, SolverError) as error:
             why = str(error)
         except ValueError as error:
@@ -137,7 +160,7 @@ def _best_s(point: Point, cluster: ClusterSpec, known: Sequence[Plan], pins: Pin
     of a faster one, which alone is searched for."""
     moved = [estimate(plan.model_copy(update={"cluster": cluster}), point.profile) for plan in known]
     best = min(moved, key=lambda found: found.step_time_s)
-    explorer = Explorer(point.profile, cluster, point.training)
+    explorer = Explorer(point.profile, cluster, point.training, pins.framework)
     other = best_of(explorer, pins, deadline, ALMOST * best.step_time_s)
     found = [each.step_time_s for each in moved]
     return min(found if other is None else [*found, other[1].step_time_s])
@@ -189,11 +212,15 @@ def cluster_for(
     counts = _counts(cluster)
     if objective is Objective.MIN_GPUS:
         deadline = time.monotonic() + SEARCHED_S
-        found = fewest(counts, lambda count: fits(Explorer(profile, grown(cluster, count), training), pins, deadline))
+
+        def would_do(count: int) -> bool:
+            return fits(Explorer(profile, grown(cluster, count), training, pins.framework), pins, deadline)
+
+        found = fewest(counts, would_do)
         return cluster if found is None else grown(cluster, found)
     cost: dict[int, float] = {}
     for count in (count for count in counts if count & (count - 1) == 0 or count == cluster.num_devices):
-        explorer = Explorer(profile, grown(cluster, count), training)
+        explorer = Explorer(profile, grown(cluster, count), training, pins.framework)
         other = best_of(explorer, pins, time.monotonic() + 10.0)
         if other is not None:
             cost[count] = count * other[1].step_time_s

@@ -200,7 +200,7 @@ def _over(asked: str, how: str, closest: Closest) -> Answer:
         asked,
         VerdictKind.DOES_NOT_FIT,
         f"{asked} does not fit: {how} {where} is over by {format_bytes(closest.over_bytes)}, needing "
-        f"{format_bytes(memory.device_bytes)} of {format_bytes(memory.budget_bytes)} ("
+        f"{format_bytes(memory.device_bytes)} where {format_bytes(memory.budget_bytes)} may be used ("
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in items)
         + ")",
     )

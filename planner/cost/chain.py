@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from ...profiler.model.model_profile import CrossingTensor, ModelProfile
 from ..plan.document import Recompute
-from ..plan.legality import stage_starts
 from ..plan.shape import LayerOption, Offered, Shape
 from .kept import kept
 from .kinds import Kind, kinds_of, shared_groups
@@ -152,7 +151,7 @@ class Chain:
     @cached_property
     def places(self) -> list[int]:
         """Layers before which a stage may begin, from the first on, and the end of the chain."""
-        return [0, *stage_starts(self.model.profile), self.num_layers]
+        return [0, *self.model.starts, self.num_layers]
 
     def shared_weights(self, shape: Shape) -> list[tuple[list[int], float]]:
         """Per group of layers that read one weight: those layers, and its padded elements on one tensor rank."""

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from ...profiler.machine.cluster import ClusterSpec, Device, Group
 from ...profiler.model.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
+from ..plan.block_row import block_row
 from ..plan.document import EXECUTABLE_RECOMPUTES, Axis, Recompute, parts_of
-from ..plan.legality import chosen_cuts, divisors, is_sequence_cut
+from ..plan.frameworks import Framework
+from ..plan.legality import chosen_cuts, divisors, is_sequence_cut, stage_starts
 from ..plan.shape import NO_EXTRAS, Cuts, LayerOption, Offered, Shape
 from ..plan.training import TrainingSpec
 from .comm_cost import Exchanged, GroupLinks, collective_s, exposed_s, ring_rates, unhidden_s
@@ -59,10 +61,17 @@ class CostModel:
     """Prices layers of one model on one cluster for one job; pure in its three inputs, with caches."""
 
     def __init__(
-        self, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, job: ClusterSpec | None = None
+        self,
+        profile: ModelProfile,
+        cluster: ClusterSpec,
+        training: TrainingSpec,
+        job: ClusterSpec | None = None,
+        framework: Framework | None = None,
     ) -> None:
-        """job: the whole cluster, where `cluster` is only the part of it that some stages of a pipeline lie on."""
+        """job: the whole cluster, where `cluster` is only the part of it that some stages of a pipeline lie on.
+        framework: layers have only the options that it knows."""
         self.profile = profile
+        self.framework = framework
         self.cluster = cluster
         self.job = job or cluster
         self.training = training
@@ -78,6 +87,17 @@ class CostModel:
     def kinds(self) -> tuple[Kind, ...]:
         """Kind of every layer of the chain."""
         return kinds_of(self.profile)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Layers before which a stage may begin."""
+        return stage_starts(self.profile) if self.framework is None else self.framework.starts(self.profile)
+
+    @cached_property
+    def _outside_blocks(self) -> frozenset[Kind]:
+        """Kinds of layers that a framework does not recompute."""
+        row = None if self.framework is None else block_row(self.profile.layers)
+        return frozenset(kind for place, kind in enumerate(self.kinds) if row is not None and not row.holds(place))
 
     @cached_property
     def keeps_as_traced(self) -> bool:
@@ -761,14 +781,17 @@ class CostModel:
 
     def ways(self, kind: Kind, offered: Offered) -> tuple[Recompute, ...]:
         """Every kind of recompute that a layer may take, whether it gives anything up or not."""
-        if not kind.can_recompute:
+        if not kind.can_recompute or kind in self._outside_blocks:
             return ("none",)
+        if self.framework is not None:
+            return self.framework.mixed
         parts = ways_of_parts(self.layer_class(kind)) if "parts" in offered else ()
         return (*EXECUTABLE_RECOMPUTES, *parts)
 
     def pinned(self, kind: Kind, recompute: Recompute) -> Recompute:
         """What a recompute that is pinned for all layers means for those of a kind."""
-        return within(self.layer_class(kind), recompute) if kind.can_recompute else "none"
+        may = kind.can_recompute and kind not in self._outside_blocks
+        return within(self.layer_class(kind), recompute) if may else "none"
 
     @memo_by(
         lambda _, kind, shape, recompute: (kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute)

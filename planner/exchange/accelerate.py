@@ -1,11 +1,15 @@
 """Plans as a configuration file of Accelerate (FSDP2), and its files as a Layout: one table of keys for both ways."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from ...profiler.model.model_profile import ModelProfile
+from ..plan.block_row import BlockRow, block_row
 from ..plan.document import AXES, Plan
 from ..plan.training import Precision
-from .block_row import BlockRow, block_row
+from .deepspeed import read_deepspeed
 from .export_notes import (
     Settings,
     kept_note,
@@ -17,13 +21,15 @@ from .export_notes import (
     whole_layers_notes,
     zero_stage,
 )
-from .from_flags import left_over, mapping, number, unknown_keys
+from .from_flags import left_over, mapping, number, read_document, unknown_keys
 from .imports import Layout
+from .megatron import read_megatron
 
 _KEYS = frozenset(
     {
         "compute_environment",
         "debug",
+        "deepspeed_config",
         "distributed_type",
         "downcast_bf16",
         "dynamo_config",
@@ -34,6 +40,7 @@ _KEYS = frozenset(
         "main_process_ip",
         "main_process_port",
         "main_training_function",
+        "megatron_lm_config",
         "mixed_precision",
         "num_machines",
         "num_processes",
@@ -187,54 +194,181 @@ def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
     return document
 
 
-def read_accelerate(document: Mapping[str, Any], num_devices: int) -> Layout:
+_PRECISIONS: dict[str, Precision] = {"no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+
+_STRATEGIES = {
+    **dict.fromkeys(("1", "FULL_SHARD"), "FULL_SHARD"),
+    **dict.fromkeys(("2", "SHARD_GRAD_OP"), "SHARD_GRAD_OP"),
+    **dict.fromkeys(("3", "NO_SHARD"), "NO_SHARD"),
+    **dict.fromkeys(("4", "HYBRID_SHARD"), "HYBRID_SHARD"),
+    **dict.fromkeys(("5", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2"), "HYBRID_SHARD_ZERO2"),
+}
+"""fsdp_sharding_strategy of FSDP1, by number or by name."""
+
+_DEEPSPEED_KEYS = frozenset(
+    {
+        "deepspeed_config_file",
+        "deepspeed_hostfile",
+        "deepspeed_moe_layer_cls_names",
+        "deepspeed_multinode_launcher",
+        "deepspeed_exclusion_filter",
+        "deepspeed_inclusion_filter",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "offload_optimizer_device",
+        "offload_optimizer_nvme_path",
+        "offload_param_device",
+        "offload_param_nvme_path",
+        "zero3_init_flag",
+        "zero3_save_16bit_model",
+        "zero_stage",
+    }
+)
+
+_MEGATRON_KEYS = {
+    "megatron_lm_tp_degree": "--tensor-model-parallel-size",
+    "megatron_lm_pp_degree": "--pipeline-model-parallel-size",
+    "megatron_lm_sequence_parallelism": "--sequence-parallel",
+    "megatron_lm_recompute_activations": "--recompute-activations",
+    "megatron_lm_use_distributed_optimizer": "--use-distributed-optimizer",
+    "megatron_lm_num_micro_batches": "",
+    "megatron_lm_gradient_clipping": "",
+}
+"""Keys of megatron_lm_config -> Megatron-LM's options."""
+
+_KINDS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "MULTI_GPU", "NO")
+
+
+def read_accelerate(
+    document: Mapping[str, Any], num_devices: int, profile: ModelProfile | None = None, folder: Path = Path()
+) -> Layout:
     """The layout of an Accelerate configuration file on a number of GPUs. Micro-batch and accumulation are said in the
     script, not here, so they are left open.
 
+    profile: of the model, which Megatron-LM's settings are checked against. folder: where a file that it names lies.
     Raises ValueError that names the key that is wrong or not understood.
     """
     kind = str(document.get("distributed_type", "")).upper()
-    if kind not in ("FSDP", "MULTI_GPU", "NO"):
-        raise ValueError(
-            f"distributed_type: {kind or 'missing'}; FSDP (with fsdp_version: 2), MULTI_GPU and NO are read. For "
-            "DeepSpeed give its JSON, for Megatron-LM its arguments"
-        )
+    if kind not in _KINDS:
+        raise ValueError(f"distributed_type: {kind or 'missing'}; {', '.join(_KINDS)} are read")
     processes = document.get("num_processes", num_devices)
     if processes != num_devices:
         raise ValueError(f"num_processes: {processes}, but {num_devices} GPUs: give --gpus {processes}")
     ignored = unknown_keys(document, _KEYS, "accelerate", "")
-    precision: Precision = {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}.get(  # type: ignore[assignment]
-        str(document.get("mixed_precision") or "no").lower().replace("false", "no"), "bf16"
+    precision, notes = _precision_of(document)
+    if kind == "DEEPSPEED":
+        found = _of_deepspeed(document, num_devices, precision, folder)
+    elif kind == "MEGATRON_LM":
+        found = _of_megatron(document, num_devices, precision, profile)
+    else:
+        found = _of_fsdp(document, num_devices, kind, precision)
+    backend = str(mapping(document, "dynamo_config").get("dynamo_backend", "no")).lower()
+    if backend not in ("no", "none") and found.target == "accelerate":
+        found = replace(found, software="fsdp2-compile")
+    return replace(found, ignored=(*ignored, *found.ignored), notes=(*notes, *found.notes))
+
+
+def _precision_of(document: Mapping[str, Any]) -> tuple[Precision | None, list[str]]:
+    """(what mixed_precision says, None if it says nothing; a note where that is Accelerate's fp32)."""
+    said = document.get("mixed_precision")
+    if said is None:
+        return None, []
+    word = "no" if said is False else str(said).lower()
+    if word not in _PRECISIONS:
+        raise ValueError(f"mixed_precision: {said}; Accelerate takes no, bf16, fp16 and fp8")
+    return _PRECISIONS[word], []
+
+
+_ASKED = (
+    "precision",
+    "mixed_precision is not said, and is what accelerate launch is told with --mixed_precision: give --precision bf16, "
+    "or fp32 if it is told nothing",
+)
+_OPEN_BATCHES = "batch size and gradient accumulation are said in the script: chosen at their best here"
+
+
+def _of_deepspeed(document: Mapping[str, Any], num_devices: int, precision: Precision | None, folder: Path) -> Layout:
+    """A file with distributed_type: DEEPSPEED, or the JSON that it names."""
+    own = mapping(document, "deepspeed_config")
+    ignored = unknown_keys(own, _DEEPSPEED_KEYS, "accelerate", "deepspeed_config.")
+    if "deepspeed_config_file" in own:
+        also = [key for key in ("zero_stage", "gradient_accumulation_steps", "offload_param_device") if key in own]
+        if also:
+            raise ValueError(
+                f"deepspeed_config.deepspeed_config_file and {also[0]}: Accelerate takes the JSON alone; leave out "
+                f"{also[0]}"
+            )
+        return read_deepspeed(read_document(folder / str(own["deepspeed_config_file"])), num_devices)
+    zero: dict[str, Any] = {"stage": own.get("zero_stage", 2)}
+    for name in ("offload_optimizer", "offload_param"):
+        zero[name] = {"device": str(own.get(f"{name}_device") or "none").lower()}
+    inner: dict[str, Any] = {"zero_optimization": zero}
+    if own.get("gradient_accumulation_steps") not in (None, "auto"):
+        inner["gradient_accumulation_steps"] = own["gradient_accumulation_steps"]
+    if precision in ("bf16", "fp16"):
+        inner[precision] = {"enabled": True}
+    found = read_deepspeed(inner, num_devices)
+    asks = (_ASKED,) if precision is None else ()
+    notes = ("batch size is said in the script: chosen at its best here", found.notes[0])
+    return replace(found, precision=precision, asks=asks, ignored=tuple(ignored), notes=notes)
+
+
+def _of_megatron(
+    document: Mapping[str, Any], num_devices: int, precision: Precision | None, profile: ModelProfile | None
+) -> Layout:
+    """A file with distributed_type: MEGATRON_LM."""
+    own = mapping(document, "megatron_lm_config")
+    ignored = unknown_keys(own, _MEGATRON_KEYS, "accelerate", "megatron_lm_config.")
+    if profile is None:
+        raise ValueError("megatron_lm_config: its stages are counted in blocks of the model, which is not known here")
+    words: list[str] = []
+    for key, option in _MEGATRON_KEYS.items():
+        value = own.get(key)
+        value = {"true": True, "false": False}.get(str(value).lower(), value)
+        if option and value not in (None, False):
+            words += [option] if value is True else [option, str(value)]
+    count = own.get("megatron_lm_num_micro_batches")
+    found = read_megatron(words, num_devices, profile)
+    return replace(
+        found,
+        precision=precision,
+        num_microbatches=None if count is None else number(own, "megatron_lm_num_micro_batches", 1),
+        asks=(_ASKED,) if precision is None else (),
+        ignored=(*ignored, *found.ignored),
+        notes=("batch size is said in the script: chosen at its best here",),
     )
-    software = "fsdp2-compile" if document.get("dynamo_config") else "fsdp2-eager"
-    open_choices = ("batch size and gradient accumulation are said in the script: chosen at their best here",)
-    if kind != "FSDP":
-        return Layout(
-            "accelerate",
-            data_replicate=num_devices,
-            precision=precision,
-            software=software,
-            ignored=tuple(ignored),
-            notes=open_choices,
-        )
-    fsdp = mapping(document, "fsdp_config")
+
+
+def _of_fsdp(document: Mapping[str, Any], num_devices: int, kind: str, precision: Precision | None) -> Layout:
+    """A file with distributed_type: FSDP, MULTI_GPU or NO, of FSDP2 or FSDP1."""
+    asks, notes = (_ASKED,) if precision is None else (), [_OPEN_BATCHES]
+    fsdp = mapping(document, "fsdp_config") if kind == "FSDP" else {}
     sizes = mapping(document, "parallelism_config")
-    ignored += unknown_keys(fsdp, _FSDP_KEYS, "accelerate", "fsdp_config.")
+    ignored = unknown_keys(fsdp, _FSDP_KEYS, "accelerate", "fsdp_config.")
     ignored += unknown_keys(sizes, _PARALLELISM_KEYS, "accelerate", "parallelism_config.")
-    if fsdp.get("fsdp_offload_params"):
+    if str(fsdp.get("fsdp_offload_params", False)).lower() == "true":
         raise ValueError("fsdp_offload_params: true; parameters on the host are not priced: set it to false")
     if number(sizes, "parallelism_config_sp_size", 1) > 1:
         raise ValueError("parallelism_config_sp_size: Ulysses sequence ranks of DeepSpeed are not read; set it to 1")
     tensor = number(sizes, "parallelism_config_tp_size", 1)
     context = number(sizes, "parallelism_config_cp_size", 1)
     replicas = number(sizes, "parallelism_config_dp_replicate_size", 1)
-    shards = left_over(num_devices, tensor * context * replicas, "replicate x tensor x context")
-    if number(sizes, "parallelism_config_dp_shard_size", shards) != shards:
+    strategy = _strategy(fsdp, kind)
+    if strategy.startswith("HYBRID") and replicas == 1:
+        replicas = number(document, "num_machines", 1)
+        notes.append(f"{strategy}: {replicas} replicas, one for each of num_machines")
+    if kind == "FSDP" and str(fsdp.get("fsdp_version", 1)) == "1":
+        notes.append("fsdp_version 1, which is priced as FSDP2")
+    rest = left_over(num_devices, tensor * context * replicas, "replicate x tensor x context")
+    shards = rest
+    if kind != "FSDP" or strategy == "NO_SHARD":
+        shards = number(sizes, "parallelism_config_dp_shard_size", 1)
+        replicas *= left_over(rest, shards, "parallelism_config_dp_shard_size")
+    elif number(sizes, "parallelism_config_dp_shard_size", shards) != shards:
         raise ValueError(
             f"parallelism_config_dp_shard_size: {sizes['parallelism_config_dp_shard_size']}, but {shards} ranks are "
             f"left of {num_devices} GPUs: give --gpus"
         )
-    reshard = _read_reshard(fsdp)
     again = str(fsdp.get("fsdp_activation_checkpointing", False)).lower() == "true"
     exchange = str(sizes.get("parallelism_config_cp_comm_strategy", "allgather"))
     return Layout(
@@ -244,26 +378,28 @@ def read_accelerate(document: Mapping[str, Any], num_devices: int) -> Layout:
         tensor=tensor,
         context=context,
         context_kind="all_to_all" if exchange == "alltoall" else "all_gather",
-        reshard="all" if reshard else "none",
-        recompute="full" if again else "none",
+        reshard="all" if strategy in ("FULL_SHARD", "HYBRID_SHARD") and shards * context > 1 else "none",
+        recompute=None if kind != "FSDP" else "full" if again else "none",
         precision=precision,
-        software=software,
         ignored=tuple(ignored),
-        notes=open_choices,
+        notes=tuple(notes),
+        asks=asks,
     )
 
 
-def _read_reshard(fsdp: Mapping[str, Any]) -> bool:
-    """Whether parameters are given back after forward (FULL_SHARD) or kept (SHARD_GRAD_OP)."""
-    if "fsdp_sharding_strategy" in fsdp and "fsdp_reshard_after_forward" not in fsdp:
-        strategy = str(fsdp["fsdp_sharding_strategy"]).upper()
-        if strategy not in ("FULL_SHARD", "SHARD_GRAD_OP", "1", "2"):
-            raise ValueError(
-                f"fsdp_sharding_strategy: {strategy}; write it for FSDP2, as fsdp_reshard_after_forward and sizes in "
-                "parallelism_config"
-            )
-        return strategy in ("FULL_SHARD", "1")
-    word = str(fsdp.get("fsdp_reshard_after_forward", True)).lower()
-    if word not in ("true", "false"):
-        raise ValueError(f"fsdp_reshard_after_forward: {word}; FSDP2 takes true or false")
-    return word == "true"
+def _strategy(fsdp: Mapping[str, Any], kind: str) -> str:
+    """The sharding strategy of FSDP1, also where FSDP2 says it as fsdp_reshard_after_forward."""
+    if kind != "FSDP":
+        return "NO_SHARD"
+    word = str(fsdp.get("fsdp_reshard_after_forward", "")).upper()
+    said = str(fsdp.get("fsdp_sharding_strategy", "")).upper()
+    found = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(word) or _STRATEGIES.get(word)
+    if word and found is None:
+        raise ValueError(f"fsdp_reshard_after_forward: {word.lower()}; FSDP2 takes true or false")
+    if said and said not in _STRATEGIES:
+        raise ValueError(f"fsdp_sharding_strategy: {said}; choose {', '.join(dict.fromkeys(_STRATEGIES.values()))}")
+    if found and said and _STRATEGIES[said] != found:
+        raise ValueError(
+            f"fsdp_sharding_strategy: {said} contradicts fsdp_reshard_after_forward: {word.lower()}; leave out one"
+        )
+    return found or _STRATEGIES.get(said, "FULL_SHARD")

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..plan.block_row import BlockRow, block_row
 from ..plan.document import AXES, Plan
 from ..plan.training import Precision
-from .block_row import BlockRow, block_row
 from .export_notes import (
     Settings,
     kept_note,
@@ -28,6 +28,7 @@ _KEYS = frozenset(
         "zero_optimization",
         "bf16",
         "fp16",
+        "optimizer",
         "tensor_parallel",
     }
 )
@@ -113,42 +114,58 @@ def deepspeed_settings(plan: Plan, notes: list[str]) -> Settings:
     return document
 
 
+_AUTO = "auto"
+"""What the Hugging Face Trainer fills in from its TrainingArguments."""
+
+TRAINER_MICRO_BATCH = 8
+"""per_device_train_batch_size of TrainingArguments where nobody gives one (transformers 4 and 5)."""
+
+_ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
+
+
 def read_deepspeed(document: Mapping[str, Any], num_devices: int) -> Layout:
-    """The layout of a DeepSpeed configuration on a number of GPUs. Recompute is said in the script, so it is left open.
+    """The layout of a DeepSpeed configuration on a number of GPUs. Recompute is said in the script, so it is left open;
+    what is "auto", too: with_flags of imports.py asks for it, or takes the Trainer's rule.
 
     Raises ValueError that names the key that is wrong or not understood.
     """
     for key, reason in _REFUSED.items():
-        if document.get(key):
+        section = document.get(key)
+        if section and not (isinstance(section, Mapping) and section.get("enabled") is False):
             raise ValueError(f"{key}: {reason}")
     ignored = unknown_keys(document, _KEYS, "deepspeed", "")
     zero = mapping(document, "zero_optimization")
     for key, reason in _ZERO_REFUSED.items():
-        if zero.get(key) not in (None, False, 1, {}):
+        if zero.get(key) not in (None, False, 1, -1, {}) and mapping(zero, key).get("device") != "none":
             raise ValueError(f"zero_optimization.{key}: {reason}")
-    ignored += unknown_keys(zero, _ZERO_KEYS, "deepspeed", "zero_optimization.")
+    ignored += unknown_keys(zero, {*_ZERO_KEYS, *_ZERO_REFUSED}, "deepspeed", "zero_optimization.")
     stage = number(zero, "stage", 0, least=0)
     if stage > 3:
         raise ValueError(f"zero_optimization.stage: {stage}; choose 0, 1, 2 or 3")
     tensor = number(mapping(document, "tensor_parallel"), "autotp_size", 1, least=0) or 1
     data = left_over(num_devices, tensor, "autotp_size")
     micro, steps, batch = (
-        None if document.get(key) in (None, "auto") else number(document, key, 1)
+        None if document.get(key) in (None, _AUTO) else number(document, key, 1)
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     )
-    if batch is None and micro is not None:
-        batch = micro * (steps or 1) * data
     if micro is None and batch is not None and steps is not None:
-        micro = batch // steps // data
+        micro, rest = divmod(batch, steps * data)
+        if rest or not micro:
+            raise ValueError(
+                f"train_batch_size {batch} is no multiple of gradient_accumulation_steps x data ranks = {steps} x "
+                f"{data}: change one of them"
+            )
     if None not in (micro, steps, batch) and (micro or 1) * (steps or 1) * data != batch:
         raise ValueError(
             f"train_batch_size {batch} is not train_micro_batch_size_per_gpu x gradient_accumulation_steps x data "
             f"ranks = {micro} x {steps} x {data}: change one of them"
         )
-    precision: Precision = "fp32"
-    for name in ("bf16", "fp16"):
-        if mapping(document, name).get("enabled") is True:
-            precision = "bf16" if name == "bf16" else "fp16"
+    if micro is not None and batch is None and "gradient_accumulation_steps" not in document:
+        batch = None if document.get("train_batch_size") == _AUTO else micro * data
+    precision, asks = _read_precision(document)
+    notes = ["activation checkpointing is said in the script: chosen at its best here"]
+    if precision == "fp32" and not asks:
+        notes.append("neither bf16 nor fp16 is enabled, so DeepSpeed computes in fp32")
     return Layout(
         target="deepspeed",
         data_replicate=1 if stage else data,
@@ -157,9 +174,59 @@ def read_deepspeed(document: Mapping[str, Any], num_devices: int) -> Layout:
         reshard="all" if stage == 3 else "none",
         sync_every=stage >= 2,
         micro_batch=micro,
-        global_batch=batch,
-        precision=precision,
+        num_microbatches=steps,
+        global_batch=batch if batch is not None else micro * steps * data if micro and steps else None,
+        precision=None if asks else precision,
+        sgd=_read_optimizer(document),
         offload_optimizer=mapping(zero, "offload_optimizer").get("device") in ("cpu", "nvme"),
         ignored=tuple(ignored),
-        notes=("activation checkpointing is said in the script: chosen at its best here",),
+        notes=tuple(notes),
+        asks=asks,
+        defaults=_trainer_rules(document, micro, steps, batch),
     )
+
+
+def _read_precision(document: Mapping[str, Any]) -> tuple[Precision, tuple[tuple[str, str], ...]]:
+    """(the precision that is enabled, what to ask for where the Trainer's flags decide)."""
+    names: tuple[Precision, ...] = ("bf16", "fp16")
+    asked = [name for name in names if mapping(document, name).get("enabled") == _AUTO]
+    enabled = [name for name in names if mapping(document, name).get("enabled") is True]
+    if len(enabled) > 1:
+        raise ValueError("bf16.enabled and fp16.enabled are both true: DeepSpeed takes one of them")
+    if enabled or not asked:
+        return (enabled[0] if enabled else "fp32"), ()
+    flags = " and ".join(f'{name}.enabled is "auto"' for name in asked)
+    return "fp32", (
+        (
+            "precision",
+            f"{flags}, which the Trainer fills in from its --bf16 or --fp16: give --precision bf16, or fp32 if it runs "
+            "with neither",
+        ),
+    )
+
+
+def _trainer_rules(
+    document: Mapping[str, Any], micro: int | None, steps: int | None, batch: int | None
+) -> tuple[tuple[str, int, str], ...]:
+    """What TrainingArguments have where nobody says it, for sizes that are "auto"."""
+    found: list[tuple[str, int, str]] = []
+    if micro is None and document.get("train_micro_batch_size_per_gpu") == _AUTO:
+        rule = (
+            f'train_micro_batch_size_per_gpu is "auto": {TRAINER_MICRO_BATCH}, the per_device_train_batch_size of '
+            "TrainingArguments if none is given; --micro-batch changes it"
+        )
+        found.append(("micro_batch", TRAINER_MICRO_BATCH, rule))
+    if steps is None and batch is None and document.get("gradient_accumulation_steps") == _AUTO:
+        rule = 'gradient_accumulation_steps is "auto": 1, as in TrainingArguments; --global-batch changes it'
+        found.append(("num_microbatches", 1, rule))
+    return tuple(found)
+
+
+def _read_optimizer(document: Mapping[str, Any]) -> bool | None:
+    """Whether the optimizer is plain SGD; None if the script makes it. Raises ValueError for one of another cost."""
+    kind = mapping(document, "optimizer").get("type")
+    if kind is None:
+        return None
+    if str(kind).lower() not in ("sgd", *_ADAM):
+        raise ValueError(f"optimizer.type: {kind}; adam, adamw and sgd are priced")
+    return str(kind).lower() == "sgd"

@@ -34,6 +34,9 @@ class Export:
     text: str = ""
     """What goes into a file: the settings, below a header that names versions, plan and notes."""
 
+    def __str__(self) -> str:
+        return self.text
+
 
 def export(plan: Plan, target: str) -> Export:
     """The plan for a target of TARGETS. Raises ValueError for what the target cannot do, with a way out."""

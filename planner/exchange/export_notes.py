@@ -3,8 +3,8 @@
 from collections import Counter
 from typing import Any, Literal
 
+from ..plan.block_row import BlockRow, block_row
 from ..plan.document import AXES, Axis, LayerPlan, Plan, Recompute, parts_in_words
-from .block_row import BlockRow, block_row
 from .targets import NAMES, Target
 
 Settings = dict[str, Any]
@@ -97,7 +97,7 @@ def recomputed_blocks(
 
 def kept_note(plan: Plan, target: Target) -> list[str]:
     """That some layers keep their parameters gathered, for targets in which all give them back."""
-    kept = sum(not layer.reshard for layer in layers_of(plan))
+    kept = sum(not layer.reshard for layer in layers_of(plan) if layer.parameters)
     return [
         f"{kept} of {len(layers_of(plan))} layers keep their parameters gathered in the plan; {NAMES[target]} gives "
         "all back: less memory, more time"

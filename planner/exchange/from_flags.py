@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -10,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from ...profiler.model.model_profile import ModelProfile
-from .block_row import BlockRow
+from ..plan.block_row import BlockRow
 from .targets import NAMES, Target
 
 _NEAR = 0.87
 """Names this much alike (difflib's ratio) are taken for a typing mistake, not for another option."""
 
 
-def read_words(text: str) -> list[str]:
-    """Arguments from a string, or from a file that holds them, such as the one `plan export` writes."""
-    path = Path(text)
-    if not text.lstrip().startswith("-") and "\n" not in text and path.is_file():
-        lines = [line for line in path.read_text().splitlines() if not line.rstrip().endswith("_ARGS=(")]
-        text = "\n".join(line for line in lines if line.strip() != ")")
-    return shlex.split(text.replace("\\\n", " "), comments=True)
+def text_of(path: Path) -> str:
+    """What a file holds. Raises ValueError if that is no text."""
+    try:
+        return path.read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text file") from None
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -32,7 +30,7 @@ def read_document(path: Path) -> dict[str, Any]:
         raise ValueError(f"no such file: {path}")
     if path.suffix == ".json":
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(text_of(path))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not JSON ({error})") from None
     else:
@@ -41,7 +39,7 @@ def read_document(path: Path) -> dict[str, Any]:
         except ImportError:
             raise ValueError(f"{path}: reading YAML needs PyYAML (pip install pyyaml)") from None
         try:
-            found = yaml.safe_load(path.read_text())
+            found = yaml.safe_load(text_of(path))
         except yaml.YAMLError as error:
             raise ValueError(f"{path} is not YAML ({error})") from None
     if not isinstance(found, dict):

@@ -1,12 +1,13 @@
 """A layout that another framework's settings say, as a Plan of ours: what they leave open is chosen at its best."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate, estimate
+from ..plan.block_row import BlockRow, block_row
 from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute
 from ..plan.legality import (
     can_recompute,
@@ -22,7 +23,6 @@ from ..plan.making import make_plan
 from ..plan.schedules import Schedule
 from ..plan.shape import LayerOption, Shape
 from ..plan.training import Precision, TrainingSpec
-from .block_row import BlockRow, block_row
 from .targets import NAMES, Target
 
 
@@ -51,21 +51,76 @@ class Layout:
     mesh_axes: tuple[Axis, ...] = AXES
     stage_sizes: tuple[int, ...] = ()
     micro_batch: int | None = None
+    num_microbatches: int | None = None
     global_batch: int | None = None
     recompute: Recompute | None = None
     recomputed: int | None = None
     seq_len: int | None = None
     precision: Precision | None = None
     software: str = "fsdp2-eager"
-    sgd: bool = False
+    sgd: bool | None = None
     offload_optimizer: bool = False
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    asks: tuple[tuple[str, str], ...] = ()
+    """(field that a launcher fills in, what to give for it): nothing is priced before it is said."""
+    defaults: tuple[tuple[str, int, str], ...] = ()
+    """(field, value, whose rule that is) of what a launcher fills in by a rule of its own."""
 
     @property
     def sharded_over(self) -> int:
         """Ranks that parameters or optimizer state are sharded over."""
         return self.data_shard * self.context
+
+
+@dataclass(frozen=True)
+class Said:
+    """What flags of ours say of the job, beside the settings; None: nothing."""
+
+    precision: Precision | None = None
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    seq_len: int | None = None
+    sgd: bool | None = None
+
+
+_FLAGS = {
+    "precision": "--precision",
+    "micro_batch": "--micro-batch",
+    "global_batch": "--global-batch",
+    "seq_len": "--seq-len",
+    "sgd": "--optimizer",
+}
+
+
+def with_flags(layout: Layout, said: Said) -> Layout:
+    """A layout with what flags say where its settings leave it open, and then with the rules of its launcher.
+
+    Raises ValueError where a flag contradicts the settings, naming both, and where the settings leave to a launcher
+    what has no rule and no flag says.
+    """
+    for name, flag in _FLAGS.items():
+        mine, theirs = getattr(said, name), getattr(layout, name)
+        if mine is None:
+            continue
+        if theirs is not None and mine != theirs:
+            words = {True: "sgd", False: "adamw"} if name == "sgd" else {}
+            raise ValueError(
+                f"{flag} {words.get(mine, mine)}, but the settings say {words.get(theirs, theirs)}: leave out {flag}, "
+                "or change the settings"
+            )
+        layout = replace(layout, **{name: mine})
+    unsaid = [ask for name, ask in layout.asks if getattr(layout, name) is None]
+    if unsaid:
+        raise ValueError("; ".join(unsaid))
+    for name, value, rule in layout.defaults:
+        follows = name == "num_microbatches" and layout.global_batch is not None
+        if getattr(layout, name) is None and not follows:
+            layout = replace(layout, **{name: value}, notes=(*layout.notes, rule))  # type: ignore[arg-type]
+    data = layout.data_replicate * layout.data_shard
+    if layout.global_batch is None and layout.micro_batch and layout.num_microbatches:
+        layout = replace(layout, global_batch=layout.micro_batch * layout.num_microbatches * data)
+    return layout
 
 
 @dataclass(frozen=True)
@@ -124,6 +179,19 @@ def _check_legal(layout: Layout, profile: ModelProfile, training: TrainingSpec) 
 def _open_choices(layout: Layout, training: TrainingSpec) -> Iterator[tuple[int, Recompute]]:
     share = training.global_batch // (layout.data_replicate * layout.data_shard)
     sizes = [layout.micro_batch] if layout.micro_batch else divisors(share)
+    count = layout.num_microbatches
+    if count is not None and not layout.micro_batch:
+        if share % count:
+            raise ValueError(
+                f"the global batch of {training.global_batch} is no multiple of {count} micro-batches x "
+                f"{training.global_batch // share} data ranks: change one of them"
+            )
+        sizes = [share // count]
+    if count is not None and layout.micro_batch and share != count * layout.micro_batch:
+        raise ValueError(
+            f"the global batch of {training.global_batch} is not {training.global_batch // share} data ranks x "
+            f"micro-batch {layout.micro_batch} x {count} micro-batches: change one of them"
+        )
     kinds: tuple[Recompute, ...] = ("none", "full") if layout.recompute is None else (layout.recompute,)
     return ((size, kind) for size in sizes for kind in kinds)
 

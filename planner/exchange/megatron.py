@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from ...profiler.model.model_profile import ModelProfile
-from ..plan.document import AXES, Axis, ContextKind, Plan, Recompute, parts_in_words, parts_of, recompute_of_parts
+from ..plan.block_row import BlockRow, block_row
+from ..plan.document import AXES, ContextKind, Plan, Recompute, parts_in_words, parts_of, recompute_of_parts
+from ..plan.frameworks import DATA_OUTERMOST
 from ..plan.legality import has_experts
 from ..plan.training import Precision
-from .block_row import BlockRow, block_row
 from .export_notes import (
     blocks_by_stage,
     kept_note,
@@ -41,6 +42,7 @@ _SIZES = frozenset(
         "--seq-length",
         "--num-layers",
         "--recompute-num-layers",
+        "--make-vocab-size-divisible-by",
     }
 )
 
@@ -121,9 +123,6 @@ _PRECISION: dict[Precision, tuple[str, ...]] = {
     "fp32": (),
 }
 
-DATA_OUTERMOST: tuple[Axis, ...] = ("data_replicate", "data_shard", "context", "pipeline", "tensor")
-"""Megatron-LM's other order of ranks, --use-tp-pp-dp-mapping; its usual one is that of AXES."""
-
 
 def megatron_words(plan: Plan, notes: list[str]) -> list[str]:
     """Megatron-LM's arguments for a plan; what they do not say is added to the notes. Raises ValueError for what
@@ -156,6 +155,9 @@ def megatron_words(plan: Plan, notes: list[str]) -> list[str]:
     words += ["--micro-batch-size", str(plan.micro_batch), "--global-batch-size", str(plan.training.global_batch)]
     if plan.training.seq_len is not None:
         words += ["--seq-length", str(plan.training.seq_len)]
+    multiple = plan.model.source.partition("@vocab%")[2]
+    if multiple.isdecimal() and int(multiple) % degrees.tensor == 0:
+        words += ["--make-vocab-size-divisible-by", str(int(multiple) // degrees.tensor)]  # it multiplies by the ranks
     words += _PRECISION[plan.training.precision]
     words += _recompute(plan, row, notes)
     words += ["--optimizer", "adam" if plan.training.optimizer == "adamw" else "sgd"]
@@ -308,6 +310,9 @@ def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile)
     virtual = len(counts) // pipeline if counts else 1
     recompute, recomputed = _read_recompute(said, size, profile)
     notes = [] if "--micro-batch-size" in said else ["--micro-batch-size is not given: chosen at its best"]
+    precision = _read_precision(said)
+    if precision == "fp32":
+        notes.append("neither --bf16 nor --fp16 is given, so Megatron-LM trains in fp32")
     micro = size("--micro-batch-size") if "--micro-batch-size" in said else None
     batch = size("--global-batch-size") if "--global-batch-size" in said else None
     return Layout(
@@ -331,9 +336,9 @@ def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile)
         recompute=recompute,
         recomputed=recomputed,
         seq_len=size("--seq-length") if "--seq-length" in said else None,
-        precision=_read_precision(said),
+        precision=precision,
         software="megatron-core",
-        sgd=said.get("--optimizer") == "sgd",
+        sgd=said["--optimizer"] == "sgd" if "--optimizer" in said else None,
         offload_optimizer="--optimizer-cpu-offload" in said,
         ignored=tuple(ignored),
         notes=tuple(notes),

@@ -5,18 +5,9 @@ megatron-core 0.16.1. torchtitan 0.3.0, Accelerate 1.15.0 and DeepSpeed 0.19.8: 
 released packages.
 """
 
-from typing import Literal, get_args
+from ..plan.frameworks import NAMES, TARGETS, Target
 
-Target = Literal["megatron", "torchtitan", "accelerate", "deepspeed"]
-
-TARGETS: tuple[Target, ...] = get_args(Target)
-
-NAMES: dict[Target, str] = {
-    "megatron": "Megatron-LM",
-    "torchtitan": "torchtitan",
-    "accelerate": "Accelerate",
-    "deepspeed": "DeepSpeed",
-}
+__all__ = ["NAMES", "TARGETS", "VERSIONS", "Target"]
 
 VERSIONS: dict[Target, str] = {
     "megatron": "Megatron-LM core 0.16",

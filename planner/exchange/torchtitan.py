@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from ...profiler.model.model_profile import ModelProfile
+from ..plan.block_row import BlockRow, block_row
 from ..plan.document import AXES, Plan, Recompute
 from ..plan.legality import has_experts
 from ..plan.schedules import Schedule
 from ..plan.training import Precision
-from .block_row import BlockRow, block_row
 from .export_notes import (
     blocks_by_stage,
     kept_note,
@@ -22,6 +22,7 @@ from .export_notes import (
 )
 from .from_flags import Flags, Sizes, check_known, grouped, left_over, needed_row, stage_sizes
 from .imports import Layout
+from .recipes import renamed
 
 _SIZES = frozenset(
     {
@@ -323,7 +324,7 @@ def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             said["activation_checkpoint.mode"] = mode.removeprefix(subcommand)
     rest = [word for word, mode in zip(words, modes, strict=True) if not mode.startswith(subcommand)]
     for flag, values in grouped(rest):
-        name = flag.removeprefix("--").replace("-", "_")
+        name = renamed(flag.removeprefix("--").replace("-", "_"))
         section, _, last = name.rpartition(".")
         negated = f"{section}.{last.removeprefix('no_')}"
         if name in FLAGS.refused:

@@ -196,11 +196,21 @@ class Certificate(Frozen):
     search_seconds: float
     shapes: dict[Literal["total", "rejected", "pruned", "solved"], int]
     rejected: dict[str, int] = Field(default={}, description="rule -> shapes it excluded")
+    framework: str | None = Field(default=None, description="the space holds only what this framework runs")
+    open_s: float | None = Field(
+        default=None, description="seconds: the fastest plan found for the same software without that restriction"
+    )
 
     @property
     def given_away(self) -> float:
         """Share of the fastest step that the plan takes longer, for the sake of simplicity."""
         return self.step_s / self.fastest_s - 1.0
+
+    @property
+    def restriction(self) -> float | None:
+        """Share of the fastest step found without it that the restriction to a framework costs at least; None where
+        that was not looked for."""
+        return None if self.open_s is None else self.fastest_s / self.open_s - 1.0
 
 
 class Prediction(Frozen):

@@ -74,11 +74,11 @@ def tensor_rule(profile: ModelProfile, tensor: int) -> str | None:
     cuts = inner_cuts(profile)
     if not cuts:
         return "tensor: no layer can be cut"
-    undivided = _undivided(cuts, tensor)
-    if undivided is None:
+    whole = undivided(cuts, tensor)
+    if whole is None:
         return None
-    smaller = any(_undivided(cuts, part) is None for part in divisors(tensor) if part > 1)
-    return undivided if smaller or not any(divides(cut, tensor) for _, cut in cuts) else None
+    smaller = any(undivided(cuts, part) is None for part in divisors(tensor) if part > 1)
+    return whole if smaller or not any(divides(cut, tensor) for _, cut in cuts) else None
 
 
 def inner_cuts(profile: ModelProfile) -> list[tuple[str, TensorCut]]:
@@ -86,7 +86,7 @@ def inner_cuts(profile: ModelProfile) -> list[tuple[str, TensorCut]]:
     return [(c.name, cut) for c in profile.classes for cut in c.cuts if cut.kind in ("attention", "mlp", "table")]
 
 
-def _undivided(cuts: Sequence[tuple[str, TensorCut]], tensor: int) -> str | None:
+def undivided(cuts: Sequence[tuple[str, TensorCut]], tensor: int) -> str | None:
     """The first cut that a degree does not divide, in words."""
     for name, cut in cuts:
         for size in divided(cut):
@@ -107,7 +107,7 @@ def sequence_rule(profile: ModelProfile, tensor: int, context: int = 1) -> str |
     for c in able:
         divided_ones = [i for i, cut in enumerate(c.cuts) if divides(cut, tensor)]
         if not divided_ones or not runs_on_slices(c, divided_ones):
-            return f"sequence: {_undivided([(c.name, cut) for cut in c.cuts], tensor)}, and whole it needs all of it"
+            return f"sequence: {undivided([(c.name, cut) for cut in c.cuts], tensor)}, and whole it needs all of it"
     both = _names_read(profile, sliced=True) & _names_read(profile, sliced=False)
     if both:
         return f"sequence: {min(both)} is read on slices of the sequence and on the whole of it"

@@ -63,6 +63,7 @@ def read_pins(
     Raises ValueError that says which word is wrong, or which two contradict each other.
     """
     said = [_Restriction(f"--pin {text}", name, value) for text in pin for name, value in parse_pins([text]).items()]
+    said = _with_data_ranks_as_said(said)
     if recompute is not None:
         ((name, value),) = parse_pins([f"recompute={recompute}"], "--recompute").items()
         said.append(_Restriction(f"--recompute {recompute}", name, value))
@@ -82,6 +83,13 @@ def read_pins(
         most=tuple(sorted({(choice.name, cast(int, choice.value)) for choice in limits})),
         without=tuple(dict.fromkeys(cast(Schedule, choice.value) for choice in without)),
     )
+
+
+def _with_data_ranks_as_said(said: list[_Restriction]) -> list[_Restriction]:
+    """Without the degree that zero=N has of itself where another word says one."""
+    by_zero = {choice.words for choice in said if choice.name == "gradient_sync"}
+    others = any(c.name in ("data_replicate", "data_shard") and c.words not in by_zero for c in said)
+    return [c for c in said if not (others and c.words in by_zero and c.name == "data_replicate")]
 
 
 def _forbidden(name: str) -> Iterator[_Restriction]:
@@ -147,9 +155,11 @@ def _above(choice: _Restriction, limit: _Restriction) -> bool:
 def in_words(pins: Pins) -> dict[str, Pins]:
     """What is pinned, in words -> the pins without it."""
     found: dict[str, Pins] = {}
+    if pins.framework is not None:
+        found[f"--for {pins.framework.target}"] = replace(pins, framework=None)
     for field in fields(pins):
         value = getattr(pins, field.name)
-        if field.name in ("most", "without", "everything", "parts") or value is None:
+        if field.name in ("most", "without", "everything", "parts", "framework") or value is None:
             continue
         name = "sequence" if field.name == "sequence_ways" else field.name
         shown = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value

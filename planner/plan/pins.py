@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .document import ContextKind, Recompute
+from .frameworks import Framework
 from .schedules import Schedule
 from .shape import NO_EXTRAS, Offered, Shape
 
@@ -34,6 +35,8 @@ class Pins:
     """(name, largest value) of numbers that are bounded, not fixed."""
     without: tuple[Schedule, ...] = ()
     """Schedules that are forbidden."""
+    framework: Framework | None = None
+    """Only what it runs is searched."""
     sequence_ways: int | None = None
     """Ranks between which the tokens of a sample are split, by sequence parallelism, context parallelism or both."""
 
@@ -41,7 +44,21 @@ class Pins:
     def may_go_beyond(self) -> bool:
         """Whether what the executor does not run yet was asked for: all of it, or by name or degree."""
         degrees = (self.context or 1) * (self.expert or 1)
-        return self.everything or degrees > 1 or self.context_kind is not None or self.schedule is not None
+        asked = self.context_kind is not None or self.schedule is not None or self.framework is not None
+        return self.everything or degrees > 1 or asked
+
+    @property
+    def alternatives(self) -> "tuple[Pins, ...]":
+        """Pins whose plans together hold those of a framework, which recomputes all blocks alike (or as many of each
+        stage: there is more in these spaces than it is told), and gives all gathered parameters back or none: first
+        what holds least, so that there is a plan soon. Only these pins where no framework is asked for."""
+        if self.framework is None:
+            return (self,)
+        kinds: tuple[Recompute | None, ...] = self.framework.recomputes if self.recompute is None else (self.recompute,)
+        if self.framework.partly is not None and self.recompute is None:  # all that mixes none and that
+            kinds = (*(kind for kind in kinds if kind not in self.framework.mixed), None)
+        gives = self.framework.reshards if self.reshard is None else (self.reshard,)
+        return tuple(replace(self, recompute=kind, reshard=give) for give in gives[::-1] for kind in kinds[::-1])
 
     @property
     def offered(self) -> Offered:

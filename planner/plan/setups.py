@@ -48,9 +48,9 @@ _SPELLING = (
 )
 _PINS = (
     "data_replicate=2, data_shard=4, tensor=4, context=2, context_kind=ring|all_to_all|all_gather, expert=8, "
-    "pipeline=2, virtual_stages=2, micro_batch=2, sequence=on|off|8, recompute=none|attention|selective|full|"
-    "parts:mlp+self_attn (these submodules of each layer)|parts (any of them, as layer by layer is best), "
-    "schedule=none|gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-v"
+    "pipeline=2, virtual_stages=2, micro_batch=2, zero=0|1|2|3, sequence=on|off|8, "
+    "recompute=none|attention|selective|full|parts:mlp+self_attn (these submodules of each layer)|"
+    "parts (any of them, as layer by layer is best), schedule=none|gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-v"
 )
 _SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule) if name != "none"}
 _CONTEXT_KINDS: dict[str, ContextKind] = {
@@ -206,16 +206,26 @@ def parse_pins(texts: tuple[str, ...] | list[str], flag: str = "--pin") -> dict[
                 pins[name] = _choice({name: value}, name, ("none", *_SCHEDULES), where) or "none"
             elif name == "context_kind":
                 pins[name] = _context_kind({name: value}, where) or "ring"
+            elif name == "zero":
+                pins |= _pinned_zero({name: value}, where)
             elif name == "sequence" and value.isdecimal():
                 pins["sequence_ways"] = _whole_number(value, name, where)
             elif name == "sequence":
                 pins[name] = _choice({name: value}, name, ("on", "off"), where) == "on"
             else:
                 raise ValueError(
-                    f"{where}: {name} cannot be pinned; {', '.join(_DEGREES)}, context_kind, recompute, schedule and "
-                    "sequence can, for example --pin tensor=4"
+                    f"{where}: {name} cannot be pinned; {', '.join(_DEGREES)}, context_kind, recompute, schedule, "
+                    "zero and sequence can, for example --pin tensor=4"
                 )
     return pins
+
+
+def _pinned_zero(words: dict[str, str], where: str) -> dict[str, int | str | bool]:
+    """What zero=N of --pin fixes: the same as in --setup, where nothing else is said of data ranks."""
+    zero = _zero_mode(words, where)
+    if zero == 0:
+        return {"data_shard": 1}
+    return {"data_replicate": 1, "gradient_sync": "every" if zero >= 2 else "last", "reshard": zero == 3}
 
 
 def parse_limits(text: str) -> dict[str, int]:

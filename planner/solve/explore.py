@@ -16,6 +16,7 @@ from ...profiler.model.model_profile import ModelProfile
 from ..cost.chain import Chain
 from ..cost.layer_cost import CostModel
 from ..plan.document import Plan, Recompute
+from ..plan.frameworks import Framework
 from ..plan.making import make_plan
 from ..plan.pins import Pins
 from ..plan.schedules import is_chunked
@@ -82,6 +83,12 @@ PROGRAM_S = 4.0
 
 Ints = NDArray[np.int64]
 
+TOLD_EVERY_S = 0.1
+"""Seconds between two words on how far a search is."""
+
+LOOKING, PROVING, CLOSING = (0.0, 0.5), (0.5, 0.85), (0.85, 0.95)
+"""Of the whole bar: the parts of looking for the best plan, of proving it, and of closing what gap is left."""
+
 Progress = Callable[[str, float], None]
 
 
@@ -106,11 +113,19 @@ class Outcome:
 class Explorer:
     """Searches spaces of one model, cluster and job; caches what all of them share."""
 
-    def __init__(self, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec) -> None:
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: ClusterSpec,
+        training: TrainingSpec,
+        framework: Framework | None = None,
+    ) -> None:
+        """framework: that of all pins that are explored."""
         self.profile = profile
         self.cluster = cluster
         self.training = training
-        self.model = CostModel(profile, cluster, training)
+        self.framework = framework
+        self.model = CostModel(profile, cluster, training, framework=framework)
         self.chain = Chain(self.model)
         self.kinds = Kinds(self.model) if len(cluster.kinds) > 1 else None
         self.choice = CutChoice(self.model)
@@ -282,6 +297,16 @@ class _Search:
         self._patience_s = PATIENCE * (deadline_s - time.monotonic())
         self._patient_until_s = deadline_s
         self._out = Outcome()
+        self._told_s, self._shown = 0.0, 0.0
+
+    def _tell(self, what: str, part: tuple[float, float], share: float) -> None:
+        """Say what is being done, and how much of that part is; the bar never goes back."""
+        now_s = time.monotonic()
+        if self._progress is None or now_s - self._told_s < TOLD_EVERY_S:
+            return
+        self._told_s = now_s
+        self._shown = max(self._shown, part[0] + (part[1] - part[0]) * min(1.0, max(0.0, share)))
+        self._progress(f"{what}, {self._out.num_solved:,} layouts solved", self._shown)
 
     def outcome(self) -> Outcome:
         """What was found, and what no plan beats."""
@@ -320,8 +345,15 @@ class _Search:
     def _look(self) -> None:
         """Take the node of the least guess, and its children in its place, until no other is likely to be the best."""
         window = WINDOW if self._near > 0 else 0.0
+        first = self._heap[0][0] if self._heap else 0.0
+        started_s = time.monotonic()
         while self._heap:
             likely = self._heap[0][0]
+            nearer = (
+                (likely - first) / (self._best - first) if math.isfinite(self._best) and self._best > first else 0.0
+            )
+            slower = (time.monotonic() - started_s) / max(1e-9, self._deadline_s - started_s)
+            self._tell("looking for the best plan", LOOKING, max(nearer, slower))
             few = self._near > 0 and self._extra < MAX_NEAR + MAX_SLOW and len(self._layouts) <= ALTERNATIVES
             best = self._best
             if not few and (likely >= best * (1 + window) or (likely >= best and self._extra >= self._near)):
@@ -367,8 +399,6 @@ class _Search:
         if found.seconds < self._best:
             self._best = found.seconds
             self._patient_until_s = time.monotonic() + self._patience_s
-        if self._progress is not None:
-            self._progress(f"{out.num_solved} shapes solved", min(0.9, node.bound / self._best))
 
     def _prove(self) -> None:
         """Take the node of the least bound, and its children in its place, until none can be better than what was
@@ -378,7 +408,12 @@ class _Search:
         self._heap = [(node.bound, next(self._order), node) for node in rest]
         heapq.heapify(self._heap)
         until_s = self._patient_until_s if self._out.solved else self._deadline_s
+        first = self._heap[0][0] if self._heap else 0.0
+        started_s = time.monotonic()
         while self._heap and self._heap[0][0] < self._best * (1 - PROVEN) and not expired(until_s):
+            nearer = (self._heap[0][0] - first) / (self._best - first)
+            later = (time.monotonic() - started_s) / max(1e-9, until_s - started_s)
+            self._tell(f"proving: at most {1 - self._heap[0][0] / self._best:.1%} faster", PROVING, max(nearer, later))
             _, _, node = heapq.heappop(self._heap)
             if isinstance(node, ShapeNode) and node.raised:
                 self._solve(node, self._best)
@@ -395,7 +430,14 @@ class _Search:
     def _close(self, deadline_s: float) -> None:
         """Look for better plans of the shapes whose bounds leave a gap, the least bounds first: in some cuts, then by
         the integer program, each time for longer, as long as the gap is wide."""
+        started_s = time.monotonic()
+
+        def tell() -> None:
+            later = (time.monotonic() - started_s) / max(1e-9, deadline_s - started_s)
+            self._tell("closing the gap", CLOSING, later)
+
         for node in self._open(PROVEN):
+            tell()
             if expired(deadline_s):
                 return
             if node.found is None:
@@ -407,6 +449,7 @@ class _Search:
         for seconds, gap in WHOLE:
             until_s = min(deadline_s, time.monotonic() + LAST_S) if gap < NARROW else deadline_s
             for node in self._open(gap):
+                tell()
                 left_s = min(seconds, until_s - time.monotonic())
                 if left_s <= 0:
                     break

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, get_args
 from ...profiler.machine.cluster import ClusterSpec, Group
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import AXES, EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Axis, ContextKind
+from ..plan.frameworks import Asked, Framework
 from ..plan.legality import (
     check_parts,
     context_rule,
@@ -201,7 +202,9 @@ class Space:
         self.training = training
         self.pins = pins
         self.rejected: Counter[str] = Counter()
-        self._most_stages = len(stage_starts(profile)) + 1
+        self._framework = pins.framework
+        starts = stage_starts(profile) if pins.framework is None else pins.framework.starts(profile)
+        self._most_stages = len(starts) + 1
         self._sharding_rule = sharding_rule(profile, training.precision)
         self._expert_rule = functools.cache(functools.partial(expert_rule, profile))
         self._zero_bubble_rule = zero_bubble_rule(profile, training)
@@ -251,7 +254,8 @@ class Space:
                         tokens_over = tensor if sequence else 1
                         for expert in self._experts(data * context * tokens_over):
                             split = Split(tensor, pipeline, data, sequence, context, kind, expert)
-                            found = rule or by_kind[kind] or by_mode[sequence] or self._expert_rule(expert, sequence)
+                            found = self._framework_rule(split) or rule or by_kind[kind] or by_mode[sequence]
+                            found = found or self._expert_rule(expert, sequence)
                             if found is not None:
                                 self._reject(found, passes.total, split)
                                 continue
@@ -261,9 +265,38 @@ class Space:
                                 yield split
                                 yield from (replace(split, cuts=cuts) for cuts in self._choices(split))
 
+    def _framework_rule(self, split: Split) -> str | None:
+        """Why the framework that plans are asked for does not run a split, whatever its data ranks share."""
+        framework = self._framework
+        if framework is None:
+            return None
+        found = framework.split_rule(self._asked(split, 1, split.data))
+        shares = self._possible_data_splits(split)
+        if found is None and shares and not self._data_splits(split):
+            return framework.data_rule(self._asked(split, *shares[-1]))
+        return found
+
+    def _asked(self, split: Split, replicate: int, shard: int) -> Asked:
+        """What the framework's rules see of a split."""
+        shape = Shape(
+            replicate,
+            shard,
+            split.tensor,
+            split.pipeline,
+            1,
+            1,
+            split.sequence,
+            context=split.context,
+            context_kind=split.context_kind,
+            expert=split.expert,
+            reshard=self.pins.reshard is True,
+        )
+        return Asked(shape, self.profile, self.training)
+
     def _choices(self, split: Split) -> tuple[Cuts, ...]:
-        """What is worth trying for some micro-batch of a split beside cutting all that its tensor degree divides."""
-        if split.tensor == 1:
+        """What is worth trying for some micro-batch of a split beside cutting all that its tensor degree divides; a
+        framework cuts all."""
+        if split.tensor == 1 or self._framework is not None:
             return ()
         key = split.tensor, split.sequence, split.context, split.pipeline, split.data
         if key not in self._known_choices:
@@ -295,6 +328,8 @@ class Space:
     def _reject(self, rule: str, number: Number, split: Split) -> None:
         """Count a rule's share of the shapes below a split."""
         count = _times(number, self._leaves(split))
+        if not count and self._framework is not None:  # no use of data ranks is left: one for each of the others
+            count = sum(number)
         if count:
             self.rejected[rule] += count
 
@@ -375,12 +410,15 @@ class Space:
             if self.pins.allows("schedule", schedule)
             and self.pins.allows("virtual_stages", virtual)
             and (schedule in EXECUTABLE_SCHEDULES or self.pins.everything or self.pins.schedule == schedule)
+            and (not self._framework or schedule in (self._framework.schedules or EXECUTABLE_SCHEDULES))
         ]
 
     def _schedule_rule(self, schedule: Schedule, pipeline: int, count: int) -> str | None:
         """The rule that excludes a schedule for `count` micro-batches, or None if it is legal."""
         if schedule == "1f1b" and count < pipeline:
             return "1F1B needs at least as many micro-batches as stages"
+        if self._framework is not None and (rule := self._framework.schedule_rule(schedule, pipeline, count)):
+            return rule
         if schedule == "gpipe" and count >= pipeline and self.pins.allows("schedule", "1f1b"):
             return "GPipe takes as long as 1F1B and holds more"
         if schedule == "interleaved" and count % max(1, count // pipeline):
@@ -455,6 +493,13 @@ class Space:
         return *self._leaves_key(family.split), family.num_microbatches > 1
 
     def _data_splits(self, split: Split) -> list[tuple[int, int]]:
+        """(data_replicate, data_shard) pairs over whose ranks the experts can be spread, and that a framework runs."""
+        found, framework = self._possible_data_splits(split), self._framework
+        if framework is None:
+            return found
+        return [shares for shares in found if framework.data_rule(self._asked(split, *shares)) is None]
+
+    def _possible_data_splits(self, split: Split) -> list[tuple[int, int]]:
         """(data_replicate, data_shard) pairs over whose ranks the experts can be spread."""
         over = split.context * split.tokens_over
         return [(split.data // shard, shard) for shard in self._shards(split.data) if shard * over % split.expert == 0]
@@ -516,6 +561,8 @@ class Space:
         strides: dict[Axis, int] = {}
         found = []
         for axes, outermost, backwards in _orders_of(tuple(active)):
+            if self._framework is not None and not self._framework.may_lie(backwards[::-1], degrees["context"]):
+                continue
             stride = 1
             for axis in backwards:
                 strides[axis] = stride
@@ -564,6 +611,8 @@ def _context_kinds(profile: ModelProfile, training: TrainingSpec, pins: Pins) ->
     if not (asked or has_sequence_attention(profile)):
         return ()
     allowed: tuple[ContextKind, ...] = tuple(k for k in get_args(ContextKind) if pins.allows("context_kind", k))
+    if pins.framework is not None:
+        return tuple(kind for kind in allowed if kind in pins.framework.contexts)
     run = () if training.software == COMPILING else tuple(kind for kind in allowed if kind in EXECUTABLE_CONTEXTS)
     if pins.everything or pins.context_kind is not None or (asked and not run):
         return allowed
@@ -579,6 +628,8 @@ def _context_is_free(pins: Pins) -> bool:
 def _modes(pins: Pins, pipeline: int, sharded: bool, count: int) -> list[tuple[Literal["every", "last"], bool]]:
     """(when gradients are reduced, whether a pipeline's layers give parameters back): choices only where they save
     memory, that is with shards, and for the first with several micro-batches."""
+    if pins.framework is not None:
+        return _modes_of(pins.framework, pins, pipeline, sharded, count)
     syncs: tuple[Literal["every", "last"], ...] = ("last",)
     if sharded and count > 1:
         syncs = ("every", "last") if pins.gradient_sync is None else (pins.gradient_sync,)
@@ -586,3 +637,17 @@ def _modes(pins: Pins, pipeline: int, sharded: bool, count: int) -> list[tuple[L
     if sharded and pipeline > 1:
         reshards = (False, True) if pins.reshard is None else (pins.reshard,)
     return [(sync, reshard) for sync in syncs for reshard in reshards]
+
+
+def _modes_of(
+    framework: Framework, pins: Pins, pipeline: int, sharded: bool, count: int
+) -> list[tuple[Literal["every", "last"], bool]]:
+    """The same of a framework. Shards that give gathered parameters back are other plans than those that keep them, and
+    what has no shards counts with these."""
+    if not sharded:
+        return [] if pins.reshard else [("last", False)]
+    found: dict[tuple[Literal["every", "last"], bool], None] = {}
+    for sync, reshard in framework.zero_in_pipelines if pipeline > 1 else framework.zero:
+        if pins.reshard in (None, reshard) and (pins.gradient_sync in (None, sync) or count == 1):
+            found[sync if count > 1 else "last", reshard and pipeline > 1] = None
+    return list(found)

@@ -166,7 +166,8 @@ class Kinds:
     def __init__(self, model: CostModel) -> None:
         self.cluster = model.cluster
         self.parts = model.cluster.kinds
-        self.models = [CostModel(model.profile, part, model.training, model.cluster) for part in self.parts]
+        whole = model.cluster, model.framework
+        self.models = [CostModel(model.profile, part, model.training, *whole) for part in self.parts]
         self.chains = [Chain(kind) for kind in self.models]
         self._prices: dict[tuple[object, ...], tuple[Shares, tuple[StagePrices, ...]]] = {}
 

@@ -11,6 +11,11 @@ _PRESETS = (
     (re.compile(r"A100|A800"), 0, "a100-40gb"),
     (re.compile(r"V100"), 30_000, "v100-32gb"),
     (re.compile(r"RTX 4090"), 0, "rtx-4090"),
+    (re.compile(r"RTX 5090"), 0, "rtx-5090"),
+    (re.compile(r"RTX PRO 6000"), 0, "rtx-pro-6000"),
+    (re.compile(r"RTX 6000 Ada"), 0, "rtx-6000-ada"),
+    (re.compile(r"L40S"), 0, "l40s"),
+    (re.compile(r"A10G"), 0, "a10g"),
 )
 """(what its name holds, at least this many MiB, preset); the first that holds is taken."""
 

@@ -97,6 +97,7 @@ def load_model(
     loss: Loss | None = None,
 ) -> LoadedModel:
     """Model at `source`: model.py, model.py:function, config.json (or its folder), a module, or a constructor.
+    config.json@vocab%128 is that of a config.json with its vocabulary padded to a multiple of 128 words.
 
     seq_len: tokens per sample; default: the model's own. batch, loss: only for a module or a constructor, which
     bring none of their own. Raises ValueError that says what is missing, with an example.
@@ -138,7 +139,16 @@ def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tup
     return batch, {}
 
 
+PADDED = "@vocab%"
+"""Between the path of a config.json and the number of words of which its vocabulary is made a multiple."""
+
+
 def _from_path(source: str) -> LoadedModel:
+    source, mark, multiple = source.partition(PADDED)
+    if mark and not (multiple.isdecimal() and int(multiple) > 0):
+        raise ValueError(
+            f"{source}{mark}{multiple}: a vocabulary is padded to a multiple of a whole number, as in @vocab%128"
+        )
     path_part, _, function = source.partition(".py:")
     path = Path(path_part + ".py") if function else Path(source)
     if path.is_dir():
@@ -146,7 +156,9 @@ def _from_path(source: str) -> LoadedModel:
     if not path.exists():
         raise ValueError(_not_there(path))
     if path.suffix == ".json":
-        return _from_config(path)
+        return _from_config(path, int(multiple or 1))
+    if mark:
+        raise ValueError(f"{path} makes its vocabulary itself: pad it there; only that of a config.json is padded here")
     if path.suffix not in (".py", ""):
         raise ValueError(f"{path} is neither a .py file nor a Hugging Face config.json; give one of those")
     return _from_file(path, function or "model", source)
@@ -425,7 +437,8 @@ def _copy_of(module: "nn.Module") -> "nn.Module":
     return copy.deepcopy(module, memo)
 
 
-def _from_config(path: Path) -> LoadedModel:
+def _from_config(path: Path, multiple: int = 1) -> LoadedModel:
+    """The model of a config.json. multiple: of which the number of words is made one, by adding some."""
     try:
         document = json.loads(path.read_text())
     except ValueError as error:
@@ -435,6 +448,11 @@ def _from_config(path: Path) -> LoadedModel:
             f'{path} has no "model_type", so it is no Hugging Face config.json; '
             'such a file says, for example, "model_type": "llama", "architectures": ["LlamaForCausalLM"]'
         )
+    if multiple > 1:
+        words = document.get("vocab_size")
+        if not isinstance(words, int):
+            raise ValueError(f'{path} has no "vocab_size" at its top, so there is nothing to pad')
+        document["vocab_size"] = -(-words // multiple) * multiple
     transformers = _transformers(path)
     architecture = _architecture(transformers, document, path)
 
@@ -457,7 +475,7 @@ def _from_config(path: Path) -> LoadedModel:
         build,
         make_batch,
         name=path.resolve().parent.name,
-        source=str(path),
+        source=str(path) if multiple == 1 else f"{path}{PADDED}{multiple}",
         loss=None,
         seq_len=min(longest or 1024, _DEFAULT_CONTEXT) if _takes_seq_len(make_batch) else None,
     )

@@ -49,5 +49,3 @@ def planned(loaded: LoadedModel, ranks: int = 2, **pins: Any) -> Plan:
 def run(loaded: LoadedModel, ranks: int = 2, **pins: Any) -> VerifyReport:
     """A plan of the model beside one process."""
     return verify(planned(loaded, ranks, **pins), loaded, steps=2)
-
-

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...profiler.model.model_profile import LayerProfile
-from ..plan.document import LayerPlan
+from .document import LayerPlan
 
 _NUMBERED = re.compile(r"(.+)\.(\d+)")
 

@@ -1,0 +1,293 @@
+"""Frameworks that plans may be made for, one declaration each: what of our plans a framework runs as it stands.
+
+A plan inside of what is declared here exports to that framework (exchange/), which then does what the plan says. Blocks
+recompute alike, and nothing else recomputes: that is how all four are told. Versions: exchange/targets.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
+
+from ...profiler.model.model_profile import ModelProfile
+from .block_row import block_row
+from .document import AXES, Axis, ContextKind, Plan, Recompute, parts_in_words
+from .legality import has_experts, inner_cuts, stage_starts, undivided
+from .schedules import Schedule
+from .shape import Shape
+from .training import COMPILING, REFERENCE, Precision, TrainingSpec
+
+Target = Literal["megatron", "torchtitan", "accelerate", "deepspeed"]
+
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+DATA_OUTERMOST: tuple[Axis, ...] = ("data_replicate", "data_shard", "context", "pipeline", "tensor")
+"""Megatron-LM's other order of ranks, --use-tp-pp-dp-mapping; its usual one is that of AXES."""
+
+
+class Zero(NamedTuple):
+    """When shards of gradients are reduced, and whether gathered parameters are given back after forward."""
+
+    sync: Literal["every", "last"]
+    reshard: bool
+
+
+ZERO_1, ZERO_2, ZERO_3 = Zero("last", False), Zero("every", False), Zero("every", True)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a rule is asked about: a shape, of which micro-batch and schedule are open, for a model and a job."""
+
+    shape: Shape
+    profile: ModelProfile
+    training: TrainingSpec
+
+
+Rule = Callable[[Asked], str | None]
+"""Why a framework does not run a shape, in words, or None."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a framework runs of our plans.
+
+    schedules: of pipelines, () if it has none. partly: a kind of recompute that may be that of the first blocks of each
+    stage only, as many of every stage. zero, zero_in_pipelines: how it shards state over data ranks. orders,
+    orders_with_context: of the mesh axes. in_rounds: interleaved schedules take micro-batches by the number of stages.
+    needs_blocks: models are one row of numbered blocks. rules: of how a model is split; data_rules: which of them
+    depend on how data ranks are.
+    """
+
+    target: Target
+    name: str
+    software: str
+    precisions: tuple[Precision, ...]
+    recomputes: tuple[Recompute, ...]
+    zero: tuple[Zero, ...]
+    rules: tuple[Rule, ...]
+    data_rules: tuple[Rule, ...] = ()
+    partly: Recompute | None = None
+    schedules: tuple[Schedule, ...] = ()
+    zero_in_pipelines: tuple[Zero, ...] = ()
+    contexts: tuple[ContextKind, ...] = ()
+    experts: bool = False
+    orders: tuple[tuple[Axis, ...], ...] = (AXES,)
+    orders_with_context: tuple[tuple[Axis, ...], ...] = (AXES,)
+    in_rounds: bool = False
+    needs_blocks: bool = False
+
+    @cached_property
+    def reshards(self) -> tuple[bool, ...]:
+        """Whether gathered parameters can be kept, given back, or both."""
+        return tuple(sorted({mode.reshard for mode in (*self.zero, *self.zero_in_pipelines)}))
+
+    @property
+    def mixed(self) -> tuple[Recompute, ...]:
+        """What blocks may do where they need not recompute alike."""
+        return self.recomputes if self.partly is None else ("none", self.partly)
+
+    def as_told(self, plan: Plan, count: int) -> Plan:
+        """The plan in which the first `count` blocks of each stage recompute, and nothing else."""
+        row, place, stages = block_row([layer for stage in plan.stages for layer in stage.layers]), 0, []
+        for stage in plan.stages:
+            left, layers = count, []
+            for at, layer in enumerate(stage.layers, place):
+                again = self.partly if left > 0 and row is not None and row.holds(at) else None
+                left -= again is not None
+                layers.append(layer.model_copy(update={"recompute": again or "none"}))
+            place += len(stage.layers)
+            stages.append(stage.model_copy(update={"layers": tuple(layers)}))
+        return plan.model_copy(update={"stages": tuple(stages)})
+
+    def cannot_run(self, profile: ModelProfile, training: TrainingSpec) -> str | None:
+        """Why no layout of a model and a job runs, with a way out, or None."""
+        if self.needs_blocks and block_row(profile.layers) is None:
+            others = " or ".join(f.target for f in FRAMEWORKS.values() if not f.needs_blocks)
+            return (
+                f"{profile.name} is no single row of numbered blocks, which is what {self.name} builds: plan --for "
+                f"{others}"
+            )
+        if training.precision not in self.precisions:
+            return f"{self.name} has no setting for {training.precision}: give --precision {self.precisions[0]}"
+        return None
+
+    def recompute_rule(self, recompute: Recompute) -> str | None:
+        """Why a kind of recompute that is asked for cannot be told, or None."""
+        if recompute in self.recomputes:
+            return None
+        asked = f"parts ({parts_in_words(recompute)})" if parts_in_words(recompute) else recompute
+        return f"recompute={asked} is nothing that {self.name} is told; it takes {', '.join(self.recomputes)}"
+
+    def starts(self, profile: ModelProfile) -> list[int]:
+        """Layers before which a stage may begin: what comes before the blocks is on the first stage, what comes behind
+        them on the last. A model without such a row is cut at its children and items of its lists."""
+        if not self.schedules:
+            return []
+        row, starts = block_row(profile.layers), stage_starts(profile)
+        if row is not None:
+            return [place for place in starts if row.before <= place <= row.before + row.blocks]
+        deep = any(name.count(".") > 1 for layer in profile.layers for name in layer.modules)
+        return [] if deep else starts
+
+    def schedule_rule(self, schedule: Schedule, pipeline: int, count: int) -> str | None:
+        """Why a schedule of `count` micro-batches does not run, or None."""
+        if self.in_rounds and schedule == "interleaved" and count % pipeline:
+            return f"{self.name} interleaves micro-batches in groups of as many as there are stages"
+        return None
+
+    def split_rule(self, asked: Asked) -> str | None:
+        """Why a model is not split like that, however data ranks are used, or None."""
+        if asked.shape.pipeline > 1 and not self.schedules:
+            return f"pipeline: {self.name} has stages in code, not in its settings"
+        return next((found for rule in self.rules if (found := rule(asked)) is not None), None)
+
+    def data_rule(self, asked: Asked) -> str | None:
+        """Why replicas and shards do not go with a split, or None."""
+        return next((found for rule in self.data_rules if (found := rule(asked)) is not None), None)
+
+    def may_lie(self, axes: Sequence[Axis], context: int) -> bool:
+        """Whether ranks may lie in this order of the axes that split anything."""
+        orders = self.orders_with_context if context > 1 else self.orders
+        return any([axis for axis in order if axis in axes] == list(axes) for order in orders)
+
+
+def _whole(asked: Asked) -> str | None:
+    """A tensor degree that leaves attention or a feed-forward whole: frameworks cut them, or refuse."""
+    tensor = asked.shape.tensor
+    return undivided(inner_cuts(asked.profile), tensor) if tensor > 1 else None
+
+
+def _megatron_experts(asked: Asked) -> str | None:
+    if asked.shape.tensor > 1 and not asked.shape.sequence and has_experts(asked.profile):
+        return "sequence: Megatron-LM trains mixtures of experts on tensor ranks only with sequence parallelism"
+    return None
+
+
+def _megatron_expert_state(asked: Asked) -> str | None:
+    if asked.shape.expert > 1 and asked.shape.sharded_over == 1:
+        return "expert: ranks that share experts and no optimizer state are not what Megatron-LM's distributed one does"
+    return None
+
+
+def _titan_experts(asked: Asked) -> str | None:
+    if asked.shape.tensor == 1 or not has_experts(asked.profile):
+        return None
+    if asked.shape.expert == 1:
+        return "expert: torchtitan cuts experts by tensor parallelism where they are not spread, which is not priced"
+    if not asked.shape.sequence:
+        return "sequence: torchtitan spreads experts over tensor ranks, which hold the same tokens without it"
+    return None
+
+
+def _titan_precision(asked: Asked) -> str | None:
+    shape = asked.shape
+    alone = shape.tensor * shape.pipeline == 1
+    if asked.training.precision == "bf16" and shape.sharded_over == 1 and not alone:
+        return "data_shard: torchtitan computes in bf16 through FSDP or plain DDP, not on tensor ranks or stages alone"
+    return None
+
+
+def _no_sequence(name: str, why: str) -> Rule:
+    return lambda asked: f"sequence: {name} has {why}" if asked.shape.sequence else None
+
+
+def _no_experts(name: str, why: str) -> Rule:
+    return lambda asked: f"expert: {name} {why}" if asked.shape.expert > 1 else None
+
+
+def _accelerate_data(asked: Asked) -> str | None:
+    shape = asked.shape
+    if shape.tensor > 1 and shape.sharded_over == 1:
+        return "data_shard: Accelerate's tensor parallelism goes with FSDP2"
+    if shape.data_replicate > 1 and shape.data_shard == 1 and shape.context > 1:
+        return "data_replicate: Accelerate takes replicas of context ranks only beside data_shard above 1"
+    return None
+
+
+def _deepspeed_data(asked: Asked) -> str | None:
+    shape = asked.shape
+    if shape.data_replicate > 1 and shape.data_shard > 1:
+        return "data_replicate: ZeRO of DeepSpeed shards over all data ranks"
+    if shape.tensor > 1 and shape.reshard:
+        return "tensor: DeepSpeed's AutoTP goes with ZeRO up to 2"
+    return None
+
+
+FRAMEWORKS: dict[Target, Framework] = {
+    framework.target: framework
+    for framework in (
+        Framework(
+            target="megatron",
+            name="Megatron-LM",
+            software="megatron-core",
+            precisions=("bf16", "fp16", "fp32", "fp8", "fp4"),
+            recomputes=("none", "attention", "full"),
+            partly="full",
+            zero=(ZERO_1, ZERO_2, ZERO_3),
+            zero_in_pipelines=(ZERO_1,),
+            schedules=("1f1b", "interleaved"),
+            contexts=("ring", "all_to_all", "all_gather"),
+            experts=True,
+            orders=(AXES, DATA_OUTERMOST),
+            in_rounds=True,
+            needs_blocks=True,
+            rules=(_whole, _megatron_experts),
+            data_rules=(_megatron_expert_state,),
+        ),
+        Framework(
+            target="torchtitan",
+            name="torchtitan",
+            software=COMPILING,
+            precisions=("bf16", "fp32"),
+            recomputes=("none", "selective", "full"),
+            zero=(ZERO_2, ZERO_3),
+            zero_in_pipelines=(ZERO_1, Zero("last", True)),
+            schedules=("gpipe", "1f1b", "interleaved", "zb-v"),
+            contexts=("all_gather",),
+            experts=True,
+            rules=(_whole, _titan_experts),
+            data_rules=(_titan_precision,),
+        ),
+        Framework(
+            target="accelerate",
+            name="Accelerate",
+            software=REFERENCE,
+            precisions=("bf16", "fp16", "fp32", "fp8"),
+            recomputes=("none", "full"),
+            zero=(ZERO_1, ZERO_2, ZERO_3, Zero("last", True)),
+            contexts=("all_to_all", "all_gather"),
+            rules=(
+                _whole,
+                _no_sequence("Accelerate", "the model's tp_plan, no sequence parallelism of its own"),
+                _no_experts("Accelerate", "has no expert ranks in its ParallelismConfig"),
+            ),
+            data_rules=(_accelerate_data,),
+        ),
+        Framework(
+            target="deepspeed",
+            name="DeepSpeed",
+            software=REFERENCE,
+            precisions=("bf16", "fp16", "fp32"),
+            recomputes=("none", "full"),
+            zero=(ZERO_1, ZERO_2, ZERO_3),
+            rules=(
+                _whole,
+                _no_sequence("DeepSpeed", "no sequence parallelism beside its AutoTP"),
+                _no_experts("DeepSpeed", "says expert ranks in code"),
+            ),
+            data_rules=(_deepspeed_data,),
+        ),
+    )
+}
+"""Every framework by its name on the command line."""
+
+NAMES: dict[Target, str] = {target: framework.name for target, framework in FRAMEWORKS.items()}
+
+
+def framework_of(name: str) -> Framework:
+    """A framework by its name on the command line. Raises ValueError that names those there are."""
+    for target, framework in FRAMEWORKS.items():
+        if target == name.strip().lower():
+            return framework
+    raise ValueError(f"--for {name}: plans are made for {', '.join(FRAMEWORKS)}")

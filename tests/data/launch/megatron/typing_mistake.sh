@@ -1,0 +1,2 @@
+torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 32 --tensor-model-paralel-size 2 --micro-batch-size 1 \
+    --global-batch-size 64 --bf16

@@ -1,0 +1,70 @@
+"""The documentation: written from code where it can be, linked, and every block of it runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.build import DOCS, ORDER, blocks_of, broken_links, problems, references, run_page, write_site
+
+
+def test_references_are_current_and_links_lead_somewhere() -> None:
+    assert problems() == []
+
+
+def test_planted_faults_are_found(tmp_path: Path) -> None:
+    for page in ORDER:
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / page).write_text(references().get(page, "# A page\n"))
+    assert problems(tmp_path) == []
+
+    (tmp_path / "glossary.md").write_text("# Glossary\n")
+    (tmp_path / "more.md").write_text("# More\n")
+    (tmp_path / "faq.md").write_text("# A page\n[a](start.md#a-page) [b](start.md#no) [c](none.md) [d](https://x.org)")
+
+    assert [each.partition(": ")[0] for each in problems(tmp_path)] == ["glossary.md", "more.md", "faq.md", "faq.md"]
+    assert broken_links(tmp_path / "faq.md") == ["start.md#no", "none.md"]
+
+
+def test_blocks_are_written_run_and_their_output_kept(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```toml file=a.toml\nx = 1\n```\n```sh\ncat a.toml\n```\n```text output\n```\n```sh exit=3\nexit 3\n```\n"
+    )
+
+    assert run_page(page, tmp_path / "scratch", outputs=True) == []
+
+    assert [block.content for block in blocks_of(page.read_text())][2] == "x = 1\n"
+    page.write_text("```sh\nexit 4\n```\n")
+    assert "page.md:1: exit code 4, not 0" in run_page(page, tmp_path / "again")[0]
+
+
+def test_no_page_names_a_path_of_a_machine() -> None:
+    for page in (*(DOCS / page for page in ORDER), DOCS.parent / "CONTRIBUTING.md"):
+        assert not re.search(r"(?<![\w.])/(work|tmp|home|root|opt)/", page.read_text()), page
+
+
+def test_contributing_points_to_what_is_there() -> None:
+    page = DOCS.parent / "CONTRIBUTING.md"
+    roots = ("", "profiler", "profiler/machine")
+    named = [name for name in re.findall(r"`([\w/]+(?:\.(?:py|toml|md)|/))`", page.read_text()) if "NAME" not in name]
+
+    assert broken_links(page) == []
+    assert len(named) > 20
+    assert [n for n in named if not any((DOCS.parent / root / n).exists() for root in roots) and "/" in n] == []
+
+
+def test_the_site_has_every_page_and_its_links_stay_in_it(tmp_path: Path) -> None:
+    write_site(tmp_path)
+
+    for page in ORDER:
+        file = tmp_path / page.replace("README", "index").replace(".md", ".html")
+        text = file.read_text()
+        targets = [link.partition("#")[0] for link in re.findall(r'href="([^"]+)"', text) if "://" not in link]
+        assert [t for t in targets if t and not (file.parent / t).exists()] == [], page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in ORDER if not page.startswith("reference/")])
+def test_every_block_runs(page: str, tmp_path: Path) -> None:
+    assert run_page(DOCS / page, tmp_path / "scratch") == []

@@ -1,0 +1,154 @@
+"""The first screen of a plan: one screen, in words that hold."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.executor.reporting import terminal
+from meshwright.executor.reporting.first_screen import MOST_LINES, print_first_screen, stage_groups, work_in_words
+from meshwright.executor.reporting.glossary import TERMS, term, terms_in
+from meshwright.executor.reporting.report import axis_rows, choice_in_words
+from meshwright.planner.answers.explain import compared
+from meshwright.planner.answers.search import Candidate, search
+from meshwright.planner.answers.verdict import Verdict, VerdictKind
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import Plan, Prediction
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
+from support.cli import run_plan, small_profile, some_plan
+
+GIB = 2.0**30
+
+
+def with_memory(plan: Plan, sizes: list[float], budget: float = 75.0) -> Plan:
+    """The plan as if its pipeline ranks held so many GiB."""
+    predicted = Prediction(
+        step_time_s=1.0,
+        tokens_per_s=1e6,
+        mfu=0.4,
+        stage_memory_bytes=tuple(size * GIB for size in sizes),
+        budget_bytes=budget * GIB,
+    )
+    return plan.model_copy(update={"prediction": predicted})
+
+
+def screen(plan: Plan, *arguments: object, **named: object) -> str:
+    return terminal.as_text(lambda console: print_first_screen(console, plan, *arguments, **named))  # type: ignore[arg-type]
+
+
+def test_equal_stages_are_one_row() -> None:
+    plan = with_memory(some_plan(pipeline=8, micro_batches=8), [74.0, 60.0, 60.5, 61.0, 61.2, 60.1, 60.0, 30.0])
+
+    groups = stage_groups(plan)
+
+    assert [(group.first, group.last) for group in groups] == [(0, 0), (1, 6), (7, 7)]
+    assert (groups[1].least_bytes, groups[1].most_bytes) == (60.0 * GIB, 61.2 * GIB)
+    assert "stages 1-6" in screen(plan)
+    assert "60.0 to 61.2 of 75.0 GiB" in screen(plan)
+
+
+def test_many_unlike_stages_are_few_rows_that_hold_all_of_them() -> None:
+    plan = with_memory(some_plan(pipeline=8, micro_batches=8), [10.0, 70.0, 11.0, 60.0, 12.0, 50.0, 13.0, 40.0])
+
+    groups = stage_groups(plan, most=3)
+
+    assert len(groups) == 3
+    assert [group.first for group in groups[1:]] == [group.last + 1 for group in groups[:-1]]
+    assert (groups[0].first, groups[-1].last) == (0, 7)
+    assert max(group.most_bytes for group in groups) == 70.0 * GIB
+
+
+def test_however_much_there_is_to_say_it_is_one_screen() -> None:
+    plan = search(small_profile(), cluster_of(load_device("h100-80gb"), 8), TrainingSpec(global_batch=64)).plan
+    found = estimate(plan, small_profile())
+    long = Verdict(VerdictKind.SLOWER, "a reason that goes on and on, " * 8, 0.1)
+    others = [Candidate("FSDP 2 + CP 2 (ring) + PP 2 x 6 (ZB-V), micro-batch 1", plan, found, long)] * 5
+    named = {"alternatives": others, "assumptions": ["something that was not said; --flag changes it"] * 3}
+
+    text = screen(plan, found, **named, written="plan.json")
+
+    assert len(text.splitlines()) <= MOST_LINES
+    assert text.count("FSDP 2 + CP 2 (ring)") == 3
+    assert "words    plan glossary explains every word" in text
+
+
+def test_layers_are_counted_as_people_count_them() -> None:
+    plan = some_plan(shard=2)
+    layers = tuple(layer.model_copy(update={"recompute": "full"}) for layer in plan.stages[0].layers[:3])
+    stage = plan.stages[0].model_copy(update={"layers": layers + plan.stages[0].layers[3:]})
+
+    assert "recompute in 2 of 8 layers" in choice_in_words(plan.model_copy(update={"stages": (stage,)}))
+    assert "2 pipeline stages of 4 layers" in work_in_words(some_plan(pipeline=2))
+
+
+@pytest.mark.parametrize(("sync", "name"), [("last", "ZeRO-1"), ("every", "ZeRO-2")])
+def test_what_everybody_calls_zero_1_is_called_so(sync: str, name: str) -> None:
+    plan = some_plan(shard=4)
+    stage = plan.stages[0]
+    kept = tuple(layer.model_copy(update={"reshard": False}) for layer in stage.layers)
+    stages = (stage.model_copy(update={"layers": kept}),)
+    plan = plan.model_copy(update={"stages": stages, "gradient_sync": sync})
+
+    assert choice_in_words(plan).startswith(f"{name} over 4, micro-batch 1 x 4")
+    assert "FSDP" not in choice_in_words(plan)
+    assert name in work_in_words(plan)
+
+
+def test_a_cause_larger_than_the_difference_is_told_with_what_offsets_it() -> None:
+    plan = some_plan(shard=2)
+    best = estimate(plan, small_profile())
+    shifted = {**best.breakdown, "compute": best.breakdown["compute"] + 0.5, "data": best.breakdown["data"] - 0.4}
+    other = best.model_copy(update={"step_time_s": best.step_time_s + 0.1, "breakdown": shifted})
+
+    assert compared(other, best).detail == "500 ms more compute, 400 ms less waiting for gradients and parameters"
+    longer = {**best.breakdown, "compute": shifted["compute"]}
+    alone = best.model_copy(update={"step_time_s": best.step_time_s + 0.5, "breakdown": longer})
+    assert compared(alone, best).detail == "500 ms more compute"
+
+
+def test_no_group_sits_on_more_hosts_than_there_are() -> None:
+    device = load_device("h100-80gb")
+    plan = some_plan(tensor=3, pipeline=2, per_host=3)
+    machine: ClusterSpec = cluster_of(device, 6, 3)
+    (tensor,) = [row for row in axis_rows(plan.model_copy(update={"cluster": machine})) if row.axis == "pipeline"]
+
+    assert tensor.where == "across 2 hosts, 1 in each"
+
+
+def test_every_hard_word_of_the_screen_is_in_the_glossary(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("ZB-V", "gathered", "transient", "closed form", "MFU", "1F1B", "HSDP", "ZeRO-1", "CP", "EP", "bubble"):
+        assert term(word).says
+    assert [each.name for each in terms_in("FSDP 8, ZB-V")] == ["FSDP", "ZB-V"]
+    assert len({each.anchor for each in TERMS}) == len(TERMS)
+    assert run_plan("glossary", "zb-v", "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "ZB-V"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["llama3_8b", "--gpus", "8"],
+        ["llama3_70b", "--gpus", "64", "-b", "512"],
+        ["llama31_405b", "--gpus", "16384", "-b", "2048"],
+        ["deepseek_v3", "--gpus", "2048", "-b", "15360", "-s", "4096"],
+        ["llama3_70b", "--gpus", "8"],
+        ["llama3_8b", "--cluster", "mixed"],
+    ],
+    ids=" ".join,
+)
+def test_models_that_people_train_take_one_screen(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmarks = Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    mixed = str(benchmarks / "planning_time" / "mixed_cluster.toml")
+    words = [mixed if word == "mixed" else word for word in words]
+
+    code = run_plan(str(benchmarks / "models" / words[0]), *words[1:], "--time-limit", "20")
+
+    told = capsys.readouterr()
+    assert code == (3 if words == ["llama3_70b", "--gpus", "8"] else 0)
+    assert len((told.out + told.err).splitlines()) <= MOST_LINES
