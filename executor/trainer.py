@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
@@ -573,7 +574,7 @@ class Trainer:
         before = [buffer.clone() for buffer in self.model.buffers()]
         self._random.micro_batch(0)
         with torch.random.fork_rng(devices), self._autocast():
-            read = _parameters_behind(self._loss_of(tree_map(_cloned, part), loss_fn))
+            read = _parameters_behind(self._loss_of(tree_map(_cloned, part), loss_fn), self.model)
         with torch.no_grad():
             for buffer, value in zip(self.model.buffers(), before, strict=True):
                 buffer.copy_(value)
@@ -674,8 +675,15 @@ def _cloned(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _parameters_behind(loss: torch.Tensor) -> set[int]:
-    """Ids of the parameters that a loss was computed from."""
+def _taken_off(parameter: nn.Parameter) -> bool:
+    """Whether a parameter had a gradient, which it has no more."""
+    had, parameter.grad = parameter.grad is not None, None
+    return had
+
+
+def _parameters_behind(loss: torch.Tensor, model: nn.Module) -> set[int]:
+    """Ids of the model's parameters that a loss was computed from. Of what a function of its own recomputes (torch's
+    reentrant checkpoints), only the backward tells."""
     found: set[int] = set()
     seen: set[Any] = set()
     nodes = [loss.grad_fn]
@@ -684,6 +692,9 @@ def _parameters_behind(loss: torch.Tensor) -> set[int]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        if isinstance(node, CheckpointFunction._backward_cls):
+            loss.backward()
+            return {id(p) for p in model.parameters() if _taken_off(p)}
         if hasattr(node, "variable"):
             found.add(id(node.variable))
         nodes += [following for following, _ in node.next_functions]

@@ -368,6 +368,16 @@ def test_the_first_difference_is_named_with_both_values(found: Any, first: Diffe
     assert compared(REPORT, run(), found).first == first
 
 
+def test_what_rounding_does_to_one_process_it_may_do_to_a_plan() -> None:
+    one, plan, exact = run(tiny=4e-4), run(tiny=-1e-4), run(tiny=0.0)
+
+    assert not compared(REPORT, one, plan).ok
+    assert compared(REPORT, one, plan, exact).ok
+    assert not compared(REPORT, one, run(tiny=-2e-2), exact).ok
+    assert not compared(REPORT, one, run(gradient=1.5), exact).ok
+    assert not compared(REPORT, one, run(parameter=float("nan")), exact).ok
+
+
 def test_not_a_number_is_a_difference() -> None:
     assert not compared(REPORT, run(), run(parameter=float("nan"))).ok
 

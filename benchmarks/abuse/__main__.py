@@ -1,6 +1,7 @@
 """Generated models, each asked for several plans: planned and verified, or refused with a rule.
 
     python -m benchmarks.abuse --models 1000
+    python -m benchmarks.abuse --folder models/
 
 prints a line for each failure and a table, and writes both, with every refusal counted by its rule; failures are shrunk
 to a minimal model file each. Exit code 1 if there are any.
@@ -15,6 +16,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+from .folder import Answer, is_well, table_of, written
 from .generate import file_of
 from .outcomes import FAILURES, Outcome, drawn, outcomes, shrunken
 
@@ -27,10 +29,13 @@ def main() -> int:
     parser.add_argument("--models", type=int, default=1000, help="how many (default 1000)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--plans", type=int, default=3, help="plans of each (default 3)")
+    parser.add_argument("--folder", type=Path, help="a folder of model files to ask instead of generated models")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder (default: beside this file)")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    if given.folder is not None:
+        return _of_a_folder(given.folder, given.plans, given.output)
     started, found = time.monotonic(), list[Outcome]()
     models = 0
     for tree in drawn(given.first, given.models):
@@ -46,6 +51,19 @@ def main() -> int:
     (given.output / "abuse.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary, indent=1))
     return 1 if any(outcome.kind in FAILURES for outcome in found) else 0
+
+
+def _of_a_folder(folder: Path, plans: int, output: Path) -> int:
+    table: dict[str, list[Answer]] = {}
+    for name, answers in table_of(folder, plans):
+        table[name] = answers
+        print(f"{name}: {'well' if is_well(answers, plans) else 'NOT WELL'}", flush=True)
+        for answer in answers:
+            print(f"  {answer.asked}: {answer.kind}, {answer.said.strip().splitlines()[-1][:300]}", flush=True)
+        written(table, output)
+    well = sum(is_well(answers, plans) for answers in table.values())
+    print(f"{well} of {len(table)} models: profiled, planned and verified, or refused by a rule")
+    return 0 if well == len(table) else 1
 
 
 def summarised(found: list[Outcome], models: int, first: int) -> dict[str, object]:

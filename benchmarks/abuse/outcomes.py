@@ -9,9 +9,11 @@ from typing import Any, Literal
 from meshwright.executor.measuring.verify import verify
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.search import InfeasibleError, SearchResult, search
+from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.load import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 
@@ -89,20 +91,36 @@ def _profiled(tree: Tree) -> ModelProfile | Outcome:
 
 
 def _outcome(tree: Tree, profile: ModelProfile, pins: dict[str, Any]) -> tuple[Outcome, SearchResult | None]:
+    kind, words, found = answered(loaded(tree), profile, pins)
+    return Outcome(tree, pins, kind, words), found
+
+
+def answered(
+    model: LoadedModel,
+    profile: ModelProfile,
+    pins: dict[str, Any],
+    differs: Callable[[Plan], bool] = lambda plan: True,
+) -> tuple[Kind, str, SearchResult | None]:
+    """What becomes of a plan with these pins, in words, and the plan. differs: whether a plan is worth a run, which
+    costs most of the time; others are returned as verified, unseen."""
     training = TrainingSpec(global_batch=GLOBAL_BATCH, seq_len=profile.seq_len, precision="fp32")
     cluster = cluster_of(load_device("cpu"), RANKS)
     try:
         found = search(profile, cluster, training, pins=Pins(**pins), time_limit_s=_SEARCH_S)
         broken = check(found.plan, profile)
         if broken:
-            return Outcome(tree, pins, "failed", f"the plan breaks its own limits: {broken[0]}"), found
-        report = verify(found.plan, loaded(tree), steps=2)
+            return "failed", f"the plan breaks its own limits: {broken[0]}", found
+        if not differs(found.plan):
+            return "verified", "", found
+        report = verify(found.plan, model, steps=2)
     except (ValueError, InfeasibleError) as error:
-        return Outcome(tree, pins, "refused", str(error)), None
+        if type(error) not in (ValueError, InfeasibleError):  # a subclass is not one of our sentences
+            return "traceback", traceback.format_exc(), None
+        return "refused", str(error), None
     except Exception:
-        return Outcome(tree, pins, "traceback", traceback.format_exc()), None
+        return "traceback", traceback.format_exc(), None
     kind: Kind = "verified" if report.ok else "failed" if report.failure else "different"
-    return Outcome(tree, pins, kind, "" if report.ok else f"{report.title}: {report.lines[-1]}"), found
+    return kind, "" if report.ok else f"{report.title}: {report.lines[-1]}", found
 
 
 def _narrower(outcome: Outcome, found: SearchResult, opened: SearchResult) -> Outcome:

@@ -67,7 +67,7 @@ def _sample_dims(batch: Any, samples: int, planned: Sequence[BatchTensor]) -> di
         growing = [dim for dim, kind in enumerate(tensor.dims) if kind == "batch"]
         if leaf.dim() != len(tensor.dims) or len(growing) > 1:
             return {}
-        if growing and leaf.shape[growing[0]] != samples * tensor.shape[growing[0]]:
+        if growing and not tensor.counts_rows and leaf.shape[growing[0]] != samples * tensor.shape[growing[0]]:
             return {}
         dims[id(leaf)] = growing[0] if growing else None
     return dims if any(dim is not None for dim in dims.values()) else {}

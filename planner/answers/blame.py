@@ -28,18 +28,22 @@ class Blame:
 
 def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins) -> Blame | None:
     """Which pins leave no legal shape, and why; None where pins are not to blame."""
-    if profile.coupling and pins.micro_batch is None:  # which would be to blame for all of it
-        said = replace(pins, micro_batch=1)
-        return None if is_legal(profile, cluster, training, said) else blamed(profile, cluster, training, said)
-    anything = Pins(everything=pins.everything, parts=pins.parts, micro_batch=1 if profile.coupling else None)
+
+    def said(some: Pins) -> Pins:
+        """With a micro-batch where the loss couples samples, so that its absence is not to blame for everything."""
+        return replace(some, micro_batch=1) if profile.coupling and some.micro_batch is None else some
+
+    anything = said(Pins(everything=pins.everything, parts=pins.parts))
     if not in_words(pins) or not is_legal(profile, cluster, training, anything):
+        return None
+    if is_legal(profile, cluster, training, said(pins)):
         return None
     left = pins
     for words in in_words(pins):
         fewer = in_words(left)[words]
-        if not is_legal(profile, cluster, training, fewer):
+        if not is_legal(profile, cluster, training, said(fewer)):
             left = fewer
-    space = Space(profile, cluster, training, left)
+    space = Space(profile, cluster, training, said(left))
     assert next(space.families(), None) is None
     rules = sorted((rule for rule, count in space.rejected.items() if count), key=lambda rule: -space.rejected[rule])
     if left.expert not in (None, 1):  # where no ranks may be shards there is no shape that could be rejected for it
@@ -53,10 +57,19 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
 
 def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins) -> str | None:
     """The rule that excludes what one of the pins says, whatever the others do; more shapes may break other rules."""
-    if left.pipeline not in (None, 1):
-        by_stages = pipeline_rule(profile, left.pipeline, len(stage_starts(profile)) + 1)
-        if by_stages is not None:
-            return by_stages
+    places = len(stage_starts(profile)) + 1
+    if left.pipeline not in (None, 1) and (by_stages := pipeline_rule(profile, left.pipeline, places)) is not None:
+        return by_stages
+    if left.schedule not in (None, "none") and left.pipeline != 1:
+        ranks = left.pipeline or 2
+        stages = ranks * ((left.virtual_stages or 2) if left.schedule in ("interleaved", "zb-v") else 1)
+        if profile.decides_by_values:
+            return pipeline_rule(profile, ranks, places)
+        if places < stages:
+            return (
+                f"{left.schedule} on {ranks} pipeline ranks takes at least {stages} stages, and the model can be cut "
+                f"into {places}"
+            )
     if left.tensor not in (None, 1) and (by_tensor := tensor_rule(profile, left.tensor)) is not None:
         return by_tensor
     shards = any(pin not in (None, 1) for pin in (left.data_shard, left.tensor, left.context))

@@ -41,7 +41,7 @@ def with_counting(loaded: LoadedModel, tensors: Sequence[BatchTensor]) -> tuple[
         for name in counting
         if any(all(_counts(batch[name], batch[of].shape[dim]) for batch in batches) for of, dim in rows)
     }
-    return tuple(t.model_copy(update={"counts_rows": t.name in marked}) for t in tensors)
+    return tuple(t.model_copy(update={"counts_rows": t.counts_rows or t.name in marked}) for t in tensors)
 
 
 def _counts(numbers: torch.Tensor, rows: int) -> bool:

@@ -123,6 +123,8 @@ class Inputs:
         """Whether the model differentiates or maps itself."""
         self.overwrites = False
         """Whether anything writes into what a module or function before has made."""
+        self.swaps = False
+        """Whether it puts tensors in the place of a module's parameters."""
         self.differentiates = False
         """Whether it does so by torch.autograd.grad."""
 

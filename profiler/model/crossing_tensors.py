@@ -78,15 +78,19 @@ def batch_tensors(fake: FakeModel, sizes: RunSizes) -> tuple[BatchTensor, ...]:
     two = named_tensors(fake.batch(2, sizes.seq_len))
     other = other_length(sizes.seq_len)
     longer = None if other is None or not sizes.takes_other_lengths else named_tensors(fake.batch(1, other))
-    tensors = [
-        BatchTensor(
-            name=name,
-            shape=tuple(tensor.shape),
-            dims=dims_of(tensor.shape, two[name].shape, None if longer is None else longer[name].shape),
-            dtype=_dtype_name(tensor.dtype, fake.dtype),
+    tensors = []
+    for name, tensor in one.items():
+        dims = dims_of(tensor.shape, two[name].shape, None if longer is None else longer[name].shape)
+        pairs = zip(tensor.shape, two[name].shape, dims, strict=True)
+        tensors.append(
+            BatchTensor(
+                name=name,
+                shape=tuple(tensor.shape),
+                dims=dims,
+                dtype=_dtype_name(tensor.dtype, fake.dtype),
+                counts_rows=any(b != 2 * a for a, b, dim in pairs if dim == "batch"),  # bounds: one more than samples
+            )
         )
-        for name, tensor in one.items()
-    ]
     return with_counting(fake.loaded, tensors)
 
 

@@ -44,6 +44,8 @@ class FakeModel:
     """As the model has them, before they take the compute dtype."""
     uncast: tuple[tuple[dict[str, Any], str, torch.Tensor], ...] = ()
     """(where, name, tensor): what stands in for a tensor that is no parameter, in the dtype that it has by itself."""
+    trained_as: tuple[tuple[str, torch.dtype], ...] = ()
+    """(name, dtype) of the first trained parameter of each dtype that the model gives its parameters."""
 
     @contextmanager
     def buffers_uncast(self) -> Iterator[None]:
@@ -122,9 +124,9 @@ def fake_model(loaded: LoadedModel, dtype: torch.dtype) -> FakeModel:
     """The model built on the meta device and turned into fake CPU tensors, in training mode."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module = on_meta(loaded.build)
-    listed = _buffers(module)
+    listed, trained_as = _buffers(module), _trained_as(module)
     uncast = _to_fake(module, mode, dtype)
-    return FakeModel(loaded, module.train(), mode, dtype, listed, uncast)
+    return FakeModel(loaded, module.train(), mode, dtype, listed, uncast, trained_as)
 
 
 def real_model(loaded: LoadedModel) -> FakeModel:
@@ -132,8 +134,8 @@ def real_model(loaded: LoadedModel) -> FakeModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = loaded.build()
-    listed = _buffers(module)
-    return FakeModel(loaded, module.float().train(), None, torch.float32, listed)
+    listed, trained_as = _buffers(module), _trained_as(module)
+    return FakeModel(loaded, module.float().train(), None, torch.float32, listed, trained_as=trained_as)
 
 
 def _buffers(module: nn.Module) -> tuple[BufferProfile, ...]:
@@ -141,6 +143,14 @@ def _buffers(module: nn.Module) -> tuple[BufferProfile, ...]:
         BufferProfile(name=name, shape=tuple(buffer.shape), dtype=str(buffer.dtype).removeprefix("torch."))
         for name, buffer in module.named_buffers()
     )
+
+
+def _trained_as(module: nn.Module) -> tuple[tuple[str, torch.dtype], ...]:
+    first: dict[torch.dtype, str] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            first.setdefault(parameter.dtype, name)
+    return tuple((name, dtype) for dtype, name in first.items())
 
 
 @contextmanager

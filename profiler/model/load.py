@@ -254,17 +254,25 @@ def _guarded_build(build: Callable[[], Any], source: str, batch: Callable[[int],
         args, kwargs = split_inputs(module, batch(2), has_loss)
         _call(functools.partial(module, *args, **kwargs), f"the first forward of {source}, whose modules are lazy,")
 
+    kept: list[nn.Module] = []
+    """The one module that build always returns, as it was."""
+
     def guarded() -> "nn.Module":
+        import torch
         from torch import nn
 
         from .building import initialised, is_lazy, with_dense_gradients, without_compiler
 
-        module = _call(build, f"model() of {source}")
+        module = _copy_of(kept[0]) if kept else _call(build, f"model() of {source}")
         if not isinstance(module, nn.Module):
             raise ValueError(
                 f"model() of {source} returned a {type(module).__name__}; it must return a torch.nn.Module, "
                 "for example `return MyModel()`"
             )
+        is_older = torch.get_default_device().type == "meta" and not all(p.is_meta for p in module.parameters())
+        if is_older and not kept and _call(build, f"model() of {source}") is module:
+            kept.append(module)
+            module = _copy_of(module)
         module = without_cache(with_dense_gradients(without_compiler(module)))
         return initialised(module, forward) if is_lazy(module) else module
 
@@ -343,6 +351,11 @@ def _call(function: Callable[[], Any], what: str) -> Any:
         raise ValueError(f"{what} imports what is not installed: {error} ({place_of(error)})") from error
     except SyntaxError as error:
         raise ValueError(f"{what} is not valid Python: {error.msg} ({error.filename}:{error.lineno})") from error
+    except SystemExit as error:
+        raise ValueError(
+            f"{what} ends the process by sys.exit({error.code!r}) ({place_of(error)}); put what runs a program or "
+            'reads a command line below `if __name__ == "__main__":`'
+        ) from error
     except Exception as error:
         raise ValueError(f"{what} raised {type(error).__name__}: {error} ({place_of(error)})") from error
 

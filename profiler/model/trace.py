@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..garbage import without_garbage_collection
 from ..tensor_cuts.context_trial import context_problem
@@ -102,6 +103,7 @@ def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: P
     _check_trainable(fake)
     chain = observe(fake, 2, loaded.seq_len)
     sizes = RunSizes(fake, chain, loaded.seq_len, chain.shapes)
+    _check_sizes(loaded, sizes)
     _check_positions(loaded, sizes)
     firsts = sorted(set(chain.representatives()))
     found = _found_cuts(fake, chain, sizes, firsts)
@@ -313,6 +315,24 @@ def _dense(fake: FakeModel) -> tuple[str, ...]:
     if not names:
         return ()
     return (f"{names[0]} (and {len(names) - 1} more embeddings) trains with dense gradients, not sparse ones",)
+
+
+def _check_sizes(loaded: LoadedModel, sizes: RunSizes) -> None:
+    """Raises ValueError where samples cannot be told apart in what the batch function or the model makes."""
+    one, two = ([x.shape for x in tree_leaves(loaded.batch(n)) if isinstance(x, torch.Tensor)] for n in (1, 2))
+    if one == two:
+        raise ValueError(
+            f"batch(1) and batch(2) of {loaded.source} both give tensors of {[list(shape) for shape in one]}: it "
+            "ignores its size, so what one sample costs cannot be known; make tensors of `size` samples, for example "
+            "torch.randn(size, 512)"
+        )
+    for producer, tensor in sizes.one.tensors.items():
+        other = sizes.two.tensors.get(producer)
+        if other is not None and len(other.shape) != len(tensor.shape):
+            raise ValueError(
+                f"{producer.name} of {loaded.source} makes {list(tensor.shape)} of one sample, but {list(other.shape)} "
+                "of two, so it takes the samples for a dim of size 1: name the dim, as in squeeze(-1)"
+            )
 
 
 def _check_positions(loaded: LoadedModel, sizes: RunSizes) -> None:
