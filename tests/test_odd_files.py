@@ -1,0 +1,95 @@
+"""Model files of odd habits (benchmarks/abuse/odd_models): refused in words, or run as eager trains them."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.abuse.folder import is_well, table_of
+from meshwright.planner.plan.legality import sharding_rule
+from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.trace import trace
+from support.habits import run
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "abuse" / "odd_models"
+
+
+def odd(name: str) -> LoadedModel:
+    """The model of a file."""
+    return load_model(FOLDER / f"{name}.py")
+
+
+@pytest.mark.filterwarnings("ignore")  # what the files themselves are warned of
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("asks_arguments", "ends the process by sys.exit.2."),
+        ("exits", "ends the process by sys.exit.0."),
+        ("ignores_size", r"batch\(1\) and batch\(2\) .* ignores its size"),
+        ("new_layers", "the first forward .* makes parameters, second.weight"),
+        ("layer_drop", "draws by Python's random"),
+        ("batch_squeezed", "takes the samples for a dim of size 1"),
+        ("momentum_copy", "writes into the parameter target.0.weight"),
+        ("all_frozen", "nothing to train"),
+    ],
+)
+def test_what_no_plan_runs_is_refused_when_it_is_profiled(name: str, words: str) -> None:
+    random.seed(0)
+
+    with pytest.raises(ValueError, match=words):
+        trace(odd(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("complex_weights", "weight is complex64 and .*weight is float32"),
+        ("half_model", "weight is float16 and .*weight is float32"),
+        ("hypernetwork", "functional_call"),
+        ("straight_through", "gathers codes.weight when its module runs"),
+        ("lstm", "None"),
+        ("transposed_tie", "None"),
+        ("weights_read", "None"),
+    ],
+)
+def test_what_fully_shard_gets_wrong_is_not_sharded(name: str, words: str) -> None:
+    assert re.search(words, str(sharding_rule(trace(odd(name)), "fp32")))
+
+
+def test_dice_that_change_numbers_but_no_layers_are_fine() -> None:
+    class Scaled(odd("lora").build().__class__):  # type: ignore[misc]
+        def forward(self, x: object) -> object:
+            return super().forward(x) * random.random()
+
+    loaded = odd("lora")
+
+    assert trace(load_model(Scaled, batch=loaded.make_batch, loss=loaded.loss)).num_parameters > 0
+
+
+def test_bounds_of_rows_are_not_cut() -> None:
+    profile = trace(odd("ragged"))
+
+    assert [tensor.counts_rows for tensor in profile.batch] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "pins"),
+    [
+        ("one_object", {"pipeline": 2}),
+        ("reentrant", {"data_replicate": 2}),
+        ("ragged", {"pipeline": 2, "schedule": "gpipe"}),
+        ("complex_weights", {"data_replicate": 2}),
+    ],
+)
+def test_plans_of_odd_files_give_the_same_numbers(name: str, pins: dict[str, int]) -> None:
+    report = run(odd(name), **pins)
+
+    assert report.ok, report.lines[-1]
+
+
+@pytest.mark.slow
+def test_all_odd_files_are_planned_and_verified_or_refused() -> None:
+    ill = {name: answers for name, answers in table_of(FOLDER, 2) if not is_well(answers, 2)}
+
+    assert ill == {}
