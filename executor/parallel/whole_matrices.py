@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ...planner.plan.document import Plan
 from ..apply import AppliedModel
 from .mesh import RankMesh, mechanism
-from .optimizers import MakeOptimizer, JoinedOptimizers, keep_attributes, optimizer_of
+from .optimizers import JoinedOptimizers, MakeOptimizer, keep_attributes, optimizer_of
 
 
 def looks_at_whole_matrices(optimizer: Optimizer) -> Literal["yes", "no"] | str:

@@ -1,7 +1,7 @@
 """Checksums of a checkpoint, of every box and object in it: what was damaged since is found when it is read, and named.
 
-`checksums.json` holds CRC-32 sums, which miss no burst of up to 32 bits: of `.metadata` and of our documents whole, and of
-every item of the files with boxes.
+`checksums.json` holds CRC-32 sums, which miss no burst of up to 32 bits: of `.metadata` and of our documents whole, and
+of every item of the files with boxes.
 """
 
 import json
