@@ -1,5 +1,6 @@
 """What goes wrong in a job, said in the words of its plan: numbers that are none, memory, devices that do not fit."""
 
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..planner.cost.memory_cost import state_bytes
 from ..planner.cost.software import load_software
@@ -15,6 +17,8 @@ from ..planner.plan.document import Plan
 from ..planner.plan.making import shape_of
 from ..profiler.machine.units import GIB
 from .parallel.mesh import RankMesh
+
+_log = logging.getLogger("meshwright")
 
 
 class NonFiniteError(FloatingPointError):
@@ -171,6 +175,26 @@ def check_devices(plan: Plan, device: torch.device) -> None:
     needed = plan.prediction.stage_memory_bytes
     unequal = len(plan.cluster.kinds) > 1  # which of them this one is shows when hosts are matched
     _check_memory(plan, device, needed.index(min(needed) if unequal else max(needed)), unequal)
+
+
+def tell_batch_norms(model: nn.Module, plan: Plan, rank: int) -> None:
+    """Say once, in the log of the first rank, that batch norms do not see the batch that one device would normalise."""
+    if plan.micro_batch == plan.training.global_batch or rank != 0:
+        return
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    ]
+    if found:
+        _log.warning(
+            "%d batch norms (%s first) take their statistics from micro-batches of %d samples, each rank from its own, "
+            "and not from the global batch of %d: plan with a larger micro-batch, or use SyncBatchNorm or GroupNorm",
+            len(found),
+            found[0],
+            plan.micro_batch,
+            plan.training.global_batch,
+        )
 
 
 def check_own_device(mesh: RankMesh) -> None:

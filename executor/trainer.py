@@ -23,7 +23,15 @@ from ..profiler.model.load import split_inputs
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta, plain
 from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples, with_loss
 from .export_weights import export_model
-from .faults import check_devices, check_finite, check_own_device, held_memory, out_of_memory_message, raise_spoiled
+from .faults import (
+    check_devices,
+    check_finite,
+    check_own_device,
+    held_memory,
+    out_of_memory_message,
+    raise_spoiled,
+    tell_batch_norms,
+)
 from .parallel.compiled import backend_of
 from .parallel.gradients import Gradients, local_gradient
 from .parallel.mesh import RankMesh, check_world_size, connect
@@ -138,6 +146,7 @@ def parallelize(
         if watch is not None:
             watch.see_exceptions()
         check_own_device(mesh)
+        tell_batch_norms(whole, plan, mesh.rank)
         drawn = RandomNumbers(whole, plan, mesh, seed)
         model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values, backend)
         if loading is not None:

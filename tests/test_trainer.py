@@ -362,3 +362,13 @@ def _other_length() -> str:
 def test_another_length_under_a_pipeline_is_told_as_such() -> None:
     for message in run_ranks(_other_length, 2):
         assert message.startswith("step 2 was given a tensor of shape (8, 5), the first step one of (8, 8): a pipeline")
+
+
+def test_batch_norms_that_see_micro_batches_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    plan = tied_net.plan_of(tied_net.tied_profile())
+
+    parallelize(tied_net.TiedNet, plan, tied_net.adamw, loss=tied_net.loss)
+
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "meshwright")
+    assert message.startswith("1 batch norms (norm first) take their statistics from micro-batches of 4 samples")
+    assert "not from the global batch of 8" in message

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
 
 from ...planner.cost.expert_place import ExpertPlace, expert_place
 from ...planner.plan.document import AXES, Axis, Plan
@@ -154,6 +155,7 @@ def connect(plan: Plan, device: torch.device | str | None = None, timeout_s: flo
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
+            **_store_of_attempt(),
             timeout=timedelta(seconds=max(timeout_s, default_pg_timeout.total_seconds())),
             device_id=device if on_gpu else None,  # else NCCL guesses the device, and connects only when it first sends
         )
@@ -164,6 +166,22 @@ def connect(plan: Plan, device: torch.device | str | None = None, timeout_s: flo
     processes = tuple(ranks.index(rank) for rank in range(len(ranks)))
     axes, spread = _device_mesh(plan, device.type, processes), expert_mesh(plan, device.type, processes)
     return RankMesh(plan, ranks[dist.get_rank()], device, axes, processes, spread)
+
+
+def _store_of_attempt() -> dict[str, Any]:
+    """Where ranks find each other under torchrun, whose store may outlive its --max-restarts: they must not be given
+    the addresses that ranks of the attempt before have left there (seen in torch 2.13 with --master-port)."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+    )
+    attempt = f"meshwright/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return {
+        "store": PrefixStore(attempt, store),
+        "rank": int(os.environ["RANK"]),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+    }
 
 
 def plan_ranks(plan: Plan, seats: list[Seat], devices: Sequence[str] = ()) -> list[int]:
