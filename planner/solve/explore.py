@@ -68,10 +68,10 @@ divisors) is not searched."""
 PATIENCE = 1 / 6
 """Share of the time in which a search goes on without a better plan, and then looks for better cuts of those it has."""
 
-NARROW = 0.9 * 0.005
+NARROW = 0.99 * 0.005
 """A gap that is closed further only where that takes little time."""
 
-WHOLE = ((1.0, NARROW), (4.0, NARROW), (0.5, PROVEN))
+WHOLE = ((0.3, NARROW), (4.0, NARROW), (0.5, PROVEN))
 """(seconds of the integer program of a shape whose bound leaves a gap, the gap that it is to close), one after the
 other."""
 
