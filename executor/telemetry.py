@@ -5,8 +5,9 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,17 @@ _OPERATIONS = (
 """Methods of torch's process groups that send something, in torch 2.11 to 2.13."""
 
 
+class StepMetrics(Protocol):
+    """What a step gave."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def step_time_s(self) -> float: ...
+
+
 class Telemetry:
     """Writes a run's file. Every rank must have one; the plan's first rank writes."""
 
@@ -49,6 +61,8 @@ class Telemetry:
         self._clock = CommunicationClock(mesh)
         self._axes = sorted({*self._clock.axes.values()})
         self._ended_s: float | None = None
+        self._between_s = 0.0
+        self._ended: list[tuple[int, StepMetrics, float, float, Callable[[], dict[str, float]]]] = []
         self._file = path.open("a") if mesh.rank == 0 else None
         on_gpu = mesh.device.type == "cuda"
         self._write(
@@ -74,21 +88,38 @@ class Telemetry:
         """DDP communicates out of C++: let it be seen."""
         self._clock.watch_replicas(replicas)
 
-    def end(self, step: int, loss: float, grad_norm: float, step_time_s: float) -> None:
-        """The step is done: gather what all ranks saw, and write it."""
-        seconds = self._clock.stop()
-        own = [float(peak_memory_bytes(self._mesh.device)), *(seconds.get(axis, 0.0) for axis in self._axes)]
+    def end(self, step: int, metrics: StepMetrics) -> None:
+        """All of the step is launched. Nothing is read yet, for that would wait for the device."""
+        peak = float(peak_memory_bytes(self._mesh.device))
+        self._ended.append((step, metrics, self._between_s, peak, self._clock.stop()))
+        self._ended_s = time.perf_counter()
+
+    def flush(self) -> None:
+        """Gather what all ranks saw of the steps so far, and write it. All ranks must call it."""
+        ended, self._ended = self._ended, []
+        if not ended:
+            return
+        own = []
+        for *_, peak, read in ended:
+            seconds = read()
+            own.append([peak, *(seconds.get(axis, 0.0) for axis in self._axes)])
         rows = self._gathered(torch.tensor(own, dtype=torch.float64, device=self._mesh.device))
+        for place, (step, metrics, between_s, *_) in enumerate(ended):
+            self._write_step(step, metrics, between_s, rows[:, place])
+        self._ended_s = time.perf_counter()
+
+    def _write_step(self, step: int, metrics: StepMetrics, between_s: float, rows: torch.Tensor) -> None:
+        step_time_s = metrics.step_time_s
         prediction = self._plan.prediction
         tokens = self._plan.training.global_batch * (self._plan.training.seq_len or 1)
         order = [self._mesh.processes[rank] for rank in range(self._plan.degrees.num_devices)]
         self._write(
             RunStep(
                 step=step,
-                loss=loss,
-                grad_norm=grad_norm,
+                loss=metrics.loss,
+                grad_norm=metrics.grad_norm,
                 step_time_s=step_time_s,
-                between_s=self._between_s,
+                between_s=between_s,
                 tokens_per_s=tokens / step_time_s,
                 mfu=None if prediction is None else prediction.mfu * prediction.step_time_s / step_time_s,
                 peak_memory_bytes=tuple(int(rows[process, 0]) for process in order),
@@ -98,7 +129,6 @@ class Telemetry:
                 },
             )
         )
-        self._ended_s = time.perf_counter()
 
     def close(self) -> None:
         """End the file, and leave torch as it was."""
@@ -161,18 +191,21 @@ class CommunicationClock:
 
     def start(self) -> None:
         """A step begins."""
-        self._intervals.clear()
+        self._intervals = []
         self._running = True
         self._started = self._now()
 
-    def stop(self) -> dict[str, float]:
-        """Axis -> seconds. The device must have finished the step."""
+    def stop(self) -> Callable[[], dict[str, float]]:
+        """The step is launched. What comes back gives axis -> seconds, and waits for the device to finish the step."""
         self._running = False
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        return partial(self._covered, self._started, self._intervals, self._now() if self._on_gpu else None)
+
+    def _covered(self, started: Any, intervals: list[tuple[str, Any, Any]], end: Any) -> dict[str, float]:
+        if end is not None:
+            end.synchronize()
         spans: dict[str, list[tuple[float, float]]] = {}
-        for axis, begin, end in self._intervals:
-            spans.setdefault(axis, []).append((self._seconds(begin), self._seconds(end)))
+        for axis, begin, stop in intervals:
+            spans.setdefault(axis, []).append((self._seconds(started, begin), self._seconds(started, stop)))
         return {axis: covered_s(found) for axis, found in spans.items()}
 
     def close(self) -> None:
@@ -240,8 +273,8 @@ class CommunicationClock:
         event.record()
         return event
 
-    def _seconds(self, moment: Any) -> float:
-        seconds: float = self._started.elapsed_time(moment) / 1e3 if self._on_gpu else moment - self._started
+    def _seconds(self, started: Any, moment: Any) -> float:
+        seconds: float = started.elapsed_time(moment) / 1e3 if self._on_gpu else moment - started
         return seconds
 
 

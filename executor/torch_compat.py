@@ -26,6 +26,19 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 """reduce_scatter_single(output, input, group=...); torch before 2.13 calls it reduce_scatter_tensor."""
 
 
+def own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """The one of these groups of processes, no two of which share one, that this process is in; None if it is in none.
+
+    All processes must call it, once however many groups there are: NCCL that knows its device splits off all at once;
+    else each process makes its own group, and hears nothing of the others.
+    """
+    assert dist.group.WORLD is not None
+    if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        return dist.split_group(split_ranks=[sorted(group) for group in groups])  # all ranks of NCCL must take part
+    own = next((sorted(group) for group in groups if dist.get_rank() in group), None)
+    return None if own is None else dist.new_group(own, use_local_synchronization=True)
+
+
 def data_parallel(
     module: nn.Module, group: dist.ProcessGroup | None, unread: Iterable[str] = ()
 ) -> DistributedDataParallel:

@@ -2,9 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +25,7 @@ from .apply import AppliedModel, Loss, apply_plan, build_on_meta, plain
 from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples, with_loss
 from .export_weights import export_model
 from .faults import (
+    NonFiniteError,
     check_devices,
     check_finite,
     check_own_device,
@@ -35,7 +37,7 @@ from .faults import (
 from .parallel.compiled import backend_of
 from .parallel.gradients import Gradients, local_gradient
 from .parallel.mesh import RankMesh, check_world_size, connect
-from .parallel.micro_batches import loss_of, split_micro_batches
+from .parallel.micro_batches import Scale, loss_of, scaled, split_micro_batches
 from .parallel.norms import norms_of
 from .parallel.optimizers import MakeOptimizer, keep_attributes
 from .parallel.pipeline import PipelineRunner
@@ -58,12 +60,30 @@ from .watch import GRACE_S, HANG_S, LONGER, Watch, watched
 
 @dataclass(frozen=True)
 class Metrics:
-    """One optimizer step, over all ranks: mean loss, gradient norm before clipping, and speed."""
+    """One optimizer step, over all ranks: mean loss, gradient norm before clipping, and speed.
 
-    loss: float
-    grad_norm: float
+    totals: [loss, squared gradient norm, ...] on the device, which are read, and waited for, when they are asked for.
+    Speed is that of the host where nothing was waited for (`check_every`): right over several steps.
+    """
+
+    totals: torch.Tensor = field(repr=False)
     tokens_per_s: float
     step_time_s: float
+
+    @cached_property
+    def found(self) -> tuple[float, ...]:
+        """The totals, as numbers."""
+        return tuple(self.totals.tolist())
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of all ranks."""
+        return self.found[0]
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the whole gradient, before clipping."""
+        return math.sqrt(self.found[1]) if self.found[1] >= 0 else math.nan
 
 
 @runtime_checkable
@@ -89,6 +109,7 @@ def parallelize(
     timeout_s: float = HANG_S,
     compile: bool | str | None = None,
     whole_matrices: bool | None = None,
+    check_every: int = 1,
 ) -> "Trainer":
     """A trainer that runs this process as one rank of the plan.
 
@@ -111,9 +132,10 @@ def parallelize(
         start-up, save and resume may take three times as long.
     compile: every layer by torch.compile, or by the compiler of this name; None: if the plan's software has it
         (`plan ... --software fsdp2-compile`).
-
     whole_matrices: whether the optimizer must see whole matrices (Muon, Adafactor, LAMB), which are then gathered
         for it one by one, and stepped by one rank each; None: it is tried whether a step is done element by element.
+    check_every: how many steps may be under way on a GPU before it is looked whether their losses and gradients are
+        numbers; only then, and where metrics are read, does a step wait for the device.
 
     Runs under torchrun, or without any launcher if the plan is for one device. Raises ValueError, before ranks wait for
     each other, if the job has not as many ranks as the plan, the model is not the one that was planned, or the
@@ -128,6 +150,8 @@ def parallelize(
             f"the plan has {', '.join(priced_only)}, which is priced, not run yet: plan again without --space full and "
             "without --pin of these"
         )
+    if check_every < 1:
+        raise ValueError(f"check_every is {check_every}; it counts steps, for example check_every=10")
     check_world_size(plan)
     backend = backend_of(compile, plan)
     was_running = dist.is_initialized()
@@ -157,6 +181,7 @@ def parallelize(
             model, plan, mesh, optimizer, loss, weight, max_grad_norm, not was_running, drawn, whole_matrices
         )
         trainer._watch = watch
+        trainer._check_every = check_every
         if telemetry is not None:
             trainer._telemetry = Telemetry(Path(telemetry), plan, mesh)
     return trainer
@@ -211,7 +236,9 @@ class Trainer:
         self._watch: Watch | None = None
         self._telemetry: Telemetry | None = None
         self._norms: torch.Tensor | None = None  # of each parameter, after the last step
-        self._given: list[tuple[list[torch.Tensor], list[float]]] = []  # since the last optimizer step
+        self._check_every = 1
+        self._unchecked: list[tuple[int, Metrics]] = []  # steps whose numbers nobody has looked at
+        self._given: list[tuple[list[torch.Tensor], list[Scale]]] = []  # since the last optimizer step
         self._started = 0.0
         self._shapes: list[tuple[int, ...]] = []  # of the first step's inputs
         self._skip = 0  # samples that the next `loader` leaves out
@@ -239,9 +266,9 @@ class Trainer:
             self._accumulate(batch, 1.0, None)
             return self._finish_step()
 
-    def forward_backward(self, batch: Any, scale: float = 1.0, loss: Loss | None = None) -> float:
+    def forward_backward(self, batch: Any, scale: float = 1.0, loss: Loss | None = None) -> torch.Tensor:
         """Add the gradients of scale * loss on this rank's share of a batch to those since the last optimizer step;
-        returns the mean loss over all ranks, unscaled.
+        returns the mean loss over all ranks, unscaled, on the device, so that nothing waits for it before it is read.
 
         As often as the loop wants (several batches, several losses of one batch), then optimizer_step(): the gradient
         is the sum, as where loss.backward() is called several times. loss: instead of parallelize's. All ranks must
@@ -255,7 +282,7 @@ class Trainer:
             found = self._loss_share(losses, scales)
             if self.mesh.device_mesh is not None:
                 dist.all_reduce(found)
-            return float(found) / scale if scale else 0.0
+            return found / scale if scale else torch.zeros_like(found)
 
     def optimizer_step(self) -> Metrics:
         """The optimizer's step on what forward_backward() has added up: clips as `step` does, and returns the same; its
@@ -273,7 +300,7 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(self._out_of_memory()) from error
 
-    def _accumulate(self, batch: Any, scale: float, loss: Loss | None) -> tuple[list[torch.Tensor], list[float]]:
+    def _accumulate(self, batch: Any, scale: float, loss: Loss | None) -> tuple[list[torch.Tensor], list[Scale]]:
         """(losses of the micro-batches on the last stage, their factors)."""
         if not self._given:
             if self._telemetry is not None:
@@ -308,21 +335,45 @@ class Trainer:
         if self._whole_matrices is not None:
             self._whole_matrices.scatter()
         before, self._norms = self._norms, norms_of(self._local_parameters(), self.mesh.device)
-        found_loss, squared_norm, spoiled = totals.tolist()
-        found_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
-        if not math.isfinite(spoiled) and before is not None:
-            raise_spoiled(self.mesh, step - 1, list(self._applied.parameters), before)
-        if not (math.isfinite(found_loss) and math.isfinite(found_norm)):
-            parameters = self._applied.parameters
-            grads = {n: g for n, p in parameters.items() if (g := local_gradient(p)) is not None}
-            check_finite(self.mesh, step, [loss for losses, _ in given for loss in losses], grads)
-        self.progress = self._read.model_copy(update={"steps": step})
         seconds = time.perf_counter() - self._started
         tokens = len(given) * self.plan.training.global_batch * (self.plan.training.seq_len or 1)
-        metrics = Metrics(found_loss, found_norm, tokens / seconds, seconds)
+        metrics = Metrics(totals, tokens / seconds, seconds)
+        self._unchecked.append((step, metrics))
+        is_checked = step % self._check_every == 0
+        if is_checked:
+            self._check([loss for losses, _ in given for loss in losses], before)
+            seconds = time.perf_counter() - self._started  # now the device has finished, too
+            metrics = Metrics(totals, tokens / seconds, seconds)
+        self.progress = self._read.model_copy(update={"steps": step})
         if self._telemetry is not None:
-            self._telemetry.end(step, metrics.loss, metrics.grad_norm, metrics.step_time_s)
+            self._telemetry.end(step, metrics)
+            if is_checked:
+                self._telemetry.flush()
         return metrics
+
+    def _check(self, losses: list[torch.Tensor], norms: torch.Tensor | None) -> None:
+        """Raise NonFiniteError on every rank for the first of the last steps that has numbers which are none.
+
+        losses: of the last one's micro-batches. norms: of the parameters before it.
+        """
+        steps, self._unchecked = self._unchecked, []
+        last = steps[-1][0]
+        for step, metrics in steps:
+            spoiled = not math.isfinite(metrics.found[2])
+            if not spoiled and math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm):
+                continue
+            if step < last:
+                what = "the parameters before it are" if spoiled else "its loss or its gradients are"
+                raise NonFiniteError(
+                    f"step {step}: {what} not finite, seen after step {last} (check_every={self._check_every}). Go on "
+                    "from the last checkpoint with a smaller learning rate or max_grad_norm, or with check_every=1, "
+                    "which names the ranks and tensors"
+                )
+            if spoiled and norms is not None:
+                raise_spoiled(self.mesh, step - 1, list(self._applied.parameters), norms)
+            parameters = self._applied.parameters
+            grads = {n: g for n, p in parameters.items() if (g := local_gradient(p)) is not None}
+            check_finite(self.mesh, step, losses, grads)
 
     def evaluate(self, batches: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
         """Mean loss over the batches of all data ranks, as "loss", in evaluation mode and without gradients.
@@ -454,6 +505,7 @@ class Trainer:
             self.progress = self._read = writer.load(found, stateful)
         self._skip = self.progress.samples
         self._norms = None
+        self._unchecked.clear()
         return self.progress.steps
 
     def save_pretrained(
@@ -488,6 +540,8 @@ class Trainer:
             with self._task("in close", "after close"):
                 self._checkpoints.close()
         if self._telemetry is not None:
+            with self._task("in close", "after close"):
+                self._telemetry.flush()
             self._telemetry.close()
         if self._watch is not None:
             self._watch.close()
@@ -516,7 +570,7 @@ class Trainer:
     def _to_device(self, leaf: Any) -> Any:
         return leaf.to(self.mesh.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _scales(self, batch: Any) -> list[float]:
+    def _scales(self, batch: Any) -> Sequence[Scale]:
         """Factor of each micro-batch's loss, such that the mean over data ranks of their sums is the job's loss."""
         count = self.plan.num_microbatches
         if self._weight is None:
@@ -528,9 +582,9 @@ class Trainer:
             dist.all_reduce(total)
         degrees = self.plan.degrees
         total /= degrees.tensor * degrees.pipeline * degrees.context  # each share was counted by every rank that has it
-        return (weights * degrees.data / total).tolist()
+        return (weights * degrees.data / total).unbind()  # on the device, for reading them would wait for it
 
-    def _forward_backward(self, batch: Any, scales: list[float], loss_fn: Loss | None) -> list[torch.Tensor]:
+    def _forward_backward(self, batch: Any, scales: list[Scale], loss_fn: Loss | None) -> list[torch.Tensor]:
         """Losses of the micro-batches (on the last stage); gradients are left on the parameters, averaged."""
         count = self.plan.num_microbatches
         if self._runner is not None:
@@ -553,7 +607,7 @@ class Trainer:
                 with self._autocast():
                     loss = self._loss_of(part, loss_fn)
                 self._applied.begin_backward()
-                (loss * scale).backward()
+                scaled(loss, scale).backward()
             losses.append(loss.detach())
         return losses
 
@@ -612,7 +666,7 @@ class Trainer:
             self._reduces = now
         return self._replicas.no_sync() if self._replicas is not None and not now else nullcontext()
 
-    def _totals(self, given: list[tuple[list[torch.Tensor], list[float]]]) -> torch.Tensor:
+    def _totals(self, given: list[tuple[list[torch.Tensor], list[Scale]]]) -> torch.Tensor:
         """[loss, squared gradient norm, what is finite unless the last step left parameters that are not] of the whole
         job, with one small all-reduce."""
         loss = torch.stack([self._loss_share(losses, scales) for losses, scales in given]).sum()
@@ -621,7 +675,7 @@ class Trainer:
             dist.all_reduce(totals)
         return totals
 
-    def _loss_share(self, losses: list[torch.Tensor], scales: list[float]) -> torch.Tensor:
+    def _loss_share(self, losses: list[torch.Tensor], scales: list[Scale]) -> torch.Tensor:
         """What this rank adds to the job's loss."""
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.coordinates["tensor"] == 0:  # on earlier stages there are no losses

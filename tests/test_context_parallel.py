@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
@@ -116,6 +117,23 @@ def test_plain_products_give_what_the_fused_kernel_gives(
     monkeypatch.setattr(attention_kernels, "_on_cpu_kernel", lambda *_: False)
 
     torch.testing.assert_close(run(), fused)
+
+    monkeypatch.setattr(attention_kernels, "_SCORES", 2 * 4 * TOKENS * 5)
+    with _Largest() as largest:
+        torch.testing.assert_close(run(), fused)
+    assert largest.numel == 2 * 4 * TOKENS * 8  # keys of all heads, but scores of five queries only
+
+
+class _Largest(TorchDispatchMode):
+    """Sees the largest real tensor that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.is_floating_point():
+            self.numel = max(self.numel, made.numel())
+        return made
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,6 +31,10 @@ def test_draws_differ_from_each_other_and_not_from_run_to_run() -> None:
             ("gpt", 4, "plain"),
             ("gpt", 2, "compiled"),
             ("gpt", 2, "parts"),
+            ("gpt", 4, "lengths"),
+            ("gpt", 4, "adapters"),
+            ("gpt", 4, "Adafactor"),
+            ("gpt2", 4, "dropout"),
         ],
         2,
     ),
@@ -65,7 +69,7 @@ def test_a_plan_that_computes_something_else_is_named(monkeypatch: pytest.Monkey
     assert loaded.loss is not None
     loss = loaded.loss
     wrong = replace(loaded, loss=lambda *given: loss(*given) * (1.001 if dist.is_initialized() else 1.0))
-    monkeypatch.setattr(drawn, "small", lambda name, frozen: wrong)
+    monkeypatch.setattr(drawn, "small", lambda name, kind: wrong)
 
     row = matrix.run(drawn.draw("mlp", 2, 1)[0])
 

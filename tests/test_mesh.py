@@ -3,13 +3,16 @@
 import os
 import socket
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.executor.parallel.mesh import plan_ranks
+from meshwright.executor.torch_compat import own_group
 from meshwright.executor.trainer import parallelize
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
@@ -110,3 +113,37 @@ def test_an_order_that_torch_would_sort_away_is_left_alone_with_a_warning() -> N
 
     with pytest.warns(UserWarning, match="start ranks host by host"):
         assert plan_ranks(plan_on(2, 2), seats) == [0, 1, 2, 3]
+
+
+def test_a_rank_of_two_thousand_makes_its_own_groups_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[int]] = []
+    new_group = dist.new_group
+
+    def noted(ranks: list[int], **kwargs: Any) -> Any:
+        made.append(ranks)
+        return new_group(ranks, **kwargs)
+
+    monkeypatch.setattr(dist, "new_group", noted)
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=2048)
+    try:
+        group = own_group([[i, i + 1024] for i in range(1024)])
+        assert group is not None
+        assert dist.get_process_group_ranks(group) == [5, 1029]
+        assert own_group([[6, 7]]) is None
+        assert made == [[5, 1029]]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_groups_of_nccl_that_knows_its_device_are_split_off_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    split: list[Any] = []
+    monkeypatch.setattr(dist, "split_group", lambda **kwargs: split.append(kwargs))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        monkeypatch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda", 0))
+        own_group([[2, 0], [3, 1]])
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
+
+    assert split == [{"split_ranks": [[0, 2], [1, 3]]}]  # members or not, for all ranks have to take part

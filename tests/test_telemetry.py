@@ -113,10 +113,10 @@ def _late(plan: Plan, waiting: Any) -> tuple[dict[str, float], dict[str, float],
     work = dist.all_reduce(torch.ones(4), group=trainer.mesh.group("data_shard"), async_op=True)
     assert work is not None
     work.wait()
-    found = clock.stop()
+    found = clock.stop()()
     took_s = time.monotonic() - began
     clock.start()
-    nothing = clock.stop()
+    nothing = clock.stop()()
     clock.close()
     return found, nothing, took_s
 

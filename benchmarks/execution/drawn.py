@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.accuracy import cases
+from meshwright.executor.parallel.random_numbers import may_drop
 from meshwright.planner.answers.check import check
 from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.kinds import Kind as LayerKind
@@ -27,6 +28,8 @@ from meshwright.planner.solve.space import Family, Space
 from meshwright.profiler.machine.cluster import HostGroup, cluster_of, load_device
 from meshwright.profiler.model.load import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
+
+from .adapters import LoraLinear, with_adapters
 
 GLOBAL_BATCH = 16
 
@@ -46,10 +49,26 @@ gradient norms by up to 2.2e-2 in one process; without kinks by 4e-7 (python -m 
 _LETTERS: dict[str, str] = {"none": "n", "full": "f", "selective": "s", "attention": "a"}
 
 
-Kind = Literal["plain", "bf16", "frozen", "compiled", "unequal", "parts"]
+Kind = Literal[
+    "plain", "bf16", "frozen", "compiled", "unequal", "parts", "dropout", "adapters", "lengths", "Muon", "Adafactor"
+]
 """plain: fp32 on equal devices. frozen: the first half of the parameters, and every other bias or norm, is not trained.
 compiled: layers by torch.compile, with what needs no C++ compiler. unequal: hosts of two kinds of devices. parts: each
-layer recomputes some of its parts."""
+layer recomputes some of its parts. dropout: a tenth of what the model's dropouts see. adapters: only LoRA's low-rank
+matrices beside every linear layer are trained. lengths: samples of all lengths, padded, weighed by their valid tokens.
+Muon, Adafactor: that optimizer of the matrices, AdamW of the rest."""
+
+_CHANGED: tuple[Kind, ...] = ("frozen", "dropout", "adapters", "lengths")
+"""Kinds whose model or data is another one."""
+
+_NEXT_TOKEN = ("deepseek_v3", "gpt2", "llama31_405b", "mixtral_8x7b", "qwen3_30b_a3b")
+"""Models of Hugging Face that shift their labels themselves."""
+
+_RATE = 0.1
+"""Of dropout."""
+
+_IGNORED = -100
+"""A label that torch's cross entropy, and Hugging Face, leave out."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +82,7 @@ class Drawn:
     @property
     def loaded(self) -> LoadedModel:
         """The model that it trains."""
-        return small(self.model, self.kind == "frozen")
+        return small(self.model, self.kind)
 
     @property
     def label(self) -> str:
@@ -92,13 +111,63 @@ def names() -> tuple[str, ...]:
 
 
 @functools.cache
-def small(model: str, frozen: bool = False, kinked: bool = False) -> LoadedModel:
-    """A small version of a model of the zoo, in fp32, with noisy initial values. kinked: as it is in the zoo."""
+def small(model: str, kind: Kind = "plain", kinked: bool = False) -> LoadedModel:
+    """A small version of a model of the zoo, in fp32, with noisy initial values. kinked: as it is in the zoo.
+
+    Raises ValueError if the kind cannot be had of this model.
+    """
     loaded = cases.small(next(s for s in cases.sources() if cases.name_of(s) == model))
     if model in _KINKED and not kinked:
-        build = loaded.build
-        loaded = replace(loaded, build=lambda: _smooth(build()))
-    return _noisy(loaded, frozen)
+        loaded = replace(loaded, build=functools.partial(_changed, loaded.build, _smooth))
+    if kind == "dropout":
+        loaded = replace(loaded, build=functools.partial(_changed, loaded.build, _dropping))
+        if not may_drop(loaded.build()):
+            raise ValueError(f"{model} drops nothing")
+    if kind == "adapters":
+        loaded = replace(loaded, build=functools.partial(_changed, loaded.build, with_adapters))
+        if not any(isinstance(module, LoraLinear) for module in loaded.build().modules()):
+            raise ValueError(f"{model} has no linear layers in its layers")
+    loaded = _noisy(loaded, kind == "frozen")
+    return _padded(loaded, model in _NEXT_TOKEN) if kind == "lengths" else loaded
+
+
+def _changed(build: Callable[[], nn.Module], change: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return change(build())
+
+
+def _dropping(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = _RATE
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = _RATE
+    return model
+
+
+def _padded(loaded: LoadedModel, next_token: bool) -> LoadedModel:
+    """The model with samples of all lengths. next_token: whether it holds its labels against the tokens before them.
+    Raises ValueError if there are no labels by token."""
+    make = loaded.batch
+
+    def labels_of(batch: Any) -> torch.Tensor:
+        found: torch.Tensor = batch["labels"] if isinstance(batch, dict) else batch[-1]
+        return found
+
+    def padded(size: int) -> Any:
+        whole = make(size)
+        length = labels_of(whole).shape[1]
+        valid = torch.randint(length // 4, length + 1, (size, 1))
+        labels = labels_of(whole).masked_fill(torch.arange(length) >= valid, _IGNORED)
+        return {**whole, "labels": labels} if isinstance(whole, dict) else (*whole[:-1], labels)
+
+    def weight(part: Any) -> torch.Tensor:
+        labels = labels_of(part)
+        return ((labels[:, 1:] if next_token else labels) != _IGNORED).sum()
+
+    example = labels_of(make(1))
+    if loaded.seq_len is None or example.dim() != 2:
+        raise ValueError(f"{loaded.name} has no labels by token")
+    return replace(loaded, batch=padded, weight=weight)
 
 
 def _smooth(model: nn.Module) -> nn.Module:
@@ -131,15 +200,15 @@ def _noisy(loaded: LoadedModel, frozen: bool) -> LoadedModel:
 
 
 @functools.cache
-def profile_of(model: str, frozen: bool = False) -> ModelProfile:
+def profile_of(model: str, kind: Kind = "plain") -> ModelProfile:
     """Profile of that small version."""
-    return cases.profile_of(small(model, frozen))
+    return cases.profile_of(small(model, kind))
 
 
 @functools.cache
 def _space(model: str, num_devices: int, hosts: int, kind: Kind) -> tuple[Space, list[Family], CostModel]:
     """The planner's space for a model on so many ranks, its families, and what layers cost in it."""
-    profile = profile_of(model, kind == "frozen")
+    profile = profile_of(model, kind if kind in _CHANGED else "plain")
     machines = cluster_of(load_device("h100-80gb"), num_devices, num_devices // hosts)
     if kind == "unequal":
         machines = machines.model_copy(
@@ -211,9 +280,18 @@ def _in_parts(costs: CostModel, kind: LayerKind, shape: Shape) -> list[LayerOpti
     return [option for option in options if parts_of(option.recompute)] or options
 
 
+def can_be(model: str, kind: Kind) -> bool:
+    """Whether the kind can be had of a model."""
+    try:
+        small(model, kind)
+    except ValueError:
+        return False
+    return kind not in ("Muon", "Adafactor") or any(p.dim() == 2 for p in small(model).build().parameters())
+
+
 def draw(model: str, num_devices: int, count: int, kind: Kind = "plain") -> list[Drawn]:
     """`count` plans of different shapes (fewer, if there are not so many, or none); every time the same."""
-    if not _space(model, num_devices, 1, kind)[1]:
+    if not can_be(model, kind) or not _space(model, num_devices, 1, kind)[1]:
         return []
     found: dict[tuple[object, ...], Plan] = {}
 

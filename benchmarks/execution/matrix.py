@@ -1,27 +1,37 @@
-"""Plans at random of the whole zoo, each beside one process: loss, gradient norm, every gradient and parameter.
+"""Plans at random of the whole zoo, each beside one process: loss, gradient norm, every gradient and parameter, and
+the loss that `evaluate` gives afterwards.
 
-    python -m benchmarks.execution.matrix --plans 150
+    python -m benchmarks.execution.matrix --plans 250
 
-Small versions of the models on 2, 4 and 8 gloo ranks, five AdamW steps. Most are in fp32 on equal devices; the rest, by
-turns, in bf16 (held against bands), with frozen parameters, with compiled layers, or for unequal devices; some more
-recompute parts of layers. What has been run is kept in results/matrix.json, and the table is written after every plan,
-so that a run that was broken off goes on; --again begins anew.
+Small versions of the models on 2, 4 and 8 gloo ranks, five AdamW steps. Half are in fp32 on equal devices; the rest, by
+turns, in bf16 (held against bands), with frozen parameters, with compiled layers, for unequal devices, with dropout,
+with adapters, with samples of all lengths, by Muon, or by Adafactor; some more recompute parts of layers. What has been
+run is kept in results/matrix.json, and the table is written after every plan, so that a run that was broken off goes
+on; --again begins anew.
 """
 
 import argparse
 import datetime
 import hashlib
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from meshwright.executor.measuring.verify import TOLERANCE, VerifyReport, beside_one_process
+from meshwright.executor.measuring.verify import (
+    TOLERANCE,
+    NamedOptimizers,
+    Training,
+    VerifyReport,
+    adamw,
+    beside_one_process,
+)
 
 from .drawn import GLOBAL_BATCH, Drawn, Kind, draw, names
 
@@ -31,8 +41,20 @@ NUM_STEPS = 5
 
 _TIMEOUT_S = 300.0
 
-OTHER_KINDS: tuple[Kind, ...] = ("bf16", "frozen", "compiled", "unequal")
-"""One of each model and number of ranks is of one of these, by turns."""
+OTHER_KINDS: tuple[Kind, ...] = (
+    "bf16",
+    "dropout",
+    "frozen",
+    "Muon",
+    "compiled",
+    "adapters",
+    "unequal",
+    "lengths",
+    "Adafactor",
+)
+"""Half of the plans of each model and number of ranks are of these, by turns."""
+
+_LEARNING_RATE = 1e-3
 
 IN_PARTS = (
     ("bert_large", 2),
@@ -51,7 +73,7 @@ IN_PARTS = (
 )
 """(model, ranks) of which one more plan recomputes parts of layers."""
 
-BANDS = {"loss": 0.03, "gradient norm": 0.1}
+BANDS = {"loss": 0.03, "gradient norm": 0.1, "evaluation": 0.03}
 """What bf16 may differ by from one process in fp32, relatively. Single gradients say nothing: one process in bf16 has
 those of whisper's norms, sums over 1,500 frames, off by nine tenths of their largest element."""
 
@@ -59,14 +81,33 @@ Row = dict[str, Any]
 
 
 def chosen(num_plans: int) -> list[Drawn]:
-    """At least so many plans, as many of each model on each number of ranks; fewer where a model has not so many."""
-    count = math.ceil(num_plans / len(names()) / len(RANKS))
+    """So many plans, about as many of each model on each number of ranks; fewer where a model has not so many."""
     places = [(name, ranks) for name in names() for ranks in RANKS]
+    each, rest = divmod(max(num_plans - len(IN_PARTS), len(places)), len(places))
+    kinds = cycle(OTHER_KINDS)
     found: list[Drawn] = []
     for place, (name, ranks) in enumerate(places):
-        other = draw(name, ranks, 1, OTHER_KINDS[place % len(OTHER_KINDS)]) if count > 1 else []
-        found += other + draw(name, ranks, count - len(other))
-    return found + [drawn for place in IN_PARTS if count > 1 for drawn in draw(*place, 1, "parts")]
+        count = each + (place * rest // len(places) != (place + 1) * rest // len(places))
+        others: list[Drawn] = []
+        for _ in OTHER_KINDS:
+            if len(others) < count // 2:
+                others += draw(name, ranks, 1, next(kinds))
+        found += others + draw(name, ranks, count - len(others))
+    return found + [drawn for place in IN_PARTS if each > 1 for drawn in draw(*place, 1, "parts")]
+
+
+def _optimizers(kind: Kind, eps: float) -> NamedOptimizers:
+    """Muon and Adafactor of matrices, which look at all of one; AdamW of all else."""
+    if kind not in ("Muon", "Adafactor"):
+        return adamw(eps)
+
+    def make(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+        matrices = [p for _, p in named if p.dim() == 2]
+        rest = [(name, p) for name, p in named if p.dim() != 2]
+        of = torch.optim.Muon if kind == "Muon" else torch.optim.Adafactor
+        return [*([of(matrices, lr=_LEARNING_RATE)] if matrices else []), *(adamw(eps)(rest) if rest else [])]
+
+    return make
 
 
 def run(drawn: Drawn) -> Row:
@@ -77,8 +118,12 @@ def run(drawn: Drawn) -> Row:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         batches = [loaded.batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
-    backend = "aot_eager" if drawn.kind == "compiled" else False
-    report = beside_one_process(VerifyReport(drawn.label, (), {}), drawn.plan, loaded, batches, _TIMEOUT_S, backend)
+    training = Training(
+        compile="aot_eager" if drawn.kind == "compiled" else False,
+        optimizers=lambda eps: _optimizers(drawn.kind, eps),
+        dropout=drawn.kind == "dropout",
+    )
+    report = beside_one_process(VerifyReport(drawn.label, (), {}), drawn.plan, loaded, batches, _TIMEOUT_S, training)
     failure = report.failure or (None if report.first is None else report.lines[-1])
     judged = report.largest
     if drawn.kind == "bf16" and report.failure is None:
@@ -109,7 +154,7 @@ def key_of(drawn: Drawn) -> str:
             **dict.fromkeys(("cluster", "prediction", "certificate", "alternatives", "versions"), True),
         }
     )
-    return hashlib.sha256(f"{drawn.model} {drawn.kind} {told}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{drawn.model} {drawn.kind} evaluated {told}".encode()).hexdigest()[:16]
 
 
 def run_all(plans: Sequence[Drawn], file: Path, words: Sequence[str] = ()) -> Iterator[list[Row]]:
@@ -149,8 +194,9 @@ def summary(rows: list[Row]) -> str:
     bands = ", ".join(f"{kind} {most:g}" for kind, most in BANDS.items())
     return (
         f"{good} of {len(rows)} plans of {of_models} models on {', '.join(map(str, of_ranks))} ranks give the numbers "
-        f"of one process after {NUM_STEPS} AdamW steps (largest difference in fp32 {worst:.1e}, allowed {TOLERANCE:g}; "
-        f"{sum(row['kind'] == 'bf16' for row in rows)} of them in bf16, bands: {bands})"
+        f"of one process after {NUM_STEPS} steps, and in an evaluation behind them (largest difference in fp32 "
+        f"{worst:.1e}, allowed {TOLERANCE:g}; {sum(row['kind'] == 'bf16' for row in rows)} of them in bf16, bands: "
+        f"{bands}); " + ", ".join(f"{sum(row['kind'] == kind for row in rows)} {kind}" for kind in OTHER_KINDS)
     )
 
 
@@ -179,7 +225,7 @@ def _markdown(rows: list[Row], num_plans: int) -> str:
 def main() -> int:
     """Run them, and write the table; 1 if one differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", type=int, default=150, help="at least so many")
+    parser.add_argument("--plans", type=int, default=250, help="so many")
     parser.add_argument("--again", action="store_true", help="run all, known or not")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only plans whose lines hold these words")
     arguments = parser.parse_args()

@@ -41,7 +41,9 @@ from ...profiler.model.load import PADDED, Batch, LoadedModel, load_model, split
 from ...profiler.model.model_profile import ModelProfile
 from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
+from ..parallel.mesh import RankMesh
 from ..parallel.micro_batches import loss_of, split_micro_batches
+from ..parallel.random_numbers import RandomNumbers
 from ..parallel.synced_norms import normalise_here, normalised, synced_norms
 from ..trainer import parallelize
 from .local_ranks import RankError, run_local_ranks
@@ -135,9 +137,28 @@ class VerifyReport:
         ]
 
 
+NamedOptimizers = Callable[[list[tuple[str, nn.Parameter]]], list[torch.optim.Optimizer]]
+
+
+def adamw(eps: float) -> NamedOptimizers:
+    """Makes an AdamW of all parameters."""
+    return lambda named: [torch.optim.AdamW([p for _, p in named], lr=_LEARNING_RATE, eps=eps)]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How both runs train. compile: as parallelize takes it. optimizers: of AdamW's eps. dropout: whether dropout is
+    on, in both runs with the masks that the executor draws by sample."""
+
+    compile: bool | str = False
+    optimizers: Callable[[float], NamedOptimizers] = adamw
+    dropout: bool = False
+
+
 @dataclass(frozen=True)
 class _RunResult:
-    """What a run computed. gradients: of the first step; parameters: after the last."""
+    """What a run computed. gradients: of the first step; parameters: after the last; evaluated: mean loss of the last
+    batch then."""
 
     losses: list[float]
     norms: list[float]
@@ -146,6 +167,7 @@ class _RunResult:
     eps: float
     drew: bool = False
     """Whether the model has drawn random numbers."""
+    evaluated: float = 0.0
 
 
 def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
@@ -179,22 +201,23 @@ def beside_one_process(
     loaded: LoadedModel,
     batches: Sequence[Batch],
     timeout_s: float = _TIMEOUT_S,
-    compile: bool | str = False,
+    training: Training = Training(),
 ) -> VerifyReport:
     """The report with what differs when a model is trained by the plan as it stands and in one process.
 
-    batches: one global batch per step. compile: as parallelize takes it.
+    batches: one global batch per step.
     """
     ranks = plan.degrees.num_devices
     try:
-        expected: _RunResult = run_local_ranks(one_process, 1, loaded, plan, batches, timeout_s=timeout_s)[0]
+        expected: _RunResult = run_local_ranks(one_process, 1, loaded, plan, batches, training, timeout_s=timeout_s)[0]
     except RankError as error:
         return replace(report, failure=f"the model does not train in one process: {error}", detail=error.detail)
-    report = replace(report, splitting=_splitting(expected, loaded, plan, batches[0], timeout_s))
+    if not training.dropout:
+        report = replace(report, splitting=_splitting(expected, loaded, plan, batches[0], timeout_s))
     if expected.drew:
         report = replace(report, notes=(*report.notes, "random numbers are one and the same in all runs"))
     try:
-        told = loaded, plan, batches, expected.eps, compile, expected.drew
+        told = loaded, plan, batches, expected.eps, training, expected.drew
         found: _RunResult = run_local_ranks(_one_rank, ranks, *told, timeout_s=timeout_s)[0]
     except RankError as error:
         return replace(report, failure=f"the plan did not run: {error}", detail=error.detail)
@@ -202,7 +225,7 @@ def beside_one_process(
     if seen.first is None:
         return seen
     try:
-        given = in_double(loaded), plan, [_as_double(batch) for batch in batches]
+        given = in_double(loaded), plan, [_as_double(batch) for batch in batches], training
         exact: _RunResult = run_local_ranks(one_process, 1, *given, timeout_s=timeout_s)[0]
     except RankError:
         return seen
@@ -266,8 +289,12 @@ def compared(
             _difference(f"{n} after step {len(expected.losses)}", p, found.parameters[n], moved)
             for n, p in expected.parameters.items()
         ],
+        "evaluation": [
+            _difference("evaluated loss", torch.tensor(expected.evaluated), torch.tensor(found.evaluated)),
+        ],
     }
     in_order = [kinds["loss"][0], *kinds["gradients"], *kinds["gradient norm"], *kinds["loss"], *kinds["parameters"]]
+    in_order += kinds["evaluation"]
     return replace(
         report,
         largest={kind: max(ds, key=lambda d: d.relative) for kind, ds in kinds.items() if ds},
@@ -518,8 +545,13 @@ def _batches(loaded: LoadedModel, plan: Plan, steps: int, problem: str) -> list[
         return [tree_map(as_float, loaded.batch(plan.training.global_batch)) for _ in range(steps)]
 
 
-def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _RunResult:
-    """What training in one process gives on these batches, with none of our machinery.
+def one_process(
+    loaded: LoadedModel,
+    plan: Plan,
+    batches: Sequence[Batch],
+    training: Training = Training(),
+) -> _RunResult:
+    """What training in one process gives on these batches, with none of our machinery but the masks of dropout.
 
     A batch goes through in the plan's micro-batches, one after the other. What a forward leaves behind (running
     averages, counters) is each data rank's own under the plan, so each has a replica of the module here, too.
@@ -534,25 +566,52 @@ def one_process(loaded: LoadedModel, plan: Plan, batches: Sequence[Batch]) -> _R
     norms: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
     eps = 1e-8
-    optimizer: torch.optim.Optimizer | None = None
+    optimizers: list[torch.optim.Optimizer] = []
     draws = SameDraws()
-    with no_dropout(), draws:
-        for batch in batches:
+    masks = _masks_of_one_process(plan, replicas) if training.dropout else None
+    with nullcontext() if training.dropout else no_dropout(), nullcontext() if training.dropout else draws:
+        shares: list[list[Any]] = []
+        for step, batch in enumerate(batches, start=1):
             shares = [_micro_batches(share, plan) for share in _shares(batch, plan)]
-            losses.append(_accumulate(replicas, loaded, shares, together))
+            with nullcontext() if masks is None else masks.step(step):
+                losses.append(_accumulate(replicas, loaded, shares, together, masks))
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             each = [torch.linalg.vector_norm(_real(grad), dtype=torch.float64) for grad in grads]
             norms.append(float(torch.stack(each).norm()))
-            if optimizer is None:
+            if not optimizers:
                 named = model.named_parameters(remove_duplicate=False)
                 gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
                 eps = max(eps, _EPS * norms[0] / sum(g.numel() for g in grads) ** 0.5)
-                optimizer = _optimizer(eps)(model.parameters())
-            optimizer.step()
+                optimizers = training.optimizers(eps)(list(model.named_parameters()))
+            for optimizer in optimizers:
+                optimizer.step()
             _hand_on(replicas)
-    found = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
-    drew = draws.drew or (together is not None and together.drew)
-    return _RunResult(losses, norms, gradients, found, eps, drew)
+        found = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+        drew = draws.drew or (together is not None and together.drew)
+        return _RunResult(losses, norms, gradients, found, eps, drew, _evaluated(replicas, loaded, shares))
+
+
+def _masks_of_one_process(plan: Plan, replicas: Sequence[nn.Module]) -> RandomNumbers:
+    """Random numbers of a process that takes all micro-batches of the plan, one after the other."""
+    alone = plan.model_copy(
+        update={"degrees": Degrees(), "num_microbatches": plan.num_microbatches * plan.degrees.data}
+    )
+    masks = RandomNumbers(replicas[0], alone, RankMesh(alone, 0, torch.device("cpu"), None), _SEED)
+    for replica in replicas:
+        masks.watch(replica, ())
+    return masks
+
+
+@torch.no_grad()
+def _evaluated(replicas: Sequence[nn.Module], loaded: LoadedModel, shares: Sequence[Sequence[Any]]) -> float:
+    """Mean loss of a batch in evaluation mode. shares: [data rank] -> micro-batches."""
+    total, count = 0.0, 0.0
+    for i, share in enumerate(shares):
+        model = replicas[i % len(replicas)].eval()
+        for part in share:
+            weight = 1.0 if loaded.weight is None else float(loaded.weight(part))
+            total, count = total + weight * float(_loss(model, loaded, part)), count + weight
+    return total / count
 
 
 def unsplit(loaded: LoadedModel, plan: Plan, batch: Batch) -> _RunResult:
@@ -629,9 +688,10 @@ def _accumulate(
     loaded: LoadedModel,
     shares: Sequence[Sequence[Any]],
     together: "Together | None" = None,
+    masks: RandomNumbers | None = None,
 ) -> float:
     """Loss of a step; gradients are left on the first replica's parameters. shares: [data rank] -> micro-batches.
-    together: runs those of all data ranks at once, where a norm looks at all of them."""
+    together: runs those of all data ranks at once, where a norm looks at all of them. masks: draws dropout's."""
     parts = [(replicas[i % len(replicas)], part) for i, share in enumerate(shares) for part in share]
     weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for _, part in parts]
     total = 0.0
@@ -639,14 +699,13 @@ def _accumulate(
         replica.zero_grad()
 
     def scaled(replica: nn.Module, part: Any, weight: float) -> torch.Tensor:
-        args, kwargs = split_inputs(replica, part, loaded.loss is not None)
-        output = replica(*args, **kwargs)
-        loss = loss_of(output) if loaded.loss is None else loaded.loss(output, part)
-        return loss * (weight / sum(weights))
+        return _loss(replica, loaded, part) * (weight / sum(weights))
 
     runs = [partial(scaled, *part, weight) for part, weight in zip(parts, weights, strict=True)]
     if together is None:
-        for run in runs:
+        for place, run in enumerate(runs):
+            if masks is not None:
+                masks.micro_batch(place)
             loss = run()
             loss.backward()
             total += float(loss.detach())
@@ -662,6 +721,12 @@ def _accumulate(
     return total
 
 
+def _loss(model: nn.Module, loaded: LoadedModel, part: Any) -> torch.Tensor:
+    args, kwargs = split_inputs(model, part, loaded.loss is not None)
+    output = model(*args, **kwargs)
+    return loss_of(output) if loaded.loss is None else loaded.loss(output, part)
+
+
 @torch.no_grad()
 def _hand_on(replicas: Sequence[nn.Module]) -> None:
     """Give the first replica's parameters to the others."""
@@ -671,30 +736,35 @@ def _hand_on(replicas: Sequence[nn.Module]) -> None:
 
 
 def _one_rank(
-    loaded: LoadedModel, plan: Plan, batches: Sequence[Batch], eps: float, compile: bool | str, draws: bool = False
+    loaded: LoadedModel, plan: Plan, batches: Sequence[Batch], eps: float, training: Training, draws: bool = False
 ) -> _RunResult | None:
     """The training by the plan; what it computed, on rank 0. draws: the model draws random numbers."""
+    make = training.optimizers(eps)
     trainer = parallelize(
-        loaded.build, plan, _optimizer(eps), loaded.loss, loaded.weight, seed=_SEED, device="cpu", compile=compile
+        loaded.build,
+        plan,
+        lambda named: make(named),
+        loaded.loss,
+        loaded.weight,
+        seed=_SEED,
+        device="cpu",
+        compile=training.compile,
     )
     losses: list[float] = []
     norms: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
-    with no_dropout(), SameDraws() if draws else nullcontext():
+    with nullcontext() if training.dropout else no_dropout(), SameDraws() if draws else nullcontext():
         for batch in batches:
             metrics = trainer.step(_shares(batch, plan)[trainer.data_rank])
             losses.append(metrics.loss)
             norms.append(metrics.grad_norm)
             if len(losses) == 1:
                 gradients = {name: grad.clone() for name, grad in trainer.named_gradients().items()}
+        evaluated = trainer.evaluate([_shares(batches[-1], plan)[trainer.data_rank]])["loss"]
     parameters = trainer.full_state_dict()
     is_first = trainer.mesh.rank == 0
     trainer.close()
-    return _RunResult(losses, norms, gradients, parameters, eps) if is_first else None
-
-
-def _optimizer(eps: float) -> Callable[..., torch.optim.Optimizer]:
-    return lambda parameters: torch.optim.AdamW(parameters, lr=_LEARNING_RATE, eps=eps)
+    return _RunResult(losses, norms, gradients, parameters, eps, evaluated=evaluated) if is_first else None
 
 
 @contextmanager

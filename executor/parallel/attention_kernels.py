@@ -1,13 +1,19 @@
 """Attention to some of the keys: output and log-sum-exp of each query, and gradients from those of all keys.
 
 Fused kernels of torch where they return and take the log-sum-exp (CPU; CUDA in half precision without a mask), else
-plain products in fp32. Backward kernels multiply probabilities, exp(scores - log-sum-exp), so that given the
-log-sum-exp over all keys they find the share of these keys.
+plain products in fp32 of some queries at a time, so that memory grows with the length and not with its square. Backward
+kernels multiply probabilities, exp(scores - log-sum-exp), so that given the log-sum-exp over all keys they find the
+share of these keys.
 """
+
+from collections.abc import Iterator
 
 import torch
 
 aten = torch.ops.aten
+
+_SCORES = 2**26
+"""Most scores that are held at once (256 MiB), if a row of them is no longer."""
 
 
 def attention_forward(
@@ -33,11 +39,14 @@ def attention_forward(
     if _on_cuda_kernel(query, value, mask):
         found = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)
         return found[0], found[1]
-    scores = _scores(query, key, mask, is_causal, scale)
-    lse = scores.logsumexp(-1)
-    probabilities = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
-    output = probabilities @ _spread(value, query).float()
-    return output.to(query.dtype), lse
+    outputs, sums = [], []
+    keys, values = _spread(key, query).float(), _spread(value, query).float()
+    for block in _blocks(query, key):
+        scores = _scores(query, keys, mask, is_causal, scale, block)
+        lse = scores.logsumexp(-1)
+        outputs.append((scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0) @ values)
+        sums.append(lse)
+    return torch.cat(outputs, -2).to(query.dtype), torch.cat(sums, -1)
 
 
 def attention_backward(
@@ -69,13 +78,26 @@ def attention_backward(
             scale=scale,
         )  # fmt: skip
         return found[0], found[1], found[2]
-    probabilities = (_scores(query, key, mask, is_causal, scale) - lse.unsqueeze(-1)).exp()
-    grad, output = grad.float(), output.float()
-    from_values = grad @ _spread(value, query).float().transpose(-1, -2)
-    by_score = probabilities * (from_values - (grad * output).sum(-1, keepdim=True)) * scale
-    query_grad = by_score @ _spread(key, query).float()
-    key_grad, value_grad = by_score.transpose(-1, -2) @ query.float(), probabilities.transpose(-1, -2) @ grad
-    return query_grad.to(query.dtype), _gathered(key_grad, key), _gathered(value_grad, value)
+    keys, values = _spread(key, query).float(), _spread(value, query).float()
+    key_grad, value_grad = torch.zeros_like(keys), torch.zeros_like(values)
+    query_grads = []
+    for block in _blocks(query, key):
+        probabilities = (_scores(query, keys, mask, is_causal, scale, block) - lse[..., block].unsqueeze(-1)).exp()
+        own = grad[..., block, :].float()
+        from_output = (own * output[..., block, :].float()).sum(-1, keepdim=True)
+        by_score = probabilities * (own @ values.transpose(-1, -2) - from_output) * scale
+        query_grads.append(by_score @ keys)
+        key_grad += by_score.transpose(-1, -2) @ query[..., block, :].float()
+        value_grad += probabilities.transpose(-1, -2) @ own
+    return torch.cat(query_grads, -2).to(query.dtype), _gathered(key_grad, key), _gathered(value_grad, value)
+
+
+def _blocks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
+    """Queries whose scores are held at once."""
+    samples, heads, length, _ = query.shape
+    each = max(1, _SCORES // max(1, samples * heads * key.shape[-2]))
+    for start in range(0, max(1, length), each):
+        yield slice(start, min(start + each, length))
 
 
 def _on_cpu_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -95,13 +117,14 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None
 
 
 def _scores(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float
+    query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float, block: slice
 ) -> torch.Tensor:
-    scores = query.float() @ _spread(key, query).float().transpose(-1, -2) * scale
+    """Of a block of the queries. keys: one for every head of these, in fp32."""
+    scores = query[..., block, :].float() @ keys.transpose(-1, -2) * scale
     if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    bias = _bias(mask, query)
+        rows = torch.arange(block.start, block.stop, device=query.device).unsqueeze(-1)
+        scores = scores.masked_fill(torch.arange(keys.shape[-2], device=query.device) > rows, -torch.inf)
+    bias = _bias(mask if mask is None or mask.shape[-2] == 1 else mask[..., block, :], query)
     return scores if bias is None else scores + bias
 
 

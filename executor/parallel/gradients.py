@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from ...planner.cost.traffic import BUCKET_ELEMENTS
 from ...planner.plan.document import Axis, Plan
 from ..apply import AppliedModel
+from ..torch_compat import own_group
 from .mesh import RankMesh
 from .norms import norms_of
 
@@ -166,11 +167,8 @@ def _ties_across_stages(
 def _stage_group(plan: Plan, mesh: RankMesh, positions: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The group of this rank's counterparts at these places of the pipeline; None if it is at none of them."""
     others: list[Axis] = [axis for axis in plan.mesh_axes if axis != "pipeline"]
-    own = None
+    groups = []
     for position in product(*(range(plan.degrees.of(axis)) for axis in others)):
         offset = sum(i * plan.stride(axis) for i, axis in zip(position, others, strict=True))
-        ranks = [offset + place * plan.stride("pipeline") for place in positions]
-        group = dist.new_group([mesh.processes[rank] for rank in ranks])
-        if mesh.rank in ranks:
-            own = group
-    return own
+        groups.append([mesh.processes[offset + place * plan.stride("pipeline")] for place in positions])
+    return own_group(groups)

@@ -11,6 +11,9 @@ from ...profiler.model.model_profile import BatchTensor
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
+Scale = float | torch.Tensor
+"""Factor of a loss; a scalar on the device where reading it would mean to wait."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -19,7 +22,7 @@ class MicroBatch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batch: Any
-    scale: float
+    scale: Scale
 
 
 def split_micro_batches(
@@ -109,3 +112,8 @@ def loss_of(output: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.requires_grad:
             return leaf.reshape(())
     raise ValueError("the module returned no loss; give a loss(output, batch), or targets in the batch")
+
+
+def scaled(loss: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """The loss times a factor, in its own type."""
+    return loss * (scale if isinstance(scale, float) else scale.to(loss.dtype))

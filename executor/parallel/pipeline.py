@@ -13,7 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from ...planner.plan.document import Plan
 from ...planner.plan.schedules import ZERO_BUBBLE, stage_of, table
 from ..torch_compat import LeanPipelineStage, custom_schedule, reduce_gradients
-from .micro_batches import MicroBatch, split_micro_batches
+from .micro_batches import MicroBatch, Scale, split_micro_batches
 from .stage_module import StageModule
 
 _SCALAR = torch.empty((), device="meta")
@@ -39,7 +39,7 @@ class PipelineRunner:
         self._schedule: Any = None
 
     def step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, scales: Sequence[float] | None = None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, scales: Sequence[Scale] | None = None
     ) -> list[torch.Tensor]:
         """Losses of the micro-batches on the rank of the last stage, [] elsewhere; gradients are added to the
         parameters'.

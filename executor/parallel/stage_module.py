@@ -25,7 +25,7 @@ from ...profiler.semantics.producers import Producers
 from ...profiler.semantics.token_marks import own_shape, set_mark
 from ..torch_compat import alias, unit_of
 from .context import ContextParallel
-from .micro_batches import Loss, MicroBatch, loss_of, own_copy, shapes_in
+from .micro_batches import Loss, MicroBatch, loss_of, own_copy, scaled, shapes_in
 from .partition import STALE, check_partition, crossing_into, parameters_of_stages, strip
 from .rehearsal import Like, Rehearsal, Stub
 from .tensor import crosses_sliced
@@ -144,7 +144,7 @@ class StageModule(nn.Module):
             missing = next(p for p in exchange.wanted if p not in exchange.made)
             raise RuntimeError(f"stage {self.stage} ran to its end without making {_words(missing)}: {STALE}")
         self.losses.append(loss.detach())
-        return loss * micro_batch.scale
+        return scaled(loss, micro_batch.scale)
 
     def _arrived(self, crossing: CrossingTensor, tensor: torch.Tensor) -> torch.Tensor:
         like = self._tensors[crossing.producer]

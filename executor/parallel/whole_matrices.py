@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ...planner.plan.document import Plan
 from ..apply import AppliedModel
+from ..torch_compat import own_group
 from .mesh import RankMesh, mechanism
 from .optimizers import JoinedOptimizers, MakeOptimizer, keep_attributes, optimizer_of
 
@@ -213,14 +214,13 @@ def prepare_optimizer(
 
 def _stage_ranks(plan: Plan, mesh: RankMesh) -> tuple[dist.ProcessGroup | None, list[int]]:
     """(group, ranks of the plan) of this rank's pipeline position; None: of all ranks."""
-    every = range(plan.degrees.num_devices)
-    found: tuple[dist.ProcessGroup | None, list[int]] = None, list(every)
-    for position in range(plan.degrees.pipeline) if plan.degrees.pipeline > 1 else ():
-        ranks = [rank for rank in every if plan.coordinates(rank)["pipeline"] == position]
-        group = dist.new_group(sorted(mesh.processes[rank] for rank in ranks))
-        if position == mesh.coordinates["pipeline"]:
-            found = group, ranks
-    return found
+    if plan.degrees.pipeline == 1:
+        return None, list(range(plan.degrees.num_devices))
+    ranks: list[list[int]] = [[] for _ in range(plan.degrees.pipeline)]
+    for rank in range(plan.degrees.num_devices):
+        ranks[plan.coordinates(rank)["pipeline"]].append(rank)
+    group = own_group([[mesh.processes[rank] for rank in position] for position in ranks])
+    return group, ranks[mesh.coordinates["pipeline"]]
 
 
 def _own_part(p: nn.Parameter) -> torch.Tensor:
