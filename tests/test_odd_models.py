@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from support.habits import run
 
 from benchmarks.abuse.folder import is_well, table_of
 from meshwright.planner.plan.legality import sharding_rule
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.trace import trace
+from support.habits import run
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "abuse" / "odd_models"
 

@@ -9,7 +9,7 @@ from pydantic import PositiveFloat, ValidationError
 from ...planner.cost.refit import MeasuredStep
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.making import shape_of
-from ...profiler.document import Frozen, in_a_sentence
+from ...profiler.document import Frozen, in_a_sentence, parsed
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_report import WARM_UP_STEPS
 from ..run_document import load_run
@@ -42,8 +42,8 @@ def load_measured_steps(path: Path, profile_of: Callable[[Plan, str], ModelProfi
             continue
         where = f"{path} line {number}"
         try:
-            line = _Line.model_validate(json.loads(text))
-        except (json.JSONDecodeError, ValidationError) as error:
+            line = _Line.model_validate(parsed(json.loads, text))
+        except ValueError as error:
             found = in_a_sentence(error) if isinstance(error, ValidationError) else str(error)
             raise ValueError(f"{where} is not a measured step ({found}); it should be like {_EXAMPLE}") from None
         plan = load_plan(path.parent / line.plan)
