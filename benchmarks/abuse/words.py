@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from meshwright.executor.cli import main
 from meshwright.planner.answers.search import search
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine import cluster as cluster_module
 from meshwright.profiler.machine.cluster import cluster_of, load_device
@@ -61,16 +62,20 @@ device = "a100-80gb"
 gpus = 2
 """
 
-SOFTWARE = """description = "a stack of ours"
+SOFTWARE = """[mine]
+description = "a stack of ours"
+source = "made up to be read"
 matmul = 0.9
 fusion = 0.6
 
-[memory]
+[mine.memory]
 activations = 0.9
 """
 
+STEPS = '{"plan": "plan.json", "model": "profile.json", "step_time_s": 0.123}\n'
+
 DEEPSPEED = '{"train_batch_size": 16, "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}'
-ACCELERATE = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n"
+ACCELERATE = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n"
 
 _MACHINE = ["--gpus", "4", "--device", "h100-80gb", "-b", "16"]
 _QUICK = ["--time-limit", "1"]
@@ -88,11 +93,11 @@ COMMANDS: tuple[list[str], ...] = (
     ["report", "plan.json", "--model", "profile.json", "-o", "report.html", "-q"],
     ["diff", "plan.json", "other.json", "--model", "profile.json"],
     ["export", "plan.json", "--to", "torchtitan", "-o", "out.toml"],
-    ["export", "plan.json", "--to", "megatron"],
+    ["export", "plan.json", "--to", "accelerate"],
     ["check", "profile.json", *_MACHINE, *_QUICK, "--deepspeed", "deepspeed.json"],
     ["check", "profile.json", *_MACHINE, *_QUICK, "--accelerate", "accelerate.yaml"],
     ["sweep", "profile.json", "--gpus", "2,4", "--device", "h100-80gb", "-b", "16", *_QUICK],
-    ["calibrate", "--from", "plan.json", "-o", "fitted.toml"],
+    ["calibrate", "--from", "steps.jsonl", "-o", "fitted.toml"],
 )
 """What is typed over corrupted documents."""
 
@@ -185,12 +190,13 @@ class Folder:
         profile.save(path / "profile.json")
         training = TrainingSpec(global_batch=16, seq_len=16)
         cluster = cluster_of(load_device("h100-80gb"), 4)
-        plan = search(profile, cluster, training, time_limit_s=2.0).plan
+        plan = search(profile, cluster, training, pins=Pins(data_shard=4), time_limit_s=2.0).plan
         plan.save(path / "plan.json")
         plan.save(path / "other.json")
         (path / "cluster.toml").write_text(CLUSTER)
         (path / "device.toml").write_text(_preset("a100-80gb"))
         (path / "software.toml").write_text(SOFTWARE)
+        (path / "steps.jsonl").write_text(STEPS)
         (path / "deepspeed.json").write_text(DEEPSPEED)
         (path / "accelerate.yaml").write_text(ACCELERATE)
         self.good = {p.name: p.read_bytes() for p in path.iterdir()}

@@ -37,7 +37,11 @@ def load_measured_steps(path: Path, profile_of: Callable[[Plan, str], ModelProfi
     if not path.is_file():
         raise ValueError(f"no such list of measured steps: {path}; each of its lines is like {_EXAMPLE}")
     steps = []
-    for number, text in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error}); each of its lines is like {_EXAMPLE}") from None
+    for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
         where = f"{path} line {number}"
