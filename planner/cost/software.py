@@ -5,9 +5,9 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from ...profiler.document import Frozen
+from ...profiler.document import Frozen, parsed
 from ...profiler.machine.cluster import Device, Link
 
 _FILE = Path(__file__).with_name("software.toml")
@@ -229,7 +229,7 @@ def _stack(name_or_path: str) -> Software:
             f"there is no software {name_or_path!r}; there are {', '.join(all_software())}, or give the path of a TOML"
         )
     try:
-        ((name, table),) = tomllib.loads(path.read_text()).items()
+        ((name, table),) = parsed(tomllib.loads, path.read_text()).items()
         return Software(name=name, **table)
-    except (tomllib.TOMLDecodeError, ValidationError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no table of one software: {str(error).splitlines()[0]}") from None
