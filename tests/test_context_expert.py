@@ -407,6 +407,14 @@ def test_replayed_launches_cost_less_and_free_the_host() -> None:
     assert replayed.host_routing_s(8, 2) == 0.0 < eager.host_routing_s(8, 2)
 
 
+@pytest.mark.parametrize("variant", ["once-per-host", "token-drop"])
+def test_a_host_that_need_not_ask_for_counts_waits_less(variant: str) -> None:
+    asking, knowing = load_software("megatron-core"), load_software(f"megatron-core+{variant}")
+
+    assert knowing.host_routing_s(8, 2) < 0.5 * asking.host_routing_s(8, 2)
+    assert knowing.host_routing_s(8, 1) == asking.host_routing_s(8, 1)
+
+
 @pytest.mark.parametrize(
     ("context", "tensor", "kind", "told"),
     [

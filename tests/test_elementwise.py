@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.planner.cost.comm_cost import exposed_s, ring_s, unhidden_s
+from meshwright.planner.cost.comm_cost import RingTimes, exposed_s, ring_s, unhidden_s
 from meshwright.planner.cost.data_cost import DataRates, added_elements, exposed_data_s, gather_s, reduce_s
-from meshwright.planner.cost.elementwise import choose, least, most
+from meshwright.planner.cost.elementwise import choose, least, most, root
 from meshwright.planner.cost.transient_cost import Turn, Working, transients
 
 ENTRIES = 200
@@ -20,7 +20,7 @@ ENTRIES = 200
 def _data(*given: Any) -> Any:
     """What shows of gathers and reductions of a layer, from its elements on."""
     moved, trained, over, forward_s, backward_s, overlap, rate, latency, resharded, every = given
-    rates = DataRates((rate, latency), (2 * rate, latency), (rate, 3 * latency))
+    rates = DataRates(*(RingTimes(rate, n * latency, n * rate) for n in (1, 2, 3)))
     seconds = gather_s(moved, 2, rates), reduce_s(trained, 4, over, rates)
     return exposed_data_s(*seconds, forward_s, backward_s, resharded, every, overlap, 0.3)
 
@@ -35,8 +35,9 @@ def _turn(in_root: bool, logits: float, returns_loss: bool) -> Callable[..., Any
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
-    "operations": lambda a, b, *rest: (least(a, b), most(a, b), most(a, 3.0), choose(rest[-1], a, b)),
-    "communication": lambda a, b, c, *_: (exposed_s(a, b, c, 0.3), ring_s(a, (b, c)), unhidden_s(a, 0.4, b)),
+    "operations": lambda a, b, *rest: (least(a, b), most(a, b), most(a, 3.0), choose(rest[-1], a, b), root(a)),
+    "communication": lambda a, b, c, *_: (exposed_s(a, b, c, 0.3), unhidden_s(a, 0.4, b)),
+    "rings": lambda a, b, c, *_: ring_s(a, RingTimes(b, c, 0.1 * c)),
     "added elements": lambda a, b, *rest: added_elements(a, 1 + b, rest[-1]),
     "data": _data,
     **{
@@ -79,7 +80,7 @@ def test_numbers_stay_numbers() -> None:
 
 def test_gathers_that_are_repeated_show_twice_and_those_that_stay_once_a_step() -> None:
     """Without any compute all of it shows: 2 bytes for each of 6 elements at 1 s, 4 for each of 3 at 1 s, both ways."""
-    rates = DataRates((1.0, 0.0), (1.0, 0.0), (1.0, 0.0))
+    rates = DataRates(*3 * [RingTimes(1.0, 0.0, 0.0)])
     gathers, reduces = gather_s(6.0, 2, rates), reduce_s(3.0, 4, 4.0, rates)
 
     def shown(resharded: bool, every: bool) -> tuple[float, float, float]:

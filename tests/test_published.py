@@ -260,7 +260,7 @@ def test_context_ranks_come_out_of_the_gpus_and_exchange_as_the_framework_does()
         ({"config__ep": 4, "config__moe_dispatcher": "hybridep"}, 4, "+once-per-host", ()),
         ({"config__ep": 4, "config__moe_dispatcher": "alltoall"}, 4, "", ()),
         ({"config__ep": 8}, 8, "+once-per-host", ("moe_dispatcher",)),
-        ({"config__ep": 8, "notes": "kernels: TE + DeepEP, balanced"}, 8, "+once-per-host", ()),
+        ({"config__ep": 8, "notes": "kernels: DeepEP, balanced"}, 8, "+once-per-host", ()),
         ({"config__ep": 6}, 2, "+once-per-host", ("ep as a divisor of ranks and experts", "moe_dispatcher")),
         ({"config__ep": 1}, 1, "", ()),
     ],
@@ -280,6 +280,23 @@ def test_routing_that_is_not_forced_even_has_a_busiest_rank() -> None:
 
     assert even.imbalance == 1.0 < drawn.imbalance
     assert "expert balance" in drawn.assumed
+
+
+@pytest.mark.parametrize(
+    ("changes", "variant"),
+    [
+        ({"notes": "kernels: TE + DeepEP, balanced"}, "te-kernels"),
+        ({"notes": "model note: (tokendrop); forced-balanced routing"}, "token-drop"),
+        ({"notes": "forced-balanced routing; token dropping"}, "token-drop"),
+        ({"notes": "HybridEP, EP overlap, CUDA graphs"}, "overlapped-experts"),
+        ({"notes": "HybridEP, EP overlap, CUDA graphs"}, "part-graphs"),
+    ],
+)
+def test_what_only_notes_tell_of_a_mixture_counts(changes: dict[str, Any], variant: str) -> None:
+    told, silent = (setting_of(row(**MIXED, config__ep=8, **given)) for given in (changes, {"notes": "balanced"}))
+
+    assert variant in told.software.split("+")
+    assert variant not in silent.software.split("+")
 
 
 @pytest.mark.parametrize(

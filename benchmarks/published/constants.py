@@ -13,7 +13,7 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.solve import columns
 from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, Link
 
-Where = Literal["device", "software", "link", "network", "omni-path", "module"]
+Where = Literal["device", "software", "link", "omni-path", "module"]
 
 
 @dataclass(frozen=True)
@@ -46,30 +46,20 @@ def _module(name: str, spread: float) -> Constant:
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
 
 CONSTANTS: tuple[Constant, ...] = (
-    _device("V100", ("v100",), "matmul_efficiency", spread=0.1),
-    _device("A100", ("a100", "a800"), "matmul_efficiency", spread=0.1),
-    _device("H100", ("h100-sxm5-80gb", "h200", "h800"), "matmul_efficiency", spread=0.1),
-    _device("H100 500 W", ("h100-sxm5-96gb",), "matmul_efficiency", spread=0.1),
-    _device("Blackwell", _BLACKWELL, "matmul_efficiency", spread=0.1),
-    _device("A100", ("v100", "a100", "a800"), "attention_efficiency", spread=0.4),
-    _device("H100", ("h100", "h200", "h800"), "attention_efficiency", spread=0.4),
-    _device("Blackwell", _BLACKWELL, "attention_efficiency", spread=0.4),
-    _device("H100", ("h100", "h200", "h800"), "low_precision_efficiency", spread=0.4),
-    _device("Blackwell", _BLACKWELL, "low_precision_efficiency", spread=0.4),
-    _device("Blackwell", _BLACKWELL, "fp4", spread=0.3),
-    _device("Blackwell Ultra", ("b300", "gb300"), "attention_efficiency", spread=0.3),
-    _device("Blackwell Ultra", ("b300", "gb300"), "low_precision_efficiency", spread=0.2),
-    Constant("link bandwidth", "link", (), ("bandwidth",), 0.2),
+    _device("V100", ("v100",), "sustained", spread=0.4),
+    _device("A100", ("a100", "a800"), "sustained", spread=0.4),
+    _device("H100", ("h100-sxm5-80gb", "h200", "h800"), "sustained", spread=0.4),
+    _device("H100 500 W", ("h100-sxm5-96gb",), "sustained", spread=0.4),
+    _device("Blackwell", ("b200", "gb200"), "sustained", spread=0.4),
+    _device("Blackwell Ultra", ("b300", "gb300"), "sustained", spread=0.4),
+    Constant("link bandwidth", "link", (), ("bandwidth",), 0.05),
     Constant("link latency", "link", (), ("latency",), 0.7),
-    Constant("network bandwidth", "network", (), ("bandwidth",), 0.07),
-    Constant("network latency", "network", (), ("latency",), 0.7),
     Constant("Omni-Path bandwidth", "omni-path", (), ("bandwidth",), 0.4),
     _device("all", ("",), "contention", spread=0.4),
     _device("all", ("",), "launch", spread=0.4),
     _stack("fsdp1-flash1", "fusion"),
-    _stack("fsdp1-flash1", "attention", spread=0.3),
     _stack("fsdp1-flash1", "loss"),
-    _device("all", ("",), "bandwidth_efficiency", spread=0.1),
+    _device("all", ("",), "bandwidth_efficiency", spread=0.3),
     _stack("fsdp2-compile", "fusion"),
     _stack("megatron-2021", "fusion"),
     _stack("megatron-2021", "overlap", spread=0.5),
@@ -80,12 +70,13 @@ CONSTANTS: tuple[Constant, ...] = (
     _stack("megatron-2023", "layer_s", spread=0.7),
     _stack("megatron-core", "fusion"),
     _stack("megatron-core", "overlap", spread=0.5),
-    _stack("megatron-core", "tensor_overlap", spread=0.15),
+    _stack("megatron-core", "tensor_overlap", spread=0.5),
     _stack("megatron-core", "layer_s", spread=0.7),
+    _stack("megatron-core", "low_precision", spread=0.2),
+    _stack("fsdp2-compile", "low_precision", spread=0.2),
+    _stack("megatron-core", "step_s", spread=0.7),
     _stack("megatron-core", "routing_s", spread=0.5),
     _stack("megatron-core", "expert_s", spread=0.7),
-    _module("UNHIDDEN_TRAFFIC", 0.3),
-    _module("WAVE_EXPONENT", 0.3),
     _module("BATCHED", 0.3),
     _module("P2P_EXPOSED", 0.5),
     _module("STRAGGLING", 0.5),
@@ -96,8 +87,9 @@ CONSTANTS: tuple[Constant, ...] = (
 OMNI_PATH_BELOW = 12e9
 """Bytes per second of a host's network below which it is JeanZay's Omni-Path: 4 x 100 Gbit/s at the share seen."""
 
-_AT_MOST_ONE = ("overlap", "tensor_overlap", "contention", "bandwidth_efficiency")
-_OF_LOW_PRECISION = ("low_precision_efficiency", "CAST_BYTES")
+SHARES = ("sustained", "overlap", "tensor_overlap", "contention", "bandwidth_efficiency")
+"""Fields that are shares of something."""
+_OF_LOW_PRECISION = ("low_precision", "CAST_BYTES")
 _MODULES = (columns, compute_cost, layer_cost, software, stage_cost)
 
 
@@ -111,8 +103,8 @@ def applies(constant: Constant, plan: Plan) -> bool:
         return fits and (constant.fields[0] != "fp4" or precision == "fp4")
     if constant.where == "software":
         return plan.training.software.split("+")[0] in constant.of
-    if constant.where in ("network", "omni-path"):
-        return plan.cluster.num_hosts > 1 and constant.where == _network_of(plan.cluster)
+    if constant.where == "omni-path":
+        return plan.cluster.num_hosts > 1 and _is_omni_path(plan.cluster)
     return True
 
 
@@ -125,7 +117,7 @@ def tried(factors: Mapping[str, float]) -> Iterator[None]:
             factor = factors.get(constant.name, 1.0)
             if constant.where == "software":
                 found = stacks[constant.of[0]]
-                changes = {f: _limited(f, _value(found, f) * factor) for f in constant.fields}
+                changes = {f: _moved(f, _value(found, f), factor) for f in constant.fields}
                 stacks[constant.of[0]] = found.model_copy(update=changes)
             elif constant.where == "module":
                 (name,) = constant.fields
@@ -140,13 +132,13 @@ def on_cluster(plan: Plan, factors: Mapping[str, float]) -> Plan:
     """The plan on the same cluster with devices and links by these factors."""
     cluster = plan.cluster
     hosts = tuple(_host(group, factors) for group in cluster.hosts)
-    network = _link(cluster.network, _network_of(cluster), factors)
+    network = _link(cluster.network, "omni-path", factors) if _is_omni_path(cluster) else cluster.network
     changed: ClusterSpec = cluster.model_copy(update={"hosts": hosts, "network": network})
     return plan.model_copy(update={"cluster": changed})
 
 
-def _network_of(cluster: ClusterSpec) -> Where:
-    return "omni-path" if cluster.network.bandwidth < OMNI_PATH_BELOW else "network"
+def _is_omni_path(cluster: ClusterSpec) -> bool:
+    return cluster.network.bandwidth < OMNI_PATH_BELOW
 
 
 def _host(group: HostGroup, factors: Mapping[str, float]) -> HostGroup:
@@ -161,7 +153,7 @@ def _host(group: HostGroup, factors: Mapping[str, float]) -> HostGroup:
                 flops = changes.get("flops", device.flops)
                 changes["flops"] = {**flops, **({"fp4": flops["fp4"] * factor} if "fp4" in flops else {})}
             else:
-                changes[name] = _limited(name, changes.get(name, getattr(device, name)) * factor)
+                changes[name] = _moved(name, changes.get(name, getattr(device, name)), factor)
     link = _link(group.link, "link", factors)
     return group.model_copy(update={"device": device.model_copy(update=changes), "link": link})
 
@@ -181,8 +173,9 @@ def _value(stack: software.Software, name: str) -> float:
     return 0.82 if value is None else float(value)  # the presets' overlap
 
 
-def _limited(name: str, value: float) -> float:
-    return min(value, 1.0) if name in _AT_MOST_ONE else value
+def _moved(name: str, value: float, factor: float) -> float:
+    """The value times a factor; of a share, its odds times the factor, so that no share is ever all or nothing."""
+    return value * factor / (1.0 - value + value * factor) if name in SHARES else value * factor
 
 
 def factors_of(logarithms: Mapping[str, float]) -> dict[str, float]:

@@ -23,11 +23,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planner.cost.bands import time_kind
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.model_profile import ModelProfile
 
 from .clusters import place
 from .constants import CONSTANTS, Constant, applies, factors_of, on_cluster, tried
+from .fit_bands import time_bands
 from .metrics import quantile, sweeps
 from .pricing import Priced, Pricer
 from .rows import DATA, Row, read_folders
@@ -48,7 +50,7 @@ GIVEN = 8
 GIVEN_WEIGHT = 6.0
 """Weight of each such row: they are of the cluster that is asked about."""
 
-REPEATED = 3
+REPEATED = 1
 """Largest sources whose fold is moved once more."""
 
 
@@ -212,6 +214,7 @@ def _document(fit: Fit, rounds: int) -> dict[str, object]:
         "spreads": {c.name: c.spread for c in CONSTANTS},
         "errors": errors,
         "orders": orders,
+        "bands": {kind: [b.low, b.high, b.runs] for kind, b in time_bands(_by_kind(cases, models)).items()},
         "second moves": _moved_twice(fit, files, sources, found),
     }
 
@@ -229,6 +232,15 @@ def _moved_twice(
         rows = [fit.cases[i].weight for i in members]
         told[group] = {"one move": _summary(residuals[members], rows), "two moves": _summary(again, rows)}
     return told
+
+
+def _by_kind(cases: Sequence[Case], residuals: Floats) -> dict[str, list[tuple[float, float]]]:
+    """Kind of run, as bands have them -> (residual, weight) of its rows."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for case, residual in zip(cases, residuals.tolist(), strict=True):
+        kind = time_kind(case.row.is_moe, case.plan.training.precision, case.plan.cluster.num_hosts)
+        found[kind].append((residual, case.weight))
+    return found
 
 
 def _for_dense_16_bit(constant: Constant, cases: Sequence[Case]) -> bool:

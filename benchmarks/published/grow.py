@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from meshwright.profiler.model.model_profile import CrossingTensor, LayerProfile, ModelProfile
+from meshwright.profiler.model.model_profile import Costs, CrossingTensor, LayerProfile, ModelProfile, OpProfile
 from meshwright.profiler.model.trace import trace
 
 from .models import Sizes, loaded
@@ -19,6 +19,45 @@ def profile_of(name: str, sizes: Sizes) -> ModelProfile:
     """Profile of the model, as tracing all of its blocks gives it, but for its fingerprint (tests compare the two)."""
     if sizes.pattern:
         return trace(loaded(name, sizes))
+    profile = _grown_profile(name, sizes)
+    return (
+        _without_padding(profile, sizes.head_width / (sizes.head_width + sizes.latent.rotary_width))
+        if sizes.latent
+        else profile
+    )
+
+
+def _without_padding(profile: ModelProfile, width: float) -> ModelProfile:
+    """The profile with values of heads as wide as they are; torch's attention, which is traced, wants them as wide as
+    keys. width: of a value over that of a key."""
+    share = (1.0 + width) / 2.0
+
+    def narrower(op: OpProfile) -> OpProfile:
+        if op.kind != "attention" or op.shape is None:
+            return op
+        rows, inner, columns = op.shape
+        flops, inner = (tuple(share * value for value in amount) for amount in (op.flops, inner))
+        return op.model_copy(update={"flops": flops, "shape": (rows, inner, columns)})
+
+    def fewer(costs: Costs | None) -> Costs | None:
+        return costs and costs.model_copy(update={"operators": tuple(narrower(op) for op in costs.operators)})
+
+    classes = tuple(
+        layer_class.model_copy(
+            update={
+                **{mode: fewer(getattr(layer_class, mode)) for mode in ("whole", "tensor", "sequence")},
+                **{
+                    several: tuple(fewer(costs) for costs in getattr(layer_class, several))
+                    for several in ("tensor_alone", "sequence_without")
+                },
+            }
+        )
+        for layer_class in profile.classes
+    )
+    return profile.model_copy(update={"classes": classes})
+
+
+def _grown_profile(name: str, sizes: Sizes) -> ModelProfile:
     dense = sizes.mixture.dense_layers if sizes.mixture else 0
     fewer = min(sizes.num_layers, dense + TRACED_BLOCKS)
     shallow = trace(loaded(name, replace(sizes, num_layers=fewer)))

@@ -471,9 +471,9 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
     variants = {
         "overlapped-tensor": config["async_tp"] is True,
         "half-gradients": _reduces_half(stack, str(config["precision"]), framework),
-        _graphs(config["cuda_graphs"]): True,
+        _graphs(config["cuda_graphs"], row.notes): True,
         "once-per-host": _dispatches_once(row, expert, assumed),
-        "overlapped-experts": config["moe_a2a_overlap"] is True,
+        "overlapped-experts": config["moe_a2a_overlap"] is True or "EP overlap" in row.notes,
         "deepspeed": framework.startswith("Megatron-DeepSpeed") and "2021" not in row.software,
         "deepspeed-2021": framework.startswith("Megatron-DeepSpeed") and "2021" in row.software,
         "pure-16-bit": framework.startswith("litgpt +"),
@@ -481,6 +481,8 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
         "flat-optimizer": framework.startswith("InternEvo"),
         "half-moments": framework.startswith("Megatron-Bridge") and str(row.model["attn_type"]).startswith("MLA"),
         "torchtitan": framework.startswith("torchtitan"),
+        "token-drop": expert > 1 and any(word in row.notes for word in ("tokendrop", "token dropping")),
+        "te-kernels": stack == "fsdp2-eager" and "kernels: TE" in row.notes,
         "compiled-loss": framework.startswith("torchtitan") and config["compile"] is True and _is_since_2025(row),
     }
     return "+".join([stack, *(name for name, on in variants.items() if on and name)])
@@ -498,9 +500,12 @@ def _reduces_half(stack: str, precision: str, framework: str) -> bool:
     return of_precision or framework.startswith(("InternEvo", "PyTorch FSDP1"))
 
 
-def _graphs(told: object) -> str:
-    """The variant of CUDA graphs that a row tells: implementation:what of a step they hold."""
+def _graphs(told: object, notes: str) -> str:
+    """The variant of CUDA graphs that a row tells: implementation:what of a step they hold. Where only its notes tell
+    of them, they are taken to hold parts."""
     text = str(told).lower()
+    if told is None and "CUDA graphs" in notes:
+        return "part-graphs"
     if told in (None, False) or text.startswith("none") or text in ("no", "false"):
         return ""
     return "graphs" if "full" in text or text in ("per-layer", "local") else "part-graphs"

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal
 
 from ...profiler.machine.cluster import Group, Link
-from .elementwise import Values, choose, least
+from .elementwise import Values, choose, least, most, root
+from .kernels import ExchangeRates, RingRates
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "all_to_all"]
 
@@ -16,7 +17,7 @@ class GroupLinks:
     """A communication group with the links it runs over.
 
     devices_per_host: all of them talk at once (as the groups of one mesh axis do), so a host's network is shared
-    evenly between them. flat: rings know nothing of hosts.
+    evenly between them. flat: rings know nothing of hosts. rings: what is known of collectives between such devices.
     """
 
     group: Group
@@ -25,6 +26,7 @@ class GroupLinks:
     devices_per_host: int
     factors: tuple[tuple[str, float], ...] = ()
     flat: bool = False
+    rings: RingRates | None = None
 
     def factor(self, kind: CollectiveKind) -> float:
         """Measured time over the ideal ring for this backend; 1 where nothing was measured."""
@@ -36,13 +38,19 @@ def collective_s(kind: CollectiveKind, full_bytes: float, links: GroupLinks) -> 
 
     Inside a host a ring moves (n-1)/n of the tensor past each device. Across hosts the group's share of a host's
     network carries (h-1)/h of it while the ring inside goes on, so the slower of the two counts. Latency: one hop per
-    rank inside a host, one per host across hosts. all_reduce is a reduce_scatter and an all_gather.
+    rank inside a host, one per host across hosts. all_reduce is a reduce_scatter and an all_gather. Where more is known
+    of the links (RingRates), a pipeline has to be filled, too, and between hosts trees are taken where they are faster.
     A flat ring carries (n-1)/n of the tensor across hosts, too, in n-1 steps as long as the slowest hop.
     all_to_all is of one rank's tensor, of which every rank keeps 1/n and sends the rest, each part to another rank.
     A group of one costs 0.0. Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005 (ring).
     """
     if links.group.size == 1 or full_bytes == 0.0:
         return 0.0
+    return collective_seconds(kind, full_bytes, links)
+
+
+def collective_seconds(kind: CollectiveKind, full_bytes: Values, links: GroupLinks) -> Values:
+    """`collective_s` of one tensor or several, each of which has bytes, in a group of several ranks."""
     if kind == "p2p":
         return _neighbour_s(full_bytes, links) * links.factor(kind)
     if kind == "all_to_all":
@@ -50,51 +58,88 @@ def collective_s(kind: CollectiveKind, full_bytes: float, links: GroupLinks) -> 
     return ring_s(full_bytes, ring_rates(kind, links))
 
 
-def ring_s(full_bytes: Values, rates: tuple[Values, Values]) -> Values:
-    """Seconds of a ring's collective of tensors of `full_bytes`, at rates as of `ring_rates`; what is empty is free."""
-    per_byte_s, latency_s = rates
-    seconds: Values = choose(full_bytes > 0.0, full_bytes * per_byte_s + latency_s, 0.0)
+@dataclass(frozen=True)
+class RingTimes(Generic[Values]):
+    """What a ring's collective takes: seconds per byte of the full tensor, of latency, and, to fill its pipeline, per
+    root of a byte. A tensor cut into the best number of pieces, each of which passes every hop before the next rank can
+    begin, takes moving + latency + 2 sqrt(moving latency); of the last a share is paid, as pieces cannot be of any
+    size."""
+
+    per_byte_s: Values
+    latency_s: Values
+    per_root_s: Values
+
+
+def ring_s(full_bytes: Values, times: RingTimes[Values] | RingTimes[float]) -> Values:
+    """Seconds of a ring's collective of tensors of `full_bytes`, at times as of `ring_rates`; what is empty is free."""
+    moving_s = full_bytes * times.per_byte_s + root(full_bytes) * times.per_root_s
+    seconds: Values = choose(full_bytes > 0.0, moving_s + times.latency_s, 0.0)
     return seconds
 
 
-def ring_rates(kind: CollectiveKind, links: GroupLinks) -> tuple[float, float]:
-    """(seconds per byte of the full tensor, seconds of latency) of all_gather, reduce_scatter or all_reduce."""
-    times = (2 if kind == "all_reduce" else 1) * links.factor(kind)
+def ring_rates(kind: CollectiveKind, links: GroupLinks) -> RingTimes[float]:
+    """Times of all_gather, reduce_scatter or all_reduce."""
+    times = 2 if kind == "all_reduce" else 1
     inside, hosts, size = links.group.ranks_per_host, links.group.hosts, links.group.size
-    inside_s = (size - 1) / size / links.link.bandwidth if inside > 1 else 0.0
+    speed, rings = links.link.bandwidth, links.rings
+    if rings is not None and inside > 1:
+        speed *= rings.bandwidth(inside) * (rings.reduced if kind == "all_reduce" else 1.0)
+    inside_s = (size - 1) / size / speed if inside > 1 else 0.0
     across_s = 0.0
     if hosts > 1:
         crossing = size if links.flat else hosts
         across_s = (crossing - 1) / crossing / (links.network.bandwidth * inside / links.devices_per_host)
-    latency_s = (inside - 1) * links.link.latency + (hosts - 1) * links.network.latency
+    hops, base_s = hosts - 1.0, 0.0 if rings is None else rings.base
+    if rings is not None and hosts > 1:
+        hops, base_s = min(hops, TREE_HOPS * math.log2(hosts)), base_s + times * NETWORK_BASE_S
+    latency_s = (inside - 1) * links.link.latency + hops * links.network.latency
     if links.flat and hosts > 1:
         latency_s = (size - 1) * max(links.link.latency, links.network.latency)
-    return times * max(inside_s, across_s), times * latency_s
+    slower = links.factor(kind)
+    per_byte_s, latency_s = times * slower * max(inside_s, across_s), times * slower * latency_s + base_s
+    return RingTimes(per_byte_s, latency_s, _filling_s(per_byte_s, latency_s, rings))
+
+
+def _filling_s(moving_s: Values, latency_s: float, rings: RingRates | None) -> Values:
+    """Seconds to fill the pipeline of a collective whose bytes move for `moving_s`."""
+    ramp = 0.0 if rings is None else rings.ramp
+    filling_s: Values = 2.0 * ramp * root(moving_s * latency_s)
+    return filling_s
+
+
+NETWORK_BASE_S = 4e-5
+"""Seconds of the smallest all-gather or reduce-scatter between hosts, but for its hops. Of all-reduces it is as fitted
+to the same; of one of the two, half is taken."""
+
+TREE_HOPS = 1.5
+"""Hops of a ring in whose time a tree reaches twice as many hosts. Fitted to all-reduce over 4 to 1,024 hosts:
+benchmarks/published/fitted/components.md. All-gathers and reduce-scatters are taken to do alike, as NCCL's do since
+2.23 (PAT); with rings' hops, steps on 4,000 GPUs and more come out 20-35% too long."""
 
 
 RINGS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-"""Collectives whose seconds are linear in bytes, but for latency."""
+"""Collectives whose seconds are linear in bytes and in their root, but for latency."""
 
 
 def seconds_at_places(traffic: Sequence[tuple[CollectiveKind, float]], places: Sequence[GroupLinks]) -> list[float]:
     """[place] -> seconds of these collectives, each (kind, bytes): the bytes of all rings of a kind at once."""
-    sums: dict[CollectiveKind, tuple[float, int]] = {}
+    sums: dict[CollectiveKind, tuple[float, float, int]] = {}
     for kind, num_bytes in traffic:
         if num_bytes:
-            total, calls = sums.get(kind, (0.0, 0))
-            sums[kind] = total + num_bytes, calls + 1
+            total, roots, calls = sums.get(kind, (0.0, 0.0, 0))
+            sums[kind] = total + num_bytes, roots + root(num_bytes), calls + 1
     found = []
     for links in places:
         seconds = sum(collective_s(kind, size, links) for kind, size in traffic if kind not in RINGS)
         for kind in RINGS:
             if kind in sums:
-                per_byte_s, latency_s = ring_rates(kind, links)
-                seconds += sums[kind][0] * per_byte_s + sums[kind][1] * latency_s
+                times, (total, roots, calls) = ring_rates(kind, links), sums[kind]
+                seconds += total * times.per_byte_s + roots * times.per_root_s + calls * times.latency_s
         found.append(seconds)
     return found
 
 
-def _neighbour_s(num_bytes: float, links: GroupLinks) -> float:
+def _neighbour_s(num_bytes: Values, links: GroupLinks) -> Values:
     """Seconds to hand a tensor to the next rank of the group; over the network if any neighbour is on another host, to
     which only the last of the group's ranks on a host sends."""
     if links.group.hosts > 1:
@@ -103,17 +148,49 @@ def _neighbour_s(num_bytes: float, links: GroupLinks) -> float:
     return num_bytes / links.link.bandwidth + links.link.latency
 
 
-def exchange_s(inside_bytes: float, across_bytes: float, links: GroupLinks) -> float:
+def exchange_s(inside_bytes: Values, across_bytes: Values, links: GroupLinks) -> Values:
     """Seconds until every rank has sent its part to each of the others. inside_bytes, across_bytes: what one rank would
     send if all n parts of its tensor went over that link; they differ where what several ranks of a host want crosses
     the network once. Links inside hosts and the network work at the same time."""
-    inside, size = links.group.ranks_per_host, links.group.size
+    inside, size, rings = links.group.ranks_per_host, links.group.size, links.rings
     if size == 1:
-        return 0.0
-    inside_s = (inside - 1) / size * inside_bytes / links.link.bandwidth
-    across_s = (size - inside) / size * across_bytes / (links.network.bandwidth / links.devices_per_host)
+        return 0.0 * inside_bytes
+    speed = links.link.bandwidth * (rings.bandwidth(inside) if rings is not None and inside > 1 else 1.0)
+    inside_s = (inside - 1) / size / speed * inside_bytes
+    across_s = (size - inside) / size / (links.network.bandwidth / links.devices_per_host) * across_bytes
     latency_s = (links.link.latency if inside > 1 else 0.0) + _doublings(links.group.hosts) * links.network.latency
-    return max(inside_s, across_s) + latency_s
+    latency_s += rings.base if rings is not None else 0.0
+    slower_s = inside_s if links.group.hosts == 1 else most(inside_s, across_s)
+    return slower_s + latency_s + _filling_s(slower_s, latency_s, rings)
+
+
+def direct_s(
+    tokens: Values, row_bytes: Values, copies: Values, links: GroupLinks, units: float, rates: ExchangeRates
+) -> Values:
+    """Seconds in which kernels on `units` multiprocessors send a rank's tokens to experts, or bring them back (DeepEP,
+    HybridEP): a token goes once to each rank with experts of its, and crosses the network once for each host.
+
+    row_bytes: of a token. copies: experts that a token goes to, drawn at random. Multiprocessors, links and network
+    work at the same time, and the slowest counts.
+    """
+    size, hosts = links.group.size, links.group.hosts
+    if size == 1:
+        return 0.0 * tokens
+    reached = _wanted(size, copies)
+    beside = links.group.ranks_per_host
+    units_s = tokens * (row_bytes * (reached + rates.own) + rates.header * reached) / (rates.unit * units)
+    inside_s = tokens * row_bytes * reached * (beside - 1) / beside / (rates.reach * links.link.bandwidth)
+    across = _wanted(hosts, copies) * (hosts - 1) / hosts
+    network = links.network.bandwidth / links.devices_per_host
+    across_s = tokens * row_bytes * across / (rates.network * network)
+    slowest_s: Values = (units_s**4 + inside_s**4 + across_s**4) ** 0.25
+    return slowest_s + rates.launch
+
+
+def _wanted(places: int, copies: Values) -> Values:
+    """Places out of so many that the experts of a token are at, on average."""
+    missed: Values = (1.0 - 1.0 / places) ** copies
+    return places * (1.0 - missed)
 
 
 def _doublings(hosts: int) -> int:

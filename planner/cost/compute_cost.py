@@ -13,6 +13,7 @@ from ...profiler.model.model_profile import Amount, Costs, OpProfile
 from ..plan.document import Recompute, parts_of
 from .elementwise import Values
 from .kept import kept
+from .kernels import KernelFamily, attention_s, bank_products_s, families, product_s
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -25,7 +26,7 @@ published runs, see benchmarks/published/fitted/fit.md."""
 UNHIDDEN_TRAFFIC = 0.29
 """Share of a matmul's operand traffic that its arithmetic does not hide."""
 
-MISALIGNED = 0.102
+MISALIGNED = 0.111
 """Speed of products inside attention whose sides are no multiples of 8 elements, over that of aligned ones: tensor
 cores load 16 bytes at a time. Seen in published runs with heads of 150 features."""
 
@@ -33,10 +34,10 @@ OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
 """Bytes moved per fp32 parameter: read parameter, gradient and moments, write parameter and moments."""
 
 
-BATCHED = 0.324
+BATCHED = 0.282
 """Speed of batched products (inside attention that is not fused) over that of large ones."""
 
-CAST_BYTES = 3.49
+CAST_BYTES = 2.57
 """Bytes moved to cast one element of the operands of a product to fp8 or fp4: 4 are read in bf16, written in low
 precision, and written once more transposed for the backward; fusion saves some."""
 
@@ -139,12 +140,14 @@ def _table_of_layer(costs: Costs) -> OperatorTable:
 
 @dataclass(frozen=True)
 class Amounts:
-    """What operators are at so many batches: tables [operator][batch]. sides: rows, inner, columns."""
+    """What operators are at so many batches: tables [operator][batch]. sides: rows, inner, columns. groups: products of
+    these sides that run at once, one for each expert; empty where every operator is one."""
 
     flops: Floats
     elements: Floats
     other_bytes: Floats
     sides: Floats
+    groups: Floats = field(default_factory=lambda: np.zeros((0, 0)))
 
 
 def batches_at(batches: Sequence[float], tensor: int) -> Floats:
@@ -220,7 +223,7 @@ def _operators_s(table: OperatorTable, amounts: Amounts, device: Device, precisi
     flops, (rows, inner, columns) = amounts.flops, amounts.sides
     traffic_s = _moving_s(element_bytes * amounts.elements + amounts.other_bytes, device, table)
     low = precision in LOW_PRECISIONS
-    peak = device.flops["bf16" if low else precision]
+    peak = device.flops["bf16" if low else precision] * device.sustained
     speed = np.full(flops.shape, peak * device.matmul_efficiency)
     tiles = tile_efficiencies(rows, columns, device)
     speed[table.is_product] *= tiles[table.is_product]
@@ -232,7 +235,7 @@ def _operators_s(table: OperatorTable, amounts: Amounts, device: Device, precisi
     speed[table.is_attention] = peak * attention[table.is_attention][:, None]
     shows = table.is_product
     if low:
-        lower = device.flops[precision] * device.low_precision_efficiency * tiles
+        lower = device.flops[precision] * device.sustained * device.low_precision_efficiency * tiles
         speed[table.is_of_weights] = lower[table.is_of_weights]
         shows = shows | table.is_of_weights
     seconds = flops / speed + UNHIDDEN_TRAFFIC * traffic_s * (shows[:, None] & (flops > 0.0))
@@ -246,7 +249,65 @@ def _operators_s(table: OperatorTable, amounts: Amounts, device: Device, precisi
             share = measured_efficiency(shape, device.matmul_samples[precision])
             seconds[i, j] = flops[i, j] / (peak * share)
     slowest: Floats = np.maximum(seconds, device.launch)
+    if device.kernels and precision not in device.matmul_samples:
+        _price_by_shape(slowest, table, amounts, traffic_s, device, precision)
     return slowest
+
+
+def _price_by_shape(
+    seconds: Floats, table: OperatorTable, amounts: Amounts, traffic_s: Floats, device: Device, precision: str
+) -> None:
+    """Puts into `seconds` what the device's kernels take by shape: products (not those inside attention that is not
+    fused) and fused attention, where they are known in this precision."""
+    family, low = families()[device.kernels], precision in LOW_PRECISIONS
+    usual = "bf16" if low or precision == "fp16" else precision
+    if usual not in family.products:
+        return
+    products = table.is_product & ~table.is_batched
+    for dtype, mask in ((precision, table.is_of_weights), (usual, ~table.is_of_weights)) if low else ((usual, None),):
+        of_dtype = products if mask is None else products & mask
+        if of_dtype.any():
+            seconds[of_dtype] = _products_s(table, amounts, of_dtype, device, dtype, family)
+    fused = table.is_attention & (amounts.sides[1] > 1.0).any(axis=1)
+    if fused.any() and usual in family.attention:
+        moved_bytes = traffic_s[fused] * (device.bandwidth * device.bandwidth_efficiency)
+        forward = table.has_forward[fused][:, None]
+        rows, inner, columns = amounts.sides[:, fused]
+        attends_s = attention_s(
+            amounts.flops[fused],
+            rows,
+            inner,
+            columns,
+            moved_bytes,
+            np.where(forward, 2.0, 5.0),
+            device,
+            device.flops[usual],
+            family.attention[usual],
+        )
+        speed = device.sustained * device.attention_speed * np.where(forward, 1.0, family.backward)
+        seconds[fused] = attends_s / speed + device.launch
+
+
+def _products_s(
+    table: OperatorTable, amounts: Amounts, mask: Flags, device: Device, dtype: str, family: KernelFamily
+) -> Floats:
+    """[operator of the mask][batch] -> seconds of products in a dtype, with launches and casts to it."""
+    flops, (rows, inner, columns) = amounts.flops[mask], amounts.sides[:, mask]
+    groups = amounts.groups[mask] if amounts.groups.size else np.ones_like(rows)
+    peak, usual = device.flops[dtype], family.products["bf16" if dtype in LOW_PRECISIONS else dtype]
+    seconds = product_s(rows, inner, columns, device, dtype, peak, family.products[dtype], groups)
+    banks = (groups > 1.0).any(axis=1)
+    if banks.any() and dtype in family.experts:
+        sides = rows[banks], inner[banks], columns[banks], groups[banks]
+        seconds[banks] = bank_products_s(*sides, device, dtype, peak, family.experts[dtype])
+    low = dtype in LOW_PRECISIONS
+    speed = device.sustained * (device.low_precision_speed if low else device.product_speed)
+    seconds = seconds / speed + usual.launch
+    if low:
+        cast = groups * (rows * inner + inner * columns) * (1.0 - table.parts[2][mask])[:, None]
+        seconds += CAST_BYTES * cast / (device.bandwidth * device.bandwidth_efficiency) + device.launch
+    found: Floats = np.where(flops > 0.0, seconds, device.launch)
+    return found
 
 
 def _moving_s(num_bytes: Floats, device: Device, table: OperatorTable) -> Floats:

@@ -8,10 +8,10 @@ over samples but not over positions (a classifier after pooling) is divided, too
 from dataclasses import dataclass
 
 from ...profiler.machine.cluster import Device
-from ...profiler.model.model_profile import Costs, LayerClass, amount_at
+from ...profiler.model.model_profile import Amount, Costs, LayerClass, amount_at
 from ..plan.document import ContextKind, Recompute
 from .comm_cost import CollectiveKind, GroupLinks, collective_s, exposed_s
-from .compute_cost import operator_s
+from .compute_cost import moving_s, operator_s
 
 AttentionBytes = tuple[float, float]
 """Bytes of (queries, keys and values) of the whole sequence."""
@@ -121,7 +121,8 @@ def context_cost(
     precision: str,
 ) -> ContextCost:
     """Cost of a layer's exchanges. Those of a ring hide behind the attention to the block before, step by step, and
-    slow it as other hidden communication does; all others are waited for."""
+    slow it as other hidden communication does; all others are waited for. What attention takes longer in so many
+    smaller kernels counts with a ring's exchanges."""
     sizes = attention_bytes(layer_class, costs, micro_batch, element_bytes, tensor) if context > 1 else None
     if sizes is None:
         return NOTHING
@@ -138,6 +139,9 @@ def context_cost(
             attention[1] = 2 * attention[0]  # unfused: its backward has products twice as many
         behind = [(context - 1) / context * attention_s for attention_s in attention]
         seconds = [exposed_s(s, b, 1.0, device.contention) for s, b in zip(seconds, behind, strict=True)]
+        if device.kernels:
+            pieces = pieces_s(costs, device, precision, element_bytes, micro_batch / context, tensor, context)
+            seconds = [s + more for s, more in zip(seconds, pieces, strict=True)]
     buffers = {
         "ring": 2 * sizes[1] / context,
         "all_to_all": (2 * sizes[0] + sizes[1]) / context,
@@ -147,3 +151,33 @@ def context_cost(
     # keeps what the exchanged attention returns, and that includes its exchanged inputs.
     more = (sizes[0] / context, (2 * sizes[0] + sizes[1]) / context) if kind == "all_to_all" else (0.0, 0.0)
     return ContextCost(seconds[0], seconds[1], forward, backward, buffers[kind], *more)
+
+
+def pieces_s(
+    costs: Costs, device: Device, precision: str, element_bytes: int, samples: float, tensor: int, context: int
+) -> list[float]:
+    """Seconds that fused attention takes longer (forward, backward) in one kernel for each block of keys and values
+    that comes round than in one for all, with what it takes to sum up what each gives."""
+    longer = [0.0, 0.0]
+    for op in costs.operators:
+        if op.kind != "attention" or op.shape is None:
+            continue
+        rows, inner, columns = op.shape
+        piece = op.model_copy(
+            update={"flops": _divided(op.flops, context), "shape": (rows, inner, _divided(columns, context))}
+        )
+        whole_s, piece_s = (operator_s(o, device, precision, element_bytes, samples, tensor) for o in (op, piece))
+        elements = amount_at(rows, samples, tensor) * amount_at(inner, samples, tensor)
+        summed_s = moving_s(SUMMED * element_bytes * elements, device, "add", "elementwise")
+        longer[op.part != "forward"] += max(0.0, context * piece_s - whole_s) + (context - 1) * summed_s
+    return longer
+
+
+SUMMED = 3
+"""Tensors of the queries' size that a step of a ring moves to add its output, or gradient, to that of the steps before:
+two reads and a write."""
+
+
+def _divided(amount: Amount, by: float) -> Amount:
+    fixed, per_sample, fixed_cut, per_sample_cut = amount
+    return fixed / by, per_sample / by, fixed_cut / by, per_sample_cut / by

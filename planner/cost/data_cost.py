@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 from typing import Generic
 
-from .comm_cost import exposed_s, ring_s
+from .comm_cost import RingTimes, exposed_s, ring_s
 from .elementwise import Flag, Values, choose, most
 
 
 @dataclass(frozen=True)
 class DataRates(Generic[Values]):
-    """(seconds per byte, seconds of latency) of gathering parameters, of scattering sums of gradients to the ranks that
-    shard them, and of summing these shards over replicas."""
+    """Times of gathering parameters, of scattering sums of gradients to the ranks that shard them, and of summing these
+    shards over replicas."""
 
-    gather: tuple[Values, Values]
-    scatter: tuple[Values, Values]
-    reduce: tuple[Values, Values]
+    gather: RingTimes[Values]
+    scatter: RingTimes[Values]
+    reduce: RingTimes[Values]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The few operations that formulas need of numbers and of arrays alike: so that one formula prices one shape and bounds
 all shapes of a family at once."""
 
+import math
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,13 @@ def least(first: Values, second: Values | float) -> Values:
 def most(first: Values, second: Values | float) -> Values:
     """The more of two, entry by entry."""
     found: Any = np.maximum(first, second) if _are_tables(first, second) else max(first, second)
+    result: Values = found
+    return result
+
+
+def root(values: Values) -> Values:
+    """The square root, entry by entry."""
+    found: Any = np.sqrt(values) if isinstance(values, np.ndarray) else math.sqrt(values)
     result: Values = found
     return result
 

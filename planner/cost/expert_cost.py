@@ -7,8 +7,9 @@ import numpy as np
 from ...profiler.machine.cluster import Device
 from ...profiler.model.model_profile import Costs, Experts, LayerClass, amount_at
 from ..plan.shape import Shape
-from .comm_cost import GroupLinks, exchange_s
+from .comm_cost import GroupLinks, direct_s, exchange_s
 from .compute_cost import Amounts, Flags, Floats, OperatorTable, amounts_of
+from .kernels import ExchangeRates
 
 COUNT_BYTES = 8
 """Of the number of tokens for one expert, of which ranks tell each other before they exchange tokens."""
@@ -57,6 +58,16 @@ def on_one_rank(
     amounts = amounts_of(replace(table, elements=elements), at)
     flops, all_rows = amounts.flops, amounts.sides[0]
     is_weight = table.parts[2] > 0
+    if device.kernels:
+        groups = np.ones_like(all_rows)
+        for mask, count in products:
+            held = max(1, count // expert)
+            flops[mask] *= imbalance
+            each = np.where(is_weight[mask], 1, 0)  # the side that tokens are: the inner one of gradients of weights
+            for index, side in zip(np.flatnonzero(mask).tolist(), each.tolist(), strict=True):
+                amounts.sides[side, index] *= imbalance / held
+                groups[index] = held
+        return replace(amounts, groups=groups)
     for mask, count in products:
         held = max(1, count // expert)
         flops[mask] *= imbalance
@@ -100,13 +111,29 @@ def copies(bank: Experts, tokens_per_sample: int) -> float:
     return amount_at(bank.routed, 1.0) / tokens_per_sample
 
 
-def exchange_of(num_bytes: float, num_copies: float, links: GroupLinks, once_per_host: bool) -> float:
+def exchange_of(
+    num_bytes: float,
+    num_copies: float,
+    links: GroupLinks,
+    direct: bool,
+    rates: ExchangeRates | None = None,
+    tokens: float = 1.0,
+) -> float:
     """Seconds of one exchange of tokens between the ranks that share experts: dispatch or combine, forward or backward.
 
-    num_bytes: of all copies that a rank sends. once_per_host: a token crosses the network once for each host that has
-    any of its experts (DeepEP, HybridEP), not once for each expert; experts are taken to be drawn at random.
+    num_bytes: of all copies that a rank sends, of so many tokens. direct: a token crosses the network once for each
+    host that has any of its experts, and where rates are known reaches each rank once (DeepEP, HybridEP); else once for
+    each expert. Experts are taken to be drawn at random.
     """
-    return exchange_s(num_bytes, num_bytes * network_share(num_copies, links.group.hosts, once_per_host), links)
+    if direct and rates is not None and tokens > 0.0:
+        row_bytes = num_bytes / (tokens * num_copies)
+        return direct_s(tokens, row_bytes, num_copies, links, EXCHANGE_UNITS, rates)
+    return exchange_s(num_bytes, num_bytes * network_share(num_copies, links.group.hosts, direct), links)
+
+
+EXCHANGE_UNITS = 32
+"""Multiprocessors that exchange tokens, as busy as DeepEP keeps them: its own 20 to 24, or 16 of HybridEP, which moves
+twice as much with each (their authors' tables)."""
 
 
 def network_share(num_copies: float, hosts: int, once_per_host: bool) -> float:

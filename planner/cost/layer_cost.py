@@ -24,6 +24,7 @@ from .data_cost import DataRates, DataSeconds, added_elements, added_share, expo
 from .elementwise import Values
 from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
 from .kept import kept, memo, memo_by
+from .kernels import ExchangeRates, families, rings_of
 from .kinds import Kind, kinds_of
 from .layer_parts import (
     backward_at,
@@ -118,6 +119,7 @@ class CostModel:
             devices_per_host=self.cluster.devices_per_host,
             factors=tuple(sorted(self.device.collective_factors.items())),
             flat=self.device.flat_rings,
+            rings=rings_of(self.device),
         )
 
     @memo
@@ -135,6 +137,7 @@ class CostModel:
             devices_per_host=max(group.devices_per_host for group in self.job.hosts),
             factors=tuple((name, max(d.collective_factors.get(name, 1.0) for d in devices)) for name in names),
             flat=any(device.flat_rings for device in devices),
+            rings=rings_of(self.device),
         )
 
     @memo
@@ -394,9 +397,16 @@ class CostModel:
             num_bytes = routed_bytes(bank, whole, shape.samples, slices, self.training.compute_bytes)
             busiest = num_bytes * self.imbalance(kind, shape)
             num_copies = copies(bank, self.profile.tokens_per_sample)
-            seconds += exchange_of(busiest, num_copies, links, self.software.dispatches_once_per_host)
+            direct = self.software.dispatches_once_per_host
+            tokens = self.imbalance(kind, shape) * amount_at(bank.routed, shape.samples) / slices / num_copies
+            seconds += exchange_of(busiest, num_copies, links, direct, self.exchange, tokens)
             total += num_bytes
         return seconds, total, float(len(banks))
+
+    @cached_property
+    def exchange(self) -> ExchangeRates | None:
+        """What kernels that send tokens straight to experts reach on the device, where that is known."""
+        return families()[self.device.kernels].exchange if self.device.kernels else None
 
     def host_s(self, kind: Kind, shape: Shape) -> float:
         """Seconds that the host adds to a pass through a layer, for its experts too."""

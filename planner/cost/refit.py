@@ -174,6 +174,8 @@ def _matmul(device: Device, factor: float) -> Device:
             "matmul_efficiency": _share(device.matmul_efficiency, factor),
             "low_precision_efficiency": _share(device.low_precision_efficiency, factor),
             "matmul_samples": samples,
+            "product_speed": device.product_speed * factor,
+            "low_precision_speed": device.low_precision_speed * factor,
         }
     )
 
@@ -184,6 +186,7 @@ def _attention(device: Device, factor: float) -> Device:
         update={
             "attention_efficiency": _share(device.attention_efficiency, factor),
             "attention_backward_efficiency": None if backward is None else _share(backward, factor),
+            "attention_speed": device.attention_speed * factor,
         }
     )
 
@@ -232,8 +235,8 @@ def _collective(kind: str) -> Callable[[Device, float], Device]:
 
 
 KNOBS: tuple[Knob, ...] = (
-    Knob("matmul", ("matmul_efficiency", "matmul_samples"), 0.3, _matmul),
-    Knob("attention", ("attention_efficiency", "attention_backward_efficiency"), 0.4, _attention),
+    Knob("matmul", ("matmul_efficiency", "matmul_samples", "product_speed"), 0.3, _matmul),
+    Knob("attention", ("attention_efficiency", "attention_backward_efficiency", "attention_speed"), 0.4, _attention),
     Knob("memory traffic", ("bandwidth_efficiency", "kernel_efficiency"), 0.4, _traffic),
     Knob("optimizer", ("kernel_efficiency",), 0.4, _optimizer),
     Knob("launch", ("launch",), 0.5, _launch),

@@ -4,16 +4,21 @@ import math
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from ...profiler.document import Frozen, parsed
 from ...profiler.machine.cluster import Device, Link
+from .kernels import families
 
 _FILE = Path(__file__).with_name("software.toml")
 
 _MEMORY_KINDS = ("norm", "elementwise", "copy", "loss", "embedding", "other")
 """Kinds of operators that fusion speeds up: all that are neither matmul nor attention."""
+
+INDEXING = ("index", "index_add", "index_select", "index_put", "scatter", "gather")
+"""Operators that sort tokens by expert and bring them back: they move all that they move, whatever is fused."""
 
 
 class StackMemory(Frozen):
@@ -59,6 +64,9 @@ class Software(Frozen):
     matmul: float = Field(default=1.0, gt=0, description="speed of matmuls")
     low_precision: float = Field(default=1.0, gt=0, description="speed of fp8 and fp4 matmuls, casts included")
     attention: float = Field(default=1.0, gt=0, description="speed of fused attention: its kernel's generation")
+    attention_kernel: Literal["torch", "flash-1", "flash-2", "cudnn"] = Field(
+        default="torch", description="generation of its fused attention's kernels; torch: what torch chooses there"
+    )
     fusion: float = Field(default=1.0, gt=0, description="share of the memory traffic of other kernels that is left")
     overlap: float | None = Field(
         default=None, ge=0, le=1, description="share of compute behind which gradients and gathers hide; None: device's"
@@ -85,6 +93,9 @@ class Software(Frozen):
     dispatches_once_per_host: bool = Field(
         default=False, description="a token crosses the network once for each host with experts of its, not for each"
     )
+    drops_tokens: bool = Field(
+        default=False, description="experts take a fixed number of tokens, padded or cut: the host waits for no counts"
+    )
     memory: StackMemory = StackMemory()
     accumulates_in_matmul: bool = Field(default=False, description="new gradients are added by the matmul itself")
     source: str = Field(description="where the numbers come from")
@@ -96,8 +107,9 @@ class Software(Frozen):
 
     def host_routing_s(self, num_experts: float, expert: int) -> float:
         """Seconds that the host adds to each pass of a bank of experts, of which a rank holds so many. It only issues
-        kernels where no rank has to be told what will come: without expert parallelism, or with DeepEP or HybridEP."""
-        waits = expert > 1 and not self.dispatches_once_per_host
+        kernels where no rank has to be told what will come: without expert parallelism, with DeepEP or HybridEP, or
+        where all experts take as many tokens."""
+        waits = expert > 1 and not self.dispatches_once_per_host and not self.drops_tokens
         return (self.routing_s * (1 if waits else ISSUING) + self.expert_s * num_experts) * (1 - self.graphed)
 
     def on(self, device: Device, num_devices: int = 1) -> Device:
@@ -113,6 +125,13 @@ class Software(Frozen):
             }
         elif self.low_precision != 1.0:
             changes["low_precision_efficiency"] = device.low_precision_efficiency * self.low_precision
+        if device.kernels:
+            family = families()[device.kernels]
+            generation = family.generation(self.attention_kernel)
+            changes["attention_speed"] = device.attention_speed * self.attention * generation
+            products = self.matmul * self.low_precision
+            changes["low_precision_speed"] = device.low_precision_speed * products
+            changes["product_speed"] = device.product_speed * self.matmul
         if self.attention != 1.0:
             changes["attention_efficiency"] = device.attention_efficiency * self.attention
             if device.attention_backward_efficiency is not None:
@@ -120,6 +139,8 @@ class Software(Frozen):
         if self.fusion != 1.0 or self.loss != 1.0:
             shares = dict.fromkeys(_MEMORY_KINDS, device.bandwidth_efficiency) | device.kernel_efficiency
             shares = {kernel: share / self.fusion for kernel, share in shares.items()}
+            indexing = {name: device.kernel_efficiency.get(name, device.bandwidth_efficiency) for name in INDEXING}
+            shares = shares | (indexing if device.kernels else {})
             changes["kernel_efficiency"] = shares | {"loss": shares["loss"] / self.loss}
         if self.overlap is not None:
             changes["overlap"] = self.overlap
@@ -143,7 +164,7 @@ GRAPH_LAUNCH_S = 2e-6
 """Seconds that the smallest kernel of a CUDA graph takes. Assumption: about 2 us of work; NVIDIA's "Getting Started
 with CUDA Graphs" has 0.5 us between kernels of a graph."""
 
-STRAGGLING = 0.00626
+STRAGGLING = 0.00242
 """Share that a step loses for each doubling of the devices beyond one host. Fit to published runs, see
 benchmarks/published/fitted/fit.md."""
 
@@ -153,8 +174,11 @@ def _waiting_for_stragglers(device: Device, num_devices: int) -> Device:
     if doublings == 0.0:
         return device
     speed = 1.0 / (1.0 + STRAGGLING * doublings)
-    names = ("matmul_efficiency", "low_precision_efficiency", "attention_efficiency", "bandwidth_efficiency")
-    return device.model_copy(update={name: getattr(device, name) * speed for name in names})
+    return device.model_copy(update={name: getattr(device, name) * speed for name in _SLOWED})
+
+
+_SLOWED = ("sustained", "bandwidth_efficiency")
+"""Speeds of a device that those who wait for it see."""
 
 
 @cache
@@ -192,13 +216,17 @@ VARIANTS: dict[str, dict[str, object]] = {
     "once-per-host": {"dispatches_once_per_host": True},
     "overlapped-experts": {"expert_overlap": 0.8},
     "looped-experts": {"expert_s": 30e-6},
+    "token-drop": {"drops_tokens": True},
+    "te-kernels": {"attention_kernel": "cudnn", "fusion": 0.42},
     **{name: {} for name in MEMORY_VARIANTS},
 }
 """What may be added to a stack's name: tensor-parallel communication hidden behind matmuls cut in pieces (torch's
 asynchronous tensor parallelism; 0.6 is an assumption, published runs show that not all hides); gradients reduced in
 the 16-bit dtype; CUDA graphs of whole steps, or of parts of layers (half of all launches, an assumption); DeepEP or
 HybridEP; exchanges of tokens behind another micro-batch's work (DualPipe, Megatron's 1F1B with overlapped all-to-all:
-0.8 is an assumption); experts in a Python loop (6 kernels of 5 us for each)."""
+0.8 is an assumption); experts in a Python loop (6 kernels of 5 us for each); experts of a fixed capacity; attention
+by cuDNN and fused norms, rotary and SwiGLU of Transformer Engine in a stack of torch's (as much fused as torch.compile
+is found to do)."""
 
 
 def load_software(name_or_path: str) -> Software:

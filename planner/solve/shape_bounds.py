@@ -7,13 +7,13 @@ are those of the order in which traffic takes least. Columns are [shape], tables
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.chain import Chain
-from ..cost.comm_cost import CollectiveKind, Exchanged, ring_rates
+from ..cost.comm_cost import CollectiveKind, Exchanged, RingTimes, ring_rates
 from ..cost.crossing_cost import P2P_EXPOSED
 from ..cost.data_cost import DataRates, added_elements, added_share, exposed_data_s, gather_s, reduce_s
 from ..cost.kinds import Kind
@@ -139,7 +139,7 @@ class ShapeBounds:
         self._even: dict[tuple[object, ...], Floats] = {}
         self._whole: dict[tuple[object, ...], Floats] = {}
         self._aheads: dict[int, Floats] = {}
-        self._known_rates: dict[tuple[CollectiveKind, bool], dict[tuple[int, int], tuple[float, float]]] = {}
+        self._known_rates: dict[tuple[CollectiveKind, bool], dict[tuple[int, int], tuple[float, ...]]] = {}
         self._kept = self._kept_options = 0
         self._elements: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._exchanges: dict[tuple[object, ...], tuple[Floats, Floats, Floats]] = {}
@@ -460,16 +460,15 @@ class ShapeBounds:
             expert=min(most, shape.expert_stride),
         )
 
-    def _rates(self, kind: CollectiveKind, groups: Sequence[tuple[int, int]], anywhere: bool) -> tuple[Floats, Floats]:
-        """Columns of (seconds per byte, seconds of latency) of a collective of groups of (size, stride); anywhere: of
-        their size where each takes least."""
+    def _rates(self, kind: CollectiveKind, groups: Sequence[tuple[int, int]], anywhere: bool) -> RingTimes[Floats]:
+        """Columns of the times of a collective of groups of (size, stride); anywhere: of their size where each is
+        least."""
         known, model = self._known_rates.setdefault((kind, anywhere), {}), self.model
         for size, stride in {*groups} - known.keys():
             strides = model.places(size) if anywhere else (stride,)
-            rates = [ring_rates(kind, model.links(size, apart)) for apart in strides]
-            known[size, stride] = min(rate for rate, _ in rates), min(latency for _, latency in rates)
-        found = np.array([known[group] for group in groups])
-        return found[:, 0], found[:, 1]
+            rates = [astuple(ring_rates(kind, model.links(size, apart))) for apart in strides]
+            known[size, stride] = tuple(map(min, zip(*rates, strict=True)))
+        return RingTimes(*np.array([known[group] for group in groups]).T)
 
     def data(self, family: Family, leaves: Leaves) -> Data:
         key = leaves, family.sequence, family.cuts

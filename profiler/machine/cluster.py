@@ -74,6 +74,26 @@ class Device(Frozen):
     )
     tile: tuple[PositiveInt, PositiveInt] = Field(default=(128, 256), description="rows, columns of one matmul tile")
     compute_units: PositiveInt = Field(default=1, description="tiles computed at a time (streaming multiprocessors)")
+    kernels: str = Field(
+        default="",
+        description="family of devices whose products and attention are priced by shape (planner/cost/kernels.toml) "
+        "in place of the efficiencies; '': none is known",
+    )
+    sustained: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of the speed of kernels measured alone that they keep in training: power and clocks",
+    )
+    product_speed: float = Field(
+        default=1.0, gt=0, description="speed of products over that of the family's, beside `sustained`"
+    )
+    attention_speed: float = Field(
+        default=1.0, gt=0, description="speed of attention over that of the family's kernels, beside `sustained`"
+    )
+    low_precision_speed: float = Field(
+        default=1.0, gt=0, description="speed of fp8 and fp4 products over that of the family's, beside `sustained`"
+    )
     attention_efficiency: float = Field(gt=0, le=1, description="share of peak that fused attention reaches")
     attention_backward_efficiency: float | None = Field(
         default=None, gt=0, le=1, description="the same of its backward, where it was measured"

@@ -299,7 +299,11 @@ _FLOPS: dict[str, Callable[..., int]] = {
 
 
 def product_shape(name: str, args: tuple[Any, ...]) -> tuple[float, float, float] | None:
-    """(rows, inner, columns) of a matrix product; a convolution as the product it is lowered to."""
+    """(rows, inner, columns) of a matrix product; a convolution as the product it is lowered to; fused attention as its
+    product of queries and keys, with the queries of all heads as rows."""
+    if "scaled_dot_product" in name:
+        queries, keys = args[1:3] if "backward" in name else args[:2]
+        return queries.shape[:-1].numel(), queries.shape[-1], keys.shape[-2]
     if name in ("addmm", "baddbmm"):
         args = args[1:]
     if name in ("mm", "addmm"):

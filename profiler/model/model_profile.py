@@ -72,7 +72,9 @@ class OpProfile(Frozen):
     core: bool = Field(default=False, description="forward of unfused attention, from the scores to its output")
     within: str = Field(default="", description="forward only: the part of the layer that repeats it if recomputed")
     shape: tuple[Amount, Amount, Amount] | None = Field(
-        default=None, description="matmul only: rows, inner and columns of the product (batched: rows of all batches)"
+        default=None,
+        description="matmul: rows, inner and columns of the product (batched: rows of all batches); fused attention: "
+        "that of queries and keys, with the queries of all heads as rows",
     )
 
 
