@@ -337,7 +337,8 @@ def plan(
     precision: str | None = None,
     optimizer: str = "adamw",
     software: str | None = None,
-    memory_margin: float = 0.05,
+    memory_margin: float | None = None,
+    memory_risk: float | None = None,
     fits: str | None = None,
     setup: str | None = None,
     pad_vocab: int | None = None,
@@ -381,7 +382,7 @@ def plan(
         ),
         global_batch=_count("--global-batch", global_batch),
         seq_len=_count("--seq-len", seq_len),
-        stack=_stack(precision, optimizer, software, memory_margin),
+        stack=_stack(precision, optimizer, software, memory_margin, memory_risk),
     )
     choices = PlanOptions(
         made_for=fits,
@@ -519,7 +520,8 @@ def sweep(
     precision: str | None = None,
     optimizer: str = "adamw",
     software: str | None = None,
-    memory_margin: float = 0.05,
+    memory_margin: float | None = None,
+    memory_risk: float | None = None,
     pin: Pinned = (),
     time_limit: float = 60.0,
     cache: bool = True,
@@ -530,7 +532,8 @@ def sweep(
         _machine(None, device, gpus_per_node, cluster), gpus=None if gpus is None else ",".join(map(str, gpus))
     )
     lengths = [None] if seq_len is None else [_count("--seq-len", length) for length in seq_len]
-    stack, pins = _stack(precision, optimizer, software, memory_margin), PlanOptions(pin=_texts(pin)).pins()
+    stack = _stack(precision, optimizer, software, memory_margin, memory_risk)
+    pins = PlanOptions(pin=_texts(pin)).pins()
     batch = None if global_batch is None else str(global_batch)
     with terminal.Waiting(quiet=True) as waiting:
         return swept(
@@ -627,14 +630,19 @@ def _machine(
     )
 
 
-def _stack(precision: str | None, optimizer: str, software: str | None, memory_margin: float) -> StackOptions:
-    if not 0.0 <= memory_margin <= 0.9:
+def _stack(
+    precision: str | None, optimizer: str, software: str | None, memory_margin: float | None, memory_risk: float | None
+) -> StackOptions:
+    if memory_margin is not None and not 0.0 <= memory_margin <= 0.9:
         raise ValueError(f"--memory-margin {memory_margin}: give a share of GPU memory from 0 to 0.9")
+    if memory_risk is not None and not 0.001 <= memory_risk <= 0.999:
+        raise ValueError(f"--memory-risk {memory_risk}: give a probability from 0.001 to 0.999")
     return StackOptions(
         precision=None if precision is None else _one_of("--precision", precision, Precision),
         optimizer=_one_of("--optimizer", optimizer, Optimizer),
         software=software,
         memory_margin=memory_margin,
+        memory_risk=memory_risk,
     )
 
 

@@ -2,15 +2,16 @@
 
 import io
 import math
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from benchmarks.published.fit_bands import band, time_bands
 from meshwright.executor.reporting.terminal import print_memory, print_no_band, print_speed
-from meshwright.planner.cost.bands import Band, memory_band, no_band, time_band, time_kind
+from meshwright.planner.cost.bands import Band, margin_at, memory_band, memory_risk, no_band, time_band, time_kind
 from meshwright.planner.cost.estimate import StageMemory
-from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.document import Plan, Prediction
 from support.synthetic_plans import plan_by
 
 GIB = 2**30
@@ -128,3 +129,29 @@ def test_a_mixture_has_the_band_of_experts_whether_they_are_spread_or_not() -> N
     assert dense is not None
     assert experts is not None
     assert experts.high / experts.low > dense.high / dense.low
+
+
+def test_half_of_a_band_is_a_tenth_of_the_risk_on_either_side() -> None:
+    found = Band(0.9, 1.1, 100)
+
+    assert found.risk(100.0, 110.0) == pytest.approx(0.1)
+    assert found.risk(100.0, 90.0) == pytest.approx(0.9)
+    assert found.room(0.1) == pytest.approx(1.1)
+    assert found.room(0.05) > 1.1
+
+
+@pytest.mark.parametrize("risk", [0.01, 0.05, 0.3])
+def test_a_plan_that_fills_what_a_risk_leaves_it_has_that_risk(risk: float) -> None:
+    plan = transformer()
+    profile = SimpleNamespace(seq_len=plan.training.seq_len, attention_modules=plan.model.attention_modules)
+
+    margin = margin_at(risk, profile, plan.cluster.device.name)  # type: ignore[arg-type]
+
+    assert margin is not None
+    full = Prediction(step_time_s=1, tokens_per_s=1, mfu=0.4, stage_memory_bytes=(7e10,), budget_bytes=7e10)
+    training = plan.training.model_copy(update={"memory_margin": margin})
+    filled = plan.model_copy(update={"prediction": full, "training": training})
+    half = full.model_copy(update={"stage_memory_bytes": (3.5e10,)})
+    assert memory_risk(filled) == pytest.approx(risk)
+    assert memory_risk(filled.model_copy(update={"prediction": half})) == pytest.approx(0.0, abs=1e-9)
+    assert margin_at(risk, profile, "cpu") is None  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from meshwright.planner.answers import search as search_module
 from meshwright.planner.answers.verdict import FITS
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import load_plan
+from meshwright.profiler.model.model_profile import ModelProfile
 from support import slow
 from support.cli import run_plan, save_profile, small_profile, some_plan
 
@@ -362,6 +363,22 @@ def test_the_cpu_preset_trains_in_fp32(saved: str) -> None:
     machine = inputs.read_cluster(MachineOptions(gpus="2", device="cpu"))
     training, _ = inputs.read_training(small_profile(), machine, 2, StackOptions())
     assert training.precision == "fp32"
+
+
+def test_memory_is_left_free_for_a_risk_where_it_is_known() -> None:
+    machine, profile = inputs.read_cluster(MachineOptions(gpus="8", device="h100-80gb")), small_profile()
+
+    def margin(of: ModelProfile, **said: float) -> float:
+        return inputs.read_training(of, machine, 8, StackOptions(**said))[0].memory_margin  # type: ignore[arg-type]
+
+    attending = profile.model_copy(update={"attention_modules": ("0",), "seq_len": 64})
+    assert margin(attending, memory_risk=0.01) > margin(attending) > margin(attending, memory_risk=0.2)
+    assert margin(profile.model_copy(update={"seq_len": None})) == 0.05
+    assert margin(attending, memory_margin=0.3) == 0.3
+    with pytest.raises(ValueError, match="both say how much memory is left free"):
+        margin(attending, memory_margin=0.1, memory_risk=0.1)
+    with pytest.raises(ValueError, match="the risk is not known; give --memory-margin"):
+        margin(profile.model_copy(update={"seq_len": None}), memory_risk=0.1)
 
 
 def test_show_prints_a_saved_plan_again(saved: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def test_what_a_command_says_of_an_option_wins() -> None:
 
 
 def test_the_job_is_asked_for_in_the_same_words_everywhere() -> None:
-    stack = ["precision", "optimizer", "software", "memory_margin"]
+    stack = ["precision", "optimizer", "software", "memory_margin", "memory_risk"]
     job = ["gpus", "device", "gpus_per_node", "cluster", "global_batch", "seq_len", *stack]
 
     for app in (plan_app, explain_app):

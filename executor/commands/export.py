@@ -107,7 +107,8 @@ def _check_command(
     optimizer: Annotated[
         options.Optimizer | None, typer.Option("--optimizer", help="where the settings leave it open (default: adamw)")
     ] = None,
-    memory_margin: options.Margin = 0.05,
+    memory_margin: options.Margin = None,
+    memory_risk: options.Risk = None,
     software: Annotated[
         str | None,
         typer.Option(
@@ -162,7 +163,7 @@ def _check_command(
         if layout.seq_len is not None and layout.seq_len != profile.seq_len:
             waiting(f"the model at {layout.seq_len} tokens per sample")
             profile, _ = inputs.read_model(model, layout.seq_len, waiting, not no_cache)
-        training, assumptions = _training(layout, profile, devices, software, memory_margin)
+        training, assumptions = _training(layout, profile, devices, software, memory_margin, memory_risk)
         found = imported(layout, profile, devices, training)
         if output is not None:
             found.plan.save(output)
@@ -181,12 +182,15 @@ def _training(
     profile: "ModelProfile",
     machine: "ClusterSpec",
     software: str | None,
-    memory_margin: float,
+    memory_margin: float | None,
+    memory_risk: float | None,
 ) -> tuple[TrainingSpec, list[str]]:
     """(the job that the settings say, what is assumed about the rest)."""
     stack = load_software(software or layout.software).name
     optimizer = options.Optimizer.SGD if layout.sgd else options.Optimizer.ADAMW
-    computes = options.StackOptions(optimizer=optimizer, software=stack, memory_margin=memory_margin)
+    computes = options.StackOptions(
+        optimizer=optimizer, software=stack, memory_margin=memory_margin, memory_risk=memory_risk
+    )
     training, assumptions = inputs.read_training(profile, machine, layout.global_batch, computes)
     if layout.precision is not None:
         training = training.model_copy(update={"precision": layout.precision})

@@ -193,9 +193,37 @@ def read_training(
         precision=precision.value,
         optimizer=stack.optimizer.value,
         software=load_software(stack.software or REFERENCE).name,
-        memory_margin=stack.memory_margin,
+        memory_margin=_margin(stack, profile, cluster, assumptions),
     )
     return training, assumptions
+
+
+def _margin(stack: options.StackOptions, profile: ModelProfile, cluster: ClusterSpec, assumptions: list[str]) -> float:
+    """The share of memory that is left free, as it was said, or for a risk; what is assumed is added."""
+    from ...planner.cost.bands import USUAL_MARGIN, USUAL_RISK, margin_at
+
+    if stack.memory_margin is not None:
+        if stack.memory_risk is not None:
+            raise ValueError(
+                f"--memory-margin {stack.memory_margin:g} and --memory-risk {stack.memory_risk:g} both say how much "
+                "memory is left free: give one of them"
+            )
+        return stack.memory_margin
+    risk = USUAL_RISK if stack.memory_risk is None else stack.memory_risk
+    found = margin_at(risk, profile, cluster.device.name)
+    if found is not None:
+        if stack.memory_risk is None:
+            assumptions.append(
+                f"{found:.1%} of memory is left free, so that {risk:.0%} of such runs run out of it; --memory-risk "
+                "changes it"
+            )
+        return found
+    if stack.memory_risk is not None:
+        raise ValueError(
+            f"--memory-risk {stack.memory_risk:g}: no published run is of such a model and device, so the risk is not "
+            "known; give --memory-margin, the share that is left free"
+        )
+    return USUAL_MARGIN
 
 
 def read_plan(path: Path, *, to_run: bool = False) -> Plan:

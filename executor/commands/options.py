@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...planner.cost.bands import USUAL_RISK
 from ...planner.plan.frameworks import TARGETS, framework_of
 from ...planner.plan.training import REFERENCE, Objective
 
@@ -130,7 +131,27 @@ For = Annotated[
     ),
 ]
 Margin = Annotated[
-    float, typer.Option("--memory-margin", metavar="SHARE", min=0.0, max=0.9, help="share of GPU memory left free")
+    float | None,
+    typer.Option(
+        "--memory-margin",
+        metavar="SHARE",
+        min=0.0,
+        max=0.9,
+        help="share of GPU memory left free (default: by --memory-risk)",
+        show_default=False,
+    ),
+]
+Risk = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-risk",
+        metavar="SHARE",
+        min=0.001,
+        max=0.999,
+        help=f"how likely a plan may run out of memory, by what published runs used (default: {USUAL_RISK:g}; 5% of "
+        "memory left free where there are none)",
+        show_default=False,
+    ),
 ]
 Pin = Annotated[
     list[str] | None,
@@ -204,7 +225,8 @@ class StackOptions:
     precision: PrecisionFlag = None
     optimizer: OptimizerFlag = Optimizer.ADAMW
     software: SoftwareFlag = None
-    memory_margin: Margin = 0.05
+    memory_margin: Margin = None
+    memory_risk: Risk = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ...planner.answers.alternatives import in_words, shown
 from ...planner.answers.explain import reason
-from ...planner.cost.bands import time_band
+from ...planner.cost.bands import memory_risk, time_band
 from ...planner.plan.document import CONTEXT_NAMES, Plan
 from ...planner.plan.layer_counts import blocks_at
 from ...planner.plan.not_run import marked, not_run
@@ -149,6 +149,9 @@ def print_first_screen(
             lines.append(hanging("why", Text("; ".join(reasons)), "cyan"))
         if plan.prediction is not None:
             lines.append(_memory(plan))
+        risk = memory_risk(plan)
+        if risk is not None:
+            lines.append(hanging("", Text(f"of published runs with such predictions {risk:.0%} would run out"), "cyan"))
         lines += ["", _instead(others, plan, found), ""] if others else [""]
         if assumptions:
             lines.append(hanging("assumed", Text("; ".join(assumptions)), "yellow"))

@@ -1,11 +1,14 @@
 """How far predictions lay from published runs of the same kind: the band that 8 of 10 measurements fell in."""
 
+import math
 import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Literal
 
+from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import Plan
 
 Metric = Literal["allocated", "reserved", "device"]
@@ -26,6 +29,20 @@ class Band:
     def around(self, predicted: float) -> tuple[float, float]:
         """(low, high) around a prediction, in its unit."""
         return predicted * self.low, predicted * self.high
+
+    @property
+    def _errors(self) -> NormalDist:
+        """Of the logarithm of measured over predicted, normal, with the two quantiles of the band."""
+        low, high = math.log(self.low), math.log(self.high)
+        return NormalDist((low + high) / 2, (high - low) / 2 / NormalDist().inv_cdf(0.9))
+
+    def risk(self, predicted: float, limit: float) -> float:
+        """Probability that what is predicted is in truth more than a limit."""
+        return 1.0 - self._errors.cdf(math.log(limit / predicted))
+
+    def room(self, risk: float) -> float:
+        """Limit over prediction at which the probability of more is a risk, from above 0 to below 1."""
+        return math.exp(self._errors.inv_cdf(1.0 - risk))
 
 
 def time_kind(mixture: bool, precision: str, num_hosts: int) -> str:
@@ -53,12 +70,41 @@ def memory_band(plan: Plan, metric: Metric = "device") -> Band | None:
     return None if no_band(plan) else _bands()["memory"][metric]
 
 
+USUAL_RISK = 0.05
+"""Of running out of memory: what plans are made for where nobody says otherwise."""
+
+USUAL_MARGIN = 0.05
+"""Share of memory left free for a model of a kind of which no published run is."""
+
+
+def memory_risk(plan: Plan) -> float | None:
+    """Probability that a plan's fullest device runs out of memory, by what published runs used; None where none is of
+    the kind, or nothing was predicted."""
+    band, found = memory_band(plan), plan.prediction
+    if band is None or found is None or not found.stage_memory_bytes:
+        return None
+    share = max(size / found.budget_of(i) for i, size in enumerate(found.stage_memory_bytes))
+    return band.risk(share * (1.0 - plan.training.memory_margin), 1.0)
+
+
+def margin_at(risk: float, profile: ModelProfile, device: str) -> float | None:
+    """Share of memory to leave free so that a plan that uses the rest runs out with this probability; None where no
+    published run is of the kind."""
+    if _no_band(device, profile.seq_len, profile.attention_modules):
+        return None
+    return min(0.9, max(0.0, 1.0 - 1.0 / _bands()["memory"]["device"].room(risk)))
+
+
 def no_band(plan: Plan) -> str:
     """Why a plan's predictions have no band, as a sentence, or "": the published runs are of transformers that train on
     sequences of tokens, on GPUs, and say nothing of how far predictions of convolutions, images or CPUs are off."""
-    if plan.cluster.device.name.lower().startswith("cpu"):
+    return _no_band(plan.cluster.device.name, plan.training.seq_len, plan.model.attention_modules)
+
+
+def _no_band(device: str, seq_len: int | None, attention_modules: tuple[str, ...]) -> str:
+    if device.lower().startswith("cpu"):
         return "no published run is of a CPU"
-    if plan.training.seq_len is None or not plan.model.attention_modules:
+    if seq_len is None or not attention_modules:
         return "published runs are of language models, none of a model of this kind"
     return ""
 
