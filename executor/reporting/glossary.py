@@ -103,7 +103,7 @@ TERMS = (
     Term("reshard", "Give gathered parameters back after a layer's forward, and gather them again for its backward."),
     Term("transient", "Memory that is needed for a moment within a layer and is free after it."),
     Term("exposed", "Communication during which nothing is computed; what runs beside compute costs little."),
-    Term("budget", "Device memory less the share left free (by --memory-risk or --memory-margin): what a plan may use."),
+    Term("budget", "Device memory less the share left free (--memory-risk, --memory-margin): what a plan may use."),
     Term(
         "MFU",
         "Model FLOPs utilization: the FLOPs that the model itself needs in a step, over what the GPUs could do at "
