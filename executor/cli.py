@@ -5,7 +5,8 @@ import gc
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import typer
@@ -93,16 +94,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asks_for_all or f"_{called.upper()}_COMPLETE" in os.environ:
         commands()(args=words or ["--help"], prog_name=called)
         return
-    name, words = route(words)
     try:
-        if not name:
-            _check_first_word(words)
-        SUBCOMMANDS[name or "plan"](args=words, prog_name=f"{called} {name}".strip())
+        with _written_out():
+            name, words = route(words)
+            if not name:
+                _check_first_word(words)
+            SUBCOMMANDS[name or "plan"](args=words, prog_name=f"{called} {name}".strip())
     except ValueError as error:
         if type(error) is not ValueError:  # a subclass is not one of our sentences: a bug, let it show
             raise
         terminal.print_error(str(error))
         raise SystemExit(BAD_INPUT) from None
+    except OSError as error:
+        if type(error) not in _OF_FILES:
+            raise
+        terminal.print_error(_of_a_file(error))
+        raise SystemExit(BAD_INPUT) from None
+
+
+_OF_FILES = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+"""What the system says of files: full disks, names that are too long, folders without permission."""
+
+_LONGEST_NAME = 100
+
+
+@contextmanager
+def _written_out() -> Iterator[None]:
+    """What is printed is written out while its failure can still be told; nothing more is tried after one."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is None:  # stdout's; Python would try it again as it exits
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def _of_a_file(error: OSError) -> str:
+    """An error of the system in a sentence; names that fill a screen are cut."""
+    if error.filename is None:
+        return f"the output cannot be written: {error.strerror}; send it to another place, for example > a file"
+    name = str(error.filename)
+    shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+    return f"{shown}: {error.strerror}; give another file"
 
 
 def _check_first_word(words: Sequence[str]) -> None:

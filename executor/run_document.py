@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
-from ..profiler.document import Frozen, in_a_sentence
+from ..profiler.document import Frozen, in_a_sentence, parsed
 
 RUN_SCHEMA_VERSION = 1
 
@@ -61,7 +61,7 @@ def load_run(path: Path) -> tuple[RunHeader, list[RunStep]]:
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            document = json.loads(line)
+            document = parsed(json.loads, line)
             if document.get("kind") == "meshwright-run":
                 header = RunHeader.model_validate(document)
             else:

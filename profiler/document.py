@@ -3,9 +3,10 @@
 import json
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 class Frozen(BaseModel):
     """A value that is checked when it is made, knows all its fields and never changes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Document(Frozen):
@@ -60,8 +61,8 @@ class Document(Frozen):
         """Raises ValueError if the text is no JSON of this kind and version."""
         noun, kind, version = cls.noun(), cls.model_fields["kind"].default, cls.model_fields["schema_version"].default
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = parsed(json.loads, text)
+        except ValueError as error:
             raise ValueError(cls._not_json(path, error)) from None
         if not isinstance(data, dict) or data.get("kind") != kind:
             raise ValueError(f'{path} is not a Meshwright {noun}; a {noun} says "kind": "{kind}"')
@@ -80,6 +81,14 @@ class Document(Frozen):
         return cls.made_by.format(path=path)
 
 
+def parsed(parse: Callable[[str], Any], text: str) -> Any:
+    """What a parser makes of a text. Raises ValueError as parsers do, and where a text is nested too deep for one."""
+    try:
+        return parse(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
 def in_a_sentence(error: ValidationError) -> str:
     """The first thing that is wrong: where, and what."""
     first = error.errors()[0]
@@ -87,10 +96,10 @@ def in_a_sentence(error: ValidationError) -> str:
     return f"{where}: {first['msg'].removeprefix('Value error, ')}"
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Write a file that appears whole or not at all, as `replace_file` does. Raises ValueError where it cannot be."""
     try:
-        replace_file(path, text.encode())
+        replace_file(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror or error}; choose another place") from None
 

@@ -209,12 +209,25 @@ def read_plan(path: Path, *, to_run: bool = False) -> Plan:
     return document
 
 
+def runs_foreign_code(document: Plan, plan_file: Path) -> bool:
+    """Whether the model that a plan names is Python from outside of the plan's folder: plans come from anywhere, and
+    only what the user has named, or lies beside the plan, is run."""
+    path = Path(document.model.source.partition("@vocab%")[0])
+    holds_json = path.suffix == ".json" or path.is_dir()
+    return not holds_json and not path.resolve().is_relative_to(plan_file.resolve().parent)
+
+
 def profile_of(
     document: Plan, plan_file: Path, model: str | None, waiting: terminal.Waiting, no_cache: bool
 ) -> ModelProfile:
-    """The profile of a plan's model. Raises ValueError if it is not found, or has changed since."""
+    """The profile of a plan's model. Raises ValueError if it is not found, is not to be run, or has changed since."""
     source = model or document.model.source
     check_source(source, "--model says where the model, or its profile.json, is")
+    if model is None and runs_foreign_code(document, plan_file):
+        raise ValueError(
+            f"{plan_file} names the model file {source}, which lies outside of the plan's folder and would be run to "
+            f"profile it; if you trust it, say so: --model {source}"
+        )
     profile, _ = read_model(source, document.training.seq_len, waiting, not no_cache)
     if profile.fingerprint != document.model.fingerprint:
         raise ValueError(

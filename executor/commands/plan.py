@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ...planner.plan.training import Objective
+from ...profiler.document import write_file
 from ...profiler.machine.instances import instances
 from .. import api
 from ..reporting import terminal
@@ -80,7 +81,7 @@ def _plan_command(
     console = terminal.make_console(record=svg is not None)
     print_plan(console, found, target, quiet, verbose)
     if svg is not None:
-        console.save_svg(str(svg), title=f"plan {model} --gpus {found.document.degrees.num_devices}")
+        write_file(svg, console.export_svg(title=f"plan {model} --gpus {found.document.degrees.num_devices}"))
 
 
 @profile_app.command()

@@ -92,6 +92,11 @@ def _diff_command(
             notes.append("the plans are for different models, so only their own predictions are compared")
         elif model is None and not Path(plans[0].model.source.partition("@vocab%")[0]).exists():
             notes.append(f"causes are not known: {plans[0].model.source} is not here; --model says where it is")
+        elif model is None and inputs.runs_foreign_code(plans[0], first):
+            notes.append(
+                f"causes are not known: {plans[0].model.source}, which the plan names, lies outside of its folder, so "
+                "it is not run; --model says that it may be"
+            )
         else:
             profile = inputs.profile_of(plans[0], first, model, waiting, no_cache)
             priced = estimate(plans[0], profile), estimate(plans[1], profile)

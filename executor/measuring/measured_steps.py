@@ -9,7 +9,7 @@ from pydantic import PositiveFloat, ValidationError
 from ...planner.cost.refit import MeasuredStep
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.making import shape_of
-from ...profiler.document import Frozen, in_a_sentence
+from ...profiler.document import Frozen, in_a_sentence, parsed
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_report import WARM_UP_STEPS
 from ..run_document import load_run
@@ -37,13 +37,17 @@ def load_measured_steps(path: Path, profile_of: Callable[[Plan, str], ModelProfi
     if not path.is_file():
         raise ValueError(f"no such list of measured steps: {path}; each of its lines is like {_EXAMPLE}")
     steps = []
-    for number, text in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error}); each of its lines is like {_EXAMPLE}") from None
+    for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
         where = f"{path} line {number}"
         try:
-            line = _Line.model_validate(json.loads(text))
-        except (json.JSONDecodeError, ValidationError) as error:
+            line = _Line.model_validate(parsed(json.loads, text))
+        except ValueError as error:
             found = in_a_sentence(error) if isinstance(error, ValidationError) else str(error)
             raise ValueError(f"{where} is not a measured step ({found}); it should be like {_EXAMPLE}") from None
         plan = load_plan(path.parent / line.plan)

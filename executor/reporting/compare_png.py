@@ -1,10 +1,12 @@
 """A comparison as a PNG: one step of every set-up, stacked by cause. Needs matplotlib."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...planner.answers.candidate import Candidate
 from ...planner.answers.explain import CAUSES
+from ...profiler.document import write_file
 from ...profiler.machine.units import format_seconds
 from .report import loss_rows
 
@@ -48,4 +50,6 @@ def draw(path: Path, candidates: Sequence[Candidate]) -> None:
     axes.set_xlabel(f"predicted time of one step, {unit}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_file(path, picture.getvalue())

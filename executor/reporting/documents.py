@@ -3,14 +3,16 @@
 import json
 from pathlib import Path
 
+from ...profiler.document import parsed
+
 
 def json_kind(path: Path) -> str | None:
     """The "kind" of a JSON document of ours; None for anything else."""
     if path.suffix not in (".json", "") or not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        data = parsed(json.loads, path.read_text())
+    except ValueError as error:
         if path.suffix == "":
             return None
         raise ValueError(

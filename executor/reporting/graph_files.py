@@ -6,6 +6,7 @@ from typing import Any
 
 import networkx as nx
 
+from ...profiler.document import write_file
 from ...profiler.machine.units import format_bytes, format_count
 from ...profiler.model.layer_graph import layers_of
 
@@ -18,9 +19,9 @@ _UNSPEAKABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 def write_graph(graph: nx.DiGraph, path: Path) -> None:
     """Write the graph of a model, as DOT where the name ends in .dot, else as GraphML."""
     if path.suffix == ".dot":
-        path.write_text(dot(graph))
+        write_file(path, dot(graph))
     else:
-        nx.write_graphml_xml(_with_plain_values(graph), path)
+        write_file(path, "\n".join(nx.generate_graphml(_with_plain_values(graph))) + "\n")
 
 
 def dot(graph: nx.DiGraph) -> str:

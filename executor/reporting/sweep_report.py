@@ -1,5 +1,6 @@
 """A sweep as a table, a JSON document, and a picture: throughput of one GPU against their number."""
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -282,4 +283,6 @@ def _draw(path: Path, points: Sequence[Point]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"{points[0].profile.name} on {points[0].cluster.device.name}", fontsize=10)
     axes.legend(fontsize=8, frameon=False, loc="lower right")
-    drawing.savefig(path)
+    picture = io.BytesIO()
+    drawing.savefig(picture, format="png")
+    write_file(path, picture.getvalue())

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from ...profiler.document import Frozen, in_a_sentence
+from ...profiler.document import Frozen, in_a_sentence, parsed
 from ...profiler.machine.cluster import Device, Link
 from .kernels import family_of
 
@@ -257,10 +257,10 @@ def _stack(name_or_path: str) -> Software:
             f"there is no software {name_or_path!r}; there are {', '.join(all_software())}, or give the path of a TOML"
         )
     try:
-        ((name, table),) = tomllib.loads(path.read_text()).items()
+        ((name, table),) = parsed(tomllib.loads, path.read_text()).items()
         return Software(name=name, **table)
     except ValidationError as error:
         found = error.errors()[0]["input"]
         raise ValueError(f"{path} holds no table of one software: {in_a_sentence(error)} (found {found!r})") from None
-    except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no table of one software: {str(error).splitlines()[0]}") from None

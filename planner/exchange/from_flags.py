@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ...profiler.document import parsed
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.block_row import BlockRow
 from .targets import NAMES, Target
@@ -30,8 +31,8 @@ def read_document(path: Path) -> dict[str, Any]:
         raise ValueError(f"no such file: {path}")
     if path.suffix == ".json":
         try:
-            found = json.loads(text_of(path))
-        except json.JSONDecodeError as error:
+            found = parsed(json.loads, text_of(path))
+        except ValueError as error:
             raise ValueError(f"{path} is not JSON ({error})") from None
     else:
         try:
@@ -39,8 +40,8 @@ def read_document(path: Path) -> dict[str, Any]:
         except ImportError:
             raise ValueError(f"{path}: reading YAML needs PyYAML (pip install pyyaml)") from None
         try:
-            found = yaml.safe_load(text_of(path))
-        except yaml.YAMLError as error:
+            found = parsed(yaml.safe_load, text_of(path))
+        except (yaml.YAMLError, ValueError) as error:
             raise ValueError(f"{path} is not YAML ({error})") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no settings; a mapping of keys to values is read")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...profiler.document import parsed
 from .from_flags import read_document, text_of
 
 _RENAMED = {
@@ -46,8 +47,8 @@ def renamed(name: str) -> str:
 def titan_toml(path: Path) -> Recipe:
     """A TOML file of torchtitan, as it had them up to version 0.1. Raises ValueError if it is none."""
     try:
-        found = tomllib.loads(text_of(path))
-    except tomllib.TOMLDecodeError as error:
+        found = parsed(tomllib.loads, text_of(path))
+    except ValueError as error:
         raise ValueError(f"{path} is not TOML ({error})") from None
     said = {
         f"{section}.{key}": value

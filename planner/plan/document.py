@@ -10,7 +10,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import (
     AfterValidator,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     model_validator,
 )
@@ -18,7 +20,7 @@ from pydantic import (
 from ...profiler.document import Document, Frozen
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.machine.units import format_bytes, format_seconds
-from ...profiler.model.model_profile import BatchTensor, CrossingTensor, Experts, TensorCut
+from ...profiler.model.model_profile import BatchTensor, CrossingTensor, Experts, TensorCut, check_crossing
 from .display import Shown
 from .schedules import SCHEDULE_NAMES, Schedule, rank_and_chunk, stage_of
 from .training import TrainingSpec
@@ -173,7 +175,7 @@ class ModelReference(Frozen):
     name: str
     source: str
     fingerprint: str
-    num_parameters: int
+    num_parameters: NonNegativeInt
     ties: tuple[tuple[str, ...], ...] = ()
     tensors: tuple[CrossingTensor, ...] = Field(default=(), description="everything that can cross a cut")
     layer_modules: tuple[str, ...] = Field(description="outermost modules of all layers: what producers.py counts")
@@ -187,17 +189,17 @@ class ModelReference(Frozen):
 class Certificate(Frozen):
     """What was proven, by whom, and how far the proof reaches: of simulated steps, within the space searched."""
 
-    step_s: float = Field(description="seconds: the plan's simulated step")
-    fastest_s: float = Field(description="seconds: the simulated step of the fastest plan that was found")
-    bound: float = Field(description="seconds: no plan in the space has a shorter simulated step")
+    step_s: PositiveFloat = Field(description="seconds: the plan's simulated step")
+    fastest_s: PositiveFloat = Field(description="seconds: the simulated step of the fastest plan that was found")
+    bound: NonNegativeFloat = Field(description="seconds: no plan in the space has a shorter simulated step")
     gap: float = Field(description="(fastest_s - bound) / fastest_s: how much faster an unknown plan may be at most")
     status: Literal["optimal", "feasible"] = Field(description="optimal: the gap is at most 0.1%")
     solver: str
-    search_seconds: float
-    shapes: dict[Literal["total", "rejected", "pruned", "solved"], int]
-    rejected: dict[str, int] = Field(default={}, description="rule -> shapes it excluded")
+    search_seconds: NonNegativeFloat
+    shapes: dict[Literal["total", "rejected", "pruned", "solved"], NonNegativeInt]
+    rejected: dict[str, NonNegativeInt] = Field(default={}, description="rule -> shapes it excluded")
     framework: str | None = Field(default=None, description="the space holds only what this framework runs")
-    open_s: float | None = Field(
+    open_s: PositiveFloat | None = Field(
         default=None, description="seconds: the fastest plan found for the same software without that restriction"
     )
 
@@ -216,12 +218,14 @@ class Certificate(Frozen):
 class Prediction(Frozen):
     """The figures a plan was chosen by; estimate.py gives the whole account."""
 
-    step_time_s: float
-    tokens_per_s: float
-    mfu: float
-    stage_memory_bytes: tuple[float, ...]
-    budget_bytes: float = Field(description="of the first stage")
-    stage_budget_bytes: tuple[float, ...] = Field(default=(), description="of every stage, where devices are unequal")
+    step_time_s: NonNegativeFloat
+    tokens_per_s: NonNegativeFloat
+    mfu: NonNegativeFloat
+    stage_memory_bytes: tuple[NonNegativeFloat, ...]
+    budget_bytes: NonNegativeFloat = Field(description="of the first stage")
+    stage_budget_bytes: tuple[NonNegativeFloat, ...] = Field(
+        default=(), description="of every stage, where devices are unequal"
+    )
 
     def budget_of(self, position: int) -> float:
         """Bytes that a plan may use of the devices of a pipeline coordinate."""
@@ -319,6 +323,7 @@ class Plan(Document):
                 f"micro_batch x num_microbatches x data ranks = {self.micro_batch} x {self.num_microbatches} x "
                 f"{degrees.data} = {samples} samples, but global_batch is {self.training.global_batch}"
             )
+        self._check_layers()
         if (self.schedule == "none") != (degrees.pipeline == 1):
             raise ValueError(f"schedule={self.schedule!r} does not go with pipeline={degrees.pipeline}")
         follows = self.mesh_axes.index("context") == self.mesh_axes.index("data_shard") + 1
@@ -346,6 +351,26 @@ class Plan(Document):
                 f"{self.num_microbatches} do not make {rounds} such rounds: use a multiple of {degrees.pipeline}"
             )
         return self
+
+    def _check_layers(self) -> None:
+        """Raises ValueError unless the stages hold the model's layers, each once and in order, and its tensors are of
+        layers that there are."""
+        held = tuple(name for stage in self.stages for layer in stage.layers for name in layer.modules)
+        if held != self.model.layer_modules:
+            pairs = zip(held, self.model.layer_modules, strict=False)
+            place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(held), len(self.model.layer_modules)))
+            expected = next(iter(self.model.layer_modules[place:]), "no more")
+            raise ValueError(
+                f"the stages do not hold the model's modules in its order: number {place} is "
+                f"{next(iter(held[place:]), 'missing')}, and the model has {expected} there"
+            )
+        layers = sum(len(stage.layers) for stage in self.stages)
+        for number, tensor in enumerate(self.model.tensors):
+            check_crossing(number, tensor, layers, len(self.model.tensors))
+        ranks = self.degrees.pipeline
+        if self.prediction is not None and len(self.prediction.stage_memory_bytes) != ranks:
+            found = len(self.prediction.stage_memory_bytes)
+            raise ValueError(f"the prediction has memory of {found} pipeline ranks; there are {ranks}")
 
     @property
     def sequence_parallel(self) -> bool:

@@ -31,6 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Union
 
+from ..document import parsed
 from ..garbage import without_garbage_collection
 
 if TYPE_CHECKING:
@@ -440,7 +441,7 @@ def _copy_of(module: "nn.Module") -> "nn.Module":
 def _from_config(path: Path, multiple: int = 1) -> LoadedModel:
     """The model of a config.json. multiple: of which the number of words is made one, by adding some."""
     try:
-        document = json.loads(path.read_text())
+        document = parsed(json.loads, path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}. A Hugging Face config.json is a JSON object") from None
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):

@@ -13,9 +13,9 @@ through the three for every amount: work and memory of a layer grow with 1, s or
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from ..document import Document, Frozen
 
@@ -96,10 +96,10 @@ class PartBytes(Frozen):
     """Tensors of a layer that are kept or not as its parts are recomputed: by torch.utils.checkpoint, which keeps what
     a part is given, and of what its inside saves nothing."""
 
-    saved_in: tuple[int, ...] = Field(
+    saved_in: tuple[NonNegativeInt, ...] = Field(
         description="parts that save them, by index; (): saved by none, so not in `saved`"
     )
-    given_to: tuple[int, ...] = Field(description="parts that are given them")
+    given_to: tuple[NonNegativeInt, ...] = Field(description="parts that are given them")
     size: Bytes
 
     def is_kept(self, parts: Collection[int]) -> bool:
@@ -141,7 +141,7 @@ class ParameterProfile(Frozen):
     """One parameter of a layer class, named relative to the layer's root module."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     trainable: bool = True
 
     @property
@@ -157,7 +157,7 @@ class BufferProfile(Frozen):
     """One buffer of the model, on every rank that runs its module; never sharded."""
 
     name: str = Field(description="full name")
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     dtype: str = Field(description="a torch dtype name")
 
 
@@ -212,8 +212,8 @@ class TensorCut(Frozen):
     returned: dict[int, int] = Field(
         default={}, description="leaf of what the door returns -> the dim along which those of all ranks are joined"
     )
-    units: tuple[int, ...] = Field(description="the degree must divide each: heads, kv heads, feature widths")
-    sharded: dict[str, int] = Field(description="parameter (relative name) -> dim that is cut")
+    units: tuple[PositiveInt, ...] = Field(description="the degree must divide each: heads, kv heads, feature widths")
+    sharded: dict[str, NonNegativeInt] = Field(description="parameter (relative name) -> dim that is cut")
 
     @property
     def name(self) -> str:
@@ -229,7 +229,7 @@ class Experts(Frozen):
     """A bank of experts in one module: parameters stacked over experts, each token run through a few of them."""
 
     module: str = Field(description="relative to the layer's root module")
-    count: int
+    count: PositiveInt
     parameters: tuple[str, ...] = Field(description="relative names; dim 0 counts the experts")
     routed: Amount = Field(description="tokens through all experts of a micro-batch: its tokens times the top-k")
     called: Literal["", "routed", "stacked"] = Field(
@@ -303,9 +303,9 @@ class CrossingTensor(Frozen):
     """
 
     producer: Producer
-    made_by: int = Field(description="layer index")
-    last_used_by: int = Field(description="layer index")
-    used_by: tuple[int, ...] = Field(default=(), description="all layers that read it, in order")
+    made_by: NonNegativeInt = Field(description="layer index")
+    last_used_by: NonNegativeInt = Field(description="layer index")
+    used_by: tuple[NonNegativeInt, ...] = Field(default=(), description="all layers that read it, in order")
     given_to: tuple[int, ...] | None = Field(
         default=None, description="of used_by, if not all: layers whose modules are given it, and need it to run again"
     )
@@ -315,8 +315,10 @@ class CrossingTensor(Frozen):
     saved_in_fp32_by: tuple[int, ...] | None = Field(
         default=None, description="where the compute dtype is fp32, if others: one that casts first saves this there"
     )
-    same_as: int | None = Field(default=None, description="index of the first tensor with this memory, if handed on")
-    shape: tuple[int, ...] = Field(description="at one sample")
+    same_as: NonNegativeInt | None = Field(
+        default=None, description="index of the first tensor with this memory, if handed on"
+    )
+    shape: tuple[NonNegativeInt, ...] = Field(description="at one sample")
     dims: tuple[Literal["batch", "sequence", "other"], ...]
     dtype: str = Field(description="'compute', or a torch dtype name for a fixed one")
     requires_grad: bool
@@ -327,7 +329,7 @@ class LayerProfile(Frozen):
     """One layer of the chain, in execution order."""
 
     name: str
-    layer_class: int = Field(description="index into ModelProfile.classes")
+    layer_class: NonNegativeInt = Field(description="index into ModelProfile.classes")
     root: str = Field(description="module that class-relative names start from; '' for the model itself")
     modules: tuple[str, ...] = Field(description="full names of the modules that run in this layer, outermost only")
     parameters: tuple[str, ...] = Field(description="full names of the parameters it reads; tied ones in each reader")
@@ -337,7 +339,7 @@ class BatchTensor(Frozen):
     """One tensor of a micro-batch of one sample."""
 
     name: str = Field(description="keyword, or position as a number")
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     dims: tuple[Literal["batch", "sequence", "other"], ...]
     dtype: str
     counts_rows: bool = Field(default=False, description="its numbers count rows of all samples: edges, offsets")
@@ -353,7 +355,7 @@ class ModelProfile(Document):
     name: str
     source: str = Field(description="what it was made from: model.py, file.py:function, config.json, or a class name")
     fingerprint: str = Field(description="changes when the layers, their operators, shapes or parameters change")
-    seq_len: int | None = Field(description="None: the model has no sequence")
+    seq_len: PositiveInt | None = Field(description="None: the model has no sequence")
     torch_version: str
     classes: tuple[LayerClass, ...]
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
@@ -369,7 +371,7 @@ class ModelProfile(Document):
     context_problem: str = Field(
         default="", description="why ranks cannot run it on parts of its sequence: what would mix tokens, and how"
     )
-    smallest_micro_batch: int = Field(
+    smallest_micro_batch: PositiveInt = Field(
         default=1, description="samples; batch norm over single values takes no fewer than 2"
     )
     sharding_problem: str = Field(default="", description="why fully_shard cannot take its modules")
@@ -382,12 +384,33 @@ class ModelProfile(Document):
     decides_by_values: str = Field(
         default="", description="where it decides by the values of tensors what to compute: file:line and the operator"
     )
-    global_batch: int | None = Field(default=None, description="the model file's own suggestion")
-    longest_seq_len: int | None = Field(
+    global_batch: PositiveInt | None = Field(default=None, description="the model file's own suggestion")
+    longest_seq_len: PositiveInt | None = Field(
         default=None, description="tokens per sample for which tables of positions have rows; None: no such table seen"
     )
     notes: tuple[str, ...] = Field(default=(), description="what could not be cut or recognised, in words")
     other_lengths: tuple["ModelProfile", ...] = Field(default=(), description="the same model at two more lengths")
+
+    @model_validator(mode="after")
+    def _indices_and_names_fit_together(self) -> Self:
+        for number, layer in enumerate(self.layers):
+            if layer.layer_class >= len(self.classes):
+                raise ValueError(
+                    f"layer {number} is of class {layer.layer_class}, and there are {len(self.classes)} classes"
+                )
+            known = {parameter.name for parameter in self.classes[layer.layer_class].parameters}
+            for name in layer.parameters:
+                relative = name.removeprefix(layer.root + ".") if layer.root else name
+                if relative not in known:
+                    raise ValueError(f"layer {number} has a parameter {name} that its class does not know")
+        for number, tensor in enumerate(self.tensors):
+            check_crossing(number, tensor, len(self.layers), len(self.tensors))
+        for layer_class in self.classes:
+            _check_class(layer_class)
+        for given in self.batch:
+            if len(given.shape) != len(given.dims):
+                raise ValueError(f"element {given.name} of a batch has {len(given.shape)} dims and kinds of others")
+        return self
 
     @property
     def num_parameters(self) -> int:
@@ -426,6 +449,50 @@ class ModelProfile(Document):
             for layer in self.layers
             for op in self.classes[layer.layer_class].whole.operators
         )
+
+
+def check_crossing(number: int, tensor: CrossingTensor, layers: int, tensors: int) -> None:
+    """Raises ValueError if a tensor's layers are not there, or in no order in which it can be made and read."""
+    readers = (*tensor.used_by, *(tensor.given_to or ()), *tensor.saved_by, *(tensor.saved_in_fp32_by or ()))
+    furthest = max((tensor.made_by, tensor.last_used_by, *readers))
+    if furthest >= layers:
+        raise ValueError(f"tensor {number} names layer {furthest}, and there are {layers} layers")
+    if not tensor.made_by <= tensor.last_used_by or any(reader <= tensor.made_by for reader in tensor.used_by):
+        raise ValueError(f"tensor {number} is read before layer {tensor.made_by} has made it")
+    if tensor.same_as is not None and tensor.same_as >= tensors:
+        raise ValueError(f"tensor {number} is the same as tensor {tensor.same_as}, and there are {tensors}")
+    if len(tensor.shape) != len(tensor.dims):
+        raise ValueError(f"tensor {number} has {len(tensor.shape)} dims, and kinds of {len(tensor.dims)}")
+
+
+def _check_class(layer_class: LayerClass) -> None:
+    """Raises ValueError if what a class says of its cuts, experts and parts is not of its own parameters and parts."""
+    shapes = {parameter.name: parameter.shape for parameter in layer_class.parameters}
+    for cut in layer_class.cuts:
+        for name, dim in cut.sharded.items():
+            if name not in shapes or dim >= len(shapes[name]):
+                raise ValueError(f"a cut of {layer_class.name} cuts dim {dim} of {name}, which is not there")
+        if not (cut.rows or cut.columns):
+            raise ValueError(f"a cut of {layer_class.name} names no module")
+    for bank in layer_class.experts:
+        for name in bank.parameters:
+            if name not in shapes:
+                raise ValueError(f"experts of {layer_class.name} name a parameter {name} that is not there")
+    count = len(layer_class.parts)
+    modes = [layer_class.whole, layer_class.tensor, layer_class.sequence]
+    for costs in filter(None, [*modes, *layer_class.tensor_alone, *layer_class.sequence_without]):
+        if any(part >= count for held in costs.part_bytes for part in (*held.saved_in, *held.given_to)):
+            raise ValueError(f"{layer_class.name} holds bytes of a part that is not there: it has {count}")
+        if min((amount_at(op.flops, 1) for op in costs.operators), default=0.0) < -1.0:
+            raise ValueError(f"an operator of {layer_class.name} does less than no FLOPs for one sample")
+    for named, found in (
+        ("tensor_alone", layer_class.tensor_alone),
+        ("sequence_without", layer_class.sequence_without),
+    ):
+        if found and len(found) != len(layer_class.cuts):
+            raise ValueError(f"{layer_class.name} has {len(layer_class.cuts)} cuts, and {named} of {len(found)}")
+    if layer_class.cuts and layer_class.tensor is None:
+        raise ValueError(f"{layer_class.name} has cuts, and no costs with them applied")
 
 
 def load_profile(path: Path) -> ModelProfile:

@@ -1,5 +1,6 @@
 """A layer as one of several tensor-parallel ranks runs it: cut weights, and copies in place of collectives."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -36,7 +37,8 @@ def run_cut(
     """
     run = LayerRun(fake, chain, index, shapes, size, seq_len)
     rank = TensorRank(run, cuts, degree, seq_len, sequence_dims)
-    with fake.mode or nullcontext(), rank.applied():
+    with fake.mode or nullcontext(), rank.applied(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a loss on a slice warns of targets that are whole
         seen = run.run(arrive=rank.arrive, backward=backward)
     seen.collectives = rank.collectives
     return seen

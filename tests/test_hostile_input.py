@@ -1,0 +1,172 @@
+"""Careless and hostile input is answered, or refused in one sentence with exit code 2; nothing is left half-written."""
+
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.abuse import words
+from meshwright.executor import cli
+from meshwright.profiler.model.model_profile import load_profile
+from support.cli import run_plan, save_profile, some_plan
+
+MACHINE = ("--gpus", "4", "--device", "h100-80gb", "-b", "16", "--time-limit", "1")
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A saved profile."""
+    return save_profile(tmp_path)
+
+
+def changed(path: Path, change: Callable[[Any], None]) -> None:
+    """Change a JSON document in place."""
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def test_drawn_documents_and_command_lines_are_answered_or_refused() -> None:
+    wrong: list[words.Found] = []
+
+    words.run(0, 12, wrong.append)
+
+    assert wrong == []
+
+
+@pytest.mark.slow
+def test_more_documents_and_command_lines_are_answered_or_refused() -> None:
+    wrong: list[words.Found] = []
+
+    words.run(1000, 300, wrong.append)
+
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda d: d["layers"][1].update(layer_class=99), "layer 1 is of class 99"),
+        (lambda d: d["layers"][1].update(layer_class=-1), "greater than or equal to 0"),
+        (lambda d: d.update(classes=[]), "and there are 0 classes"),
+        (lambda d: d.update(layers=[]), "at least 1 item"),
+        (lambda d: d.update(seq_len=0), "greater than 0"),
+        (lambda d: d.update(seq_len=-8), "greater than 0"),
+        (lambda d: d.update(global_batch=-1), "greater than 0"),
+        (lambda d: d["classes"][0]["whole"]["saved"].update(elements=[float("nan")] * 4), "finite number"),
+        (lambda d: d["classes"][0]["whole"]["saved"].update(elements=[float("inf")] * 4), "finite number"),
+        (lambda d: d["classes"][0]["parameters"][0].update(shape=[-4, 4]), "greater than or equal to 0"),
+        (lambda d: d["classes"][0]["parameters"][0].update(name="another"), "a parameter .* its class does not know"),
+        (lambda d: d["tensors"][0].update(made_by=10**6), "names layer 1000000, and there are"),
+        (lambda d: d["tensors"][0].update(same_as=10**6), "the same as tensor 1000000"),
+    ],
+)
+def test_a_corrupt_profile_is_refused_with_what_is_wrong(
+    profile: Path, change: Callable[[Any], None], rule: str
+) -> None:
+    changed(profile, change)
+
+    with pytest.raises(ValueError, match=rule):
+        load_profile(profile)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000])
+@pytest.mark.parametrize("command", [("show",), ()])
+def test_what_is_nested_too_deep_is_refused(
+    tmp_path: Path, text: str, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text(text)
+
+    assert run_plan(*command, str(path), *(() if command else MACHINE)) == 2
+
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_plan_whose_layers_are_in_another_order_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    some_plan().save(path)
+    changed(path, lambda d: d["stages"][0]["layers"].reverse())
+
+    assert run_plan("show", str(path)) == 2
+
+    assert "do not hold the model's modules in its order" in " ".join(capsys.readouterr().err.split())
+
+
+class _Full(io.TextIOBase):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_full_output_is_told_in_a_sentence(
+    tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    some_plan().save(path)
+    monkeypatch.setattr("sys.stdout", _Full())
+
+    assert run_plan("show", str(path), *flags) == 2
+
+    assert "the output cannot be written: No space left on device" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_picture_that_cannot_be_written_is_told(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = str(tmp_path / "out.json")
+
+    assert run_plan(str(profile), *MACHINE, "-q", "-o", plan, "--svg", "/dev/full") == 2
+
+    assert "/dev/full cannot be written: No space left on device" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_name_of_5000_characters_is_refused_briefly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan("a" * 5000, *MACHINE) == 2
+
+    assert len(capsys.readouterr().err) < 1000
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_only_a_model_file_beside_the_plan_is_run(
+    tmp_path: Path, outside: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "plans"
+    folder.mkdir()
+    ran = tmp_path / "ran"
+    model = (tmp_path if outside else folder) / "model.py"
+    model.write_text(f"open({str(ran)!r}, 'w').close()\n")
+    made = some_plan()
+    reference = made.model.model_copy(update={"source": str(model)})
+    made.model_copy(update={"model": reference}).save(folder / "plan.json")
+
+    for command in ("explain", "report"):
+        assert run_plan(command, str(folder / "plan.json"), "--no-cache") == 2
+
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("lies outside of the plan's folder" in said) == outside
+    assert ran.exists() != outside
+
+
+def test_an_interrupt_while_the_command_is_imported_ends_in_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from meshwright import __main__ as entry
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "main", interrupted)
+    monkeypatch.setattr("sys.unraisablehook", None)
+
+    with pytest.raises(SystemExit, match="130"):
+        entry.main()
+
+    assert capsys.readouterr().err == "interrupted\n"
