@@ -243,6 +243,17 @@ def test_unknown_fields_get_their_default_and_are_said(field: str, value: object
     assert known[field] == value
 
 
+@pytest.mark.parametrize(("layers", "pieces"), [(8, 2), (12, 3), (16, 2), (20, 5), (10, 2)])
+def test_unknown_pieces_of_stages_divide_their_layers(layers: int, pieces: int) -> None:
+    told = {"config__schedule": "interleaved-1f1b", "config__vpp": None, "config__global_batch": 32}
+
+    setting = setting_of(row(**(PIPELINE | told), model__n_layers=layers))
+
+    assert setting.shape.virtual_stages == pieces
+    assert "vpp" in setting.assumed
+    assert sum(setting.blocks) == layers
+
+
 def test_an_unknown_batch_is_one_micro_batch_on_each_rank() -> None:
     setting = setting_of(row(config__global_batch=None))
 
