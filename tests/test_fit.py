@@ -1,19 +1,22 @@
 """The fit to published step times: constants are tried where they apply, and planted factors come out again."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
-from benchmarks.published.constants import CONSTANTS, Constant, applies, factors_of, on_cluster, tried
+from benchmarks.published.constants import CONSTANTS, SHARES, Constant, applies, factors_of, on_cluster, tried
 from benchmarks.published.fit import Case, Fit
+from benchmarks.published.fit_bands import FITTED
 from meshwright.planner.cost.estimate import estimate, step_seconds
 from meshwright.planner.cost.kept import kept
+from meshwright.planner.cost.software import all_software
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
-from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.machine.cluster import cluster_of, device_names, load_device
 from support.published_rows import row
 from support.synthetic import layer_class, profile
 
@@ -139,3 +142,36 @@ def test_what_is_kept_is_made_once_for_each_object_and_goes_with_it() -> None:
     first, second = Document(), Document()
 
     assert (length(first), length(second), length(first)) == (1, 2, 1)
+
+
+# --- the fit that the project has ------------------------------------------------------------------------------------
+
+FAR = 3.0
+"""Spreads from what was likely before any data at which a constant stands in for a term that is missing."""
+
+
+def test_no_constant_ends_far_from_what_was_likely() -> None:
+    fitted = json.loads((FITTED / "fit.json").read_text())
+
+    far = {
+        name: factor
+        for name, factor in fitted["factors"].items()
+        if abs(math.log(factor)) > FAR * fitted["spreads"][name]
+    }
+
+    assert set(fitted["factors"]) == {constant.name for constant in CONSTANTS}
+    assert far == {}
+
+
+def test_no_fitted_share_is_all_or_nothing() -> None:
+    holders = [*all_software().values(), *(load_device(name) for name in device_names() if name != "cpu")]
+
+    found = {
+        (holder.name, field): getattr(holder, field)
+        for holder in holders
+        for field in SHARES
+        if field in holder.model_fields_set
+    }
+
+    assert len(found) > 20
+    assert {where: value for where, value in found.items() if not 0.02 < value < 0.98} == {}

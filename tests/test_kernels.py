@@ -250,6 +250,11 @@ def test_no_fitted_number_ends_on_a_bound_of_its_range() -> None:
     assert on_bound == []
 
 
+def test_kernels_that_are_not_known_are_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"no kernels 'hoper'; there are ampere, hopper, .* or leave the line out"):
+        load_software("fsdp2-eager").on(H100.model_copy(update={"kernels": "hoper"}))
+
+
 UNMEASURED = {"cpu", "a10g", "mi300x", "mi325x", "mi355x", "rtx-5090", "rtx-pro-6000"}
 
 

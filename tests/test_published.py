@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import metrics, score
+from benchmarks.published import metrics, report, score
 from benchmarks.published.clusters import NETWORK_EFFICIENCY, network_bits_per_node, place
 from benchmarks.published.grow import profile_of
 from benchmarks.published.models import Latent, Mixture, Sizes, loaded
@@ -58,6 +58,18 @@ def sweep_of(pairs: list[tuple[float, float]]) -> metrics.Sweep:
     """A sweep of one group, by (predicted, measured); each row has its own micro-batch."""
     rows = [priced(p, m, config__micro_batch=2**i, config__global_batch=512) for i, (p, m) in enumerate(pairs)]
     return metrics.sweeps(rows)[0]
+
+
+def test_a_sweep_counts_for_the_median_of_tau_by_its_pairs() -> None:
+    large = [priced(i, i, scoring__gpu="large", config__micro_batch=i, config__global_batch=512) for i in range(1, 8)]
+    small = [
+        priced(5 - i, i, scoring__gpu="small", config__micro_batch=i, config__global_batch=512) for i in range(1, 5)
+    ]
+
+    tau = report.Scores([*large, *small], without_score=0).document()["tau"]
+
+    assert tau["median"] > 0.5
+    assert tau["worst"] == -1.0
 
 
 def test_tau_is_one_in_order_and_minus_one_in_reverse() -> None:
@@ -229,6 +241,17 @@ def test_unknown_fields_get_their_default_and_are_said(field: str, value: object
         "recompute": setting.recompute,
     }
     assert known[field] == value
+
+
+@pytest.mark.parametrize(("layers", "pieces"), [(8, 2), (12, 3), (16, 2), (20, 5), (10, 2)])
+def test_unknown_pieces_of_stages_divide_their_layers(layers: int, pieces: int) -> None:
+    told = {"config__schedule": "interleaved-1f1b", "config__vpp": None, "config__global_batch": 32}
+
+    setting = setting_of(row(**(PIPELINE | told), model__n_layers=layers))
+
+    assert setting.shape.virtual_stages == pieces
+    assert "vpp" in setting.assumed
+    assert sum(setting.blocks) == layers
 
 
 def test_an_unknown_batch_is_one_micro_batch_on_each_rank() -> None:

@@ -73,6 +73,22 @@ def test_a_file_that_holds_no_stack_is_refused(tmp_path: Path) -> None:
         load_software(str(path))
 
 
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("overlap = 1.4", r"overlap: .* less than or equal to 1 \(found 1.4\)"),
+        ("layer_s = -1e-3", r"layer_s: .* greater than or equal to 0 \(found -0.001\)"),
+        ('attention_kernel = "flash-9"', r"attention_kernel: .*'flash-2'.* \(found 'flash-9'\)"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_the_range(tmp_path: Path, line: str, rule: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'[mine]\ndescription = "x"\n{line}\nsource = "made up"\n')
+
+    with pytest.raises(ValueError, match=rule):
+        load_software(str(path))
+
+
 def test_a_precision_without_a_rate_is_refused_with_those_there_are() -> None:
     model = profile([layer_class("block", 1e12, 10_000_000, saved=1e6, inputs=1e6)], [0])
     training = TrainingSpec(global_batch=1, seq_len=64, precision="fp4")

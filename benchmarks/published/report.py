@@ -13,6 +13,7 @@ from .metrics import (
     Sweep,
     memory_error,
     out_of_memory,
+    quantile,
     strata,
     summary,
     sweeps,
@@ -67,7 +68,7 @@ class Scores:
 
     def document(self) -> dict[str, Any]:
         """The JSON document. Errors are |ln(predicted / measured)|; `dense` is bf16 and fp16, `moe` all precisions."""
-        taus = [sweep.tau for sweep in self.sweeps if sweep.tau is not None]
+        taus = [(sweep.tau, sweep.pairs) for sweep in self.sweeps if sweep.tau is not None]
         regrets = [sweep.mean_regret for sweep in self.sweeps]
         return {
             "time": {
@@ -76,7 +77,10 @@ class Scores:
                 "by": {name: {key: asdict(value) for key, value in part.items()} for name, part in self.by.items()},
             },
             "memory": _brief(self.memory),
-            "tau": {"median": _median(taus), "worst": min(taus, default=None)},
+            "tau": {
+                "median": quantile([tau for tau, _ in taus], [pairs for _, pairs in taus], 0.5) if taus else None,
+                "worst": min((tau for tau, _ in taus), default=None),
+            },
             "regret": {
                 "median": _median(regrets),
                 "worst": max((sweep.worst_regret for sweep in self.sweeps), default=None),

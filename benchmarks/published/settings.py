@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "recompute": "none, or selective where that does not fit, or (not in mixtures) full",
     "moe_dispatcher": "a token once to each host, as DeepEP does",
     "schedule": "1f1b where there is a pipeline",
-    "vpp": 2,  # where a schedule is interleaved, in as many parts as are not told
+    "vpp": 2,  # where a schedule is interleaved, in as many parts as are not told; or as the layers of a stage divide
     "n_dense_layers": 0,
     "n_shared_experts": 0,
     "ep": 1,
@@ -380,7 +380,7 @@ def _schedule(row: Row, num_layers: int, pipeline: int, microbatches: int, assum
     if interleaved or (virtual or 1) > 1:
         if virtual is None:
             assumed.append("vpp")
-        virtual = virtual or DEFAULTS["vpp"]
+        virtual = virtual or _pieces(num_layers, pipeline)
         in_rounds = microbatches % max(1, microbatches // pipeline) == 0
         if virtual > 1 and in_rounds and num_layers + 2 >= pipeline * virtual:
             return ("zb-h1" if zero_bubble else "interleaved"), virtual
@@ -391,6 +391,16 @@ def _schedule(row: Row, num_layers: int, pipeline: int, microbatches: int, assum
     if told not in ("1f1b", "gpipe", "None", "none") and not interleaved and "schedule" not in assumed:
         assumed.append("schedule")
     return "gpipe" if "gpipe" in told.lower() else "1f1b", 1
+
+
+def _pieces(num_layers: int, pipeline: int) -> int:
+    """Stages of each rank where an interleaved schedule does not tell them: as usual, but of stages of equal layers the
+    fewest that leave as many layers in each (three layers are no two pieces)."""
+    layers, left = divmod(num_layers, pipeline)
+    usual: int = DEFAULTS["vpp"]
+    if left or layers < usual:
+        return usual
+    return next(pieces for pieces in range(usual, layers + 1) if layers % pieces == 0)
 
 
 def _blocks(row: Row, layers: int, pipeline: int, virtual: int) -> tuple[int, ...]:

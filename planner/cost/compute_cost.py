@@ -13,7 +13,7 @@ from ...profiler.model.model_profile import Amount, Costs, OpProfile
 from ..plan.document import Recompute, parts_of
 from .elementwise import Values
 from .kept import kept
-from .kernels import KernelFamily, attention_s, bank_products_s, families, product_s
+from .kernels import KernelFamily, attention_s, bank_products_s, family_of, product_s
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -249,17 +249,24 @@ def _operators_s(table: OperatorTable, amounts: Amounts, device: Device, precisi
             share = measured_efficiency(shape, device.matmul_samples[precision])
             seconds[i, j] = flops[i, j] / (peak * share)
     slowest: Floats = np.maximum(seconds, device.launch)
-    if device.kernels and precision not in device.matmul_samples:
-        _price_by_shape(slowest, table, amounts, traffic_s, device, precision)
+    family = family_of(device)
+    if family is not None and precision not in device.matmul_samples:
+        _price_by_shape(slowest, table, amounts, traffic_s, device, precision, family)
     return slowest
 
 
 def _price_by_shape(
-    seconds: Floats, table: OperatorTable, amounts: Amounts, traffic_s: Floats, device: Device, precision: str
+    seconds: Floats,
+    table: OperatorTable,
+    amounts: Amounts,
+    traffic_s: Floats,
+    device: Device,
+    precision: str,
+    family: KernelFamily,
 ) -> None:
     """Puts into `seconds` what the device's kernels take by shape: products (not those inside attention that is not
     fused) and fused attention, where they are known in this precision."""
-    family, low = families()[device.kernels], precision in LOW_PRECISIONS
+    low = precision in LOW_PRECISIONS
     usual = "bf16" if low or precision == "fp16" else precision
     if usual not in family.products:
         return

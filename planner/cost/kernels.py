@@ -152,9 +152,20 @@ def families() -> dict[str, KernelFamily]:
     return {name: KernelFamily.model_validate(table) for name, table in tomllib.loads(FILE.read_text()).items()}
 
 
+def family_of(device: Device) -> KernelFamily | None:
+    """The kernels of a device, if any are known. Raises ValueError that names the families there are."""
+    if device.kernels and device.kernels not in families():
+        raise ValueError(
+            f"device {device.name!r}: there are no kernels {device.kernels!r}; there are {', '.join(families())}, "
+            "or leave the line out: its efficiencies count then"
+        )
+    return families().get(device.kernels)
+
+
 def rings_of(device: Device) -> RingRates | None:
     """What is known of collectives between such devices of a host."""
-    return families()[device.kernels].rings if device.kernels else None
+    family = family_of(device)
+    return None if family is None else family.rings
 
 
 def products_s(

@@ -24,7 +24,7 @@ from .data_cost import DataRates, DataSeconds, added_elements, added_share, expo
 from .elementwise import Values
 from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
 from .kept import kept, memo, memo_by
-from .kernels import ExchangeRates, families, rings_of
+from .kernels import ExchangeRates, family_of, rings_of
 from .kinds import Kind, kinds_of
 from .layer_parts import (
     backward_at,
@@ -406,7 +406,8 @@ class CostModel:
     @cached_property
     def exchange(self) -> ExchangeRates | None:
         """What kernels that send tokens straight to experts reach on the device, where that is known."""
-        return families()[self.device.kernels].exchange if self.device.kernels else None
+        family = family_of(self.device)
+        return None if family is None else family.exchange
 
     def host_s(self, kind: Kind, shape: Shape) -> float:
         """Seconds that the host adds to a pass through a layer, for its experts too."""

@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from ...profiler.document import Frozen, parsed
+from ...profiler.document import Frozen, in_a_sentence, parsed
 from ...profiler.machine.cluster import Device, Link
-from .kernels import families
+from .kernels import family_of
 
 _FILE = Path(__file__).with_name("software.toml")
 
@@ -125,8 +125,8 @@ class Software(Frozen):
             }
         elif self.low_precision != 1.0:
             changes["low_precision_efficiency"] = device.low_precision_efficiency * self.low_precision
-        if device.kernels:
-            family = families()[device.kernels]
+        family = family_of(device)
+        if family is not None:
             generation = family.generation(self.attention_kernel)
             changes["attention_speed"] = device.attention_speed * self.attention * generation
             products = self.matmul * self.low_precision
@@ -259,5 +259,8 @@ def _stack(name_or_path: str) -> Software:
     try:
         ((name, table),) = parsed(tomllib.loads, path.read_text()).items()
         return Software(name=name, **table)
+    except ValidationError as error:
+        found = error.errors()[0]["input"]
+        raise ValueError(f"{path} holds no table of one software: {in_a_sentence(error)} (found {found!r})") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no table of one software: {str(error).splitlines()[0]}") from None
