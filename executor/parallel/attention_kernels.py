@@ -124,10 +124,10 @@ def _scores(
     if is_causal:
         rows = torch.arange(block.start, block.stop, device=query.device).unsqueeze(-1)
         scores = scores.masked_fill(torch.arange(keys.shape[-2], device=query.device) > rows, -torch.inf)
-    if mask is None:
-        return scores
-    bias = _bias(mask if mask.shape[-2] == 1 else mask[..., block, :], query)
-    return scores + bias
+    if mask is not None and mask.shape[-2] > 1:
+        mask = mask[..., block, :]
+    bias = _bias(mask, query)
+    return scores if bias is None else scores + bias
 
 
 def _spread(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
