@@ -2,13 +2,17 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 Samples = Iterable[Any] | Callable[..., Iterable[Any]]
+
+Padding = Mapping[str, float] | Mapping[int, float]
+"""Key of a sample (number, in a tuple) -> what its sequence is filled up with."""
 
 
 def shares(
@@ -23,18 +27,22 @@ def shares(
     shuffle: int | None,
     workers: int,
     pinned: bool,
+    pad: Callable[[Any], Any] | None = None,
 ) -> Iterator[Any]:
     """Of every global batch of share * num_ranks samples the rank's share, collated; an incomplete last one is not.
 
     taken: samples of this epoch, over all ranks, that are not to come again. shuffle: seed of the order, which is
     another one in every epoch; None: as they are. workers: processes that read ahead. pinned: in memory from which a
-    GPU copies beside its work. Raises ValueError where samples without numbers are to be shuffled or read by workers.
+    GPU copies beside its work. pad: makes a sample as long as all others. Raises ValueError where samples without
+    numbers are to be shuffled or read by workers.
     """
     by_shard = callable(samples) and _num_arguments(samples) >= 2
     given: Any = samples
     if callable(samples) and not _is_indexed(samples):
         given = samples(rank, num_ranks) if by_shard else samples()
     collated = collate or default_collate
+    if pad is not None:
+        collated = partial(_collated_alike, collated, pad)
     if _is_indexed(given):
         order = _order(len(given), shuffle, epoch)
         total = share * num_ranks
@@ -64,6 +72,43 @@ def shares(
         if place == each - 1:
             yield collated(own)
             own = []
+
+
+class Padded:
+    """Fills up the sequences of a sample to one length. Raises ValueError if one is longer, or there is none."""
+
+    def __init__(self, length: int, values: Padding) -> None:
+        self._length, self._values = length, values
+
+    def __call__(self, sample: Any) -> Any:
+        """The sample, padded."""
+        if isinstance(sample, Mapping):
+            made: Any = dict(sample)
+        else:
+            made = list(sample) if isinstance(sample, tuple | list) else [sample]
+        for key, value in self._values.items():
+            made[key] = self._padded(key, made, value)
+        if isinstance(sample, Mapping):
+            return made
+        return tuple(made) if isinstance(sample, tuple | list) else made[0]
+
+    def _padded(self, key: Any, sample: Any, value: float) -> torch.Tensor:
+        try:
+            given = torch.as_tensor(sample[key])
+        except (KeyError, IndexError, TypeError):
+            known = list(sample) if isinstance(sample, dict) else list(range(len(sample)))
+            raise ValueError(f"pad has {key!r}, but a sample has only {known}: name what is to be padded") from None
+        missing = self._length - (given.shape[0] if given.dim() else 0)
+        if missing < 0:
+            raise ValueError(
+                f"a sample has {given.shape[0]} tokens in {key!r}, the plan's sequences have {self._length}: cut it, "
+                f"or plan with --seq-len {given.shape[0]}"
+            )
+        return torch.cat([given, given.new_full((missing, *given.shape[1:]), value)])
+
+
+def _collated_alike(collate: Callable[[list[Any]], Any], pad: Callable[[Any], Any], samples: list[Any]) -> Any:
+    return collate([pad(sample) for sample in samples])
 
 
 def _order(length: int, shuffle: int | None, epoch: int) -> Any:

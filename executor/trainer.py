@@ -45,7 +45,7 @@ from .parallel.random_numbers import RandomNumbers
 from .parallel.shared_gradients import SharedGradients
 from .parallel.stage_module import stages_in
 from .parallel.whole_matrices import prepare_optimizer, whole_tensor
-from .sample_loader import Samples, shares
+from .sample_loader import Padded, Padding, Samples, shares
 from .state.checkpoint import Checkpoints
 from .state.checkpoint_folder import Progress
 from .state.extra_state import Stateful
@@ -434,6 +434,7 @@ class Trainer:
         shuffle: bool = False,
         workers: int = 0,
         training: bool = True,
+        pad: Padding | None = None,
     ) -> Iterator[Any]:
         """This rank's share of every global batch of `samples`, collated; the last, incomplete batch is left out.
 
@@ -445,8 +446,13 @@ class Trainer:
 
         collate: makes a batch of a list of samples (pads it, say); None: as torch does. shuffle: by the trainer's seed
         and the epoch, alike on all ranks. workers: processes that read ahead. training: False for data to evaluate on,
-        which does not count as progress. Raises ValueError if samples without numbers are to be shuffled.
+        which does not count as progress. pad: fill up sequences to the plan's length, each with its value, as in
+        pad={"input_ids": 0, "labels": -100}, or {0: 0, 1: -100} of tuples; let `weight` count what is none of it.
+        Raises ValueError if samples without numbers are to be shuffled, or one is longer than the plan's.
         """
+        length = self.plan.training.seq_len
+        if pad is not None and length is None:
+            raise ValueError("pad=... needs a length of sequences, but the plan's model has none: pad in collate=...")
         taken = self._skip if training else 0
         if training:
             self._skip = 0
@@ -461,6 +467,7 @@ class Trainer:
             shuffle=self._seed if shuffle else None,
             workers=workers,
             pinned=self.mesh.device.type == "cuda",
+            pad=None if pad is None or length is None else Padded(length, pad),
         )
         for batch in found:
             taken += self.plan.training.global_batch

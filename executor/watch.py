@@ -38,6 +38,10 @@ PATIENCE = 6
 GRACE_S = 5.0
 """How long a rank may take to end by itself once another one has failed."""
 
+SILENT_S = 60.0
+"""How long a rank may give no sign of life while the one before it waits for others, before that takes it for dead.
+Most waits end by themselves when a connection breaks, but not those for connections that are still to be made."""
+
 _FAILURE, _BEAT = "failure", "beat"
 
 _LAUNCHED = {"MASTER_ADDR", "MASTER_PORT", "RANK"}
@@ -79,6 +83,8 @@ class Watch:
         self._ended, self._connected = threading.Event(), threading.Event()
         self._telling, self._told = threading.Lock(), False
         self._count = 0
+        self._neighbour, self._neighbour_s = b"", time.monotonic()
+        self._lost_store_s: float | None = None
         self._holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._given_store = store
         self._store: PrefixStore
@@ -144,8 +150,13 @@ class Watch:
             try:
                 self._put()
                 failed = self._store.check([_FAILURE])
-            except dist.DistError:  # the rank that holds the store is gone; the main thread will meet it, or hangs
-                failed = False
+                lost = self._lost_rank()
+                self._lost_store_s = None
+            except dist.DistError:
+                failed, lost = False, self._lost_store()
+            if lost is not None:
+                self._tell(lost)
+                os._exit(1)
             if failed:
                 if not self._ended.wait(2 * GRACE_S if self._holds_store else GRACE_S):
                     os._exit(1)
@@ -155,6 +166,38 @@ class Watch:
                 if self._holds_store:
                     time.sleep(GRACE_S)
                 os._exit(1)
+
+    def _lost_rank(self) -> str | None:
+        """Words on the next rank, if it is silent for too long while this one waits for others; else None."""
+        following = (self.rank + 1) % self.num_ranks
+        key = f"{_BEAT}{following}"
+        seen = self._store.get(key) if self._store.check([key]) else b""
+        if seen != self._neighbour or math.isinf(self._times):
+            self._neighbour, self._neighbour_s = seen, time.monotonic()
+        silent_s = time.monotonic() - self._neighbour_s
+        if not seen or silent_s <= max(SILENT_S, 3 * self.beat_s):
+            return None
+        beat = Beat(**json.loads(seen))
+        if beat.ended:
+            return None
+        return (
+            f"rank {following} of {self.num_ranks} gave no sign of life for {silent_s:.0f} s {beat.what}: it was "
+            "killed (most likely because memory was used up), or its machine is gone"
+        )
+
+    def _lost_store(self) -> str | None:
+        """Words on the rank that holds the store, if nobody is there any more while this one waits for others; None if
+        it still is, or only the connection was lost, which a step does without."""
+        now = time.monotonic()
+        self._lost_store_s = self._lost_store_s or now
+        if now - self._lost_store_s <= 2 * GRACE_S or math.isinf(self._times) or not os.environ.keys() >= _LAUNCHED:
+            return None
+        with (
+            suppress(OSError),
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5.0),
+        ):
+            return None
+        return self._diagnosis()
 
     def _is_late(self) -> bool:
         return time.monotonic() - self._since > self.hang_s * self._times

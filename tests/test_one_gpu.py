@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.one_gpu import proofs
 from benchmarks.one_gpu.__main__ import Failure, Row, markdown, rows_of
 from benchmarks.one_gpu.composed import composed_step_s, kernels_s
 from benchmarks.one_gpu.rank import RankRun, run_rank
@@ -51,6 +52,25 @@ def test_a_rank_steps_without_its_peers(words: str, rank: int, stage: int) -> No
     assert (run.rank, run.stage, run.peak_bytes) == (rank, stage, None)
     assert run.step_s > 0
     assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's compiler
+@pytest.mark.parametrize("name", proofs.PROOFS)
+def test_proofs_that_need_no_gpu_hold_and_others_say_so(name: str) -> None:
+    found = proofs.PROOFS[name]("cpu")
+
+    needs_none = {"compiled layers", "save beside the next steps", "attention kernels"}
+    assert (found == proofs.NEEDS_GPU) == (name not in needs_none)
+
+
+@pytest.mark.slow
+def test_a_wrong_gradient_of_attention_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = proofs.attention_backward
+    monkeypatch.setattr(proofs, "attention_backward", lambda *given: [1.1 * grad for grad in right(*given)])
+
+    with pytest.raises(proofs.FailedError, match="relative difference of an output or gradient"):
+        proofs.attention("cpu")
 
 
 @pytest.mark.gpu

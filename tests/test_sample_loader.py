@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.executor import parallelize
-from meshwright.executor.sample_loader import shares
+from meshwright.executor.sample_loader import Padded, shares
 from support.ranks import run_ranks
 from support.tied_net import GLOBAL_BATCH, TiedNet, adamw, loss, plan_of, samples, tied_profile
 
@@ -112,3 +112,38 @@ def test_a_shuffled_epoch_of_other_lengths_goes_on_under_another_plan(tmp_path: 
     rest = run_ranks(_losses, 2, tmp_path / "run", {"tensor": 2}, 5, True)[0]
 
     assert first + rest == pytest.approx(expected, rel=1e-5)
+
+
+def test_samples_of_all_lengths_are_filled_up_to_the_plans() -> None:
+    ragged = [{"input_ids": torch.arange(1, n + 1), "labels": torch.arange(n), "id": n} for n in (3, 5, 1, 4)]
+    given: dict[str, Any] = {"taken": 0, "epoch": 0, "collate": None, "shuffle": None, "workers": 0, "pinned": False}
+
+    (batch,) = shares(ragged, share=4, rank=0, num_ranks=1, pad=Padded(5, {"input_ids": 0, "labels": -100}), **given)
+
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 0, 0], [1, 2, 3, 4, 5], [1, 0, 0, 0, 0], [1, 2, 3, 4, 0]]
+    assert batch["labels"][2].tolist() == [0, -100, -100, -100, -100]
+    assert batch["id"].tolist() == [3, 5, 1, 4]
+
+
+def test_tuples_and_single_tensors_are_padded_by_number() -> None:
+    assert [part.tolist() for part in Padded(3, {1: -100})((7, torch.tensor([1, 2])))[1:]] == [[1, 2, -100]]
+    assert Padded(3, {0: 0})(torch.tensor([4])).tolist() == [4, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("pad", "told"),
+    [
+        ({"labels": -100}, "a sample has 5 tokens in 'labels', the plan's sequences have 4: cut it, or plan with"),
+        ({"label": 0}, r"pad has 'label', but a sample has only \['labels'\]: name what is to be padded"),
+    ],
+)
+def test_what_cannot_be_padded_is_told(pad: dict[str, float], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Padded(4, pad)({"labels": torch.zeros(5)})
+
+
+def test_a_model_without_sequences_is_not_padded() -> None:
+    trainer = parallelize(TiedNet, plan_of(tied_profile()), adamw, loss=loss)
+
+    with pytest.raises(ValueError, match="the plan's model has none: pad in collate="):
+        next(iter(trainer.loader(samples(), pad={0: 0})))

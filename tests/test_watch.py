@@ -92,6 +92,42 @@ def test_a_rank_that_never_comes_is_named(
     assert messages(endings)[0].startswith(message)
 
 
+def _waits(plan: Plan, victim: int) -> None:
+    """One rank is killed in the middle of its start-up, while the other waits for what no connection tells it of."""
+    watch.SILENT_S = 1.0
+    rank = int(os.environ["RANK"])
+
+    def build() -> TiedNet:
+        assert watch._current is not None
+        until(watch._current._connected.is_set)
+        if rank == victim:
+            threading.Event().wait(1.0)  # until the other has seen it
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            threading.Event().wait(1.0)
+
+    parallelize(build, plan, adamw, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("victim", "message"),
+    slow.but_first(
+        [
+            (1, "meshwright: rank 1 of 2 gave no sign of life for"),
+            (0, "meshwright: rank 0 of 2, which holds the store of the job, is gone"),
+        ],
+        1,
+    ),
+)
+def test_who_waits_for_a_killed_rank_without_a_connection_to_it_hears_of_it(
+    profile: ModelProfile, tmp_path: Path, victim: int, message: str
+) -> None:
+    endings = launch(_waits, 2, tmp_path, plan_of(profile, shard=2), victim, timeout_s=60.0)
+
+    assert endings[1 - victim].exit_code == 1
+    assert [line[: len(message)] for line in messages(endings)] == [message]
+
+
 def test_a_rank_that_hangs_in_start_up_is_named_with_the_line(profile: ModelProfile, tmp_path: Path) -> None:
     endings = launch(_start, 2, tmp_path, plan_of(profile, shard=2), tmp_path, hangs, (0, 1), "hangs")
 

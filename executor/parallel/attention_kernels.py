@@ -124,7 +124,9 @@ def _scores(
     if is_causal:
         rows = torch.arange(block.start, block.stop, device=query.device).unsqueeze(-1)
         scores = scores.masked_fill(torch.arange(keys.shape[-2], device=query.device) > rows, -torch.inf)
-    bias = _bias(mask if mask is None or mask.shape[-2] == 1 else mask[..., block, :], query)
+    if mask is not None and mask.shape[-2] > 1:
+        mask = mask[..., block, :]
+    bias = _bias(mask, query)
     return scores if bias is None else scores + bias
 
 

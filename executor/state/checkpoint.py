@@ -30,6 +30,7 @@ from .boxes import Box
 from .checkpoint_folder import Progress, complete_checkpoints, latest_checkpoint, read_progress
 from .checksums import CHECKSUMS, CheckedReader, DamagedError, damage_in
 from .extra_state import Stateful, check_alike
+from .host_copies import HostCopies
 from .random_state import set_random_state
 from .run_lock import RunLock, hold, let_go
 from .run_state import State
@@ -44,6 +45,7 @@ class Checkpoints:
         self._state, self._plan, self._mesh, self._watch = state, plan, mesh, watch
         # A group of its own, on the CPU: a checkpoint is written beside the steps that follow.
         self._group = dist.new_group(backend="gloo") if mesh.device_mesh is not None else None
+        self._copies = HostCopies()
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
         self._locks: dict[Path, RunLock] = {}
@@ -61,15 +63,15 @@ class Checkpoints:
         for name, extra in extras.items():
             check_alike(name, extra, self.on_all)
         found, objects = self._state.saved_boxes(extras, self.buffers_elsewhere()), self._state.saved_objects(extras)
-        if not wait:
-            found = [Box(b.key, b.whole, b.offsets, b.tensor.to("cpu", copy=True)) for b in found]
-        planned = Writes(found, objects)
         if wait:
-            self._write(folder, progress, planned, keep)
+            self._write(folder, progress, Writes(found, objects), keep)
             return
+        found, made = self._copies.take(found)
+        planned = Writes(found, objects)
 
         def write() -> None:
             try:
+                made()
                 self._write(folder, progress, planned, keep)
             except BaseException as error:
                 self._error = error
