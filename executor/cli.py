@@ -21,6 +21,7 @@ from .commands.plan import devices_app, plan_app, profile_app, show_app
 from .commands.report import diff_app, report_app
 from .commands.run import replan_app
 from .commands.sweep import sweep_app
+from .commands.tune import tune_app
 from .commands.weights import weights_app
 from .reporting import terminal
 
@@ -29,6 +30,7 @@ SUBCOMMANDS = {
     "explain": explain_app,
     "compare": compare_app,
     "sweep": sweep_app,
+    "tune": tune_app,
     "show": show_app,
     "report": report_app,
     "diff": diff_app,
@@ -44,7 +46,7 @@ SUBCOMMANDS = {
 }
 
 _PANELS = {
-    "Ask": ("plan", "explain", "compare", "sweep"),
+    "Ask": ("plan", "explain", "compare", "sweep", "tune"),
     "Look at a plan": ("show", "report", "diff", "glossary"),
     "Use it": ("export", "export-weights", "check", "verify", "replan"),
     "Models and machines": ("profile", "devices", "calibrate"),
