@@ -17,6 +17,7 @@ from .commands.explain import explain_app
 from .commands.export import check_app, export_app
 from .commands.glossary import glossary_app
 from .commands.here import calibrate_app, verify_app
+from .commands.learn import learn_app
 from .commands.plan import devices_app, plan_app, profile_app, show_app
 from .commands.report import diff_app, report_app
 from .commands.run import replan_app
@@ -43,13 +44,14 @@ SUBCOMMANDS = {
     "profile": profile_app,
     "devices": devices_app,
     "calibrate": calibrate_app,
+    "learn": learn_app,
 }
 
 _PANELS = {
     "Ask": ("plan", "explain", "compare", "sweep", "tune"),
     "Look at a plan": ("show", "report", "diff", "glossary"),
     "Use it": ("export", "export-weights", "check", "verify", "replan"),
-    "Models and machines": ("profile", "devices", "calibrate"),
+    "Models and machines": ("profile", "devices", "calibrate", "learn"),
 }
 """Heading in --help -> the commands below it."""
 

@@ -174,6 +174,7 @@ def test_a_leader_that_is_predicted_too_slow_lets_in_plans_that_share_that_error
 
 
 RAISED = 'Traceback (most recent call last):\n  File "m.py", line 1\nValueError: the model says no\n'
+ENDED = "  rank      : {0} (local_rank: {0})\n  exitcode  : {1} (pid: 7)\n"
 ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
 
 
@@ -190,7 +191,7 @@ ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n
         ("torch.OutOfMemoryError: out of memory on rank 3\n" + ELASTIC, "memory", "rank 3"),
         ("\nmeshwright: rank 0 of 2 hangs: for 61 s in step 3, at m.py:3; the others wait\n", "hang", "m.py:3"),
         ("\nmeshwright: rank 1 of 2 gave no sign of life any more in step 2: it was killed\n", "killed", "rank 1"),
-        (ELASTIC + "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n", "killed", "rank 1 was killed"),
+        (ELASTIC + ENDED.format(0, -15) + ENDED.format(1, -9), "killed", "rank 1 was killed by signal 9"),
         ("", "crash", "exit status 7 without a word"),
     ],
 )

@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of table, plot and a file for every model")
     arguments = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
-        parser.error("the plot needs matplotlib (pip install matplotlib), and is drawn after all runs: install it first")
+        parser.error("the plot, drawn after all runs, needs matplotlib: pip install matplotlib first")
     problem = network.problem()
     if problem is not None:
         say(f"links are not shaped, for {problem}: all ranks talk over the loopback; only compute is emulated")

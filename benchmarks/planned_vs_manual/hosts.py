@@ -52,8 +52,8 @@ def problem() -> str | None:
 
 @contextmanager
 def emulated(count: int, *bytes_per_s: float) -> Iterator[list[Host]]:
-    """`count` hosts, each with a full-duplex link of that rate, or of its own where there are several; two hosts talk at
-    the lower rate of both. Gone again at the end, whatever happens."""
+    """`count` hosts, each with a full-duplex link of that rate, or of its own where there are several: two hosts talk
+    at the lower rate of both. Gone again at the end, whatever happens."""
     hosts = [Host(f"mwhost{i}", f"10.78.0.{i + 1}", f"mw{i}") for i in range(count)]
     _remove(hosts)
     try:

@@ -34,6 +34,9 @@ PATIENCE = 20.0
 START_TIMES = 3.0
 """Times a step's limit that the start of a job may take, as in the trainer's own watch."""
 
+_IMPORTS_S = 30.0
+"""How long ranks may take to import torch and the model, which nobody watches: twice what was seen under load."""
+
 _SETTLE_S = 12.0
 """How long the trainer's watch may take to say who hangs, beyond a step's limit."""
 
@@ -265,7 +268,8 @@ class LaunchedTrack:
         if not fresh:
             job.tell(str(steps))
         while True:
-            patience_s = (step_limit_s * START_TIMES if fresh and not started_s else step_limit_s) + _SETTLE_S
+            starts = fresh and not started_s
+            patience_s = (step_limit_s * START_TIMES + _IMPORTS_S if starts else step_limit_s * steps) + _SETTLE_S
             left_s = limit_s - (time.monotonic() - began)
             try:
                 said = job.hear(min(patience_s, left_s))
@@ -273,7 +277,7 @@ class LaunchedTrack:
                 self.leave(label)
                 if left_s <= patience_s:
                     return Fallen("budget", f"the budget was over after {limit_s:.0f} s of its lap")
-                doing = "start" if fresh and not started_s else "come to the end of its lap"
+                doing = "start" if starts else "come to the end of its lap"
                 return Fallen("hang", f"it did not {doing} within {patience_s:.0f} s")
             except BaseException:
                 self.leave(label)
