@@ -9,12 +9,13 @@ import pytest
 
 from meshwright.executor.measuring.significance import paired
 from meshwright.executor.reporting.tune_page import tune_page
-from meshwright.executor.tuning.entrants import Entrant, Pool, could_be_best, to_beat_s
+from meshwright.executor.tuning.entrants import Entrant, Pool, could_be_best, teachers, to_beat_s
 from meshwright.executor.tuning.jobs import Fallen, LaunchedJob, cause_of, filled, processes_with, read_launcher
 from meshwright.executor.tuning.race import lap_steps, leader_of, out_after
 from meshwright.executor.tuning.record import LapLine, Record, load_record
 from meshwright.executor.tuning.rounds import Job, Tuned, Tuning
 from meshwright.executor.tuning.sitting import Venue, check_cluster, header_of, open_record, read_budget
+from meshwright.planner.answers.alternatives import family
 from meshwright.planner.answers.search import SearchResult, search
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
@@ -24,7 +25,7 @@ from support.tracks import HiddenTrack
 from support.waiting import until
 
 PROFILE = profile(
-    [layer_class("block", 1e8, 4_000_000, saved=1e6, inputs=1e5, heads=4, transient=1e5)], [0] * 4, crossing=1e5
+    [layer_class("block", 1e8, 4_000_000, saved=1e6, inputs=1e5, heads=4, transient=1e5)], [0] * 2, crossing=1e5
 )
 CLUSTER = cluster_of(load_device("cpu"), 2)
 TRAINING = TrainingSpec(global_batch=16, seq_len=64, precision="fp32")
@@ -107,7 +108,8 @@ def test_a_record_on_a_full_disk_loses_its_lines_and_not_the_race(tmp_path: Path
     record = Record(Path("/dev/full"), header)
     job = Job(PROFILE, CLUSTER, TRAINING, search_s=2.0, knobs=tuple(TRUTH))
 
-    found = Tuning(job, HiddenTrack(PROFILE, CLUSTER, TRUTH), record, lambda line: None).run(chosen)
+    track = HiddenTrack(PROFILE, CLUSTER, TRUTH, stops_after=4)
+    found = Tuning(job, track, record, lambda line: None).run(chosen)
 
     assert found.plan.measured is not None
     assert "the record lacks its last lines: No space left on device" in found.reason
@@ -165,6 +167,19 @@ def test_candidates_are_those_whose_bands_overlap_and_one_of_each_family_comes_f
     far = Entrant("far", "the search", found[0].plan, 10 * found[0].predicted_s)
     named = Entrant("named", "--setup", found[0].plan, 10 * found[0].predicted_s)
     assert [each.label for each in could_be_best([found[0], far, named], 1)] == [found[0].label, "named"]
+
+
+def test_the_best_of_two_other_families_teach_the_fit(chosen: SearchResult) -> None:
+    pool = Pool(PROFILE)
+    pool.add_result(chosen)
+    found = pool.priced(CLUSTER)
+
+    first = teachers(found, found[:1])
+
+    kinds = [family(each.plan.degrees) for each in (found[0], *first)]
+    assert len(first) == 2
+    assert len(set(kinds)) == 3
+    assert teachers(found, found) == []
 
 
 def test_a_leader_that_is_predicted_too_slow_lets_in_plans_that_share_that_error_up_to_a_limit() -> None:
@@ -346,7 +361,7 @@ def test_jobs_that_fall_in_every_way_end_alone_and_leave_no_process(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(FAULTS)
     setups = [word for size in (1, 2, 4, 8, 16) for word in ("--setup", f"ddp mb={size}")]
-    few = ["--pin", "pipeline=1", "--pin", "tensor=1", "--pin", "micro_batch=16", "--timeout", "8"]
+    few = ["--pin", "pipeline=1", "--pin", "tensor=1", "--pin", "micro_batch=16", "--timeout", "20"]
 
     assert run_plan("tune", "net.py", "--gpus", "2", "--device", "cpu", "--budget", "8m", *setups, *few) == 0
 

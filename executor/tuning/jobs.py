@@ -362,9 +362,9 @@ def cause_of(output: str, status: int, has_begun: bool = True) -> Fallen:
     """Why a job ended, from what it printed: in the trainer's own words where it had any."""
     said, raised = _SAID.findall(output), _RAISED.findall(output)
     own = [line for line in raised if not line.startswith(("torch.distributed.elastic", "ChildFailedError"))]
-    summary = [
-        f"rank {rank} was killed by signal {code[1:]}" for rank, code in _SUMMARY.findall(output) if code[0] == "-"
-    ]
+    ended = [(rank, int(code)) for rank, code in _SUMMARY.findall(output)]
+    ended.sort(key=lambda each: each[1] == -signal.SIGTERM)  # by which torchrun ends the others
+    summary = [f"rank {rank} was killed by signal {-code}" for rank, code in ended if code < 0]
     message = (said or own or summary or [_last_line(output)])[0] or (
         f"it ended with exit status {status} without a word"
     )

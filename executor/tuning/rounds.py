@@ -29,6 +29,7 @@ from .entrants import (
     key_of,
     on_cluster,
     priced_layouts,
+    teachers,
     to_beat_s,
     usual_layouts,
 )
@@ -193,7 +194,8 @@ class Tuning:
                 self._pool.add(plan, f"usual layout: {words}")
 
     def _first(self) -> list[Entrant]:
-        """The first round: as many of those that could be the best as the budget bears, but at least two."""
+        """The first round: as many of those that could be the best as the budget bears, but at least two; and who
+        teaches the fit."""
         found = could_be_best(self._pool.priced(self._base))
         budget_s, chosen = FIRST_SHARE * self.job.budget_s, list[Entrant]()
         for each in found:
@@ -201,7 +203,7 @@ class Tuning:
             if len(chosen) >= 2 and budget_s < 0 and each.by != "--setup":
                 break
             chosen.append(each)
-        return chosen
+        return [*chosen, *teachers(self._pool.priced(self._base), chosen)]
 
     def _unseen(self) -> list[Entrant]:
         """The next ones to try where none could be measured, of those that need less memory than what ran out of it."""
