@@ -50,6 +50,7 @@ ORDER = (
     "tutorials/megatron-script.md",
     "tutorials/lora.md",
     "tutorials/rented-gpus.md",
+    "tutorials/tune.md",
     "reference/cli.md",
     "reference/api.md",
     "reference/documents.md",

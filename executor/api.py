@@ -17,7 +17,7 @@ from ..profiler.model.model_profile import ModelProfile
 from .commands import inputs
 from .commands.options import JobOptions, MachineOptions, Optimizer, PlanOptions, Precision, SpaceOf, StackOptions
 from .reporting import terminal
-from .reporting.documents import check_document
+from .reporting.documents import check_document, json_kind
 from .reporting.explain_report import Explanation
 from .reporting.output_files import check_replaceable, check_writable
 from .reporting.report import joined_notes
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from .measuring.compare import Comparison
     from .measuring.verify import VerifyReport
     from .reporting.report_facts import Facts
+    from .tuning.record import Record
+    from .tuning.rounds import Tuned
+    from .tuning.sitting import Venue
 
     Model = str | Path | ModelProfile | nn.Module | Callable[[], nn.Module]
     """What can be planned: the path of a model.py, file.py:function, config.json or its folder, or profile.json; a
@@ -299,6 +302,75 @@ def profiled(
     loaded = load_model(model, seq_len, request.batch, request.loss)
     waiting("profiling the model on fake tensors")
     return trace(loaded, lengths=lengths), loaded
+
+
+def tuned(
+    request: Request, setups: Sequence[str], budget_s: float, place: "Venue", waiting: terminal.Waiting
+) -> "tuple[Tuned, Record, list[str]]":
+    """Candidates raced on the real cluster until the best measured one is the best predicted one, or the budget is
+    spent; (the outcome, the record of it, notes). What is wrong is said before anything is launched.
+
+    setups: layouts that take part whatever their prediction. place: where the plan, the record and the jobs are.
+    """
+    from .tuning.rounds import Job, Tuning
+    from .tuning.sitting import (
+        PROBE_S,
+        check_budget,
+        check_cluster,
+        check_here,
+        forget,
+        header_of,
+        memory_for_jobs,
+        open_record,
+        track_of,
+    )
+
+    if not isinstance(request.model, str | Path):
+        raise ValueError("plan tune starts the ranks of the model's file: give its path")
+    machine = request.cluster or inputs.read_cluster(request.job.machine)
+    pins = request.choices.pins()
+    check_here(machine, place.launcher)
+    profile, _ = profiled(request, waiting)
+    if json_kind(Path(request.model)) == "meshwright-profile":
+        raise ValueError(f"plan tune runs the model, and {request.model} is only its profile: give the model itself")
+    stack = request.choices.stack(request.job.stack)
+    training, notes = inputs.read_training(profile, machine, request.job.global_batch, stack)
+    given, unfit = _given(setups, profile, machine, training)
+    result = searched(profile, machine, training, pins, request.time_limit_s, waiting)
+    check_budget(budget_s, result.plan)
+    track = track_of(place, machine, str(request.model), memory_for_jobs(machine))
+    header = header_of(result.plan.model.name, profile.fingerprint, result.plan, machine, place.launcher)
+    record = open_record(place, header)
+    if place.launcher is not None:
+        waiting("asking every rank what it sees")
+        try:
+            notes += check_cluster(track.probe(result.plan, min(budget_s, PROBE_S)), machine)
+        except BaseException:
+            if not place.resume:
+                forget(place)
+            raise
+    if not place.resume:
+        result.plan.save(place.plan)
+    job = Job(profile, machine, training, pins, given, budget_s, request.time_limit_s)
+    return Tuning(job, track, record, waiting.say).run(result), record, [*notes, *unfit]
+
+
+def _given(
+    setups: Sequence[str], profile: ModelProfile, cluster: ClusterSpec, training: "TrainingSpec"
+) -> "tuple[tuple[tuple[str, Plan], ...], list[str]]":
+    """(what --setup names and its plan, of those that fit; what became of the others)."""
+    from ..planner.answers.verdict import THE_PLAN
+    from .measuring.compare import PLANNED, beside, read_setups
+
+    if not setups:
+        return (), []
+    from ..planner.answers.candidate import Candidate
+
+    first = Candidate(PLANNED, None, None, THE_PLAN)
+    asked = read_setups(setups, cluster)
+    found = beside(first, None, profile, cluster, training, asked).candidates[1:]
+    unfit = [f"--setup {each.label} takes no part: {each.verdict}" for each in found if each.plan is None]
+    return tuple((each.label, each.plan) for each in found if each.plan is not None), unfit
 
 
 def searched(

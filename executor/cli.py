@@ -18,10 +18,12 @@ from .commands.explain import explain_app
 from .commands.export import check_app, export_app
 from .commands.glossary import glossary_app
 from .commands.here import calibrate_app, verify_app
+from .commands.learn import learn_app
 from .commands.plan import devices_app, plan_app, profile_app, show_app
 from .commands.report import diff_app, report_app
 from .commands.run import replan_app
 from .commands.sweep import sweep_app
+from .commands.tune import tune_app
 from .commands.weights import weights_app
 from .reporting import terminal
 
@@ -30,6 +32,7 @@ SUBCOMMANDS = {
     "explain": explain_app,
     "compare": compare_app,
     "sweep": sweep_app,
+    "tune": tune_app,
     "show": show_app,
     "report": report_app,
     "diff": diff_app,
@@ -42,13 +45,14 @@ SUBCOMMANDS = {
     "profile": profile_app,
     "devices": devices_app,
     "calibrate": calibrate_app,
+    "learn": learn_app,
 }
 
 _PANELS = {
-    "Ask": ("plan", "explain", "compare", "sweep"),
+    "Ask": ("plan", "explain", "compare", "sweep", "tune"),
     "Look at a plan": ("show", "report", "diff", "glossary"),
     "Use it": ("export", "export-weights", "check", "verify", "replan"),
-    "Models and machines": ("profile", "devices", "calibrate"),
+    "Models and machines": ("profile", "devices", "calibrate", "learn"),
 }
 """Heading in --help -> the commands below it."""
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
+from ..planner.plan.document import Plan
 from ..profiler.document import Frozen, in_a_sentence, parsed
 
 RUN_SCHEMA_VERSION = 1
@@ -23,6 +24,8 @@ class RunHeader(Frozen):
     torch_version: str
     tokens_per_step: PositiveInt
     memory_kind: Literal["resident", "allocated"]
+    plan: Plan | None = None
+    """By which it runs, without what was weighed beside it; None in files of earlier versions."""
 
 
 class AxisSeconds(Frozen):
@@ -47,6 +50,8 @@ class RunStep(Frozen):
     """[rank]; allocated: of this step; resident: of the process until now."""
     communication_s: dict[str, AxisSeconds]
     """Axis, or `all` for what goes over all ranks, to seconds over ranks."""
+    rank_communication_s: tuple[NonNegativeFloat, ...] = ()
+    """[rank] seconds in which communication was under way, summed over axes: who has least, the others wait for."""
 
 
 def load_run(path: Path) -> tuple[RunHeader, list[RunStep]]:

@@ -74,6 +74,7 @@ class Telemetry:
                 torch_version=torch.__version__,
                 tokens_per_step=plan.training.global_batch * (plan.training.seq_len or 1),
                 memory_kind="allocated" if on_gpu else "resident",
+                plan=plan.model_copy(update={"certificate": None, "alternatives": ()}),
             )
         )
 
@@ -127,6 +128,7 @@ class Telemetry:
                     axis: AxisSeconds(mean=float(rows[:, 1 + i].mean()), max=float(rows[:, 1 + i].max()))
                     for i, axis in enumerate(self._axes)
                 },
+                rank_communication_s=tuple(float(rows[process, 1:].sum()) for process in order) if self._axes else (),
             )
         )
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.executor.measuring import reference_steps
-from meshwright.executor.measuring.calibrate import calibrate, check_device_output
+from meshwright.executor.measuring.calibrate import calibrate
 from meshwright.executor.measuring.reference_steps import references
+from meshwright.executor.reporting.output_files import check_device_output
 from meshwright.planner.cost.compute_cost import measured_efficiency, moving_s, operator_s, optimizer_s
 from meshwright.profiler.machine import calibrate as profiler
 from meshwright.profiler.machine.calibrate import (

@@ -1,6 +1,7 @@
 """`python -m benchmarks.planned_vs_manual`: planned against manual set-ups on an emulated cluster, table and plot."""
 
 import argparse
+import importlib.util
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of table, plot and a file for every model")
     arguments = parser.parse_args()
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("the plot, drawn after all runs, needs matplotlib: pip install matplotlib first")
     problem = network.problem()
     if problem is not None:
         say(f"links are not shaped, for {problem}: all ranks talk over the loopback; only compute is emulated")

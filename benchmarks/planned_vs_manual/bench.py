@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.planned_vs_manual.figures import Result, Row
 from benchmarks.planned_vs_manual.hosts import Host, emulated
-from benchmarks.planned_vs_manual.jobs import Job, Task, run
+from benchmarks.planned_vs_manual.jobs import Job, Task, at_speed, run
 from benchmarks.planned_vs_manual.models import REFERENCES, Case
 from meshwright.executor.measuring.compare import compare, read_setups
 from meshwright.planner.answers.search import price_setup
@@ -148,15 +148,9 @@ def cluster_of(device: Device, topology: Topology) -> ClusterSpec:
 
 def declared_device(topology: Topology) -> Device:
     """The device whose speed layers are padded to, behind links of the topology."""
-    device, speed = load_device(str(DEVICE)), topology.speed
-    return device.model_copy(
-        update={
-            "flops": {dtype: flops * speed for dtype, flops in device.flops.items()},
-            "bandwidth": device.bandwidth * speed,
-            "launch": device.launch / speed,
-            "network": device.network.model_copy(update={"bandwidth": topology.rate}),
-        }
-    )
+    device = at_speed(load_device(str(DEVICE)), topology.speed)
+    network = device.network.model_copy(update={"bandwidth": topology.rate})
+    return device.model_copy(update={"network": network})
 
 
 def calibrate(topology: Topology, hosts: Sequence[Host], steps: int, say: Say) -> Calibrated:
@@ -165,7 +159,7 @@ def calibrate(topology: Topology, hosts: Sequence[Host], steps: int, say: Say) -
     cluster = cluster_of(device, topology)
     measured, works = [], []
     for case in REFERENCES:
-        loaded, profile, training = _job(case)
+        loaded, profile, training = job_of(case)
         plans: dict[str, Plan] = {}
         for text in REFERENCE_SETUPS:
             words = text.replace("N", str(topology.ranks))
@@ -190,7 +184,7 @@ def compare_case(
     case: Case, topology: Topology, calibrated: Device, hosts: Sequence[Host], steps: int, say: Say
 ) -> Result:
     """The plan and every manual set-up of a model, priced by the calibrated device and run on the declared one."""
-    loaded, profile, training = _job(case)
+    loaded, profile, training = job_of(case)
     declared = declared_device(topology)
     cluster = cluster_of(calibrated.model_copy(update={"memory": case.memory}), topology)
     asked = read_setups([text.replace("N", str(topology.ranks)) for text in MANUAL], cluster)
@@ -226,7 +220,8 @@ def _distinct(plans: dict[str, Plan]) -> dict[str, str]:
     return found
 
 
-def _job(case: Case) -> tuple[LoadedModel, ModelProfile, TrainingSpec]:
+def job_of(case: Case) -> tuple[LoadedModel, ModelProfile, TrainingSpec]:
+    """A model, its profile and its job."""
     loaded = case.loaded()
     profile = trace(loaded)
     training = TrainingSpec(global_batch=case.samples, seq_len=profile.seq_len, precision="fp32", memory_margin=0.0)

@@ -51,16 +51,17 @@ def problem() -> str | None:
 
 
 @contextmanager
-def emulated(count: int, bytes_per_s: float) -> Iterator[list[Host]]:
-    """`count` hosts, each with a full-duplex link of that rate; gone again at the end, whatever happens."""
+def emulated(count: int, *bytes_per_s: float) -> Iterator[list[Host]]:
+    """`count` hosts, each with a full-duplex link of that rate, or of its own where there are several: two hosts talk
+    at the lower rate of both. Gone again at the end, whatever happens."""
     hosts = [Host(f"mwhost{i}", f"10.78.0.{i + 1}", f"mw{i}") for i in range(count)]
     _remove(hosts)
     try:
         _run("ip netns add", _SWITCH)
         _inside(_SWITCH, "ip link add br0 type bridge")
         _inside(_SWITCH, "ip link set br0 up")
-        rate = f"rate {bytes_per_s * 8 / 1e6:.0f}mbit burst {_BURST} latency 100ms"
-        for host in hosts:
+        for i, host in enumerate(hosts):
+            rate = f"rate {bytes_per_s[i % len(bytes_per_s)] * 8 / 1e6:.0f}mbit burst {_BURST} latency 100ms"
             port = f"{host.interface}s"
             _run("ip netns add", host.name)
             _run(f"ip link add {host.interface} netns {host.name} type veth peer name {port} netns {_SWITCH}")

@@ -62,12 +62,29 @@ class Job:
 @dataclass(frozen=True)
 class Task:
     """A model with its profile, the devices it runs on, and where ranks are: evenly on the hosts, or if there are none
-    all on this one."""
+    all on this one. speeds: of each host's devices, relative to the device; () where all are alike."""
 
     loaded: LoadedModel
     profile: ModelProfile
     device: Device
     hosts: Sequence[Host]
+    speeds: tuple[float, ...] = ()
+
+    def device_of(self, rank: int, ranks: int) -> Device:
+        """The device of a rank."""
+        speed = self.speeds[rank * len(self.speeds) // ranks] if self.speeds else 1.0
+        return self.device if speed == 1.0 else at_speed(self.device, speed)
+
+
+def at_speed(device: Device, speed: float) -> Device:
+    """A device that takes 1 / speed times as long for everything that it computes."""
+    return device.model_copy(
+        update={
+            "flops": {dtype: flops * speed for dtype, flops in device.flops.items()},
+            "bandwidth": device.bandwidth * speed,
+            "launch": device.launch / speed,
+        }
+    )
 
 
 def run(plans: Mapping[str, Plan], task: Task, steps: int, say: Callable[[str], None]) -> dict[str, Job | str]:
@@ -106,15 +123,15 @@ def _together(plans: Mapping[str, Plan], task: Task, steps: int, at: Path) -> di
 
 def _rank(plans: Mapping[str, Plan], task: Task, steps: int, at: Path) -> dict[str, list[tuple[float, float]]]:
     """(seconds, work over declared time) of this rank's steps after the first one of every plan, which warms up."""
-    _join(task.hosts)
+    join_hosts(task.hosts)
     clock = Clock()
     jobs = {}
     times: dict[str, list[tuple[float, float]]] = {label: [] for label in plans}
     for label, plan in plans.items():
         _turn_of(label, at)
-        jobs[label] = _trainer(plan, task, clock)
+        jobs[label] = padded_trainer(plan, task, clock)
         jobs[label][0].step(jobs[label][1])
-    _before_others()
+    before_others()
     gc.freeze()
     gc.disable()  # what Python's collector does in the middle of a step would be waited for by all ranks
     for _ in range(steps):
@@ -130,7 +147,7 @@ def _rank(plans: Mapping[str, Plan], task: Task, steps: int, at: Path) -> dict[s
     return times
 
 
-def _before_others() -> None:
+def before_others() -> None:
     """Let this rank's threads, gloo's included, run as soon as they can, whatever else this machine does; they mostly
     sleep. Without the right to do so they wait with the others. (All with one priority: with a higher one gloo's
     threads were seen to turn in a circle, waiting for ours.)"""
@@ -146,7 +163,7 @@ def _turn_of(label: str, at: Path) -> None:
     faulthandler.dump_traceback_later(STEP_LIMIT_S, exit=True, file=sys.__stderr__)
 
 
-def _join(hosts: Sequence[Host]) -> None:
+def join_hosts(hosts: Sequence[Host]) -> None:
     """Go to this rank's host and meet the others."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if hosts:
@@ -157,9 +174,11 @@ def _join(hosts: Sequence[Host]) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=_SESSION_LIMIT_S))
 
 
-def _trainer(plan: Plan, task: Task, clock: Clock) -> tuple[Trainer, Any]:
+def padded_trainer(plan: Plan, task: Task, clock: Clock) -> tuple[Trainer, Any]:
+    """(this rank's trainer of a plan, whose layers take their declared time; its share of a batch)."""
     warnings.simplefilter("ignore")
-    loaded, profile, device = task.loaded, task.profile, task.device
+    loaded, profile = task.loaded, task.profile
+    device = task.device_of(dist.get_rank(), dist.get_world_size())
     position = _position(plan)
     trainer = parallelize(
         loaded.build,

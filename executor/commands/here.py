@@ -9,6 +9,7 @@ import typer
 
 from .. import api
 from ..reporting import terminal
+from ..reporting.output_files import check_device_output
 from . import inputs, options
 from .answers import DIFFERENT_NUMBERS, at_work
 
@@ -53,7 +54,7 @@ def _calibrate_command(
     Every number says how it was measured. What a GPU run cannot tell stays as in the nearest preset, and says so.
     """
     from ...profiler.machine.calibrate import save_device
-    from ..measuring.calibrate import calibrate, check_device_output, print_calibration
+    from ..measuring.calibrate import calibrate, print_calibration
 
     check_device_output(output)
     if steps is not None:

@@ -177,6 +177,7 @@ def _show_command(
     console = terminal.make_console()
     terminal.print_job(console, document)
     terminal.print_choice(console, document, None)
+    terminal.print_measured_plan(console, document)
     if estimate is not None:
         print_estimate(console, document, estimate)
     else:

@@ -2,16 +2,13 @@
 
 import math
 import os
-import tomllib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -95,24 +92,6 @@ class Calibration:
     batch_size: int
     steps: tuple[StepCheck, ...]
     layers: tuple[LayerCheck, ...]
-
-
-def check_device_output(path: Path) -> None:
-    """Raises ValueError if a device file cannot be written there, or would replace something else."""
-    if path.suffix != ".toml":
-        raise ValueError(
-            f"-o {path}: a device file ends in .toml, so that --device finds it; for example -o device.toml"
-        )
-    if path.is_dir() or not path.parent.is_dir():
-        found = "is a folder" if path.is_dir() else f"lies in no folder: {path.parent} does not exist"
-        raise ValueError(f"-o {path} {found}; give a file name in a folder that exists")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"-o {path}: {path.parent} may not be written to; choose another folder")
-    if path.exists():
-        try:
-            Device.model_validate(tomllib.loads(path.read_text()))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError):
-            raise ValueError(f"{path} exists and is no device file, so it is not replaced: choose another -o") from None
 
 
 def calibrate(

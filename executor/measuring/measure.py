@@ -12,12 +12,10 @@ from ...planner.plan.document import Plan
 from ...planner.plan.making import shape_of
 from ...profiler.model.load import Batch, LoadedModel
 from ..parallel.micro_batches import split_micro_batches
-from ..trainer import parallelize
+from ..trainer import Trainer, parallelize
+from ..watch import HANG_S
 from .local_ranks import RankError, run_local_ranks
-from .measurement import Measurement
-
-MAX_CPU_RANKS = 16
-"""More ranks than this on one CPU would measure the operating system's scheduler."""
+from .measurement import MAX_CPU_RANKS, Measurement
 
 WARM_UP_STEPS = 2
 """Steps before the clock starts: they allocate, connect ranks, and make optimizer state."""
@@ -115,17 +113,7 @@ def _device_words(ranks: int, device_type: str) -> str:
 
 def _timed_steps(loaded: LoadedModel, plan: Plan, steps: int, device_type: str) -> _RankTimes:
     """Times of a plan's steps on this rank; every step ends with the loss, for which all ranks wait."""
-    kind = torch.optim.AdamW if plan.training.optimizer == "adamw" else torch.optim.SGD
-    trainer = parallelize(
-        loaded.build,
-        plan,
-        lambda parameters: kind(parameters, lr=1e-4),
-        loaded.loss,
-        weight=loaded.weight,
-        seed=_SEED,
-        device=device_type,
-    )
-    share = _share(loaded.batch(plan.training.global_batch), plan, trainer.data_rank, trainer.data_size)
+    trainer, share = trainer_and_share(loaded, plan, device_type)
     times = []
     for _ in range(WARM_UP_STEPS + steps):
         started = time.perf_counter()
@@ -134,6 +122,25 @@ def _timed_steps(loaded: LoadedModel, plan: Plan, steps: int, device_type: str) 
     peak = torch.cuda.max_memory_allocated() if device_type == "cuda" else _peak_resident_bytes()
     trainer.close()
     return _RankTimes(tuple(times[WARM_UP_STEPS:]), peak)
+
+
+def trainer_and_share(
+    loaded: LoadedModel, plan: Plan, device: str | None, timeout_s: float = HANG_S
+) -> tuple[Trainer, Batch]:
+    """(this rank's trainer of a plan, its share of a global batch that the model's own `batch` makes). device: None for
+    this rank's GPU, or the CPU without one."""
+    kind = torch.optim.AdamW if plan.training.optimizer == "adamw" else torch.optim.SGD
+    trainer = parallelize(
+        loaded.build,
+        plan,
+        lambda parameters: kind(parameters, lr=1e-4),
+        loaded.loss,
+        weight=loaded.weight,
+        seed=_SEED,
+        device=device,
+        timeout_s=timeout_s,
+    )
+    return trainer, _share(loaded.batch(plan.training.global_batch), plan, trainer.data_rank, trainer.data_size)
 
 
 def _share(batch: Batch, plan: Plan, data_rank: int, data_size: int) -> Batch:

@@ -6,6 +6,9 @@ from pydantic import Field, PositiveInt
 
 from ...profiler.document import Document
 
+MAX_CPU_RANKS = 16
+"""More ranks than this on one CPU would measure the operating system's scheduler."""
+
 
 class Measurement(Document):
     """Step times and memory of one plan on the devices of one machine."""

@@ -69,6 +69,36 @@ def _apart(label: str, other: str, medians: Mapping[str, Sequence[float]], pairs
     return Apart(label, other, math.exp(mean), math.exp(mean - half), math.exp(min(mean + half, 700.0)))
 
 
+def paired(medians: Mapping[str, Mapping[int, float]], leader: str) -> dict[str, Apart]:
+    """Label -> how it compares with the leader, over the turns that both took; without those who share none.
+
+    medians: label -> turn -> median seconds of a step in that turn. A few turns tell little of the noise of one pair,
+    so that of all pairs is pooled: an interval takes the larger of the pair's own variance and the pooled one, with the
+    degrees of freedom of all. They hold together at one look (Bonferroni over the pairs with the leader).
+    """
+    own = medians[leader]
+    logs = {
+        label: [math.log(times[turn] / own[turn]) for turn in sorted(times.keys() & own.keys())]
+        for label, times in medians.items()
+        if label != leader and times.keys() & own.keys()
+    }
+    means = {label: sum(values) / len(values) for label, values in logs.items()}
+    squares = {label: sum((value - means[label]) ** 2 for value in values) for label, values in logs.items()}
+    freedom = sum(len(values) - 1 for values in logs.values())
+    found = {}
+    for label, values in logs.items():
+        half = math.inf
+        if freedom:
+            variance = sum(squares.values()) / freedom
+            if len(values) > 1:
+                variance = max(variance, squares[label] / (len(values) - 1))
+            chance = (1.0 - CONFIDENCE) / len(logs)
+            half = student_quantile(1.0 - chance, freedom) * math.sqrt(variance / len(values))
+        mean = means[label]
+        found[label] = Apart(label, leader, math.exp(mean), math.exp(mean - half), math.exp(min(mean + half, 700.0)))
+    return found
+
+
 def _half_width(values: Sequence[float], chance: float) -> float:
     """Half of Student's interval around the mean of values, which misses it with this chance; one value tells nothing
     of the noise, so its interval is endless."""

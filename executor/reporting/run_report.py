@@ -9,6 +9,7 @@ from ...planner.plan.making import shape_of
 from ...profiler.machine.units import GIB
 from ..measuring.measurement import quantile
 from ..run_document import RunStep, load_run
+from .run_diagnosis import diagnosis
 
 WARM_UP_STEPS = 2
 """First steps of a run: they allocate, connect ranks, and make optimizer state."""
@@ -64,6 +65,7 @@ def run_table(plan: Plan, path: Path, communication_s: Mapping[GroupAxis, float]
         f"between steps {sum(s.between_s for s in timed) / len(timed) * 1e3:,.1f} ms: data and checkpoints, not "
         "predicted",
     ]
+    notes += diagnosis(plan, timed, told)
     if told:
         notes.append("communication under way includes what ranks wait for each other, which is predicted as 0")
     if header.memory_kind == "resident":

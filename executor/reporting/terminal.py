@@ -354,6 +354,18 @@ def print_measured(console: Console, found: "MeasuredTable") -> None:
     print_notes(console, found.sentences)
 
 
+def print_measured_plan(console: Console, plan: Plan) -> None:
+    """What the plan took where plan tune ran it; nothing where it did not."""
+    found = plan.measured
+    if found is not None:
+        fitted = "" if plan.prediction is None else f", {format_seconds(plan.prediction.step_time_s)} after the fit"
+        told = (
+            f"{format_seconds(found.step_time_s)} ±{found.spread:.1%}, {found.num_steps} steps in {found.turns} turns "
+            f"(predicted {format_seconds(found.predicted_before_s)} before{fitted})"
+        )
+        console.print(hanging("tuned", Text(told), "cyan"))
+
+
 def print_losses(console: Console, candidates: Sequence["Candidate"], price_per_hour: float | None) -> None:
     """Throughput, MFU and, with a price per hour of a device, cost of every set-up; and where its step goes."""
     if any(candidate.estimate is not None for candidate in candidates):

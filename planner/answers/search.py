@@ -154,7 +154,7 @@ def search(
         if shape_of(each.plan).layout not in by_rule:
             found.append(each)
     alternatives = ordered(found, chosen.plan)
-    decided = {"certificate": certificate, "prediction": _prediction(chosen.estimate)}
+    decided = {"certificate": certificate, "prediction": prediction_of(chosen.estimate)}
     plan = chosen.plan.model_copy(update=decided | {"alternatives": kept(alternatives, chosen.plan.cluster)})
     return SearchResult(plan=plan, estimate=chosen.estimate, certificate=certificate, alternatives=alternatives)
 
@@ -226,7 +226,7 @@ def price(explorer: Explorer, solved: Solved) -> _Priced:
     passes_s = found.step_time_s - explorer.model.software.step_s
     difference = abs(passes_s - solved.seconds) / solved.seconds
     assert difference < AGREES, f"evaluator {passes_s} and search {solved.seconds} differ"
-    plan = plan.model_copy(update={"prediction": _prediction(found)})
+    plan = plan.model_copy(update={"prediction": prediction_of(found)})
     return _Priced(plan, found)
 
 
@@ -260,7 +260,7 @@ def _told(explorer: Explorer, plan: Plan) -> _Priced | None:
         told = framework.as_told(plan, count)
         found = estimate(told, explorer.profile)
         if found.fits:
-            return _Priced(told.model_copy(update={"prediction": _prediction(found)}), found)
+            return _Priced(told.model_copy(update={"prediction": prediction_of(found)}), found)
     raise AssertionError("a plan does not fit with all of its blocks recomputed, but with some")
 
 
@@ -272,7 +272,8 @@ def finalists_of(explorer: Explorer, near: list[Solved], followed: list[_Priced]
     return [price(explorer, solved) for solved in near if solved.seconds <= longest_s]
 
 
-def _prediction(found: Estimate) -> Prediction:
+def prediction_of(found: Estimate) -> Prediction:
+    """The figures of an estimate that a plan's document keeps."""
     return Prediction(
         step_time_s=found.step_time_s,
         tokens_per_s=found.tokens_per_s,

@@ -20,7 +20,7 @@ NOISE = 0.05
 1 to 6% (benchmarks/published/data/README.md)."""
 
 HUBER = 2.0
-"""Residual, in NOISE, from which a run pulls no harder: one slow run must not bend the rest."""
+"""Residual, in units of the noise, from which a run pulls no harder: one slow run must not bend the rest."""
 
 ROUNDS = 6
 STEP = 0.05
@@ -62,12 +62,16 @@ class Refit:
     after: tuple[float, ...]
 
 
-def refit(device: Device, runs: Sequence[MeasuredStep], names: Sequence[str] | None = None) -> Refit:
+def refit(
+    device: Device, runs: Sequence[MeasuredStep], names: Sequence[str] | None = None, noise: float = NOISE
+) -> Refit:
     """`device` with its constants moved to where the runs are predicted best, and no further than runs and priors bear.
-    names: of the KNOBS that may move, None for all; what is known exactly had better stay.
+    names: of the KNOBS that may move, None for all; what is known exactly had better stay. noise: of a measured step
+    around a right model, for runs that were measured better than those of others.
 
-    Minimises sum rho((log predicted - log measured) / NOISE) + sum (log factor / spread)^2 by Gauss-Newton, rho being
-    Huber's. All plans must be for clusters of this device. Raises ValueError without runs.
+    Minimises sum rho((log predicted - log measured) / noise) + sum (log factor / spread)^2 by Gauss-Newton, rho being
+    Huber's. All plans must be for clusters of this device, or of hosts of several kinds, each of which is moved by the
+    same factors. Raises ValueError without runs.
     """
     if not runs:
         raise ValueError("there is no measured step to fit to; give at least one run")
@@ -80,8 +84,8 @@ def refit(device: Device, runs: Sequence[MeasuredStep], names: Sequence[str] | N
         slopes = np.stack(
             [(_predicted(device, runs, knobs, point + step) - here) / STEP for step in STEP * np.eye(len(knobs))], 1
         )
-        move = _move(here - measured, slopes, point, spreads)
-        here, point = _best_on_the_way(device, runs, knobs, measured, point, move, spreads, here)
+        move = _move(here - measured, slopes, point, spreads, noise)
+        here, point = _best_on_the_way(device, runs, knobs, measured, point, move, spreads, here, noise)
         if np.abs(move).max() < 1e-3:
             break
     found = {knob: math.exp(value) for knob, value in zip(knobs, point, strict=True) if abs(value) > 1e-3}
@@ -110,30 +114,51 @@ def turned(device: Device, factors: Mapping[str, float]) -> Device:
 
 def on_device(plan: Plan, device: Device) -> Plan:
     """The plan on the same hosts with another device in them, links included."""
-    cluster: ClusterSpec = plan.cluster
+    return plan.model_copy(update={"cluster": hosts_with(plan.cluster, device)})
+
+
+def hosts_with(cluster: ClusterSpec, device: Device) -> ClusterSpec:
+    """The same hosts with another device in them, links included."""
     hosts = tuple(group.model_copy(update={"device": device, "link": device.link}) for group in cluster.hosts)
-    moved = cluster.model_copy(update={"hosts": hosts, "network": device.network})
-    return plan.model_copy(update={"cluster": moved})
+    return cluster.model_copy(update={"hosts": hosts, "network": device.network})
+
+
+def turned_hosts(cluster: ClusterSpec, factors: Mapping[str, float]) -> ClusterSpec:
+    """The same hosts, of however many kinds, each device and link with the named constants times their factors."""
+    hosts, network = [], cluster.network
+    for group in cluster.hosts:
+        linked = group.device.model_copy(update={"link": group.link, "network": cluster.network})
+        device = turned(linked, factors)
+        hosts.append(group.model_copy(update={"device": device, "link": device.link}))
+        network = device.network
+    return cluster.model_copy(update={"hosts": tuple(hosts), "network": network})
 
 
 def _predicted(device: Device, runs: Sequence[MeasuredStep], knobs: Sequence[Knob], point: Floats) -> Floats:
     factors = {knob.name: math.exp(value) for knob, value in zip(knobs, point, strict=True)}
     moved = turned(device, factors)
-    return np.log([estimate(on_device(run.plan, moved), run.profile).step_time_s for run in runs])
+    return np.log([estimate(_moved(run.plan, moved, factors), run.profile).step_time_s for run in runs])
 
 
-def _loss(residuals: Floats, point: Floats, spreads: Floats) -> float:
-    size = np.abs(residuals) / NOISE
+def _moved(plan: Plan, device: Device, factors: Mapping[str, float]) -> Plan:
+    """The plan with the moved device in its hosts; where these are of several kinds, each moved by the factors."""
+    if len(plan.cluster.kinds) == 1:
+        return on_device(plan, device)
+    return plan.model_copy(update={"cluster": turned_hosts(plan.cluster, factors)})
+
+
+def _loss(residuals: Floats, point: Floats, spreads: Floats, noise: float) -> float:
+    size = np.abs(residuals) / noise
     rho = np.where(size <= HUBER, size**2, HUBER * (2 * size - HUBER))
     return float(rho.sum() + ((point / spreads) ** 2).sum())
 
 
-def _move(residuals: Floats, slopes: Floats, point: Floats, spreads: Floats) -> Floats:
+def _move(residuals: Floats, slopes: Floats, point: Floats, spreads: Floats, noise: float) -> Floats:
     """The move of least loss under the linearised model, by reweighted least squares."""
     move: Floats = np.zeros(len(point))
     for _ in range(30):
-        left = np.abs(residuals + slopes @ move) / NOISE
-        pull = np.minimum(1.0, HUBER / np.maximum(left, 1e-9)) / NOISE**2
+        left = np.abs(residuals + slopes @ move) / noise
+        pull = np.minimum(1.0, HUBER / np.maximum(left, 1e-9)) / noise**2
         matrix = slopes.T @ (pull[:, None] * slopes) + np.diag(1 / spreads**2)
         best = np.linalg.solve(matrix, slopes.T @ (pull * residuals) + point / spreads**2)
         move = -np.asarray(best, dtype=np.float64)
@@ -150,12 +175,13 @@ def _best_on_the_way(
     move: Floats,
     spreads: Floats,
     here: Floats,
+    noise: float,
 ) -> tuple[Floats, Floats]:
     """(predictions, point) of the first of the whole move, half of it, ... that lessens the loss; else no move."""
-    loss = _loss(here - measured, point, spreads)
+    loss = _loss(here - measured, point, spreads, noise)
     for share in (1.0, 0.5, 0.25, 0.125):
         there = _predicted(device, runs, knobs, point + share * move)
-        if _loss(there - measured, point + share * move, spreads) < loss:
+        if _loss(there - measured, point + share * move, spreads, noise) < loss:
             return there, point + share * move
     return here, point
 

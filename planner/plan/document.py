@@ -232,6 +232,20 @@ class Prediction(Frozen):
         return self.stage_budget_bytes[position] if self.stage_budget_bytes else self.budget_bytes
 
 
+class MeasuredPlan(Frozen):
+    """What a plan really took where `plan tune` ran it, beside its prediction."""
+
+    step_time_s: float = Field(description="median seconds of a step, over all turns that it took")
+    spread: float = Field(description="half of the distance between the quartiles of a step, relative to the median")
+    num_steps: PositiveInt
+    turns: PositiveInt = Field(description="times that it ran, between runs of other plans")
+    peak_memory_bytes: tuple[int, ...] = Field(description="[rank]")
+    memory_kind: Literal["resident", "allocated"] = Field(
+        description="resident: of the whole process, libraries included; allocated: by torch on the GPU"
+    )
+    predicted_before_s: float = Field(description="by the constants before they were fitted to what was measured")
+
+
 class WeighedLayers(Frozen):
     """Consecutive layers of a stage with the same options."""
 
@@ -297,6 +311,7 @@ class Plan(Document):
     classes: tuple[ClassPlan, ...] = ()
     stages: tuple[Stage, ...] = Field(min_length=1)
     prediction: Prediction | None = None
+    measured: MeasuredPlan | None = Field(default=None, description="by `plan tune`, on the cluster itself")
     certificate: Certificate | None = None
     alternatives: tuple[Alternative, ...] = Field(
         default=(), description="what was weighed beside it, the best of each other kind first"

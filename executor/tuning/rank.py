@@ -1,0 +1,157 @@
+"""What every rank of a candidate's job runs: build the plan's trainer, warm up, then take steps as it is told.
+
+`python -m meshwright.executor.tuning.rank --plan FILE --model MODEL`, under torchrun. The first rank reads how many
+steps to take from its standard input, a line for each lap, and prints what they took; at the end of the input the job
+ends, so that no job outlives who began it. With --laps it takes so many laps of --steps and reads nothing. --probe only
+says what this rank sees.
+"""
+
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MARK = "@meshwright-tune "
+"""What a line for `plan tune` begins with."""
+
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """One rank, until its input ends."""
+    _die_with_parent()
+    parser = argparse.ArgumentParser(prog="python -m meshwright.executor.tuning.rank", description=__doc__)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--device", default=None, help="cpu; default: this rank's GPU, or the CPU without one")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a step is a hang")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--laps", type=int, default=None)
+    parser.add_argument("--probe", action="store_true")
+    given = parser.parse_args(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    if given.probe:
+        _say(_seen(given.plan, given.model, rank))
+        return
+    if rank == 0:
+        _say({"event": "began"})
+    if given.device == "cpu":
+        _be_a_cpu_rank()
+    _run(given, rank)
+
+
+def _run(given: argparse.Namespace, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ...planner.plan.document import load_plan
+    from ...profiler.model.load import load_model
+    from ..measuring.measure import trainer_and_share
+    from ..reporting.run_report import WARM_UP_STEPS
+    from ..telemetry import peak_memory_bytes
+
+    plan = load_plan(given.plan)
+    loaded = load_model(given.model, plan.training.seq_len)
+    trainer, share = trainer_and_share(loaded, plan, given.device, given.timeout)
+    several = plan.degrees.num_devices > 1
+    words = dist.new_group(backend="gloo") if several else None  # who waits in NCCL's would use the GPU
+    on_gpu = trainer.mesh.device.type == "cuda"
+    warm_up_s = [trainer.step(share).step_time_s for _ in range(WARM_UP_STEPS)]
+    if rank == 0:
+        _say({"event": "ready", "warm_up_s": warm_up_s})
+    for count in _orders(given, rank, words):
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(trainer.mesh.device)
+        own = ([_timed(trainer, share) for _ in range(count)], peak_memory_bytes(trainer.mesh.device))
+        found: list[Any] = [own]
+        if several:
+            found = [None] * plan.degrees.num_devices
+            dist.all_gather_object(found, own, group=words)
+        if rank == 0:
+            peaks = [found[process][1] for process in trainer.mesh.processes]
+            steps = [max(taken) for taken in zip(*(times for times, _ in found), strict=True)]
+            kind = "allocated" if on_gpu else "resident"
+            _say({"event": "lap", "steps_s": steps, "peak_memory_bytes": peaks, "memory_kind": kind})
+    trainer.close()
+
+
+def _timed(trainer: Any, share: Any) -> float:
+    started = time.perf_counter()
+    trainer.step(share)
+    return time.perf_counter() - started
+
+
+def _orders(given: argparse.Namespace, rank: int, words: Any) -> Iterator[int]:
+    """Steps of one lap after the other, the same on every rank."""
+    import torch.distributed as dist
+
+    if given.laps is not None:
+        yield from (given.steps for _ in range(given.laps))
+        return
+    while True:
+        told = [int(sys.stdin.readline() or 0) if rank == 0 else 0]
+        if words is not None:
+            dist.broadcast_object_list(told, src=0, group=words)
+        if not told[0]:
+            return
+        yield told[0]
+
+
+def _seen(plan: Path, model: str, rank: int) -> dict[str, Any]:
+    """Where this rank is, and which files it sees: each as a digest, "" for what is not there."""
+    from ... import executor
+
+    source = Path(model.partition("@vocab%")[0].partition(".py:")[0] + (".py" if ".py:" in model else ""))
+    source = source / "config.json" if source.is_dir() else source
+    return {
+        "event": "probe",
+        "rank": rank,
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "host": socket.gethostname(),
+        "plan": _digest(plan),
+        "model": _digest(source),
+        "meshwright": _digest_of_package(Path(executor.__file__).parents[1]),
+    }
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else ""
+
+
+def _digest_of_package(root: Path) -> str:
+    """Of the code itself: hosts with other versions of it would run other jobs."""
+    files = sorted(file for part in ("planner", "executor", "profiler") for file in (root / part).rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def _say(words: dict[str, Any]) -> None:
+    print(f"\n{MARK}{json.dumps(words)}", flush=True)
+
+
+def _die_with_parent() -> None:
+    """On Linux: this rank is killed when what began it (torchrun) is, which would leave it behind."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+
+
+def _be_a_cpu_rank() -> None:
+    """One thread, as a CPU rank is predicted; and if memory runs out, Linux should kill it and nobody else."""
+    import torch
+
+    torch.set_num_threads(1)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,508 @@
+"""The loop: race the candidates, refit the constants to what they took, search again, let those join that now beat the
+leader; until the best measured plan is the best predicted one, or the budget is spent."""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...planner.answers.alternatives import kept, ordered
+from ...planner.answers.candidate import Candidate
+from ...planner.answers.explain import compared
+from ...planner.answers.infeasible import InfeasibleError
+from ...planner.answers.search import SearchResult, SolverError, search
+from ...planner.cost.refit import COLLECTIVES, KNOBS, MeasuredStep, refit, turned_hosts
+from ...planner.plan.document import MeasuredPlan, Plan
+from ...planner.plan.pins import Pins
+from ...planner.plan.training import TrainingSpec
+from ...profiler.machine.cluster import ClusterSpec, Device
+from ...profiler.model.model_profile import ModelProfile
+from ..measuring.measurement import quantile
+from ..measuring.significance import Apart, paired
+from ..reporting.run_report import WARM_UP_STEPS
+from .entrants import (
+    NEWCOMERS,
+    Entrant,
+    Pool,
+    challengers,
+    could_be_best,
+    key_of,
+    on_cluster,
+    priced_layouts,
+    teachers,
+    to_beat_s,
+    usual_layouts,
+)
+from .jobs import Fallen, Track
+from .race import TURNS, in_words, lap_steps, leader_of, out_after
+from .record import EndLine, EntrantLine, FallLine, LapLine, Record, RefitLine, Say
+
+NOISE = 0.02
+"""Standard deviation of the logarithm of a step that took turns with others, around a right model: predictions by
+constants fitted to such steps were off by 1.2% in the median (benchmarks/planned_vs_manual)."""
+
+START_S = 15.0
+"""Seconds that a job takes until its first step, before any was started here: Python, torch and the meeting of ranks
+(measured with its warm-up: 14 to 19 s, two ranks on two cores under a load of 9)."""
+
+LAP_S, COLD_LAP_S = 2.0, 8.0
+"""Seconds of a lap: where jobs wait between laps, and where each lap starts one anew."""
+
+FIRST_SHARE = 0.6
+"""Of the budget, for the first round at most: the best plan may be one that joins after a refit."""
+
+WORTH = 0.005
+"""A newcomer must be predicted to be this much faster than the leader; half of what counts as a difference."""
+
+LESS = 0.98
+"""Memory that plans may have, of what one that ran out of it was predicted to need."""
+
+_KEPT = 16
+"""Layouts that the plan's document keeps as weighed beside it."""
+
+_LINKS = ("link bandwidth", "link latency", "replica overlap", *COLLECTIVES)
+_NETWORK = ("network bandwidth", "network latency")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is tuned. given: plans that users named, with their words; knobs: constants that may move; None: all that
+    anything there depends on."""
+
+    profile: ModelProfile
+    cluster: ClusterSpec
+    training: TrainingSpec
+    pins: Pins = field(default_factory=Pins)
+    given: tuple[tuple[str, Plan], ...] = ()
+    budget_s: float = 600.0
+    search_s: float = 60.0
+    knobs: tuple[str, ...] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What became of one candidate. predicted_s: before anything was measured; fitted_s: by the constants at the end;
+    outcome: against the leader, or why it was not measured."""
+
+    label: str
+    by: str
+    plan: Plan
+    predicted_s: float
+    fitted_s: float | None
+    measured: MeasuredPlan | None
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome: the plan (the best measured one; the best predicted one where none could be measured), constants for
+    the next model, every candidate the fastest first, and how it ended."""
+
+    plan: Plan
+    label: str
+    device: Device
+    factors: dict[str, float]
+    standings: tuple[Contender, ...]
+    agreed: bool
+    reason: str
+    rounds: int
+    elapsed_s: float
+    interrupted: bool = False
+
+
+class Tuning:
+    """One sitting of a race. `run` raises nothing for what candidates do: that is in the record."""
+
+    def __init__(self, job: Job, track: Track, record: Record, say: Say) -> None:
+        self.job, self.track, self.record, self.say = job, track, record, say
+        self._began = time.monotonic() - record.elapsed_s
+        self._until = time.monotonic() + job.budget_s
+        self._base = job.cluster
+        self._cluster = job.cluster
+        self._factors: dict[str, float] = {}
+        self._pool = Pool(job.profile)
+        self._steps_s: dict[str, float] = {}
+        self._result: SearchResult | None = None
+        self._fitted_laps = 0
+        self._out: set[str] = set()
+        self._random = random.Random(job.seed + len(record.lines))
+
+    def run(self, result: SearchResult) -> Tuned:
+        """Race until both agree or the budget is spent. result: the plan that the search chose before."""
+        interrupted = False
+        try:
+            reason, agreed = self._run(result)
+        except KeyboardInterrupt:
+            reason, agreed, interrupted = "interrupted; --resume goes on", False, True
+        finally:
+            self.track.close()
+        if self.record.lost is not None:
+            reason += f"; the record lacks its last lines: {self.record.lost}"
+        self.record.add(EndLine(reason=reason, agreed=agreed, at_s=self._at_s()))
+        return self._outcome(result, reason, agreed, interrupted)
+
+    def _run(self, result: SearchResult) -> tuple[str, bool]:
+        self._fill(result)
+        number = max((line.round for line in self.record.entrants().values()), default=0)
+        if number == 0:
+            number = 1
+            self._let_in(self._first(), number)
+        until_s = self._until if number > 1 else self._until - (1 - FIRST_SHARE) * self.job.budget_s
+        while True:
+            fallen = self._race(number, until_s)
+            if fallen is not None:
+                return fallen, False
+            if not self.record.laps():
+                others = self._unseen()
+                if not others:
+                    return "no candidate could be measured", False
+                number += 1
+                self._let_in(others, number)
+                continue
+            self._refit(number)
+            newcomers, limit_s = self._newcomers()
+            if not newcomers and until_s < self._until:
+                until_s = self._until  # it was cut short in favour of newcomers
+                continue
+            until_s = self._until
+            if not newcomers:
+                return "the best measured plan is also the best predicted one, or within 1% of it", True
+            cost_s = self._cost_s(newcomers[0])
+            if self._left_s() < cost_s:
+                gain = 1 - newcomers[0].predicted_s / limit_s
+                return (
+                    f"the budget is spent; {newcomers[0].label} is predicted to be {gain:.1%} faster than the leader "
+                    f"and would take about {cost_s:.0f} s to try: --resume goes on",
+                    False,
+                )
+            number += 1
+            self._let_in([each for each in newcomers if self._afford(each, newcomers)], number)
+
+    def _fill(self, result: SearchResult) -> None:
+        """Everything that was named: by the record, by users, by the search, by habit."""
+        for line in self.record.entrants().values():
+            self._pool.restore(line.label, line.by, line.plan)
+        for words, plan in self.job.given:
+            self._pool.add(plan, "--setup", words)
+        self._pool.add_result(result)
+        if self.job.pins == Pins():
+            self.say("pricing the layouts that people try by hand")
+            for words, plan in priced_layouts(
+                usual_layouts(self._base), self.job.profile, self._base, self.job.training
+            ):
+                self._pool.add(plan, f"usual layout: {words}")
+
+    def _first(self) -> list[Entrant]:
+        """The first round: as many of those that could be the best as the budget bears, but at least two; and who
+        teaches the fit."""
+        found = could_be_best(self._pool.priced(self._base))
+        budget_s, chosen = FIRST_SHARE * self.job.budget_s, list[Entrant]()
+        for each in found:
+            budget_s -= self._cost_s(each)
+            if len(chosen) >= 2 and budget_s < 0 and each.by != "--setup":
+                break
+            chosen.append(each)
+        return [*chosen, *teachers(self._pool.priced(self._base), chosen)]
+
+    def _unseen(self) -> list[Entrant]:
+        """The next ones to try where none could be measured, of those that need less memory than what ran out of it."""
+        priced = self._pool.priced(self._with_known_memory(self._base))
+        return [each for each in priced if each.label not in self.record.entrants()][:NEWCOMERS]
+
+    def _afford(self, entrant: Entrant, among: Sequence[Entrant]) -> bool:
+        spent_s = sum(self._cost_s(each) for each in among[: among.index(entrant) + 1])
+        return entrant is among[0] or spent_s < self._left_s()
+
+    def _let_in(self, entrants: Sequence[Entrant], number: int) -> None:
+        before = {each.label: each.predicted_s for each in self._pool.priced(self._base)}
+        for each in entrants:
+            self.record.add(
+                EntrantLine(
+                    label=each.label,
+                    by=each.by,
+                    round=number,
+                    plan=each.plan,
+                    predicted_s=before.get(each.label, each.predicted_s),
+                    at_s=self._at_s(),
+                )
+            )
+
+    def _race(self, number: int, until_s: float) -> str | None:
+        """Turns of everyone who may still be the fastest, in random order, until a moment. Why the whole race must end,
+        or None."""
+        record = self.record
+        turn = max((lap.turn for laps in record.laps().values() for lap in laps), default=0)
+        for _ in range(TURNS):
+            racing = [label for label in record.entrants() if label not in self._out and label not in record.falls()]
+            for label, why in out_after(record.medians(), self._all_steps(), racing).items():
+                self.say(f"out: {label}, {why}")
+                self.track.leave(label)
+                self._out.add(label)
+                racing.remove(label)
+            measured = all(label in record.laps() for label in racing)
+            if measured and (len(racing) < 2 or (time.monotonic() > until_s and turn > 2)):
+                return None
+            turn += 1
+            self._random.shuffle(racing)
+            for label in racing:
+                if self._left_s() <= 0:
+                    return "the budget is spent; --resume goes on"
+                ended = self._lap(label, number, turn)
+                if ended is not None:
+                    return ended
+        return None
+
+    def _lap(self, label: str, number: int, turn: int) -> str | None:
+        """One lap of a candidate, into the record. Why the whole race must end, or None."""
+        line = self.record.entrants()[label]
+        step_s = self._steps_s.get(label, line.predicted_s)
+        steps = lap_steps(step_s, LAP_S if self.track.keeps else COLD_LAP_S)
+        self.say(f"round {number}, turn {turn}: {label}")
+        try:
+            found = self.track.lap(label, line.plan, steps, self._left_s())
+        except OSError as error:
+            return f"jobs cannot be started any more: {error.strerror or error}"
+        if isinstance(found, Fallen):
+            self.say(f"out: {label}, {found.cause}: {found.message}")
+            prediction = line.plan.prediction
+            needed = 0.0 if prediction is None else max(prediction.stage_memory_bytes)
+            self.record.add(
+                FallLine(
+                    label=label,
+                    round=number,
+                    cause=found.cause,
+                    message=found.message,
+                    predicted_bytes=needed,
+                    at_s=self._at_s(),
+                )
+            )
+            if found.cause == "launch" and not self.record.laps():
+                return found.message
+            return "the budget is spent; --resume goes on" if found.cause == "budget" else None
+        self.record.add(
+            LapLine(
+                label=label,
+                round=number,
+                turn=turn,
+                steps_s=found.steps_s,
+                started_s=found.started_s,
+                peak_memory_bytes=found.peak_memory_bytes,
+                memory_kind="allocated" if found.memory_kind == "allocated" else "resident",
+                at_s=self._at_s(),
+            )
+        )
+        self._steps_s[label] = quantile(found.steps_s, 0.5)
+        return None
+
+    def _refit(self, number: int) -> None:
+        """Constants by everything that was measured, from the priors that the race began with, and a search by them."""
+        self._fit()
+        entrants = {each.label: each for each in self._again(self._cluster)}
+        self._search(number)
+        best = self._pool.priced(self._cluster)
+        measured = self.record.laps()
+        self.record.add(
+            RefitLine(
+                round=number,
+                factors=self._factors,
+                predicted_s={label: entrants[label].predicted_s for label in measured},
+                best=best[0].label if best else next(iter(measured)),
+                best_s=best[0].predicted_s if best else entrants[next(iter(measured))].predicted_s,
+                at_s=self._at_s(),
+            )
+        )
+
+    def _fit(self) -> None:
+        self.say("fitting the constants to what was measured")
+        self._factors = fitted(self._base, self._runs(), self.job.knobs)
+        self._cluster = self._with_known_memory(turned_hosts(self._base, self._factors))
+        self._fitted_laps = self._num_laps()
+
+    def _num_laps(self) -> int:
+        return sum(map(len, self.record.laps().values()))
+
+    def _search(self, number: int) -> None:
+        """Plans by the constants of now, into the pool; nothing where none fits or is found in time."""
+        left_s = min(self.job.search_s, max(2.0, self._left_s() / 4))
+        self.say(f"searching again with what round {number} taught")
+        try:
+            found = search(self.job.profile, self._cluster, self.job.training, pins=self.job.pins, time_limit_s=left_s)
+        except (InfeasibleError, SolverError) as error:
+            self.say(f"no other plan: {error}")
+            return
+        self._pool.add_result(found)
+        self._result = found
+
+    def _with_known_memory(self, cluster: ClusterSpec) -> ClusterSpec:
+        """With no more memory than plans that ran out of it were predicted to need, unless one that was predicted to
+        need more has run."""
+        ran = [max(_bytes(self.record.entrants()[label].plan)) for label in self.record.laps()]
+        fell = [line.predicted_bytes for line in self.record.falls().values() if line.cause == "memory"]
+        fell = [size for size in fell if size > max(ran, default=0.0)]
+        if not fell:
+            return cluster
+        most = LESS * min(fell) / (1 - self.job.training.memory_margin)
+        hosts = tuple(
+            group.model_copy(
+                update={"device": group.device.model_copy(update={"memory": min(most, group.device.memory)})}
+            )
+            for group in cluster.hosts
+        )
+        return cluster.model_copy(update={"hosts": hosts})
+
+    def _newcomers(self) -> tuple[list[Entrant], float]:
+        """(who is now predicted to beat the leader, the seconds that takes)."""
+        leader = leader_of(self.record.medians())
+        assert leader is not None, "something was measured"
+        own_s = next(each.predicted_s for each in self._again(self._cluster) if each.label == leader)
+        limit_s = to_beat_s(self._measured_s(leader), own_s)
+        priced = self._pool.priced(self._cluster)
+        return challengers(priced, self.record.entrants(), limit_s * (1 - WORTH)), limit_s
+
+    def _again(self, cluster: ClusterSpec) -> list[Entrant]:
+        """Everyone who ever raced, priced on a cluster, whether it fits or not."""
+        found = []
+        for line in self.record.entrants().values():
+            plan, priced = on_cluster(line.plan, cluster, self.job.profile)
+            found.append(Entrant(line.label, line.by, plan, priced.step_time_s))
+        return found
+
+    def _runs(self) -> list[MeasuredStep]:
+        """What was measured, as the fit takes it."""
+        laps = self.record.laps()
+        return [
+            MeasuredStep(each.label, each.plan, self.job.profile, self._measured_s(each.label))
+            for each in self._again(self._base)
+            if each.label in laps
+        ]
+
+    def _outcome(self, result: SearchResult, reason: str, agreed: bool, interrupted: bool) -> Tuned:
+        laps = self.record.laps()
+        if self._num_laps() > self._fitted_laps:
+            self._fit()
+        leader = leader_of(self.record.medians())
+        standings = self._standings(leader)
+        first = next((each for each in standings if each.label == leader), None)
+        plan = result.plan if first is None else self._document(first)
+        device = refitted(self._base, self._cluster, self._factors, len(laps))
+        label = self._pool.label_of(result.plan) if first is None else first.label
+        rounds = max((line.round for line in self.record.entrants().values()), default=0)
+        return Tuned(plan, label, device, self._factors, standings, agreed, reason, rounds, self._at_s(), interrupted)
+
+    def _standings(self, leader: str | None) -> tuple[Contender, ...]:
+        medians, falls = self.record.medians(), self.record.falls()
+        apart = {} if leader is None else paired(medians, leader)
+        fitted_s = {each.label: each.predicted_s for each in self._again(self._cluster)}
+        found = []
+        for label, line in self.record.entrants().items():
+            measured = self._measured(line)
+            if label in falls:
+                outcome = f"{falls[label].cause}: {falls[label].message}"
+            elif measured is None:
+                outcome = "not measured: the budget was spent"
+            else:
+                outcome = self._beside(label, leader, apart)
+            known_s = fitted_s[label] if medians else None
+            found.append(Contender(label, line.by, line.plan, line.predicted_s, known_s, measured, outcome))
+        order = [leader, *sorted(apart, key=lambda label: apart[label].ratio)]
+        place = {label: i for i, label in enumerate(order)}
+        return tuple(sorted(found, key=lambda each: place.get(each.label, len(place))))
+
+    def _beside(self, label: str, leader: str | None, apart: Mapping[str, Apart]) -> str:
+        if label == leader or leader is None:
+            return "the fastest"
+        if label in apart:
+            return in_words(apart[label])
+        return f"{self._measured_s(label) / self._measured_s(leader):.2f}x {leader}, in other turns"
+
+    def _measured(self, line: EntrantLine) -> MeasuredPlan | None:
+        laps = self.record.laps().get(line.label)
+        if laps is None:
+            return None
+        steps = tuple(step for lap in laps for step in lap.steps_s)
+        median_s = self._measured_s(line.label)
+        return MeasuredPlan(
+            step_time_s=median_s,
+            spread=(quantile(steps, 0.75) - quantile(steps, 0.25)) / 2 / median_s,
+            num_steps=len(steps),
+            turns=len(laps),
+            peak_memory_bytes=tuple(map(max, zip(*(lap.peak_memory_bytes for lap in laps), strict=True))),
+            memory_kind=laps[0].memory_kind,
+            predicted_before_s=line.predicted_s,
+        )
+
+    def _document(self, first: Contender) -> Plan:
+        """The winner's document: on the fitted cluster, with what was measured, and what was weighed beside it."""
+        plan, own = on_cluster(first.plan, self._cluster, self.job.profile)
+        others = []
+        for each in self._pool.priced(self._cluster)[:_KEPT]:
+            if each.label != first.label:
+                priced = on_cluster(each.plan, self._cluster, self.job.profile)[1]
+                verdict = compared(priced, own)
+                others.append(Candidate(each.label, each.plan, priced, verdict, priced.step_time_s))
+        chosen = self._result is not None and key_of(self._result.plan) == key_of(plan)
+        certificate = self._result.certificate if chosen and self._result is not None else None
+        listed = kept(ordered(others, plan), plan.cluster)
+        told = {"measured": first.measured, "certificate": certificate, "alternatives": listed}
+        return plan.model_copy(update=told)
+
+    def _measured_s(self, label: str) -> float:
+        """Median seconds over all steps of a candidate."""
+        return quantile(tuple(step for lap in self.record.laps()[label] for step in lap.steps_s), 0.5)
+
+    def _all_steps(self) -> dict[str, list[float]]:
+        return {label: [s for lap in laps for s in lap.steps_s] for label, laps in self.record.laps().items()}
+
+    def _cost_s(self, entrant: Entrant) -> float:
+        """Seconds that a candidate is likely to take until it can be told from the leader: its start, its warm-up, and
+        three laps of its own and of the leader's."""
+        started = [lap.started_s for laps in self.record.laps().values() for lap in laps if lap.started_s]
+        start_s = quantile(tuple(started), 0.5) if started else start_s_of(entrant.predicted_s)
+        if self.track.keeps:
+            return start_s + 3 * LAP_S
+        return 3 * (start_s + COLD_LAP_S)
+
+    def _at_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def _left_s(self) -> float:
+        return self._until - time.monotonic()
+
+
+def start_s_of(step_s: float) -> float:
+    """Seconds until a job is warm, by its predicted step."""
+    return START_S + WARM_UP_STEPS * step_s
+
+
+def fitted(cluster: ClusterSpec, runs: Sequence[MeasuredStep], knobs: Sequence[str] | None = None) -> dict[str, float]:
+    """Factors on the constants of a cluster's devices that its measured steps speak of. knobs: as of Job."""
+    links = {"link": cluster.link, "network": cluster.network}
+    names = [knob.name for knob in KNOBS if _speaks(knob.name, cluster)] if knobs is None else knobs
+    return refit(cluster.device.model_copy(update=links), runs, names, noise=NOISE).factors
+
+
+def _speaks(knob: str, cluster: ClusterSpec) -> bool:
+    """Whether anything that runs on a cluster depends on a constant."""
+    if knob in _LINKS:
+        return cluster.num_devices > 1
+    return cluster.num_hosts > 1 if knob in _NETWORK else True
+
+
+def refitted(base: ClusterSpec, cluster: ClusterSpec, factors: dict[str, float], count: int) -> Device:
+    """The device of a cluster after the fit, as a file of its own, which says of each number what it was fitted to."""
+    device = cluster.device
+    sources = dict(device.sources)
+    for knob in KNOBS:
+        if knob.name in factors:
+            for name in knob.fields:
+                told = f"{knob.name} x {factors[knob.name]:.2f}, fitted to {count} measured steps of plan tune"
+                sources[name] = f"{sources[name]}; {told}" if name in sources else told
+    changes = {"link": cluster.link, "network": cluster.network, "sources": sources}
+    if device.memory < base.device.memory:
+        sources["memory"] = "measured: a plan that was predicted to need little more ran out of memory"
+    return device.model_copy(update=changes)
+
+
+def _bytes(plan: Plan) -> tuple[float, ...]:
+    return (0.0,) if plan.prediction is None else plan.prediction.stage_memory_bytes

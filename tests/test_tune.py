@@ -1,0 +1,428 @@
+"""plan tune: who races, who is out, what the fit makes of it, what a record keeps, and what is refused before."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.executor.measuring.significance import paired
+from meshwright.executor.reporting.tune_page import tune_page
+from meshwright.executor.tuning.entrants import Entrant, Pool, could_be_best, teachers, to_beat_s
+from meshwright.executor.tuning.jobs import Fallen, LaunchedJob, cause_of, filled, processes_with, read_launcher
+from meshwright.executor.tuning.race import lap_steps, leader_of, out_after
+from meshwright.executor.tuning.record import LapLine, Record, load_record
+from meshwright.executor.tuning.rounds import Job, Tuned, Tuning
+from meshwright.executor.tuning.sitting import Venue, check_cluster, header_of, open_record, read_budget
+from meshwright.planner.answers.alternatives import family
+from meshwright.planner.answers.search import SearchResult, search
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
+from support.cli import run_plan, save_profile
+from support.synthetic import layer_class, profile
+from support.tracks import HiddenTrack
+from support.waiting import until
+
+PROFILE = profile(
+    [layer_class("block", 1e8, 4_000_000, saved=1e6, inputs=1e5, heads=4, transient=1e5)], [0] * 2, crossing=1e5
+)
+CLUSTER = cluster_of(load_device("cpu"), 2)
+TRAINING = TrainingSpec(global_batch=16, seq_len=64, precision="fp32")
+TRUTH = {"link bandwidth": 0.1, "matmul": 0.7}
+"""Links are ten times as slow as announced, and matmuls slower: another plan is the best."""
+
+
+@pytest.fixture(scope="module")
+def chosen() -> SearchResult:
+    return search(PROFILE, CLUSTER, TRAINING, time_limit_s=5.0)
+
+
+def race(folder: Path, chosen: SearchResult, track: HiddenTrack, resume: bool = False) -> tuple[Tuned, Record]:
+    place = Venue(folder / "plan.json", resume=resume)
+    record = open_record(place, header_of("net", PROFILE.fingerprint, chosen.plan, CLUSTER, None))
+    job = Job(PROFILE, CLUSTER, TRAINING, search_s=2.0, knobs=tuple(TRUTH))
+    return Tuning(job, track, record, lambda line: None).run(chosen), record
+
+
+def test_a_race_ends_with_the_best_plan_of_the_hidden_device_and_its_constants(
+    tmp_path: Path, chosen: SearchResult
+) -> None:
+    track = HiddenTrack(PROFILE, CLUSTER, TRUTH)
+
+    found, record = race(tmp_path, chosen, track)
+
+    best = search(PROFILE, track._cluster, TRAINING, time_limit_s=5.0)
+    assert track.true_s(chosen.plan) > 1.02 * best.estimate.step_time_s, "or the prediction alone would have done"
+    assert found.agreed
+    assert track.true_s(found.plan) <= 1.01 * best.certificate.fastest_s
+    assert found.plan.measured is not None
+    assert found.plan.measured.step_time_s == pytest.approx(track.true_s(found.plan), rel=0.01)
+    assert found.device.link.bandwidth < CLUSTER.link.bandwidth / 3
+    errors = [abs(each.fitted_s / each.measured.step_time_s - 1) for each in found.standings if each.measured]  # type: ignore[operator]
+    assert max(errors) < 0.05
+    assert track.closed
+    assert "What each minute bought" in tune_page(found, record)
+
+
+def test_what_was_measured_outlives_ctrl_c_and_is_gone_on_with(tmp_path: Path, chosen: SearchResult) -> None:
+    first, _ = race(tmp_path, chosen, HiddenTrack(PROFILE, CLUSTER, TRUTH, stops_after=5))
+    with (tmp_path / "plan.tune.jsonl").open("a") as file:
+        file.write('{"event": "lap", "lab')  # what a killed process leaves
+
+    track = HiddenTrack(PROFILE, CLUSTER, TRUTH)
+    found, record = race(tmp_path, chosen, track, resume=True)
+
+    assert first.interrupted
+    assert len([each for each in first.standings if each.measured]) == 5
+    assert found.agreed
+    laps = [line for line in load_record(record.path).lines if isinstance(line, LapLine)]
+    assert len(laps) == 5 + len(track.laps)
+    assert [lap.at_s for lap in laps] == sorted(lap.at_s for lap in laps)
+
+
+def test_candidates_that_fall_end_alone_with_their_cause(tmp_path: Path, chosen: SearchResult) -> None:
+    falls = {"TP": Fallen("hang", "rank 1 of 2 hangs"), "FSDP": Fallen("memory", "OutOfMemoryError: no")}
+
+    found, record = race(tmp_path, chosen, HiddenTrack(PROFILE, CLUSTER, TRUTH, falls))
+
+    assert {line.cause for line in record.falls().values()} == {"hang", "memory"}
+    assert found.plan.measured is not None
+    assert all(each.measured is None for each in found.standings if "TP" in each.label or "FSDP" in each.label)
+    smallest = min(line.predicted_bytes for line in record.falls().values() if line.cause == "memory")
+    biggest = max(max(e.plan.prediction.stage_memory_bytes) for e in found.standings if e.measured)  # type: ignore[union-attr]
+    assert found.device.memory < CLUSTER.device.memory or smallest <= biggest
+
+
+def test_no_candidate_that_runs_leaves_the_predicted_plan_and_the_causes(tmp_path: Path, chosen: SearchResult) -> None:
+    found, record = race(tmp_path, chosen, HiddenTrack(PROFILE, CLUSTER, {}, {"": Fallen("crash", "ValueError: no")}))
+
+    assert found.plan == chosen.plan
+    assert found.reason == "no candidate could be measured"
+    assert set(record.falls()) == set(record.entrants())
+    assert "ValueError: no" in tune_page(found, record)
+
+
+def test_a_record_on_a_full_disk_loses_its_lines_and_not_the_race(tmp_path: Path, chosen: SearchResult) -> None:
+    header = header_of("net", PROFILE.fingerprint, chosen.plan, CLUSTER, None)
+    record = Record(Path("/dev/full"), header)
+    job = Job(PROFILE, CLUSTER, TRAINING, search_s=2.0, knobs=tuple(TRUTH))
+
+    track = HiddenTrack(PROFILE, CLUSTER, TRUTH, stops_after=4)
+    found = Tuning(job, track, record, lambda line: None).run(chosen)
+
+    assert found.plan.measured is not None
+    assert "the record lacks its last lines: No space left on device" in found.reason
+
+
+def test_the_leader_is_who_beats_each_leader_before_over_common_turns() -> None:
+    medians = {"a": {1: 1.0, 2: 1.0}, "b": {1: 0.9, 2: 0.9, 3: 2.0}, "c": {3: 1.9}}
+
+    assert leader_of(medians) == "c"
+    assert leader_of({"a": {1: 1.0}, "z": {2: 0.1}}) == "a"
+    assert leader_of({}) is None
+
+
+def test_who_is_slower_beyond_the_noise_is_out_and_who_is_near_runs_again() -> None:
+    medians = {
+        "leader": {1: 1.0, 2: 1.01, 3: 0.99},
+        "slower": {1: 1.05, 2: 1.06, 3: 1.04},
+        "near": {1: 0.97, 2: 1.02, 3: 1.01},
+    }
+
+    assert list(out_after(medians, {}, list(medians))) == ["slower"]
+    one_turn = {label: {1: times[1]} for label, times in medians.items()} | {"far": {1: 2.0}}
+    steps = {label: list(times.values()) for label, times in one_turn.items()}
+    assert list(out_after(one_turn, steps, list(one_turn))) == ["far"]
+
+
+def test_noise_of_all_pairs_is_pooled_and_a_noisier_pair_keeps_its_own() -> None:
+    steady = {turn: 1.0 + 0.001 * (-1) ** turn for turn in (1, 2, 3, 4)}
+    medians = {
+        "leader": dict.fromkeys((1, 2, 3, 4), 1.0),
+        "steady": steady,
+        "noisy": {turn: 1.0 + 0.2 * (-1) ** turn for turn in (1, 2, 3, 4)},
+    }
+
+    found = paired(medians, "leader")
+
+    assert found["noisy"].high - found["noisy"].low > found["steady"].high - found["steady"].low
+    assert found["steady"].tie
+    assert paired({"leader": {1: 1.0}, "other": {1: 2.0}}, "leader")["other"].low == 0.0
+
+
+def test_laps_are_two_to_twenty_steps() -> None:
+    assert [lap_steps(step_s, 2.0) for step_s in (0.001, 0.5, 60.0)] == [20, 4, 2]
+
+
+def test_candidates_are_those_whose_bands_overlap_and_one_of_each_family_comes_first(chosen: SearchResult) -> None:
+    pool = Pool(PROFILE)
+    pool.add_result(chosen)
+    found = pool.priced(CLUSTER)
+
+    near = could_be_best(found)
+
+    assert near[0] == found[0]
+    assert all(each.predicted_s * 0.74 <= found[0].predicted_s * 1.35 for each in near)
+    far = Entrant("far", "the search", found[0].plan, 10 * found[0].predicted_s)
+    named = Entrant("named", "--setup", found[0].plan, 10 * found[0].predicted_s)
+    assert [each.label for each in could_be_best([found[0], far, named], 1)] == [found[0].label, "named"]
+
+
+def test_the_best_of_two_other_families_teach_the_fit(chosen: SearchResult) -> None:
+    pool = Pool(PROFILE)
+    pool.add_result(chosen)
+    found = pool.priced(CLUSTER)
+
+    first = teachers(found, found[:1])
+
+    kinds = [family(each.plan.degrees) for each in (found[0], *first)]
+    assert len(first) == 2
+    assert len(set(kinds)) == 3
+    assert teachers(found, found) == []
+
+
+def test_a_leader_that_is_predicted_too_slow_lets_in_plans_that_share_that_error_up_to_a_limit() -> None:
+    assert to_beat_s(1.0, 0.9) == 1.0
+    assert to_beat_s(1.0, 1.05) == 1.05
+    assert to_beat_s(1.0, 2.0) == pytest.approx(1.09)
+
+
+RAISED = 'Traceback (most recent call last):\n  File "m.py", line 1\nValueError: the model says no\n'
+ENDED = "  rank      : {0} (local_rank: {0})\n  exitcode  : {1} (pid: 7)\n"
+ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+
+
+@pytest.mark.parametrize(
+    ("output", "cause", "words"),
+    [
+        (
+            RAISED + "\nmeshwright: rank 1 of 2 failed in step 1: ValueError: the model says no\n",
+            "crash",
+            "rank 1 of 2",
+        ),
+        (RAISED + ELASTIC, "crash", "ValueError: the model says no"),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried\n", "memory", "allocate"),
+        ("torch.OutOfMemoryError: out of memory on rank 3\n" + ELASTIC, "memory", "rank 3"),
+        ("\nmeshwright: rank 0 of 2 hangs: for 61 s in step 3, at m.py:3; the others wait\n", "hang", "m.py:3"),
+        ("\nmeshwright: rank 1 of 2 gave no sign of life any more in step 2: it was killed\n", "killed", "rank 1"),
+        (ELASTIC + ENDED.format(0, -15) + ENDED.format(1, -9), "killed", "rank 1 was killed by signal 9"),
+        ("", "crash", "exit status 7 without a word"),
+    ],
+)
+def test_causes_are_read_from_what_a_job_said(output: str, cause: str, words: str) -> None:
+    found = cause_of(output, 7)
+
+    assert found.cause == cause
+    assert words in found.message
+
+
+def test_a_job_that_never_began_is_the_launchers_fault() -> None:
+    assert cause_of("srun: error: no such partition\n", 1, False) == Fallen(
+        "launch", "the launcher did not start its ranks: srun: error: no such partition"
+    )
+
+
+def test_a_launchers_template_takes_the_program_as_words_or_inside_of_one() -> None:
+    assert filled(read_launcher(f"{sys.executable} {{args}}", 2), ["-m", "a b"]) == [sys.executable, "-m", "a b"]
+    assert filled(["bash", "-c", "torchrun {args}"], ["-m", "a b"])[-1] == "torchrun -m 'a b'"
+    assert "--nproc-per-node" in read_launcher(None, 2)
+
+
+def test_ending_a_job_ends_what_it_began_however_it_hides(tmp_path: Path) -> None:
+    hides = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\ntime.sleep(60)\n"
+    job = LaunchedJob([sys.executable, "-c", hides], tmp_path / "log")
+    entry = f"MESHWRIGHT_TUNE={job._token}"
+    until(lambda: len(processes_with(entry)) == 2)
+
+    job.end(grace_s=0.2)
+
+    until(lambda: processes_with(entry) == [])
+
+
+def test_a_budget_is_read_with_its_unit() -> None:
+    assert [read_budget(text) for text in ("90s", "10m", "1.5h", "30")] == [90.0, 600.0, 5400.0, 30.0]
+    for text in ("", "ten", "-1m", "0s", "10 parsecs"):
+        with pytest.raises(ValueError, match="give a time, as in 90s, 10m or 1h"):
+            read_budget(text)
+
+
+def seen(count: int, ranks: int = 2, **changes: Any) -> list[dict[str, Any]]:
+    one = {"ranks": ranks, "host": "a", "plan": "p", "model": "m", "meshwright": "w"}
+    return [{**one, "rank": rank} for rank in range(count - 1)] + [{**one, "rank": count - 1, **changes}]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (seen(1, ranks=1), "know of no others"),
+        (seen(4, ranks=4), "starts 4 ranks, 4 of which answered, and 2 are announced: give --gpus 4"),
+        (seen(1), "starts 2 ranks, 1 of which answered"),
+        (seen(2, model="other"), "ranks 0 and 1 see different files for the model's file"),
+        (seen(2, meshwright="other"), "see different files for the code of meshwright"),
+        (seen(2, plan="", host="b"), "rank 1 on b does not see the plan's file"),
+    ],
+)
+def test_a_cluster_that_is_not_the_announced_one_is_refused(found: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_cluster(found, cluster_of(load_device("cpu"), 2))
+
+
+def test_ranks_on_fewer_hosts_than_announced_are_said() -> None:
+    two_hosts: ClusterSpec = cluster_of(load_device("cpu"), 2, 1)
+
+    assert check_cluster(seen(2), two_hosts) == ["the ranks are on 1 host, the cluster has 2"]
+    assert check_cluster(seen(2, host="b"), two_hosts) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--budget", "soon"], "give a time, as in 90s, 10m or 1h"),
+        (["--gpus", "17", "--device", "cpu"], "more than 16"),
+        (["--gpus", "2", "--device", "h100-80gb"], "this machine has 0 GPUs"),
+        (["--gpus", "2", "--device", "cpu", "-o", "none/plan.json"], "none does not exist"),
+        (["--gpus", "2", "--device", "cpu", "--report", "tune.pdf"], "ends in .html"),
+        (["--gpus", "2", "--device", "device.toml"], "would be written over"),
+        (["--gpus", "2", "--device", "cpu"], "is only its profile: give the model itself"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_launched(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
+) -> None:
+    save_profile(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("meshwright.executor.tuning.sitting.local_gpus", list)
+    monkeypatch.setattr("subprocess.Popen", None)
+
+    assert run_plan("tune", "profile.json", *flags) == 2
+
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+
+
+FAULTS = """
+import os, signal, time
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    def forward(self, x):
+        if not x.is_meta and type(x) is torch.Tensor and os.environ.get("RANK") == "1":
+            if x.shape[0] == 1:
+                torch.empty(2**50)
+            if x.shape[0] == 2:
+                time.sleep(3600)
+            if x.shape[0] == 4:
+                raise KeyError("no such token")
+            if x.shape[0] == 8:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.layers(x)
+
+def model():
+    return Net()
+
+def batch(size):
+    return torch.randn(size, 64), torch.randn(size, 64)
+
+def loss(output, batch):
+    return (output - batch[1]).square().mean()
+
+global_batch = 32
+"""
+
+
+def processes_of(model: Path) -> list[str]:
+    """Command lines of ranks of a model that are still there."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(model) in words and "tuning.rank" in words:
+            found.append(words)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_jobs_that_fall_in_every_way_end_alone_and_leave_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(FAULTS)
+    setups = [word for size in (1, 2, 4, 8, 16) for word in ("--setup", f"ddp mb={size}")]
+    few = ["--pin", "pipeline=1", "--pin", "tensor=1", "--pin", "micro_batch=16", "--timeout", "20"]
+
+    assert run_plan("tune", "net.py", "--gpus", "2", "--device", "cpu", "--budget", "8m", *setups, *few) == 0
+
+    falls = {fall.label.rpartition("=")[2]: fall for fall in load_record(tmp_path / "plan.tune.jsonl").falls().values()}
+    assert {size: fall.cause for size, fall in falls.items()} == {
+        "1": "memory",
+        "2": "hang",
+        "4": "crash",
+        "8": "killed",
+    }
+    assert "rank 1 of 2" in falls["2"].message
+    assert "no such token" in falls["4"].message
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["micro_batch"] == 16
+    assert plan["measured"]["turns"] >= 1
+    assert (tmp_path / "device.toml").exists()
+    assert "killed" in (tmp_path / "tune.html").read_text()
+    assert processes_of(tmp_path / "net.py") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "message"),
+    [
+        ("false {args}", "did not start a rank"),
+        (f"{sys.executable} {{args}}", "processes that know of no others"),
+        (
+            f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 4 {{args}}",
+            "starts 4 ranks, 4 of which answered, and 2 are announced",
+        ),
+    ],
+)
+def test_a_launcher_that_starts_another_cluster_is_refused_and_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    launcher: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(FAULTS)
+
+    words = ["--gpus", "2", "--device", "cpu", "--budget", "2m", "--launcher", launcher]
+    assert run_plan("tune", "net.py", *words) == 2
+
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "plan.json").exists()
+    assert not (tmp_path / "plan.tune.jsonl").exists()
+    assert processes_of(tmp_path / "net.py") == []
+
+
+@pytest.mark.slow
+def test_a_launchers_own_job_for_every_lap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(FAULTS)
+    launcher = f"bash -c '{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 {{args}}'"
+    few = ["--pin", "pipeline=1", "--pin", "tensor=1", "--pin", "micro_batch=16"]
+
+    words = ["--gpus", "2", "--device", "cpu", "--budget", "3m", "--launcher", launcher, *few]
+    assert run_plan("tune", "net.py", *words) == 0
+
+    laps = [line for line in load_record(tmp_path / "plan.tune.jsonl").lines if isinstance(line, LapLine)]
+    assert all(lap.started_s > 0 for lap in laps)
+    assert json.loads((tmp_path / "plan.json").read_text())["measured"]["turns"] >= 2
