@@ -214,8 +214,7 @@ def _margin(stack: options.StackOptions, profile: ModelProfile, cluster: Cluster
     if found is not None:
         if stack.memory_risk is None:
             assumptions.append(
-                f"{found:.1%} of memory is left free, so that {risk:.0%} of such runs run out of it; --memory-risk "
-                "changes it"
+                f"{found:.1%} of memory left free, for a risk of {risk:.0%} to run out; --memory-risk changes it"
             )
         return found
     if stack.memory_risk is not None:

@@ -38,6 +38,9 @@ _STALLING = ("ZB-V", "ZB-H1", "interleaved", "CP", "EP", "HSDP", "gathered", "Ze
 
 _MOST_WORDS = 2
 
+_TOLD_RISK = 0.005
+"""Of running out of memory, from which it is said."""
+
 
 @dataclass(frozen=True)
 class StageGroup:
@@ -150,7 +153,7 @@ def print_first_screen(
         if plan.prediction is not None:
             lines.append(_memory(plan))
         risk = memory_risk(plan)
-        if risk is not None:
+        if risk is not None and risk >= _TOLD_RISK:
             lines.append(hanging("", Text(f"of published runs with such predictions {risk:.0%} would run out"), "cyan"))
         lines += ["", _instead(others, plan, found), ""] if others else [""]
         if assumptions:
