@@ -384,3 +384,29 @@ def test_a_model_that_would_keep_keys_for_generation_does_not_while_it_trains() 
 
     assert report.ok, [*report.lines, report.detail]
     assert all(config.use_cache for config in _CACHING)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(self.up(x)).relu())
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "parts:norm"])
+def test_running_statistics_are_written_once(mode: Recompute) -> None:
+    torch.manual_seed(0)
+    plain, repeated = Normed(), Normed()
+    repeated.load_state_dict(plain.state_dict())
+    recompute(repeated, mode)
+
+    for module in (plain, repeated):
+        torch.manual_seed(1)
+        losses = [module(torch.randn(4, WIDTH)).sum() for _ in range(2)]  # two micro-batches are under way at once
+        for loss in losses:
+            loss.backward()
+
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(dict(repeated.named_buffers())[name], buffer), name

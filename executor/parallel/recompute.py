@@ -70,6 +70,7 @@ def check_recompute(layer: LayerPlan, model: nn.Module) -> None:
 def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
     """forward, of which backward finds nothing but its inputs (and what selective recompute keeps)."""
     unwritten: set[str] = set()
+    statistics = _running_statistics(module)
 
     def repeated(*args: Any, **kwargs: Any) -> Any:
         before = {n: (b, b._version, b.clone()) for n, b in module.named_buffers() if n not in unwritten}
@@ -84,13 +85,19 @@ def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -
         output = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         torch.clear_autocast_cache()  # else it would hold the casts of all layers' weights until the forward ends
         for name, (buffer, version, value) in before.items():
-            if buffer._version == version:
+            if buffer._version == version and name not in statistics:
                 unwritten.add(name)
             else:
                 written.append((buffer, value))
         return output
 
     return repeated
+
+
+def _running_statistics(module: nn.Module) -> set[str]:
+    """Buffers that norms write into without telling: their versions stay as they are (torch 2.13)."""
+    norms = {path: m for path, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
+    return {f"{path}.{name}" if path else name for path, norm in norms.items() for name, _ in norm.named_buffers()}
 
 
 class _Keep:
