@@ -60,6 +60,7 @@ def block(attention_flops: float = 1e9) -> LayerClass:
         update={
             "whole": made.whole.model_copy(update={"operators": made.whole.operators + attention}),
             "cuts": (cut,),
+            "tensor": made.whole,
             "parameters": (*(ParameterProfile(name=f"{n}.weight", shape=s) for n, s in shapes.items()),),
         }
     )

@@ -38,7 +38,17 @@ def decoder_of(blocks: int, experts: bool) -> ModelProfile:
     plain = MIXTURE if experts else PROFILE
     first, block, last = plain.layers[0], plain.layers[1], plain.layers[-1]
     names = [f"model.layers.{i}" for i in range(blocks)]
-    row = [block.model_copy(update={"name": name, "root": name, "modules": (name,)}) for name in names]
+    row = [
+        block.model_copy(
+            update={
+                "name": name,
+                "root": name,
+                "modules": (name,),
+                "parameters": tuple(f"{name}{p.removeprefix(block.root)}" for p in block.parameters),
+            }
+        )
+        for name in names
+    ]
     return plain.model_copy(update={"layers": (first, *row, last)})
 
 

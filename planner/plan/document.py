@@ -338,7 +338,6 @@ class Plan(Document):
                 f"micro_batch x num_microbatches x data ranks = {self.micro_batch} x {self.num_microbatches} x "
                 f"{degrees.data} = {samples} samples, but global_batch is {self.training.global_batch}"
             )
-        self._check_layers()
         if (self.schedule == "none") != (degrees.pipeline == 1):
             raise ValueError(f"schedule={self.schedule!r} does not go with pipeline={degrees.pipeline}")
         follows = self.mesh_axes.index("context") == self.mesh_axes.index("data_shard") + 1
@@ -365,12 +364,13 @@ class Plan(Document):
                 f"an interleaved schedule takes micro-batches in equal rounds of about pipeline={degrees.pipeline}; "
                 f"{self.num_microbatches} do not make {rounds} such rounds: use a multiple of {degrees.pipeline}"
             )
+        self._check_layers()
         return self
 
     def _check_layers(self) -> None:
         """Raises ValueError unless the stages hold the model's layers, each once and in order, and its tensors are of
         layers that there are."""
-        held = tuple(name for stage in self.stages for layer in stage.layers for name in layer.modules)
+        held = tuple(dict.fromkeys(name for stage in self.stages for layer in stage.layers for name in layer.modules))
         if held != self.model.layer_modules:
             pairs = zip(held, self.model.layer_modules, strict=False)
             place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(held), len(self.model.layer_modules)))

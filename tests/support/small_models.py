@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.accuracy.cases import profile_of
-from meshwright.executor.measuring.verify import VerifyReport, beside_one_process
+from meshwright.executor.measuring.verify import Training, VerifyReport, beside_one_process
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.model.load import LoadedModel, load_model
 from meshwright.profiler.model.model_profile import ModelProfile
@@ -58,7 +58,7 @@ def verified(name: str, plan: Plan, title: str = "", compile: bool | str = False
         torch.manual_seed(1)
         batches = [loaded.batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
     report = VerifyReport(title or name, (), {})
-    return beside_one_process(report, plan, loaded, batches, timeout_s=PATIENCE_S, compile=compile)
+    return beside_one_process(report, plan, loaded, batches, timeout_s=PATIENCE_S, training=Training(compile=compile))
 
 
 def _tokens(size: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Tensor]:
