@@ -447,7 +447,8 @@ def test_context_without_attention_and_experts_without_a_bank_are_no_use() -> No
 
 def test_experts_in_a_list_are_named_with_what_to_do() -> None:
     names = [f"moe.experts.{i}.{own}" for i in range(4) for own in ("up.weight", "down.weight")]
-    listed = block().model_copy(update={"parameters": tuple(ParameterProfile(name=n, shape=(8, 8)) for n in names)})
+    own = tuple(ParameterProfile(name=name, shape=(8, 8)) for name in names)
+    listed = block().model_copy(update={"parameters": (*block().parameters, *own)})
     model = two_of(listed).model_copy(update={"decides_by_values": "model.py:16"})
 
     found = blamed(model, cluster(1, 4), TrainingSpec(global_batch=8, seq_len=model.seq_len), Pins(expert=2))

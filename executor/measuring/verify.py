@@ -569,8 +569,8 @@ def one_process(
     optimizers: list[torch.optim.Optimizer] = []
     draws = SameDraws()
     masks = _masks_of_one_process(plan, replicas) if training.dropout else None
+    last = _copied(batches[-1])  # for the evaluation: models may write into what they are given
     with nullcontext() if training.dropout else no_dropout(), nullcontext() if training.dropout else draws:
-        shares: list[list[Any]] = []
         for step, batch in enumerate(batches, start=1):
             shares = [_micro_batches(share, plan) for share in _shares(batch, plan)]
             with nullcontext() if masks is None else masks.step(step):
@@ -588,6 +588,7 @@ def one_process(
             _hand_on(replicas)
         found = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
         drew = draws.drew or (together is not None and together.drew)
+        shares = [_micro_batches(share, plan) for share in _shares(last, plan)]
         return _RunResult(losses, norms, gradients, found, eps, drew, _evaluated(replicas, loaded, shares))
 
 
@@ -750,6 +751,7 @@ def _one_rank(
         device="cpu",
         compile=training.compile,
     )
+    last = _copied(batches[-1])
     losses: list[float] = []
     norms: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
@@ -760,7 +762,7 @@ def _one_rank(
             norms.append(metrics.grad_norm)
             if len(losses) == 1:
                 gradients = {name: grad.clone() for name, grad in trainer.named_gradients().items()}
-        evaluated = trainer.evaluate([_shares(batches[-1], plan)[trainer.data_rank]])["loss"]
+        evaluated = trainer.evaluate([_shares(last, plan)[trainer.data_rank]])["loss"]
     parameters = trainer.full_state_dict()
     is_first = trainer.mesh.rank == 0
     trainer.close()
@@ -808,6 +810,15 @@ def _difference(what: str, expected: torch.Tensor, found: torch.Tensor, floor: f
     scale = max(float(a.abs().max()), floor)
     relative = float(gap[place]) / scale if scale else float(gap[place])
     return Difference(what, float(a[place]), float(b[place]), relative)
+
+
+def _copied(batch: Any) -> Any:
+    def cloned(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    if isinstance(batch, SharesApart):
+        return SharesApart(tree_map(cloned, share) for share in batch)
+    return tree_map(cloned, batch)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
