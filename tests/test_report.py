@@ -34,7 +34,7 @@ from meshwright.planner.answers.sensitivity import scaled, sensitivity
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.exchange.export import export
 from meshwright.planner.exchange.targets import NAMES
-from meshwright.planner.plan.document import AXES, Axis, Certificate, Plan, placements
+from meshwright.planner.plan.document import AXES, Alternative, Axis, Certificate, Plan, placements
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.setups import parse_setup, setup_words
 from meshwright.planner.plan.shape import Shape
@@ -781,3 +781,11 @@ def test_words_stand_at_the_left_of_a_table_of_numbers() -> None:
 
     assert markup.count('class="n"') == 4
     assert "<td>FSDP 8</td>" in markup
+
+
+def test_what_was_weighed_or_measured_is_no_decision(plan: Plan) -> None:
+    weighed = Alternative(label="DDP", by_rule=True, outcome="does not fit")
+
+    found = difference(plan, plan.model_copy(update={"alternatives": (weighed,), "certificate": None}), None)
+
+    assert found.changes == ()

@@ -81,7 +81,8 @@ def _view(plan: Plan) -> dict[str, str]:
     view["recompute parts"] = "; ".join(f"{p}: {_named(names)}" for p, names in ways.items() if p) or "none"
     view["parameters given back"] = _named([layer.name for layer in layers if layer.reshard])
     known = {"model", "cluster", "training", "degrees", "mesh_axes", "schedule", "micro_batch", "num_microbatches"}
-    known |= {"gradient_sync", "classes", "stages", "prediction", "certificate", "versions", "schema_version", "kind"}
+    known |= {"gradient_sync", "classes", "stages", "versions", "schema_version", "kind"}
+    known |= {"prediction", "certificate", "alternatives", "measured"}  # what was found out, not what was decided
     view |= {name.replace("_", " "): str(getattr(plan, name)) for name in type(plan).model_fields if name not in known}
     view |= {f"job: {name.replace('_', ' ')}": str(value) for name, value in training.model_dump().items()}
     return view
