@@ -9,8 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from meshwright.planner.answers.candidate import Candidate
 from meshwright.planner.answers.check import check
-from meshwright.planner.answers.search import InfeasibleError, SolverError, search
+from meshwright.planner.answers.search import InfeasibleError, SolverError, adopted, search
+from meshwright.planner.answers.verdict import FITS
 from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
@@ -224,6 +226,24 @@ def test_time_over_with_pins_that_no_rule_of_thumb_keeps_is_said() -> None:
 
     with pytest.raises(SolverError, match="no plan found within 0 s"):
         search(model, cluster(1, 4), training, pins=Pins(schedule="zb-h1"), time_limit_s=0.0)
+
+
+def test_whatever_is_priced_faster_becomes_the_plan() -> None:
+    classes = [layer_class("a", 1e10, int(1e7), 1e6, 1e5)]
+    model, on = profile(classes, [0] * 4), cluster(1, 4)
+    training = TrainingSpec(global_batch=8, seq_len=64)
+    slow_one = search(model, on, training, pins=Pins(data_replicate=1, data_shard=1, pipeline=4, schedule="gpipe"))
+    fast_one = search(model, on, training)
+    slow_set_up, fast_set_up = (Candidate("a set-up", each.plan, each.estimate, FITS) for each in (slow_one, fast_one))
+
+    found = adopted(slow_one, [slow_set_up, fast_set_up])
+
+    assert found.estimate == fast_one.estimate
+    assert shape_of(found.plan) == shape_of(fast_one.plan)
+    assert found.certificate.fastest_s == fast_one.estimate.step_time_s >= found.certificate.bound
+    assert (found.certificate.gap, found.certificate.status) == (0.0, "feasible")
+    assert check(found.plan, model) == []
+    assert adopted(fast_one, [slow_set_up]) is fast_one
 
 
 def test_slow_network_keeps_tensor_parallel_inside_a_node() -> None:

@@ -137,7 +137,7 @@ def compare(
     all_baselines: beside the set-ups the rules of thumb and what every framework leads to, those named before left out.
     """
     from ...planner.answers.candidate import Candidate
-    from ...planner.answers.search import InfeasibleError, search
+    from ...planner.answers.search import InfeasibleError, adopted, search
 
     planned: SearchResult | None = None
     try:
@@ -146,7 +146,13 @@ def compare(
     except InfeasibleError as error:
         verdict = Verdict(VerdictKind.DOES_NOT_FIT, str(error), stage=error.stage, over_bytes=error.over_bytes)
         first = Candidate(label=PLANNED, plan=None, estimate=None, verdict=verdict)
-    return beside(first, planned, profile, cluster, training, setups, all_baselines=all_baselines)
+    found = beside(first, planned, profile, cluster, training, setups, all_baselines=all_baselines)
+    best = None if planned is None else adopted(planned, found.candidates[1:])
+    if best is None or best is planned:
+        return found
+    first = replace(first, plan=best.plan, estimate=best.estimate)
+    manual = [_against(candidate, best.estimate) for candidate in found.candidates[1:]]
+    return Comparison(candidates=(first, *manual), planned=best)
 
 
 def beside(

@@ -116,7 +116,9 @@ def search(
         told(f"what people usually try: {rule.name}", USUAL)
         rules.append((rule, _follow(explorer, rule, until)))
     is_open = replace(pins, everything=False, parts=False) == Pins()
-    followed = [priced for _, priced in rules if priced is not None and is_open]
+    followed = [
+        priced for _, priced in rules if priced is not None and (is_open or _allowed(explorer.model, pins, priced.plan))
+    ]
     near = [solved for solved in outcome.solved if solved.seconds <= outcome.best.seconds * (1 + WINDOW)]
     if framework is not None and framework.partly is not None:
         finalists = as_told(explorer, outcome.solved, until)
@@ -171,6 +173,31 @@ def price_setup(
         return Candidate(setup.label, None, None, closest_verdict(explorer, pins, outcome.rejected))
     priced = price(explorer, outcome.best)
     return Candidate(setup.label, priced.plan, priced.estimate, FITS, priced.estimate.step_time_s)
+
+
+def adopted(result: SearchResult, candidates: Sequence[Candidate]) -> SearchResult:
+    """The result, with the fastest of these candidates as its plan where that is faster than what the search has found:
+    whatever has been priced is a candidate, also where the search ran out of time before it came to it."""
+    priced = (
+        _Priced(candidate.plan, candidate.estimate)
+        for candidate in candidates
+        if candidate.plan is not None and candidate.estimate is not None and not priced_mark(candidate.plan)
+    )
+    best = min(priced, key=lambda found: found.estimate.step_time_s, default=None)
+    if best is None or best.estimate.step_time_s >= result.certificate.fastest_s * (1 - TIE):
+        return result
+    fastest_s = best.estimate.step_time_s
+    bound_s = min(result.certificate.bound, fastest_s)
+    proven = {"step_s": fastest_s, "fastest_s": fastest_s, "bound": bound_s, "gap": (fastest_s - bound_s) / fastest_s}
+    certificate = result.certificate.model_copy(update={**proven, "status": "feasible"})
+    decided = {"certificate": certificate, "prediction": prediction_of(best.estimate)}
+    judged = (
+        each if each.estimate is None else replace(each, verdict=compared(each.estimate, best.estimate))
+        for each in result.alternatives
+    )
+    known = ordered(list(judged), best.plan)
+    plan = best.plan.model_copy(update=decided | {"alternatives": kept(known, best.plan.cluster)})
+    return replace(result, plan=plan, estimate=best.estimate, certificate=certificate, alternatives=known)
 
 
 def pins_of(setup: Setup) -> Pins:

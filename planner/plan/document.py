@@ -203,6 +203,12 @@ class Certificate(Frozen):
         default=None, description="seconds: the fastest plan found for the same software without that restriction"
     )
 
+    @model_validator(mode="after")
+    def _all_counts_are_there(self) -> Self:
+        if missing := {"total", "rejected", "pruned", "solved"} - self.shapes.keys():
+            raise ValueError(f"shapes: {sorted(missing)[0]} is missing")
+        return self
+
     @property
     def given_away(self) -> float:
         """Share of the fastest step that the plan takes longer, for the sake of simplicity."""

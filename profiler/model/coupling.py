@@ -107,7 +107,7 @@ def _losses(loaded: LoadedModel) -> tuple[float, float]:
                 found = scalar(output, loaded) if loaded.loss is None else loaded.loss(output, given)
             return float(found)
 
-        with SameDraws(), _batch_norms_apart():
+        with SameDraws(), _batch_norms_apart(), _one_thread():
             whole, parts = loss(batch), [loss(half) for half in halves]
         weights = [1.0 if loaded.weight is None else float(loaded.weight(half)) for half in halves]
     return whole, sum(w * p for w, p in zip(weights, parts, strict=True)) / sum(weights)
@@ -150,6 +150,17 @@ def _batch_norms_apart() -> Iterator[None]:
 
     with patch.object(functional, "batch_norm", fixed):
         yield
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operators on a few samples take longer in several threads, which wait for each other, than in one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 _HALF = (torch.float16, torch.bfloat16)

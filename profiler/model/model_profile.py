@@ -72,9 +72,7 @@ class OpProfile(Frozen):
     core: bool = Field(default=False, description="forward of unfused attention, from the scores to its output")
     within: str = Field(default="", description="forward only: the part of the layer that repeats it if recomputed")
     shape: tuple[Amount, Amount, Amount] | None = Field(
-        default=None,
-        description="matmul: rows, inner and columns of the product (batched: rows of all batches); fused attention: "
-        "that of queries and keys, with the queries of all heads as rows",
+        default=None, description="matmul only: rows, inner and columns of the product (batched: rows of all batches)"
     )
 
 
@@ -407,9 +405,9 @@ class ModelProfile(Document):
             check_crossing(number, tensor, len(self.layers), len(self.tensors))
         for layer_class in self.classes:
             _check_class(layer_class)
-        for given in self.batch:
-            if len(given.shape) != len(given.dims):
-                raise ValueError(f"element {given.name} of a batch has {len(given.shape)} dims and kinds of others")
+        for element in self.batch:
+            if len(element.shape) != len(element.dims):
+                raise ValueError(f"element {element.name} of a batch has {len(element.shape)} dims, kinds of others")
         return self
 
     @property
