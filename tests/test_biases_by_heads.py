@@ -26,6 +26,7 @@ def _attention_cuts() -> dict[str, list[TensorCut]]:
     return {c.name: [cut for cut in c.cuts if cut.kind == "attention"] for c in small_profile("t5").classes if c.cuts}
 
 
+@pytest.mark.slow
 def test_attention_of_every_block_is_cut_with_its_bias() -> None:
     found = {
         name: [(cut.rows[0].rpartition(".")[0], cut.tables, cut.given, cut.returned) for cut in cuts]

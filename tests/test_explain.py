@@ -723,6 +723,7 @@ def test_tutorials_draw_two_gpus() -> None:
     assert lessons(result.plan, result.estimate, chain()) == ()
 
 
+@pytest.mark.slow
 def test_a_cluster_file_is_swept_by_its_hosts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(

@@ -119,6 +119,7 @@ def test_a_rank_that_is_killed_ends_all_with_its_name(profile: ModelProfile, tmp
     assert max(ending.seconds for ending in endings) < SOON_S
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_the_model_is_named_with_the_line(profile: ModelProfile, tmp_path: Path) -> None:
     endings = launch(_train, 2, tmp_path, plan_of(profile, shard=2), hangs_in_forward, 1, 2)
 

@@ -71,6 +71,7 @@ def test_a_host_is_filled_before_another_is_asked_for() -> None:
     assert grown(cluster(2, 2), 8).num_hosts == 4
 
 
+@pytest.mark.slow
 def test_a_margin_that_would_do_is_named_and_does() -> None:
     training = job(memory_margin=0.2)
     needed = refused(cluster(1, 2, device(memory=2e9)), training)
@@ -147,6 +148,7 @@ def units(*sizes: int) -> ModelProfile:
 PIPELINE_ONLY = Pins(most=(("data_replicate", 1), ("data_shard", 1), ("tensor", 1)))
 
 
+@pytest.mark.slow
 def test_the_smallest_number_of_gpus_is_that_of_uneven_stages() -> None:
     """Of 4 layers of 8 and 32 of 1, as many layers on each of 4 stages are 37 on the first, where 16 would do."""
     model, on = units(*[8] * 4, *[1] * 32), cluster(1, 1, device(memory=17 * 10_000_000 * 20.0))
@@ -191,6 +193,7 @@ def test_no_plan_of_any_kind_is_over_by_less_than_the_closest(model: ModelProfil
         search(model, on(enough / (1 + 2 * PRECISE)), job(), pins=pins)
 
 
+@pytest.mark.slow
 def test_stages_that_go_there_and_back_may_be_over_by_less() -> None:
     """Layers of 3, 3, 1 and 1 on two ranks: 3 + 1 each in ZB-V, at least 3 + 1 + 1 on one of them in a row."""
     explorer = Explorer(units(3, 3, 1, 1), cluster(1, 2, device(memory=1e8)), job())

@@ -134,6 +134,7 @@ def test_groups_that_cost_more_than_they_save_stay_whole_on_slow_links() -> None
     assert chosen.of("LlamaDecoderLayer") == ("mlp:mlp.down_proj",)
 
 
+@pytest.mark.slow
 def test_the_search_leaves_whole_what_is_not_worth_its_collectives() -> None:
     profile = zoo_profile("llama3_8b")
     training = TrainingSpec(global_batch=2, seq_len=8192)

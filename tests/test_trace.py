@@ -389,6 +389,7 @@ def _gpt_of_any_length() -> ModelProfile:
     return trace(load_model("benchmarks/models/gpt.py"), seq_len=256, lengths=True)
 
 
+@pytest.mark.slow
 def test_a_profile_holds_at_lengths_between_those_it_was_made_at() -> None:
     between = at_seq_len(_gpt_of_any_length(), 192)
 

@@ -139,6 +139,7 @@ def test_a_rank_that_hangs_in_start_up_is_named_with_the_line(profile: ModelProf
     assert "in hangs" in messages(endings)[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_in_start_up_is_named_with_its_error(profile: ModelProfile, tmp_path: Path) -> None:
     endings = launch(_start, 2, tmp_path, plan_of(profile, shard=2), tmp_path, raises, (0, 1), "")
 
