@@ -527,6 +527,9 @@ class Swept:
     def __len__(self) -> int:
         return len(self.points)
 
+    def __getitem__(self, index: int) -> "Point":
+        return self.points[index]
+
     def __str__(self) -> str:
         from ..planner.answers.sweep import left_out_in_words
         from .reporting.sweep_report import print_sweep

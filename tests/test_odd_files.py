@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.abuse.folder import is_well, table_of
 from meshwright.planner.plan.legality import sharding_rule
@@ -93,3 +95,21 @@ def test_all_odd_files_are_planned_and_verified_or_refused() -> None:
     ill = {name: answers for name, answers in table_of(FOLDER, 2) if not is_well(answers, 2)}
 
     assert ill == {}
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+
+def features(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 8), torch.randn(size, 4)
+
+
+def distance(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(output, batch[1])
+
+
+def test_dropout_is_off_in_both_runs_that_are_compared() -> None:
+    report = run(load_model(dropping, batch=features, loss=distance), data_replicate=2)
+
+    assert report.ok, report.lines

@@ -21,7 +21,7 @@ def _glossary_command(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Say what the words of plans and reports mean: FSDP, ZB-V, gathered, transient, MFU, ..."""
+    """Say what the words of plans and reports mean: FSDP, ZB-V, gathered, transient, MFU and others."""
     shown = [term(word) for word in words] if words else sorted(TERMS, key=lambda each: each.name.lower())
     if as_json:
         terminal.write_json(json.dumps([asdict(each) for each in shown]))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ...planner.plan.document import Plan, load_plan
-from ...planner.plan.making import shape_of
+from ...planner.plan.making import label_of
 from ...planner.plan.pin_texts import read_pins
 from ...profiler.machine.cluster import ClusterSpec, cluster_of
 from .. import api
@@ -68,8 +68,8 @@ def _replan_command(
         terminal.write_json(json.dumps(plan_document(found)))
         return
     console = terminal.make_console()
-    before_words = f"{before.degrees.num_devices} GPUs, {shape_of(before).label}"
-    now_words = f"{result.plan.degrees.num_devices} GPUs, {shape_of(result.plan).label}"
+    before_words = f"{before.degrees.num_devices} GPUs, {label_of(before)}"
+    now_words = f"{result.plan.degrees.num_devices} GPUs, {label_of(result.plan)}"
     console.print(
         f"{before.model.name} after {progress.steps:,} steps: {before_words} -> {now_words}; global batch "
         f"{before.training.global_batch} as before",

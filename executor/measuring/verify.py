@@ -32,7 +32,7 @@ from ...planner.plan.legality import (
     sequence_rule,
     tensor_rule,
 )
-from ...planner.plan.making import make_plan, shape_of
+from ...planner.plan.making import label_of, make_plan, shape_of
 from ...planner.plan.shape import LayerOption, Shape
 from ...profiler.machine.cluster import cluster_of
 from ...profiler.model.building import on_meta
@@ -43,7 +43,7 @@ from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
 from ..parallel.mesh import RankMesh
 from ..parallel.micro_batches import loss_of, split_micro_batches
-from ..parallel.random_numbers import RandomNumbers
+from ..parallel.random_numbers import KEEPS_ALL, RandomNumbers
 from ..parallel.synced_norms import normalise_here, normalised, synced_norms
 from ..trainer import parallelize
 from .local_ranks import RankError, run_local_ranks
@@ -186,7 +186,7 @@ def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
             small = small.with_seq_len(loaded.seq_len or 1)  # it takes its own length only
             profile = trace(small)
     trial, shrunk = small_plan(plan, profile)
-    title = f"{plan.model.name} by {shape_of(plan).label}, run as {small.name} by {shape_of(trial).label}"
+    title = f"{plan.model.name} by {label_of(plan)}, run as {small.name} by {label_of(trial)}"
     notes += shrunk
     batches = _batches(small, trial, steps, profile.batch_problem)
     dropouts = any(getattr(m, "p", 0) for m in _built(small).modules() if isinstance(m, nn.modules.dropout._DropoutNd))
@@ -780,6 +780,7 @@ def no_dropout() -> Iterator[None]:
         def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
             return original(input, 0.0, training, inplace)
 
+        setattr(dropout, KEEPS_ALL, True)
         return dropout
 
     @wraps(originals["scaled_dot_product_attention"])

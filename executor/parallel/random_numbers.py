@@ -36,6 +36,9 @@ from .stage_module import StageModule
 _Place = tuple[str, int, bool]
 """(layer module, call in this micro-batch, behind it): where in a forward something is drawn."""
 
+KEEPS_ALL = "keeps_all"
+"""Attribute of a dropout that is off, whoever calls it."""
+
 _FEATURES = {"dropout1d": 1, "dropout2d": 2, "dropout3d": 3}
 """Functions that drop whole features, and how many dims such a feature has."""
 
@@ -264,7 +267,11 @@ def may_drop(model: nn.Module) -> bool:
 
 @contextmanager
 def _replaced(dropped: Callable[..., Any], attended: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts torch's dropouts and attention are these, each given the original first."""
+    """While it lasts torch's dropouts and attention are these, each given the original first; those that keep
+    everything (verify.py) stay."""
+    if getattr(functional.dropout, KEEPS_ALL, False):
+        yield
+        return
     originals = {name: getattr(functional, name) for name in ("dropout", *_FEATURES, "scaled_dot_product_attention")}
 
     def dropout(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ...planner.answers.candidate import Candidate
 from ...planner.plan.document import Plan
+from ...planner.plan.making import label_of
 from ...profiler.machine.units import format_count
 from .drawing import tag
-from .report import label_of
 
 
 def page(title: str, head: str, links: Iterable[tuple[str, str]], sections: Iterable[str]) -> str:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from ...planner.cost.estimate import Estimate
 from ...planner.plan.document import Plan, parts_in_words
-from .report import collapse, label_of
+from ...planner.plan.making import label_of
+from .report import collapse
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.expert_place import expert_group
 from ...planner.plan.document import CONTEXT_NAMES, Certificate, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
 from ...planner.plan.layer_counts import layers_of_plan, parts_kinds, recompute_shares
-from ...planner.plan.making import shape_of
+from ...planner.plan.making import label_of
 from ...planner.plan.not_run import not_run
 from ...profiler.machine.units import GIB, format_count, format_seconds
 
@@ -27,18 +27,11 @@ _MOST_PARTS = 2
 _RECOMPUTES = {"full": "recompute", "selective": "selective recompute", "attention": "recompute of attention"}
 
 
-def label_of(plan: Plan) -> str:
-    """How people call a plan's layout."""
-    return shape_of(plan).label
-
-
 def choice_in_words(plan: Plan) -> str:
     """Layout, micro-batches, recompute and what is kept gathered, in a phrase."""
     layers = layers_of_plan(plan)
     kept = sum(not layer.reshard for layer in layers) if plan.degrees.sharded_over > 1 else 0
     label = label_of(plan)
-    if kept == len(layers):  # what people call so, though each rank stores a shard of the parameters, too
-        label = label.replace("FSDP ", f"ZeRO-{2 if plan.gradient_sync == 'every' else 1} over ")
     parts = [label, f"micro-batch {plan.micro_batch} x {plan.num_microbatches}"]
     parts += [f"{_RECOMPUTES[kind]} in {share}" for kind, share in recompute_shares(plan, _RECOMPUTES).items()]
     of_parts = {parts_in_words(kind): share for kind, share in recompute_shares(plan, parts_kinds(plan)).items()}

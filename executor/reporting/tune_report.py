@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ...planner.plan.making import shape_of
+from ...planner.plan.making import label_of
 from ...profiler.machine.units import format_seconds
 from ..measuring.measurement import quantile
 from ..tuning.rounds import Contender, Tuned
@@ -103,7 +103,7 @@ def tuned_document(found: Tuned, notes: list[str]) -> dict[str, Any]:
             {
                 "label": each.label,
                 "by": each.by,
-                "layout": shape_of(each.plan).label,
+                "layout": label_of(each.plan),
                 "predicted_s": each.predicted_s,
                 "fitted_s": each.fitted_s,
                 "measured": None if each.measured is None else each.measured.model_dump(mode="json"),
