@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.executor.measuring.significance import paired
+from meshwright.executor.measuring.significance import Apart, paired
 from meshwright.executor.reporting.tune_page import tune_page
 from meshwright.executor.tuning.entrants import Entrant, Pool, could_be_best, teachers, to_beat_s
 from meshwright.executor.tuning.jobs import Fallen, LaunchedJob, cause_of, filled, processes_with, read_launcher
-from meshwright.executor.tuning.race import lap_steps, leader_of, out_after
+from meshwright.executor.tuning.race import in_words, lap_steps, leader_of, out_after
 from meshwright.executor.tuning.record import LapLine, Record, load_record
 from meshwright.executor.tuning.rounds import Job, Tuned, Tuning
 from meshwright.executor.tuning.sitting import Venue, check_cluster, header_of, open_record, read_budget
@@ -149,6 +149,13 @@ def test_noise_of_all_pairs_is_pooled_and_a_noisier_pair_keeps_its_own() -> None
     assert found["noisy"].high - found["noisy"].low > found["steady"].high - found["steady"].low
     assert found["steady"].tie
     assert paired({"leader": {1: 1.0}, "other": {1: 2.0}}, "leader")["other"].low == 0.0
+
+
+def test_words_claim_no_more_than_the_interval_holds() -> None:
+    found = [in_words(Apart("a", "b", 1.2, low, 1.5)) for low in (1.01, 0.995, 0.9, 0.0)]
+
+    assert [words.partition("): ")[2] for words in found] == ["", "at most 1% faster", "not told apart", ""]
+    assert found[3] == "1.20x b"
 
 
 def test_laps_are_two_to_twenty_steps() -> None:

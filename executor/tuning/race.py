@@ -64,7 +64,9 @@ def in_words(apart: Apart) -> str:
     if apart.low == 0.0:
         return f"{apart.ratio:.2f}x {apart.other}"
     how = f"{apart.ratio:.3f}x {apart.other} ({apart.low:.3f}-{apart.high:.3f})"
-    return how if apart.low > 1.0 else f"{how}: at most {WITHIN:.0%} faster"
+    if apart.low > 1.0:
+        return how
+    return f"{how}: at most {WITHIN:.0%} faster" if apart.low > 1 / (1 + WITHIN) else f"{how}: not told apart"
 
 
 def lap_steps(step_s: float, lap_s: float) -> int:
