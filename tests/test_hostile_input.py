@@ -99,6 +99,29 @@ def test_a_plan_whose_layers_are_in_another_order_is_not_shown(
     assert "do not hold the model's modules in its order" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda layout: layout["degrees"].update(virtual_stages=10**6), "1000000 stages on each rank"),
+        (lambda layout: layout["stages"][0][0].update(count=10**12), "layers, not 10"),
+    ],
+)
+def test_an_alternative_that_is_none_is_refused(
+    profile: Path,
+    tmp_path: Path,
+    change: Callable[[Any], None],
+    rule: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = tmp_path / "plan.json"
+    assert run_plan(str(profile), *MACHINE, "-q", "-o", str(plan)) == 0
+    changed(plan, lambda d: change(next(each["layout"] for each in d["alternatives"] if each["layout"])))
+
+    assert run_plan("report", str(plan), "--model", str(profile), "-o", str(tmp_path / "out.html")) == 2
+
+    assert rule in " ".join(capsys.readouterr().err.split())
+
+
 class _Full(io.TextIOBase):
     def write(self, text: str) -> int:
         raise OSError(28, "No space left on device")

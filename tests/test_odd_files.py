@@ -82,6 +82,7 @@ def test_bounds_of_rows_are_not_cut() -> None:
         ("reentrant", {"data_replicate": 2}),
         ("ragged", {"pipeline": 2, "schedule": "gpipe"}),
         ("complex_weights", {"data_replicate": 2}),
+        ("penalty", {"data_replicate": 2}),
     ],
 )
 def test_plans_of_odd_files_give_the_same_numbers(name: str, pins: dict[str, int]) -> None:

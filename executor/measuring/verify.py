@@ -167,7 +167,7 @@ class _RunResult:
     eps: float
     drew: bool = False
     """Whether the model has drawn random numbers."""
-    evaluated: float = 0.0
+    evaluated: float | None = None
 
 
 def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
@@ -214,10 +214,13 @@ def beside_one_process(
         return replace(report, failure=f"the model does not train in one process: {error}", detail=error.detail)
     if not training.dropout:
         report = replace(report, splitting=_splitting(expected, loaded, plan, batches[0], timeout_s))
+    if expected.evaluated is None:
+        alone = "it is not evaluated: its forward differentiates itself, which evaluation without gradients lets none"
+        report = replace(report, notes=(*report.notes, alone))
     if expected.drew:
         report = replace(report, notes=(*report.notes, "random numbers are one and the same in all runs"))
     try:
-        told = loaded, plan, batches, expected.eps, training, expected.drew
+        told = loaded, plan, batches, expected.eps, training, expected.drew, expected.evaluated is not None
         found: _RunResult = run_local_ranks(_one_rank, ranks, *told, timeout_s=timeout_s)[0]
     except RankError as error:
         return replace(report, failure=f"the plan did not run: {error}", detail=error.detail)
@@ -290,7 +293,9 @@ def compared(
             for n, p in expected.parameters.items()
         ],
         "evaluation": [
-            _difference("evaluated loss", torch.tensor(expected.evaluated), torch.tensor(found.evaluated)),
+            _difference("evaluated loss", torch.tensor(a), torch.tensor(b))
+            for a, b in [(expected.evaluated, found.evaluated)]
+            if a is not None and b is not None
         ],
     }
     in_order = [kinds["loss"][0], *kinds["gradients"], *kinds["gradient norm"], *kinds["loss"], *kinds["parameters"]]
@@ -604,14 +609,21 @@ def _masks_of_one_process(plan: Plan, replicas: Sequence[nn.Module]) -> RandomNu
 
 
 @torch.no_grad()
-def _evaluated(replicas: Sequence[nn.Module], loaded: LoadedModel, shares: Sequence[Sequence[Any]]) -> float:
-    """Mean loss of a batch in evaluation mode. shares: [data rank] -> micro-batches."""
+def _evaluated(replicas: Sequence[nn.Module], loaded: LoadedModel, shares: Sequence[Sequence[Any]]) -> float | None:
+    """Mean loss of a batch in evaluation mode, None where the forward differentiates itself, which no evaluation lets
+    it. shares: [data rank] -> micro-batches."""
     total, count = 0.0, 0.0
     for i, share in enumerate(shares):
         model = replicas[i % len(replicas)].eval()
         for part in share:
             weight = 1.0 if loaded.weight is None else float(loaded.weight(part))
-            total, count = total + weight * float(_loss(model, loaded, part)), count + weight
+            try:
+                loss = float(_loss(model, loaded, part))
+            except RuntimeError as error:
+                if "require grad" not in str(error):
+                    raise
+                return None
+            total, count = total + weight * loss, count + weight
     return total / count
 
 
@@ -737,9 +749,16 @@ def _hand_on(replicas: Sequence[nn.Module]) -> None:
 
 
 def _one_rank(
-    loaded: LoadedModel, plan: Plan, batches: Sequence[Batch], eps: float, training: Training, draws: bool = False
+    loaded: LoadedModel,
+    plan: Plan,
+    batches: Sequence[Batch],
+    eps: float,
+    training: Training,
+    draws: bool = False,
+    evaluates: bool = True,
 ) -> _RunResult | None:
-    """The training by the plan; what it computed, on rank 0. draws: the model draws random numbers."""
+    """The training by the plan; what it computed, on rank 0. draws: the model draws random numbers. evaluates: it runs
+    without gradients."""
     make = training.optimizers(eps)
     trainer = parallelize(
         loaded.build,
@@ -762,7 +781,8 @@ def _one_rank(
             norms.append(metrics.grad_norm)
             if len(losses) == 1:
                 gradients = {name: grad.clone() for name, grad in trainer.named_gradients().items()}
-        evaluated = trainer.evaluate([_shares(last, plan)[trainer.data_rank]])["loss"]
+        shares = [_shares(last, plan)[trainer.data_rank]]
+        evaluated = trainer.evaluate(shares)["loss"] if evaluates else None
     parameters = trainer.full_state_dict()
     is_first = trainer.mesh.rank == 0
     trainer.close()

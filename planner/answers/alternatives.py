@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from pydantic import ValidationError
+
+from ...profiler.document import in_a_sentence
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.machine.units import format_bytes
 from ...profiler.model.model_profile import ModelProfile
@@ -223,9 +226,15 @@ def _plan_of(layout: WeighedLayout, plan: Plan, profile: ModelProfile) -> Plan:
         offload_optimizer=layout.offload_optimizer,
         cuts=None if layout.cuts is None else Cuts(tuple(layout.cuts.items())),
     )
+    count = sum(run.count for stage in layout.stages for run in stage)
+    if count != len(profile.layers):
+        raise ValueError(f"an alternative of the plan has {count} layers, not {len(profile.layers)}; plan again")
     stages = [
         [LayerOption(run.recompute, run.reshard, run.offload) for run in stage for _ in range(run.count)]
         for stage in layout.stages
     ]
     cluster = plan.cluster if not layout.first_hosts else plan.cluster.ordered_by(layout.first_hosts)
-    return make_plan(profile, cluster, plan.training, shape, stages)
+    try:
+        return make_plan(profile, cluster, plan.training, shape, stages)
+    except ValidationError as error:
+        raise ValueError(f"an alternative of the plan is none: {in_a_sentence(error)}; plan again") from None
