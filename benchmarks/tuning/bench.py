@@ -140,6 +140,7 @@ def run_case(case: Case, cluster: Cluster, hosts: list[Host], budget_s: float, s
         "factors": tuned.factors,
         "errors": errors,
         "truth": truth,
+        "raced": {each.label: each.measured.step_time_s for each in tuned.standings if each.measured is not None},
         "outcomes": {each.label: each.outcome for each in tuned.standings},
         "load": Path("/proc/loadavg").read_text().split()[0],
     }
