@@ -33,6 +33,7 @@ class Document(Frozen):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a document. Raises ValueError for missing, broken and foreign files and for those of other versions."""
+        check_ends(path)
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -79,6 +80,12 @@ class Document(Frozen):
     @classmethod
     def _command(cls, path: Path) -> str:
         return cls.made_by.format(path=path)
+
+
+def check_ends(path: Path) -> None:
+    """Raises ValueError for a device (/dev/zero, /dev/full), of which there is no end to read."""
+    if path.is_char_device() or path.is_block_device():
+        raise ValueError(f"{path} is a device, which has no end; give a file")
 
 
 def parsed(parse: Callable[[str], Any], text: str) -> Any:

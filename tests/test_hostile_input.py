@@ -151,6 +151,18 @@ def test_a_picture_that_cannot_be_written_is_told(
     assert "/dev/full cannot be written: No space left on device" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "words_of", [("/dev/full", *MACHINE), ("show", "/dev/full"), ("model.json", "--cluster", "/dev/full", "-b", "16")]
+)
+def test_a_device_without_an_end_is_not_read(
+    profile: Path, words_of: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan(*(str(profile) if word == "model.json" else word for word in words_of)) == 2
+
+    assert "/dev/full is a device, which has no end" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_name_of_5000_characters_is_refused_briefly(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan("a" * 5000, *MACHINE) == 2
 

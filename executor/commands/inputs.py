@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ...planner.cost.software import load_software
 from ...planner.plan.document import Plan, load_plan
 from ...planner.plan.training import REFERENCE, SAMPLES_PER_GPU, TrainingSpec
+from ...profiler.document import check_ends
 from ...profiler.garbage import without_garbage_collection
 from ...profiler.machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
 from ...profiler.machine.instances import instance
@@ -162,6 +163,7 @@ def check_source(source: str, rule: str) -> Path:
     if not path.exists() and ".py:" in source:
         path = Path(source.partition(".py:")[0] + ".py")
     if path.exists():
+        check_ends(path)
         return path
     folder = path.parent if path.parent.is_dir() else Path()
     names = [p.name for p in folder.iterdir() if p.suffix in (".py", ".json") or p.is_dir()]

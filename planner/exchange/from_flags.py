@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...profiler.document import parsed
+from ...profiler.document import check_ends, parsed
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.block_row import BlockRow
 from .targets import NAMES, Target
@@ -19,6 +19,7 @@ _NEAR = 0.87
 
 def text_of(path: Path) -> str:
     """What a file holds. Raises ValueError if that is no text."""
+    check_ends(path)
     try:
         return path.read_text()
     except UnicodeDecodeError:

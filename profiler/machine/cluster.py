@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from ..document import Frozen, parsed
+from ..document import Frozen, check_ends, parsed
 from .units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_seconds
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -425,6 +425,7 @@ def _host_group(entry: dict[str, Any], where: str) -> HostGroup:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    check_ends(path)
     try:
         found: dict[str, Any] = parsed(tomllib.loads, path.read_text())
         return found

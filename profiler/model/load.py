@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Union
 
-from ..document import parsed
+from ..document import check_ends, parsed
 from ..garbage import without_garbage_collection
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ def _from_path(source: str) -> LoadedModel:
         path = _config_in(path)
     if not path.exists():
         raise ValueError(_not_there(path))
+    check_ends(path)
     if path.suffix == ".json":
         return _from_config(path, int(multiple or 1))
     if mark:
