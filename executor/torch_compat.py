@@ -29,14 +29,16 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """The one of these groups of processes, no two of which share one, that this process is in; None if it is in none.
 
-    All processes must call it, once however many groups there are: NCCL that knows its device splits off all at once;
-    else each process makes its own group, and hears nothing of the others.
+    All processes must call it, with the same groups. NCCL that knows its device splits off all of them at once;
+    elsewhere each takes one call of every process. (new_group's use_local_synchronization, by which members alone make
+    a group, names it by how many groups the process holds already: members that hold different numbers of them wait
+    for each other forever.)
     """
     assert dist.group.WORLD is not None
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         return dist.split_group(split_ranks=[sorted(group) for group in groups])  # all ranks of NCCL must take part
-    own = next((sorted(group) for group in groups if dist.get_rank() in group), None)
-    return None if own is None else dist.new_group(own, use_local_synchronization=True)
+    made = [(group, dist.new_group(sorted(group))) for group in groups]
+    return next((handle for group, handle in made if dist.get_rank() in group), None)
 
 
 def data_parallel(

@@ -115,24 +115,16 @@ def test_an_order_that_torch_would_sort_away_is_left_alone_with_a_warning() -> N
         assert plan_ranks(plan_on(2, 2), seats) == [0, 1, 2, 3]
 
 
-def test_a_rank_of_two_thousand_makes_its_own_groups_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[list[int]] = []
-    new_group = dist.new_group
+def _groups_of_uneven_numbers() -> list[list[int]]:
+    """Ranks of the groups that this rank gets, after one that only two ranks are in."""
+    given = (own_group(groups) for groups in ([[0, 1]], [[0, 2], [3, 1]]))
+    return [dist.get_process_group_ranks(group) for group in given if group is not None]
 
-    def noted(ranks: list[int], **kwargs: Any) -> Any:
-        made.append(ranks)
-        return new_group(ranks, **kwargs)
 
-    monkeypatch.setattr(dist, "new_group", noted)
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=2048)
-    try:
-        group = own_group([[i, i + 1024] for i in range(1024)])
-        assert group is not None
-        assert dist.get_process_group_ranks(group) == [5, 1029]
-        assert own_group([[6, 7]]) is None
-        assert made == [[5, 1029]]
-    finally:
-        dist.destroy_process_group()
+def test_ranks_that_hold_different_numbers_of_groups_still_join_one() -> None:
+    given = run_ranks(_groups_of_uneven_numbers, 4)
+
+    assert given == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[0, 2]], [[1, 3]]]
 
 
 def test_groups_of_nccl_that_knows_its_device_are_split_off_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
