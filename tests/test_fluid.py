@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.planner.cost.simulate import alone_s, even_step_s, simulated_step_s
 from meshwright.planner.plan.schedules import ZERO_BUBBLE, Schedule
+from meshwright.planner.solve import fluid
 from meshwright.planner.solve.fluid import FluidPipelines, Layers, ManyLayers, Table, least_of_many_s
 from meshwright.planner.solve.rank_bounds import least_of_ranks_s
 
@@ -78,6 +79,26 @@ def test_no_step_is_shorter_than_the_program_and_whole_layers_come_nearer(table:
         assert least_s * (1 - 1e-3) <= max(whole_s, least_s) <= min(steps) * (1 + 1e-9)
         assert layers.sum() == pytest.approx(sum(run.count for run in runs))
         assert (layers > 1 - 1e-6).all()
+
+
+def test_a_program_that_drops_idle_paths_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, draw = Table("interleaved", 4, 8, 3), random.Random(3)
+    runs = chain_of(draw, table)
+    known, dropped = [], []
+    drop = fluid._Program._drop_idle
+
+    def noted(program: fluid._Program) -> None:
+        before = len(program._paths)
+        drop(program)
+        dropped.append(before - len(program._paths))
+
+    monkeypatch.setattr(fluid._Program, "_drop_idle", noted)
+    for share in (2.0, 0.0):
+        monkeypatch.setattr(fluid, "MANY_IDLE", share)
+        known.append(FluidPipelines().least_s(table, runs, [60.0] * 4, 0.1)[0])
+        assert any(dropped) == (share == 0.0)
+
+    assert known[1] == pytest.approx(known[0], rel=2 * fluid.TIGHT)
 
 
 def test_whole_layers_are_bounded_by_the_best_of_all_cuts() -> None:

@@ -3,8 +3,9 @@
 import itertools
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -417,3 +418,20 @@ def test_a_critical_path_is_as_long_as_its_step_and_no_longer_than_any_other(sch
         assert path.seconds(schedule, *mine) + once[path.rank] <= whole_s * (1 + 1e-9)
         other_s = path.seconds(schedule, *other) + later[path.rank]
         assert other_s <= whole_step_s(schedule, other, later, microbatches) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_many_steps_at_once_are_those_one_by_one(schedule: Schedule) -> None:
+    virtual, many = (2 if schedule in ("interleaved", "zb-v") else 1), 5
+    draw = np.random.default_rng(8)
+    for ranks, microbatches in ((2, 4), (3, 9), (4, 64)):
+        forward, backward, weight = draw.uniform(0.5, 2.0, (3, ranks * virtual, many))
+        once = draw.uniform(0.0, 5.0, (ranks, many))
+        backward = backward + weight
+
+        found = simulated_step_s(schedule, [*forward], [*backward], [*once], microbatches, [*weight])
+
+        for i in range(many):
+            each = (table_row[:, i].tolist() for table_row in (forward, backward, once))
+            expected = simulated_step_s(schedule, *each, microbatches, weight[:, i].tolist())
+            assert found[i] == pytest.approx(expected, rel=1e-12)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.schedules import ZERO_BUBBLE, Action, Schedule, first_forwards, microbatches_in_round, stage_of, table
+from .elementwise import Values, most
 
 Numbers = float | NDArray[np.float64]
 
@@ -128,16 +129,16 @@ class _ShortenedTable:
 
 
 @lru_cache(maxsize=256)
-def _cut(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int, most: int) -> _ShortenedTable:
-    """The steps of a table; of one with more than about `most` micro-batches, cut."""
+def _cut(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int, longest: int) -> _ShortenedTable:
+    """The steps of a table; of one with more than about `longest` micro-batches, cut."""
     num_stages = num_ranks * virtual
     stages = [[stage_of(schedule, rank, chunk, num_ranks) for chunk in range(virtual)] for rank in range(num_ranks)]
     kinds = 3 if schedule in ZERO_BUBBLE else 2
     own = tuple(tuple(kind * num_stages + s for kind in range(kinds) for s in held) for held in stages)
     in_rounds = _is_in_rounds(schedule, virtual)
     period = microbatches_in_round(num_ranks, num_microbatches) if in_rounds else 1
-    most = max(period, most // period * period)
-    short = min(num_microbatches, most + (num_microbatches - most) % period)
+    longest = max(period, longest // period * period)
+    short = min(num_microbatches, longest + (num_microbatches - longest) % period)
     alike = not in_rounds or microbatches_in_round(num_ranks, short) == period
     if schedule == "gpipe" or num_microbatches - short <= period or not alike:
         steps, _ = _order(schedule, num_ranks, num_microbatches, virtual)
@@ -172,19 +173,23 @@ def _common(one: Sequence[Action], other: Sequence[Action]) -> int:
 
 
 def _durations(
-    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] | None
-) -> list[float]:
+    schedule: Schedule, forward_s: Sequence[Values], backward_s: Sequence[Values], weight_s: Sequence[Values] | None
+) -> list[Values]:
     if schedule not in ZERO_BUBBLE:
-        return [*forward_s, *backward_s]
-    weights = weight_s or [0.0] * len(forward_s)
-    return [*forward_s, *(b - w for b, w in zip(backward_s, weights, strict=True)), *weights]
+        return list(forward_s) + list(backward_s)
+    weights: list[Values] = list(weight_s) if weight_s else [0.0 * each for each in forward_s]
+    return list(forward_s) + [both - weight for both, weight in zip(backward_s, weights, strict=True)] + weights
 
 
 def _play(
-    steps: Sequence[TableStep], seconds: Sequence[float], free: list[float], ends: list[float], done: int
+    steps: Sequence[TableStep], seconds: Sequence[Values], free: list[Values], ends: list[Values], done: int
 ) -> None:
     """Play steps, of which `done` others come first. free: [rank] -> when it has done all so far; ends: [step] -> when
     it ends, after a 0.0 for what waits for nothing. Both are brought up to date."""
+    if isinstance(seconds[0], np.ndarray):
+        for number, (rank, what, waits_for) in enumerate(steps, done + 1):
+            free[rank] = ends[number] = most(free[rank], ends[waits_for]) + seconds[what]
+        return
     for number, (rank, what, waits_for) in enumerate(steps, done + 1):
         start, ready = free[rank], ends[waits_for]
         free[rank] = ends[number] = (ready if ready > start else start) + seconds[what]
@@ -192,32 +197,36 @@ def _play(
 
 def simulated_step_s(
     schedule: Schedule,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    once_s: Sequence[float],
+    forward_s: Sequence[Values],
+    backward_s: Sequence[Values],
+    once_s: Sequence[Values],
     num_microbatches: int,
-    weight_s: Sequence[float] | None = None,
-) -> float:
-    """Seconds of one step: each rank ends its step `once_s` after its last pass.
+    weight_s: Sequence[Values] | None = None,
+) -> Values:
+    """Seconds of one step, or of many at once: each rank ends its step `once_s` after its last pass.
 
     forward_s, backward_s, weight_s: per stage; once_s: per rank.
     """
     num_ranks, num_stages = len(once_s), len(forward_s)
-    most, virtual = STEADY * num_ranks, num_stages // num_ranks
+    longest, virtual = STEADY * num_ranks, num_stages // num_ranks
     if _is_in_rounds(schedule, virtual):
-        most = max(2 * most, MOST_PASSES // (2 * num_stages))
-    cut = _cut(schedule, num_ranks, num_microbatches, virtual, most)
+        longest = max(2 * longest, MOST_PASSES // (2 * num_stages))
+    cut = _cut(schedule, num_ranks, num_microbatches, virtual, longest)
     seconds = _durations(schedule, forward_s, backward_s, weight_s)
-    free, ends = [0.0] * num_ranks, [0.0] * (1 + len(cut.before) + len(cut.after))
+    nothing = 0.0 * seconds[0]
+    free, ends = [nothing] * num_ranks, [nothing] * (1 + len(cut.before) + len(cut.after))
     _play(cut.before, seconds, free, ends, 0)
     if cut.left_out:
         for rank, own in enumerate(cut.own):
-            left_out_s = cut.left_out * sum(seconds[what] for what in own)
-            free[rank] += left_out_s
+            left_out_s = cut.left_out * sum((seconds[what] for what in own), start=nothing)
+            free[rank] = free[rank] + left_out_s
             for number in cut.read[rank]:
-                ends[number] += left_out_s
+                ends[number] = ends[number] + left_out_s
         _play(cut.after, seconds, free, ends, len(cut.before))
-    return max(end + once for end, once in zip(free, once_s, strict=True))
+    step_s = free[0] + once_s[0]
+    for end, once in zip(free[1:], once_s[1:], strict=True):
+        step_s = most(step_s, end + once)
+    return step_s
 
 
 @dataclass(frozen=True)
@@ -357,13 +366,13 @@ def least_step_s(
     stages to do. Unless gradients of weights come last, the last backward has those ranks still before it, and then the
     end of the first one's step.
     """
-    num_ranks, most, ahead_s, behind_s = len(once_s), 0.0, 0.0, 0.0
+    num_ranks, step_s, ahead_s, behind_s = len(once_s), 0.0, 0.0, 0.0
     for rank, end_s in enumerate(once_s):
         chunks = range(len(forward_s) // num_ranks)
         stages = [stage_of(schedule, rank, chunk, num_ranks) for chunk in chunks]
         busy_s = num_microbatches * sum(forward_s[stage] + backward_s[stage] for stage in stages)
         if schedule not in ZERO_BUBBLE:
             end_s = max(end_s, behind_s + once_s[0])
-        most = max(most, ahead_s + busy_s + end_s)
+        step_s = max(step_s, ahead_s + busy_s + end_s)
         ahead_s, behind_s = ahead_s + forward_s[rank], behind_s + backward_s[rank]
-    return most
+    return step_s

@@ -27,7 +27,7 @@ from .chunked import best_chunking
 from .columns import ROUNDING, StagePrices
 from .ilp import solve_master
 from .nodes import Node, ShapeNode, Solved, SplitNode, expired
-from .polish import all_cuts, best_of_all, evened, polished
+from .polish import MOST_CUTS, best_of_all, evened, num_cuts, polished
 from .scan import Assignment, scan, simulated_s
 from .solver import OutOfTimeError
 from .space import Family, Space, Split
@@ -197,24 +197,21 @@ class Explorer:
         if found is not None:
             yield found
 
-    def closer(self, solved: Solved, deadline_s: float) -> tuple[Solved, bool]:
-        """(the shape with better cuts, if some are found in time, whether all of its plans were looked at)."""
-        prices, shape = solved.prices, solved.shape
-        if shape.pipeline == 1:
-            return solved, True
-        found, all_played = solved.assignment, False
-        if solved.seconds != found.seconds:  # a closed form
-            found = Assignment(solved.seconds, found.compositions, found.choices)
-        every = all_cuts(prices)
-        if every is not None:
-            better, all_played = best_of_all(prices, every, found, deadline_s)
-        elif is_chunked(shape.schedule):
-            better = polished(prices, found, deadline_s)
-        else:
-            better = found
-        return (
-            Solved(shape, prices, better, better.seconds) if better.seconds < solved.seconds else solved
-        ), all_played
+    def closer(
+        self, prices: StagePrices | UnequalPrices, found: Solved | None, below_s: float, deadline_s: float
+    ) -> tuple[Solved | None, bool]:
+        """(the shape with better cuts than were found, if some are below so many seconds, whether no other plan of
+        it is faster than that)."""
+        shape = prices.shape
+        below_s = below_s if found is None else found.seconds
+        better, is_all = None, shape.pipeline == 1
+        if shape.pipeline > 1 and num_cuts(prices) <= MOST_CUTS:
+            better, is_all = best_of_all(prices, below_s, deadline_s)
+        elif found is not None and is_chunked(shape.schedule):
+            better = polished(prices, found.assignment, deadline_s)
+        if better is None or better.seconds >= below_s:
+            return found, is_all
+        return Solved(shape, prices, better, better.seconds), is_all
 
     def at(self, prices: StagePrices, cuts: Ints, cutoff_s: float) -> Solved | None:
         """The shape with these cuts, if that is faster than `cutoff_s`."""
@@ -369,7 +366,7 @@ class _Search:
                 if self._any_will_do and self._out.solved:
                     return
                 continue
-            for child in node.children(cutoff):
+            for child in node.children(cutoff, cutoff):
                 child.bound = max(child.bound, node.bound)
                 if child.bound < cutoff:
                     self._put(child, cutoff)
@@ -401,31 +398,43 @@ class _Search:
             self._patient_until_s = time.monotonic() + self._patience_s
 
     def _prove(self) -> None:
-        """Take the node of the least bound, and its children in its place, until none can be better than what was
-        found; then look for better plans of the shapes whose bounds leave a gap. Ends early when no better plan was
-        found for long; what is left then bounds the space."""
+        """Raise the bounds of what is left until none is a wide gap below what was found, then until the gap is as
+        narrow as it gets in little time; then look for better plans of the shapes whose bounds leave a gap. Ends early
+        when no better plan was found for long; what is left then bounds the space."""
         rest, self._rest = [*self._rest, *(node for _, _, node in self._heap)], []
         self._heap = [(node.bound, next(self._order), node) for node in rest]
         heapq.heapify(self._heap)
-        until_s = self._patient_until_s if self._out.solved else self._deadline_s
+        for gap, seconds in (NARROW, math.inf), (PROVEN, LAST_S):
+            self._raise(gap, time.monotonic() + seconds)
+        self._close(self._until_s)
+
+    @property
+    def _until_s(self) -> float:
+        """When a proof ends."""
+        return self._patient_until_s if self._out.solved else self._deadline_s
+
+    def _raise(self, gap: float, deadline_s: float) -> None:
+        """Take the node of the least bound, and its children in its place, until none is further below the best plan
+        than the gap."""
         first = self._heap[0][0] if self._heap else 0.0
         started_s = time.monotonic()
-        while self._heap and self._heap[0][0] < self._best * (1 - PROVEN) and not expired(until_s):
+        while self._heap and self._heap[0][0] < self._best * (1 - gap):
+            until_s = min(deadline_s, self._until_s)
+            if expired(until_s) or (self._any_will_do and self._out.solved):
+                return
             nearer = (self._heap[0][0] - first) / (self._best - first)
             later = (time.monotonic() - started_s) / max(1e-9, until_s - started_s)
             self._tell(f"proving: at most {1 - self._heap[0][0] / self._best:.1%} faster", PROVING, max(nearer, later))
             _, _, node = heapq.heappop(self._heap)
             if isinstance(node, ShapeNode) and node.raised:
                 self._solve(node, self._best)
-                if self._any_will_do and self._out.solved:
-                    return
-                until_s = self._patient_until_s if self._out.solved else self._deadline_s
+                if node.has_few_cuts:
+                    self._settle(node, until_s)
                 continue
-            for child in node.children(self._best):
+            for child in node.children(self._best, self._best * (1 - gap)):
                 child.bound = max(child.bound, node.bound)
                 if child.bound < self._best:
                     heapq.heappush(self._heap, (child.bound, next(self._order), child))
-        self._close(until_s)
 
     def _close(self, deadline_s: float) -> None:
         """Look for better plans of the shapes whose bounds leave a gap, the least bounds first: in some cuts, then by
@@ -440,12 +449,7 @@ class _Search:
             tell()
             if expired(deadline_s):
                 return
-            if node.found is None:
-                continue
-            better, is_all = self.explorer.closer(node.found, deadline_s)
-            self._replace(node, better)
-            if is_all:
-                node.bound = max(node.bound, better.seconds)
+            self._settle(node, deadline_s)
         for seconds, gap in WHOLE:
             until_s = min(deadline_s, time.monotonic() + LAST_S) if gap < NARROW else deadline_s
             for node in self._open(gap):
@@ -459,6 +463,13 @@ class _Search:
                     node.bound = max(node.bound, whole_s)
                     if cuts is not None:
                         self._replace(node, self.explorer.at(node.prices, cuts, self._best))
+
+    def _settle(self, node: ShapeNode, deadline_s: float) -> None:
+        """Look at more cuts of a shape, at all if those are not many."""
+        better, is_all = self.explorer.closer(node.prices, node.found, self._best, deadline_s)
+        if is_all:
+            node.bound = max(node.bound, self._best if better is None else better.seconds)
+        self._replace(node, better)
 
     def _open(self, gap: float) -> Iterator[ShapeNode]:
         """Shapes whose bounds leave such a gap, the least bounds first."""

@@ -47,6 +47,15 @@ MOST_ROUNDS = 100
 STALLED = 10
 """Rounds after which a program that is not likely to reach what is asked for is left."""
 
+MANY_IDLE = 0.4
+"""Share of a program's paths that is dropped at a time, at least: each time what HiGHS factorised is made anew."""
+
+IDLE_ROUNDS = 5
+"""Rounds without a price after which a path is dropped; it is found again if it is missed."""
+
+NO_PRICE = 1e-12
+"""Duals up to this are rounding."""
+
 MOST_PRICES = 6
 """Duals that are kept of one table, the latest ones."""
 
@@ -310,6 +319,7 @@ class _Program:
         self._order: list[tuple[int, int]] = []
         self._scales: list[float] = []
         self._paths: list[CriticalPath] = []
+        self._idle_rounds: list[int] = []
         for r, layers in enumerate(runs):
             here = everything[self.run == r]
             self._model.addRow(layers.count, layers.count, len(here), here, np.ones(len(here)))
@@ -335,6 +345,7 @@ class _Program:
     def add(self, paths: Sequence[CriticalPath]) -> None:
         """More paths that the step is no shorter than."""
         self._paths += paths
+        self._idle_rounds += [0] * len(paths)
         for path in paths:
             self._add(path)
 
@@ -345,6 +356,31 @@ class _Program:
         where = np.append(np.flatnonzero(each), self.num).astype(np.int32)
         values = np.append(-each[where[:-1]], self.unit_s) / self.unit_s
         self._model.addRow(waits / self.unit_s, highspy.kHighsInf, len(where), where, values)
+
+    def _drop_idle(self) -> None:
+        """Drop paths that have had no price for some rounds, but not those of ranks: with all that were ever found, a
+        round takes ten times as long."""
+        before = self._model.getNumRow() - len(self._paths)
+        priced = np.abs(np.array(self._model.getSolution().row_dual)[before:]) > NO_PRICE
+        self._idle_rounds = [0 if p else idle + 1 for p, idle in zip(priced, self._idle_rounds, strict=True)]
+        basis = self._model.getBasis()
+        status = list(basis.row_status)
+        own, basic = len(_of_ranks(self.table)), highspy.HighsBasisStatus.kBasic
+        idle = [
+            i
+            for i, rounds in enumerate(self._idle_rounds)
+            if i >= own and rounds > IDLE_ROUNDS and status[before + i] == basic
+        ]
+        if len(idle) < MANY_IDLE * len(self._paths):
+            return
+        self._model.deleteRows(len(idle), np.array(idle, dtype=np.int32) + before)
+        dropped = set(idle)
+        left = highspy.HighsBasis()
+        left.valid, left.col_status = True, basis.col_status
+        left.row_status = [each for row, each in enumerate(status) if row - before not in dropped]
+        self._model.setBasis(left)  # as it was: rows of no price are no part of it
+        self._paths = [path for i, path in enumerate(self._paths) if i not in dropped]
+        self._idle_rounds = [rounds for i, rounds in enumerate(self._idle_rounds) if i not in dropped]
 
     def solve(self) -> float | None:
         """Least T; None if the layers cannot be held."""
@@ -428,6 +464,7 @@ class _Program:
             fresh, center, shortest_s = self.cuts_towards(center, shortest_s, longer_than_s)
             if not fresh:
                 break
+            self._drop_idle()
             self.add(fresh)
         return least_s
 

@@ -18,6 +18,7 @@ from ..plan.document import Recompute
 from ..plan.shape import NO_EXTRAS, Offered, Shape
 from .bounds import Bounds, recompute_of
 from .columns import StagePrices
+from .polish import FEW_CUTS, num_cuts
 from .scan import Assignment, least_by_ranks
 from .space import Family, Leaf, Space, Split
 from .unequal import UnequalPrices
@@ -64,8 +65,9 @@ class Node(Protocol):
     def guess(self) -> float:
         """Seconds."""
 
-    def children(self, cutoff_s: float) -> Iterable["Node"]:
-        """Nodes that together hold the same plans, but for those that take `cutoff_s` or longer."""
+    def children(self, cutoff_s: float, enough_s: float) -> Iterable["Node"]:
+        """Nodes that together hold the same plans, but for those that take `cutoff_s` or longer. enough_s: bounds need
+        to be no higher, where that takes long."""
 
 
 @dataclass
@@ -82,7 +84,7 @@ class SplitNode:
         """As good as its bound."""
         return self.bound
 
-    def children(self, cutoff_s: float) -> Iterator[Node]:
+    def children(self, cutoff_s: float, enough_s: float) -> Iterator[Node]:
         """One for each micro-batch."""
         groups: dict[int, list[Family]] = {}
         for family in self.space.families_of(self.split):
@@ -110,7 +112,7 @@ class WorkNode:
         """As good as its bound."""
         return self.bound
 
-    def children(self, cutoff_s: float) -> Iterator[Node]:
+    def children(self, cutoff_s: float, enough_s: float) -> Iterator[Node]:
         """Itself with a better bound, then one for each schedule."""
         bounds = self.search.bounds
         if not self.raised:
@@ -139,7 +141,7 @@ class FamilyNode:
         """As good as its bound."""
         return self.bound
 
-    def children(self, cutoff_s: float) -> Iterator[Node]:
+    def children(self, cutoff_s: float, enough_s: float) -> Iterator[Node]:
         """Itself with a better bound, then its shapes."""
         bounds = self.search.bounds
         if not self.raised:
@@ -180,7 +182,7 @@ class ShapesNode:
         if found:
             yield cls(min(bound for _, bound, _ in found), found[0][0], found, family, raised, known)
 
-    def children(self, cutoff_s: float) -> Iterator[Node]:
+    def children(self, cutoff_s: float, enough_s: float) -> Iterator[Node]:
         """Itself with better bounds, then the first shape, and the others."""
         family, space, search = self.family.family, self.family.space, self.family.search
         guesses, bounds = [shape[0] for shape in self.shapes], [shape[1] for shape in self.shapes]
@@ -208,7 +210,7 @@ class ShapeNode:
     """One shape: the leaf of the tree.
 
     Its bound holds for all of its plans, so what is found may be slower: then the bound stands, and the difference is a
-    gap of the proof. raised: whether the bound knows all cuts and options.
+    gap of the proof. raised: whether the bound knows all cuts and options as well as it can.
     """
 
     bound: float
@@ -227,19 +229,24 @@ class ShapeNode:
         pins = self.space.pins
         return self.search.priced(self.shape, recompute_of(self.family, pins), pins.reshard, pins.offered)
 
-    def children(self, cutoff_s: float) -> "Iterator[ShapeNode]":
+    @cached_property
+    def has_few_cuts(self) -> bool:
+        """Whether it is a pipeline with so few cuts that all can be looked at instead of a bound."""
+        return self.shape.pipeline > 1 and num_cuts(self.prices) <= FEW_CUTS
+
+    def children(self, cutoff_s: float, enough_s: float) -> "Iterator[ShapeNode]":
         """Itself with a bound that knows all cuts and options; none if that reaches the cut-off."""
         least_s, bounds = self.bound, self.search.bounds
         if self.shape.pipeline > 1 and bounds.kinds is None:  # other shapes have found prices since
             which = self.space.leaves(self.family).each.index(self._leaf)
             least_s = max(least_s, float(bounds.by_prices_s(self.family, self.space, np.array([which]))[0]))
-        if least_s < cutoff_s and self.shape.pipeline > 1:
-            fluid_s, self.cuts = bounds.of_prices(self.prices, cutoff_s)
+        if least_s < enough_s and self.shape.pipeline > 1 and not self.has_few_cuts:
+            fluid_s, self.cuts = bounds.of_prices(self.prices, enough_s)
             least_s = max(least_s, fluid_s)
-            if least_s < cutoff_s:
+            if least_s < enough_s:
                 least_s = max(least_s, self.by_ranks_s(cutoff_s))
+        self.bound, self.raised = least_s, least_s < enough_s
         if least_s < cutoff_s:
-            self.bound, self.raised = least_s, True
             yield self
 
     @property

@@ -6,21 +6,27 @@ between stages, each time as the step, played out with what memory makes each ra
 
 import math
 import time
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import chain, combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .chunked import Chunking, Known, StageCuts, evenness, handed_on
-from .columns import Prices
+from ..cost.priced_layer import LayerCost
+from ..cost.simulate import simulated_step_s
+from .chunked import Chunking, Known, StageCuts, evenness, handed_on, loads
+from .columns import ROUNDING, Prices
 from .scan import Assignment
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MOST_CUTS = 5000
-"""So many ways to cut the chain, or fewer, are all priced."""
+MOST_CUTS = 50_000
+"""So many ways to cut the chain, or fewer, are all looked at where no bound reaches the best."""
+
+FEW_CUTS = 300
+"""So many, or fewer, are looked at instead of a bound."""
 
 MOST_PASSES = 600_000
 """Passes of micro-batches through stages that may be played in looking for better cuts of longer chains."""
@@ -29,22 +35,58 @@ FAR = 64
 """Stages, or fewer, whose places are handed from any to any; of more, to the nearest stage of each rank only."""
 
 
-def all_cuts(prices: Prices) -> list[Ints] | None:
-    """All cuts of a pipeline, [stage] -> number of the place, if they are few."""
-    num_inner, num_stages = len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages
-    if math.comb(num_inner, num_stages - 1) > MOST_CUTS:
-        return None
-    return [np.array((0, *inner, num_inner + 1)) for inner in combinations(range(1, num_inner + 1), num_stages - 1)]
+def num_cuts(prices: Prices) -> int:
+    """In how many ways the chain can be cut into the stages of a pipeline."""
+    return math.comb(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages - 1)
 
 
-def best_of_all(prices: Prices, every: Sequence[Ints], found: Assignment, deadline_s: float) -> tuple[Assignment, bool]:
-    """(the assignment, or a faster one with other cuts, whether no other plan of the shape can be faster)."""
-    known = Known(prices)
-    for cuts in every:
+def best_of_all(prices: Prices, below_s: float, deadline_s: float) -> tuple[Assignment | None, bool]:
+    """(the fastest plan of a pipeline below so many seconds whatever its cuts, if one was found, whether no other plan
+    of the shape can be faster than it, or than that)."""
+    known, found = Known(prices), None
+    every = _all_cuts(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages)
+    least_s = _least_s(prices, every)
+    likely = [which for which in np.argsort(least_s) if least_s[which] < below_s * (1 - ROUNDING)]
+    for which in likely:
         if time.monotonic() > deadline_s:
             return found, False
-        found = known.fastest(cuts, found.seconds) or found
-    return found, all(known.is_settled(cuts, found.seconds) for cuts in every)
+        better = known.fastest(every[which], below_s)
+        if better is not None:
+            found, below_s = better, better.seconds
+    left = (every[which] for which in likely if least_s[which] < below_s * (1 - ROUNDING))
+    return found, all(time.monotonic() < deadline_s and known.is_settled(cuts, below_s) for cuts in left)
+
+
+@lru_cache(maxsize=16)
+def _all_cuts(num_inner: int, num_stages: int) -> Ints:
+    """[which][stage] -> number of the place where it begins, and of the end."""
+    number = math.comb(num_inner, num_stages - 1)
+    inner = chain.from_iterable(combinations(range(1, num_inner + 1), num_stages - 1))
+    found = np.zeros((number, num_stages + 1), dtype=np.int64)
+    found[:, 1:-1] = np.fromiter(inner, np.int64, number * (num_stages - 1)).reshape(number, -1)
+    found[:, -1] = num_inner + 1
+    return found
+
+
+def _least_s(prices: Prices, cuts: Ints) -> Floats:
+    """[cuts] -> seconds of a step in which every layer takes each of its least times."""
+    shape = prices.shape
+    frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+
+    def of_stages(seconds: Callable[[LayerCost], float]) -> list[Floats]:
+        return list(loads(cuts, _passed(prices, frame, seconds)).T)
+
+    once_s, weight_s = of_stages(lambda cost: cost.once_data_s), of_stages(lambda cost: cost.weight_s)
+    input_s = of_stages(lambda cost: cost.backward_total_s - cost.weight_s)
+    found: Floats = simulated_step_s(
+        shape.schedule,
+        of_stages(lambda cost: cost.forward_total_s),
+        [each + weight for each, weight in zip(input_s, weight_s, strict=True)],
+        [np.sum([once_s[stage] for stage in frame.stages(rank)], axis=0) for rank in range(frame.num_ranks)],
+        shape.num_microbatches,
+        weight_s,
+    )
+    return found
 
 
 def polished(prices: Prices, found: Assignment, deadline_s: float) -> Assignment:
@@ -96,12 +138,17 @@ def evened(prices: Prices, tried: Sequence[StageCuts]) -> list[Ints]:
 
 def _passed_s(prices: Prices, frame: Chunking) -> Floats:
     """[stage][place] -> least seconds of a micro-batch in all layers before it, on the stage's device."""
+    return _passed(prices, frame, lambda cost: cost.microbatch_s)
+
+
+def _passed(prices: Prices, frame: Chunking, of: Callable[[LayerCost], float]) -> Floats:
+    """[stage][place] -> the least of something in all layers before it, on the stage's device."""
     each: dict[int, Floats] = {}
     for stage in range(frame.num_stages):
         on = prices.on(stage)
         if id(on) not in each:
-            per_run_s = np.array([min(cost.microbatch_s for cost in costs) for costs in on.costs])
-            each[id(on)] = np.concatenate(([0.0], np.cumsum(per_run_s[on.chain.run_of])))[on.chain.places]
+            per_run = np.array([min(of(cost) for cost in costs) for costs in on.costs])
+            each[id(on)] = np.concatenate(([0.0], np.cumsum(per_run[on.chain.run_of])))[on.chain.places]
     return np.stack([each[id(prices.on(stage))] for stage in range(frame.num_stages)])
 
 
