@@ -56,6 +56,7 @@ def shares(
             collate_fn=collated,
             num_workers=workers,
             pin_memory=pinned,
+            generator=_of_workers(rank, epoch, taken),
         )
         return
     if shuffle is not None or workers:
@@ -109,6 +110,12 @@ class Padded:
 
 def _collated_alike(collate: Callable[[list[Any]], Any], pad: Callable[[Any], Any], samples: list[Any]) -> Any:
     return collate([pad(sample) for sample in samples])
+
+
+def _of_workers(rank: int, epoch: int, taken: int) -> torch.Generator:
+    """What seeds the workers of a rank, who may draw in reading samples: else DataLoader takes a number of the
+    script's own, and would give all ranks the same."""
+    return torch.Generator().manual_seed((torch.initial_seed() + hash((rank, epoch, taken))) % 2**63)
 
 
 def _order(length: int, shuffle: int | None, epoch: int) -> Any:

@@ -55,6 +55,31 @@ def test_an_order_is_of_its_epoch_and_goes_on_within_it() -> None:
     assert drawn(Counted(), shuffle=None) == [list(range(start, start + 8)) for start in (0, 8, 16)]
 
 
+def test_reading_draws_none_of_the_scripts_own_numbers() -> None:
+    torch.manual_seed(4)
+    expected = torch.rand(3)
+    torch.manual_seed(4)
+
+    assert drawn(Counted(), shuffle=3)
+
+    assert torch.equal(torch.rand(3), expected)
+
+
+class Drawn(Counted):
+    """Samples with a random number each."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(1 << 62, ()))
+
+
+@pytest.mark.slow
+def test_workers_of_other_ranks_and_epochs_draw_other_numbers() -> None:
+    found = [drawn(Drawn(), r, 2, workers=1, epoch=epoch) for r in (0, 1) for epoch in (0, 1)]
+
+    assert len({x for batches in found for batch in batches for x in batch}) == 4 * 12
+    assert found[3] == drawn(Drawn(), 1, 2, workers=1, epoch=1)
+
+
 def stream(shard: int, num_shards: int) -> Iterator[int]:
     for i in range(26 // num_shards):
         yield 100 * shard + i

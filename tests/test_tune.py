@@ -17,6 +17,7 @@ from meshwright.executor.tuning.rounds import Job, Tuned, Tuning
 from meshwright.executor.tuning.sitting import Venue, check_cluster, header_of, open_record, read_budget
 from meshwright.planner.answers.alternatives import family
 from meshwright.planner.answers.search import SearchResult, search
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
 from support.cli import run_plan, save_profile
@@ -163,7 +164,7 @@ def test_laps_are_two_to_twenty_steps() -> None:
 
 
 def test_candidates_are_those_whose_bands_overlap_and_one_of_each_family_comes_first(chosen: SearchResult) -> None:
-    pool = Pool(PROFILE)
+    pool = Pool(PROFILE, Pins())
     pool.add_result(chosen)
     found = pool.priced(CLUSTER)
 
@@ -176,8 +177,17 @@ def test_candidates_are_those_whose_bands_overlap_and_one_of_each_family_comes_f
     assert [each.label for each in could_be_best([found[0], far, named], 1)] == [found[0].label, "named"]
 
 
+def test_no_rule_of_thumb_races_that_breaks_a_pin(chosen: SearchResult) -> None:
+    degree = chosen.plan.degrees.data_shard
+    pool = Pool(PROFILE, Pins(data_shard=degree))
+    pool.add_result(chosen)
+
+    assert any(each.plan is not None and each.plan.degrees.data_shard != degree for each in chosen.alternatives)
+    assert {each.plan.degrees.data_shard for each in pool.priced(CLUSTER) if each.by.startswith("rule")} <= {degree}
+
+
 def test_the_best_of_two_other_families_teach_the_fit(chosen: SearchResult) -> None:
-    pool = Pool(PROFILE)
+    pool = Pool(PROFILE, Pins())
     pool.add_result(chosen)
     found = pool.priced(CLUSTER)
 
@@ -370,7 +380,7 @@ def test_jobs_that_fall_in_every_way_end_alone_and_leave_no_process(
     setups = [word for size in (1, 2, 4, 8, 16) for word in ("--setup", f"ddp mb={size}")]
     few = ["--pin", "pipeline=1", "--pin", "tensor=1", "--pin", "micro_batch=16", "--timeout", "20"]
 
-    assert run_plan("tune", "net.py", "--gpus", "2", "--device", "cpu", "--budget", "8m", *setups, *few) == 0
+    assert run_plan("tune", "net.py", "--gpus", "2", "--device", "cpu", "--budget", "2m", *setups, *few) == 0
 
     falls = {fall.label.rpartition("=")[2]: fall for fall in load_record(tmp_path / "plan.tune.jsonl").falls().values()}
     assert {size: fall.cause for size, fall in falls.items()} == {
@@ -427,7 +437,7 @@ def test_a_launchers_own_job_for_every_lap(tmp_path: Path, monkeypatch: pytest.M
     launcher = f"bash -c '{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 {{args}}'"
     few = ["--pin", "pipeline=1", "--pin", "tensor=1", "--pin", "micro_batch=16"]
 
-    words = ["--gpus", "2", "--device", "cpu", "--budget", "3m", "--launcher", launcher, *few]
+    words = ["--gpus", "2", "--device", "cpu", "--budget", "1m", "--launcher", launcher, *few]
     assert run_plan("tune", "net.py", *words) == 0
 
     laps = [line for line in load_record(tmp_path / "plan.tune.jsonl").lines if isinstance(line, LapLine)]

@@ -75,7 +75,7 @@ def test_a_plan_of_three_kinds_of_parallelism_computes_what_one_process_computes
     report = verify.verify(gpt_plan(data_shard=2, tensor=2, pipeline=2, sequence=True), loaded)
 
     assert report.ok, report.lines
-    assert set(report.largest) == {"loss", "gradient norm", "gradients", "parameters"}
+    assert set(report.largest) == {"loss", "gradient norm", "gradients", "parameters", "evaluation"}
     assert all(difference.relative <= TOLERANCE / 4 for difference in report.largest.values())
     assert report.lines[-1].startswith("SAME NUMBERS")
 

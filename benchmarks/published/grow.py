@@ -16,21 +16,19 @@ _BLOCK = re.compile(r"^blocks\.(\d+)(?=\.|$)")
 
 
 def profile_of(name: str, sizes: Sizes) -> ModelProfile:
-    """Profile of the model, as tracing all of its blocks gives it, but for its fingerprint (tests compare the two)."""
+    """Profile of the model, as tracing all of its blocks and `without_padding` give it, but for its fingerprint (tests
+    compare the two)."""
     if sizes.pattern:
         return trace(loaded(name, sizes))
-    profile = _grown_profile(name, sizes)
-    return (
-        _without_padding(profile, sizes.head_width / (sizes.head_width + sizes.latent.rotary_width))
-        if sizes.latent
-        else profile
-    )
+    return without_padding(_grown_profile(name, sizes), sizes)
 
 
-def _without_padding(profile: ModelProfile, width: float) -> ModelProfile:
+def without_padding(profile: ModelProfile, sizes: Sizes) -> ModelProfile:
     """The profile with values of heads as wide as they are; torch's attention, which is traced, wants them as wide as
-    keys. width: of a value over that of a key."""
-    share = (1.0 + width) / 2.0
+    keys, which of latent attention are wider."""
+    if not sizes.latent:
+        return profile
+    share = (1.0 + sizes.head_width / (sizes.head_width + sizes.latent.rotary_width)) / 2.0
 
     def narrower(op: OpProfile) -> OpProfile:
         if op.kind != "attention" or op.shape is None:

@@ -13,6 +13,7 @@ from ...planner.plan.document import Plan
 from ...planner.plan.legality import divisors
 from ...planner.plan.making import shape_of
 from ...planner.plan.not_run import not_run
+from ...planner.plan.pins import Pins
 from ...planner.plan.setups import IllegalSetupError, parse_setup
 from ...planner.plan.training import TrainingSpec
 from ...profiler.machine.cluster import ClusterSpec, Device
@@ -73,8 +74,8 @@ class Pool:
     """Every plan that was named so far, each once. It only grows: what one set of constants calls slow may be the
     fastest by the next."""
 
-    def __init__(self, profile: ModelProfile) -> None:
-        self._profile = profile
+    def __init__(self, profile: ModelProfile, pins: Pins) -> None:
+        self._profile, self._pins = profile, pins
         self._found: dict[str, Entrant] = {}
 
     def add(self, plan: Plan, by: str, label: str = "") -> None:
@@ -87,11 +88,18 @@ class Pool:
         self._found[key] = Entrant(name, by, priced, found.step_time_s)
 
     def add_result(self, result: SearchResult) -> None:
-        """What a search found, and what it was weighed against."""
+        """What a search found, and what it was weighed against, as far as the pins allow it."""
         self.add(result.plan, "the search")
         for each in result.alternatives:
-            if each.plan is not None:
+            if each.plan is not None and (not each.by_rule or self._is_allowed(each.plan)):
                 self.add(each.plan, f"rule of thumb: {each.label}" if each.by_rule else "the search")
+
+    def _is_allowed(self, plan: Plan) -> bool:
+        layers = [layer for stage in plan.stages for layer in stage.layers]
+        return self._pins.allows_shape(shape_of(plan)) and all(
+            self._pins.allows("recompute", layer.recompute) and self._pins.allows("reshard", layer.reshard)
+            for layer in layers
+        )
 
     def restore(self, label: str, by: str, plan: Plan) -> None:
         """A plan by the label that a record has of it."""

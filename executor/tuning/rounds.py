@@ -121,7 +121,7 @@ class Tuning:
         self._base = job.cluster
         self._cluster = job.cluster
         self._factors: dict[str, float] = {}
-        self._pool = Pool(job.profile)
+        self._pool = Pool(job.profile, job.pins)
         self._steps_s: dict[str, float] = {}
         self._result: SearchResult | None = None
         self._fitted_laps = 0
