@@ -18,7 +18,6 @@ from meshwright.planner.exchange.accelerate import read_accelerate
 from meshwright.planner.exchange.deepspeed import KEYS as DEEPSPEED_KEYS
 from meshwright.planner.exchange.deepspeed import read_deepspeed
 from meshwright.planner.exchange.export import export
-from meshwright.planner.exchange.export_notes import zero_stage
 from meshwright.planner.exchange.from_flags import read_document
 from meshwright.planner.exchange.given import read_given
 from meshwright.planner.exchange.imports import Layout, imported
@@ -363,7 +362,7 @@ def test_deepspeed_reads_every_zero_configuration() -> None:
     for plan in DEEPSPEED_PLANS.values():
         read = config(**export(plan, "deepspeed").document["zero_optimization"])
 
-        assert int(read.stage) == zero_stage(plan)
+        assert int(read.stage) == plan.zero_stage
 
 
 LAYOUTS = [

@@ -38,6 +38,13 @@ _STALLING = ("ZB-V", "ZB-H1", "interleaved", "CP", "EP", "HSDP", "gathered", "Ze
 
 _MOST_WORDS = 2
 
+_SHARDED = {
+    1: "optimizer state sharded (ZeRO-1)",
+    2: "gradients and optimizer state sharded (ZeRO-2)",
+    3: "parameters, gradients and optimizer state sharded",
+}
+"""ZeRO stage -> what is sharded."""
+
 _TOLD_RISK = 0.005
 """Of running out of memory, from which it is said."""
 
@@ -109,17 +116,8 @@ def work_in_words(plan: Plan) -> str:
     rounds += f" of {plan.micro_batch:,}" if plan.num_microbatches > 1 else ""
     parts.append(f"{who} on {samples:,} sample{'s' if samples > 1 else ''} a step, {rounds}")
     if degrees.sharded_over > 1:
-        parts.append(f"{_sharded(plan)} over {degrees.sharded_over:,} GPUs")
+        parts.append(f"{_SHARDED[plan.zero_stage]} over {degrees.sharded_over:,} GPUs")
     return "; ".join(parts)
-
-
-def _sharded(plan: Plan) -> str:
-    layers = [layer for stage in plan.stages for layer in stage.layers]
-    if any(layer.reshard for layer in layers):
-        return "parameters, gradients and optimizer state sharded"
-    if plan.gradient_sync == "every":
-        return "gradients and optimizer state sharded (ZeRO-2)"
-    return "optimizer state sharded (ZeRO-1)"
 
 
 def print_first_screen(

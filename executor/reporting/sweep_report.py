@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.text import Text
 
 from ...planner.answers.sweep import LeftOut, Point, Price, changes_of_kind
-from ...planner.plan.making import label_of
 from ...profiler.document import write_file
 from ...profiler.machine.units import GIB, format_count, format_seconds
 from . import terminal
@@ -68,7 +67,7 @@ def sweep_rows(points: Sequence[Point], price_per_hour: float | None) -> tuple[l
         ]
         if price_per_hour is not None:
             cells.append(f"{point.cost_per_million(price_per_hour):,.3g}")
-        rows.append((*cells, label_of(point.result.plan)))
+        rows.append((*cells, point.result.plan.label))
     return [*headings, "plan"], rows
 
 
@@ -103,7 +102,7 @@ def _point_document(point: Point, price_per_hour: float | None) -> dict[str, Any
         return found | {"layout": None}
     estimate, certificate = point.result.estimate, point.result.certificate
     return found | {
-        "layout": label_of(point.result.plan),
+        "layout": point.result.plan.label,
         "micro_batch": point.result.plan.micro_batch,
         "step_time_s": estimate.step_time_s,
         "tokens_per_s": estimate.tokens_per_s,

@@ -6,7 +6,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ...planner.plan.making import label_of
 from ...profiler.machine.units import format_seconds
 from ..measuring.measurement import quantile
 from ..tuning.rounds import Contender, Tuned
@@ -103,7 +102,7 @@ def tuned_document(found: Tuned, notes: list[str]) -> dict[str, Any]:
             {
                 "label": each.label,
                 "by": each.by,
-                "layout": label_of(each.plan),
+                "layout": each.plan.label,
                 "predicted_s": each.predicted_s,
                 "fitted_s": each.fitted_s,
                 "measured": None if each.measured is None else each.measured.model_dump(mode="json"),

@@ -13,7 +13,7 @@ from ..cost.stage_cost import budget_bytes
 from ..cost.stage_models import stage_models
 from ..plan.document import Plan, parts_of
 from ..plan.legality import divisors
-from ..plan.making import make_plan, shape_of
+from ..plan.making import make_plan
 from ..plan.pin_texts import in_words
 from ..plan.pins import Pins
 from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
@@ -239,7 +239,7 @@ def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int])
     where = f"stage {closest.stage} of {num_stages}" if num_stages > 1 else "every GPU"
     message = (
         f"{explorer.profile.name} fits on no layout of {explorer.cluster.name}. The closest, "
-        f"{shape_of(closest.plan).label} with micro-batch {closest.plan.micro_batch} and {_recomputed(closest.plan)} "
+        f"{closest.plan.label} with micro-batch {closest.plan.micro_batch} and {_recomputed(closest.plan)} "
         f"recomputed, is over by {format_bytes(closest.over_bytes)} on {where}: it needs "
         f"{format_bytes(memory.device_bytes)} and may use {format_bytes(memory.budget_bytes)} ("
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in items)
@@ -249,7 +249,7 @@ def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int])
     )
     return InfeasibleError(
         message,
-        label=shape_of(closest.plan).label,
+        label=closest.plan.label,
         stage=closest.stage,
         over_bytes=closest.over_bytes,
         items=dict(memory.items),
@@ -371,7 +371,7 @@ class Offloaded:
         """What it takes, and that it is only priced."""
         return (
             f"with the optimizer state in host memory ({format_bytes(self.host_bytes)} on every host) it fits as "
-            f"{shape_of(self.plan).label}, micro-batch {self.plan.micro_batch}: "
+            f"{self.plan.label}, micro-batch {self.plan.micro_batch}: "
             f"{format_seconds(self.estimate.step_time_s)} a step; priced, not run by the executor yet"
         )
 

@@ -145,7 +145,7 @@ def priced_answer(
     """The answer for a set-up that fits: how much slower, and where the time goes. left_out: why one that is faster is
     not the plan."""
     ratio = priced.step_time_s / found.step_time_s - 1.0
-    leads = f"{shape_of(other).label}, micro-batch {other.micro_batch}{priced_mark(other)}"
+    leads = f"{other.label}, micro-batch {other.micro_batch}{priced_mark(other)}"
     times = f"{format_seconds(priced.step_time_s)} against {format_seconds(found.step_time_s)}"
     if abs(ratio) < 0.0005:
         same = shape_of(other).layout == shape_of(plan).layout

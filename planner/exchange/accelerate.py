@@ -19,7 +19,6 @@ from .export_notes import (
     recomputed_blocks,
     refuse_pipeline,
     whole_layers_notes,
-    zero_stage,
 )
 from .from_flags import left_over, mapping, number, read_document, unknown_keys
 from .imports import Layout
@@ -101,7 +100,7 @@ KEYS = {"": _KEYS, "fsdp_config": _FSDP_KEYS, "parallelism_config": _PARALLELISM
 def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
     """Accelerate's configuration for a plan; what it does not say is added to the notes. Raises ValueError for what
     Accelerate cannot do."""
-    degrees, training, stage = plan.degrees, plan.training, zero_stage(plan)
+    degrees, training, stage = plan.degrees, plan.training, plan.zero_stage
     refuse_pipeline(plan, "accelerate")
     if training.precision == "fp4":
         raise ValueError("precision fp4 is unknown to Accelerate; plan in bf16")

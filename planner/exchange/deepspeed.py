@@ -15,7 +15,6 @@ from .export_notes import (
     refuse_pipeline,
     sync_note,
     whole_layers_notes,
-    zero_stage,
 )
 from .from_flags import left_over, mapping, number, unknown_keys
 from .imports import Layout
@@ -62,7 +61,7 @@ KEYS = {"": _KEYS, "zero_optimization": _ZERO_KEYS}
 def deepspeed_settings(plan: Plan, notes: list[str]) -> Settings:
     """DeepSpeed's configuration for a plan; what it does not say is added to the notes. Raises ValueError for what
     DeepSpeed cannot do."""
-    degrees, training, stage = plan.degrees, plan.training, zero_stage(plan)
+    degrees, training, stage = plan.degrees, plan.training, plan.zero_stage
     refuse_pipeline(plan, "deepspeed")
     if training.precision in ("fp8", "fp4"):
         raise ValueError(f"precision {training.precision} is no key of DeepSpeed; plan in bf16")

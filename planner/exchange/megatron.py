@@ -19,7 +19,6 @@ from .export_notes import (
     sync_note,
     whole_layers_notes,
     with_sharded_optimizer,
-    zero_stage,
 )
 from .from_flags import Flags, Sizes, check_known, grouped, left_over, needed_row, stage_sizes
 from .imports import Layout
@@ -131,7 +130,7 @@ _PRECISION: dict[Precision, tuple[str, ...]] = {
 def megatron_words(plan: Plan, notes: list[str]) -> list[str]:
     """Megatron-LM's arguments for a plan; what they do not say is added to the notes. Raises ValueError for what
     Megatron-LM cannot do."""
-    degrees, stage, row = plan.degrees, zero_stage(plan), row_of(plan, "megatron")
+    degrees, stage, row = plan.degrees, plan.zero_stage, row_of(plan, "megatron")
     pipelined = degrees.pipeline > 1
     if plan.schedule not in ("none", "1f1b", "interleaved"):
         raise ValueError(

@@ -18,7 +18,6 @@ from .export_notes import (
     sync_note,
     whole_layers_notes,
     with_sharded_optimizer,
-    zero_stage,
 )
 from .from_flags import Flags, Sizes, check_known, grouped, left_over, needed_row, stage_sizes
 from .imports import Layout
@@ -90,7 +89,7 @@ FLAGS = Flags(sizes=_SIZES, words=_WORDS, switches=_SWITCHES, refused=_REFUSED, 
 def torchtitan_words(plan: Plan, notes: list[str]) -> list[str]:
     """torchtitan's flags for a plan; what they do not say is added to the notes. Raises ValueError for what torchtitan
     cannot do."""
-    degrees, training, stage = plan.degrees, plan.training, zero_stage(plan)
+    degrees, training, stage = plan.degrees, plan.training, plan.zero_stage
     pipelined = degrees.pipeline > 1
     if training.precision not in _PRECISION:
         raise ValueError(
