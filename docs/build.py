@@ -32,6 +32,7 @@ from pydantic import BaseModel
 import meshwright as mw
 from meshwright.executor import api
 from meshwright.executor.cli import SUBCOMMANDS
+from meshwright.executor.commands.answers import EXIT_CODES
 from meshwright.executor.reporting.glossary import TERMS
 from meshwright.profiler.machine.cluster import Link
 from meshwright.profiler.machine.instances import instances
@@ -110,7 +111,7 @@ def _cli() -> str:
         "# Command line",
         "",
         "`plan`, `meshwright` and `python -m meshwright` are the same command. `plan MODEL` is short for `plan plan "
-        "MODEL`. Exit codes: 0 done, 1 `plan verify` found a difference, 2 bad input, 3 it does not fit.",
+        f"MODEL`. Exit codes: {', '.join(f'{code} {meaning}' for code, meaning in EXIT_CODES.items())}.",
     ]
     for name, app in SUBCOMMANDS.items():
         command = typer.main.get_command(app)

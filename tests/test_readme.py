@@ -9,6 +9,7 @@ import pytest
 import typer
 
 import meshwright.executor.cli as cli
+from meshwright.executor.commands.answers import EXIT_CODES
 from support.cli import run_plan
 
 ROOT = Path(__file__).parent.parent
@@ -61,6 +62,12 @@ def link_problems(readme: str, root: Path) -> list[str]:
 
 def test_the_two_commands_are_there_and_are_what_ci_runs() -> None:
     assert command_problems(README, (ROOT / ".ci" / "run").read_text()) == []
+
+
+def test_every_exit_code_is_there_with_its_meaning() -> None:
+    said = " ".join(README.split())
+
+    assert f"Exit codes: {', '.join(f'{code} {meaning}' for code, meaning in EXIT_CODES.items())}." in said
 
 
 def test_every_flag_exists() -> None:

@@ -29,6 +29,17 @@ DOES_NOT_FIT = 3
 NOTHING_MEASURED = 4
 INTERRUPTED = 130
 
+EXIT_CODES = {
+    0: "done",
+    DIFFERENT_NUMBERS: "`plan verify` found a difference",
+    BAD_INPUT: "bad input (one sentence says what)",
+    DOES_NOT_FIT: "it does not fit (the message says on which stage, by how much, how many GPUs would do, and the "
+    "cheapest change)",
+    NOTHING_MEASURED: "`plan tune` measured nothing",
+    INTERRUPTED: "interrupted",
+}
+"""Exit code -> what it says."""
+
 
 @contextmanager
 def at_work(quiet: bool) -> Iterator[terminal.Waiting]:

@@ -50,10 +50,7 @@ def _sweep_command(
     prices: Annotated[
         bool, typer.Option("--prices", help="also what more memory, bandwidth and compute would be worth at each point")
     ] = False,
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option("--price-per-hour", metavar="USD", min=0.0, help="of one GPU (default: the device file's)"),
-    ] = None,
+    price_per_hour: options.Price = None,
     *,
     machine: options.MachineOptions,
     stack: options.StackOptions,
