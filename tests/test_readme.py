@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from html import unescape
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import typer
 
 import meshwright.executor.cli as cli
 from meshwright.executor.commands.answers import EXIT_CODES
-from support.cli import run_plan
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -96,20 +94,3 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
     assert flag_problems("```sh\nplan compare model.py --pin tensor=4\n```") == ["plan compare: --pin"]
     assert flag_problems("give `--devices`") == ["--devices"]
     assert link_problems("[a](nowhere.md) [b](https://example.org)", tmp_path) == ["nowhere.md"]
-
-
-@pytest.mark.slow
-def test_the_picture_of_the_output_is_what_is_printed_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
-    words = ["benchmarks/models/gpt.py", "--gpus", "8", "--device", "h100-80gb", "--svg", "now.svg"]
-    assert run_plan(*words) == 0
-
-    assert shown_words(tmp_path / "now.svg") == shown_words(ROOT / "benchmarks" / "plan.svg")
-
-
-def shown_words(picture: Path) -> str:
-    """What a picture of a terminal says, but for how long the search took."""
-    said = "".join(re.findall(r">([^<>]+)</text>", picture.read_text()))
-    return re.sub(r"in\s?\d[\d.]*\s?m?s\)", "", unescape(said).replace("\xa0", " "))
