@@ -98,7 +98,7 @@ def _sweep_command(
     price = price_per_hour if price_per_hour is not None else first.device.price_per_hour
     document = sweep_document(points, worth, found.notes, price, found.left_out)
     if output is not None:
-        write(output, points, document, price)
+        write(output, points, worth, document, price)
     if as_json:
         terminal.write_json(json.dumps(document))
         return

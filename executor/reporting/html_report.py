@@ -331,7 +331,8 @@ def _proof_section(plan: Plan) -> str:
         ("rejected by a rule", f"{shapes['rejected']:,}"),
         ("pruned by their bound", f"{shapes['pruned']:,}"),
         ("solved", f"{shapes['solved']:,}"),
-        ("solver, time", f"{certificate.solver}, {format_seconds(certificate.search_seconds)}"),
+        ("solver", certificate.solver),
+        ("time of the search", format_seconds(certificate.search_seconds)),
     ]
     content = tag("p", badge + " " + escape(certificate_line(plan).partition(": ")[2].partition(" (")[0] + "."))
     content += table(["", ""], rows)
@@ -354,8 +355,8 @@ def _words_section(markup: str) -> str:
 def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:
     name = Path(plan_file).name
     script = (
-        "from meshwright.executor import parallelize\n\n"
-        f'trainer = parallelize(MyModel, plan="{name}", optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4), loss=loss)\n'
+        "import meshwright as mw\n\n"
+        f'trainer = mw.parallelize(MyModel, "{name}", lambda p: torch.optim.AdamW(p, lr=3e-4), loss)\n'
         "for batch in trainer.loader(dataset):\n    metrics = trainer.step(batch)"
     )
     commands = (
@@ -386,7 +387,8 @@ def _exports(plan: Plan) -> str:
         except ValueError as refusal:
             words, content = "not possible", tag("p", escape(f"{refusal}."), class_="sub")
         else:
-            left = f", {len(found.notes)} things it cannot say" if found.notes else ""
+            count = len(found.notes)
+            left = f", {count} thing{'s' if count > 1 else ''} it cannot say" if count else ""
             words, content = f"plan export --to {target}{left}", tag("pre", escape(found.text.rstrip("\n")))
         shown.append(folded(f"{NAMES[target]}: {words}", content))
     return "".join(shown)
