@@ -450,7 +450,8 @@ def write_site(folder: Path) -> None:
             f'<!doctype html>\n<html lang="en" data-theme="light"><head><meta charset="utf-8">'
             f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(titles[page])}</title>'
             f"<style>{style}pre{{overflow-x:auto;padding:.8em;border:1px solid #8884;border-radius:6px}}"
-            f"img{{max-width:100%}}td:first-child code{{white-space:nowrap}}.wide{{margin-bottom:1em}}</style></head>\n<body><main><nav>{links}</nav>{body}</main></body></html>\n"
+            f"img{{max-width:100%}}td:first-child code{{white-space:nowrap}}.wide{{margin-bottom:1em}}"
+            f"</style></head>\n<body><main><nav>{links}</nav>{body}</main></body></html>\n"
         )
 
 
