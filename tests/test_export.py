@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.exports.targets import torchtitan_job
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.exchange.accelerate import KEYS as ACCELERATE_KEYS
 from meshwright.planner.exchange.accelerate import read_accelerate
@@ -325,22 +326,10 @@ def test_accelerate_reads_every_configuration(tmp_path: Path) -> None:
 
 
 def test_torchtitan_parses_every_command_line() -> None:
-    tyro, configs = theirs("tyro"), theirs("torchtitan.config.configs")
-    manager, again = theirs("torchtitan.config.manager"), theirs("torchtitan.distributed.activation_checkpoint")
-    manager.ConfigManager.register_tyro_rules(manager.custom_registry)
-    parts: dict[str, Any] = {
-        "training": configs.TrainingConfig,
-        "parallelism": configs.ParallelismConfig,
-        "compile": configs.CompileConfig,
-    }
-    job = theirs("dataclasses").make_dataclass(
-        "Job", [*parts.items(), ("activation_checkpoint", again.ActivationCheckpointingConfig)]
-    )
-    default = job(**{name: kind() for name, kind in parts.items()}, activation_checkpoint=again.SelectiveAC.Config())
+    for name in ("tyro", "torchtitan.config.configs"):
+        theirs(name)
     for plan in TORCHTITAN_PLANS.values():
-        words = list(export(plan, "torchtitan").words)
-
-        read = tyro.cli(job, args=words, default=default, registry=manager.custom_registry)
+        read = torchtitan_job(export(plan, "torchtitan").words)
 
         found = read.parallelism
         assert found.tensor_parallel_degree == plan.degrees.tensor
