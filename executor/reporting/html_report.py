@@ -27,6 +27,7 @@ from .report import (
     axis_rows,
     certificate_line,
     choice_in_words,
+    hosts_in_order,
     launch_command,
     layer_runs,
     proof_sentence,
@@ -362,7 +363,8 @@ def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:
     commands = (
         f"plan verify {name}      # same numbers as one device, on processes of this machine\n"
         f"{launch_command(plan, 'train.py')}\n"
-        f"plan report {name} --trace trace.json      # this step for ui.perfetto.dev"
+        + (f"# {hosts_in_order(plan)}\n" if hosts_in_order(plan) else "")
+        + f"plan report {name} --trace trace.json      # this step for ui.perfetto.dev"
     )
     content = tag("h3", "train.py") + tag("pre", escape(script)) + tag("h3", "Commands") + tag("pre", escape(commands))
     flags = " ".join(setup_words(plan))

@@ -93,8 +93,10 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
         ahead = _step_time(best) / step_time_s - 1
         of_the_plan = ahead > -0.015
         same = best.plan is not None and best.plan.micro_batch == plan.micro_batch and _name(best) == label
-        if same and abs(ahead) < 0.001:
+        if same and abs(ahead) < 0.0005:
             parts.append(f"what {best.label} is at its best")
+        elif same and 0 < ahead < 0.01:
+            parts.append(f"the layout of {best.label}, layer by layer {ahead:.1%} faster")
         elif ahead >= 0.01:
             parts.append(f"{_percent(ahead)} faster than the next best, {name}")
         elif ahead > -0.015:
@@ -415,6 +417,15 @@ def launch_command(plan: Plan, script: str) -> str:
     sizes = {group.devices_per_host for group in plan.cluster.hosts}
     each = plan.cluster.devices_per_host if len(sizes) == 1 else "gpu"
     return f"torchrun {nodes}--nproc-per-node {each} {script}"
+
+
+def hosts_in_order(plan: Plan) -> str:
+    """In which order hosts of several kinds are started, which may not be that of the cluster's file; "" for one
+    kind."""
+    if len(plan.cluster.kinds) == 1:
+        return ""
+    kinds = [f"{group.count} with {group.devices_per_host} x {group.device.name}" for group in plan.cluster.hosts]
+    return f"node ranks in this order of hosts: {', then '.join(kinds)}"
 
 
 def json_document(result: "SearchResult", fewer: "Fewer | None" = None) -> dict[str, Any]:

@@ -86,6 +86,13 @@ class Closest:
         return self.estimate.memory[self.stage].over_bytes
 
     @property
+    def where(self) -> str:
+        """That stage, in words that say from where stages are counted."""
+        last = len(self.estimate.memory) - 1
+        word = "stage" if self.plan.degrees.virtual_stages == 1 else "pipeline rank"
+        return f"{word} {self.stage} (of 0 to {last})" if last else "every GPU"
+
+    @property
     def more_memory(self) -> float:
         """With so many times the memory on every device it fits."""
         return max(memory.device_bytes / memory.budget_bytes for memory in self.estimate.memory)
@@ -235,12 +242,10 @@ def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int])
     smallest = _smallest_cluster(explorer, pins, deadline)
     all_tried = time.monotonic() < deadline
     changes = tuple(_changes(explorer, pins, smallest, all_tried, closest))
-    num_stages = len(closest.estimate.memory)
-    where = f"stage {closest.stage} of {num_stages}" if num_stages > 1 else "every GPU"
     message = (
         f"{explorer.profile.name} fits on no layout of {explorer.cluster.name}. The closest, "
         f"{closest.plan.label} with micro-batch {closest.plan.micro_batch} and {_recomputed(closest.plan)} "
-        f"recomputed, is over by {format_bytes(closest.over_bytes)} on {where}: it needs "
+        f"recomputed, is over by {format_bytes(closest.over_bytes)} on {closest.where}: it needs "
         f"{format_bytes(memory.device_bytes)} and may use {format_bytes(memory.budget_bytes)} ("
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in items)
         + "). "
