@@ -9,6 +9,9 @@ import typer
 
 import meshwright.executor.cli as cli
 from meshwright.executor.commands.answers import EXIT_CODES
+from meshwright.executor.reporting.report import certificate_line
+from meshwright.planner.plan.document import load_plan
+from support.cli import run_plan
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -94,3 +97,17 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
     assert flag_problems("```sh\nplan compare model.py --pin tensor=4\n```") == ["plan compare: --pin"]
     assert flag_problems("give `--devices`") == ["--devices"]
     assert link_problems("[a](nowhere.md) [b](https://example.org)", tmp_path) == ["nowhere.md"]
+
+
+@pytest.mark.slow
+def test_the_certificate_that_is_explained_is_the_one_that_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    assert run_plan("benchmarks/models/gpt.py", "--gpus", "8", "--device", "h100-80gb", "-q") == 0
+
+    (quoted,) = re.findall(r"^    (optimal: .*\n    .*)$", README, re.M)
+    printed = certificate_line(load_plan(tmp_path / "plan.json"))
+    took = r"[\d,]+ pruned by bound \+ \d+ solved|, [\d.]+ m?s$"  # what depends on the machine
+    assert re.sub(took, "", " ".join(quoted.split())) == re.sub(took, "", printed)
