@@ -255,9 +255,10 @@ def _timeline_section(facts: Facts) -> str:
             f"{format_seconds(facts.estimate.step_time_s)}."
         )
     below += (
-        " Point at a pass, or tap it, for its times; Ctrl and the wheel zoom in, a drag moves, a double click shows "
+        " A bar is one pass of a micro-batch, whose number it bears. Point at it, or tap it, for its times; Ctrl and "
+        "the wheel zoom in, a drag moves, a double click shows all of it again."
     )
-    return section("time", "One training step", f"{below}all of it again.", names + wide(picture))
+    return section("time", "One training step", below, names + wide(picture))
 
 
 def _breakdown_section(facts: Facts) -> str:
