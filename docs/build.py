@@ -7,7 +7,8 @@
 
 Of a page's fenced blocks, `sh` and `python` are run in the page's own empty folder, with the repository's benchmarks
 beside it; `sh exit=3` ends so. Blocks with file=NAME are written there first. `text output` holds what the block above
-prints (its first lines, by lines=N). Others are only shown.
+prints (its first lines, by lines=N), and is refused where that is something else now, but for how long a search took
+and what it left open; `text output measured` holds what differs from run to run. Others are only shown.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from pydantic import BaseModel
 import meshwright as mw
 from meshwright.executor import api
 from meshwright.executor.cli import SUBCOMMANDS
+from meshwright.executor.commands.answers import EXIT_CODES
 from meshwright.executor.reporting.glossary import TERMS
 from meshwright.profiler.machine.cluster import Link
 from meshwright.profiler.machine.instances import instances
@@ -110,7 +112,7 @@ def _cli() -> str:
         "# Command line",
         "",
         "`plan`, `meshwright` and `python -m meshwright` are the same command. `plan MODEL` is short for `plan plan "
-        "MODEL`. Exit codes: 0 done, 1 `plan verify` found a difference, 2 bad input, 3 it does not fit.",
+        f"MODEL`. Exit codes: {', '.join(f'{code} {meaning}' for code, meaning in EXIT_CODES.items())}.",
     ]
     for name, app in SUBCOMMANDS.items():
         command = typer.main.get_command(app)
@@ -289,7 +291,7 @@ def _machines() -> str:
     headings = ("name", "GiB", "bf16 TFLOP/s", "memory GB/s", "link GB/s", "per host")
     lines += [*_table(headings, rows), "", "## Cluster file", "", *_code(_cluster_example()), ""]
     lines += [
-        "Hosts of a job are taken in the file's order. Several `[[hosts]]` may hold different devices.",
+        "Several `[[hosts]]` may hold different devices; a plan then says in which order the hosts are started.",
         "",
         "## Cloud instances",
         "",
@@ -398,11 +400,22 @@ def run_page(page: Path, scratch: Path, outputs: bool = False) -> list[str]:
             most = int(block.option("lines") or len(lines))
             cut = [*lines[:most], "..."] if len(lines) > most else lines
             edits.append((block, "\n".join(cut) + "\n"))
+            if not outputs and "measured" not in block.options and steady(edits[-1][1]) != steady(block.content):
+                line = text.count("\n", 0, block.start)
+                found.append(f"{page.name}:{line}: not what is printed now: run python -m docs.build --run --outputs")
     if outputs and not found:
         for block, content in reversed(edits):
             text = text[: block.start] + content + text[block.end :]
         page.write_text(text)
     return found
+
+
+def steady(printed: str) -> str:
+    """What is printed, without what depends on how fast the machine searched: seconds, layouts counted, the proven
+    gap. Lines are joined, as other numbers wrap elsewhere."""
+    words = " ".join(printed.split())
+    words = re.sub(r"no plan that (?:is searched|[\w-]+ runs) is .*? in [\d.]+ m?s\)", "PROOF", words)
+    return re.sub(r"\d+ \w+ ago", "SOME TIME ago", words)
 
 
 def _environment(scratch: Path) -> dict[str, str]:
@@ -449,7 +462,8 @@ def write_site(folder: Path) -> None:
             f'<!doctype html>\n<html lang="en" data-theme="light"><head><meta charset="utf-8">'
             f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(titles[page])}</title>'
             f"<style>{style}pre{{overflow-x:auto;padding:.8em;border:1px solid #8884;border-radius:6px}}"
-            f"img{{max-width:100%}}</style></head>\n<body><main><nav>{links}</nav>{body}</main></body></html>\n"
+            f"img{{max-width:100%}}td:first-child code{{white-space:nowrap}}.wide{{margin-bottom:1em}}"
+            f"</style></head>\n<body><main><nav>{links}</nav>{body}</main></body></html>\n"
         )
 
 

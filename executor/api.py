@@ -15,7 +15,17 @@ from ..profiler.document import write_file
 from ..profiler.machine.cluster import ClusterSpec, Device, device_names, load_device
 from ..profiler.model.model_profile import ModelProfile
 from .commands import inputs
-from .commands.options import JobOptions, MachineOptions, Optimizer, PlanOptions, Precision, SpaceOf, StackOptions
+from .commands.options import (
+    MARGIN,
+    RISK,
+    JobOptions,
+    MachineOptions,
+    Optimizer,
+    PlanOptions,
+    Precision,
+    SpaceOf,
+    StackOptions,
+)
 from .reporting import terminal
 from .reporting.documents import check_document, json_kind
 from .reporting.explain_report import Explanation
@@ -708,10 +718,8 @@ def _machine(
 def _stack(
     precision: str | None, optimizer: str, software: str | None, memory_margin: float | None, memory_risk: float | None
 ) -> StackOptions:
-    if memory_margin is not None and not 0.0 <= memory_margin <= 0.9:
-        raise ValueError(f"--memory-margin {memory_margin}: give a share of GPU memory from 0 to 0.9")
-    if memory_risk is not None and not 0.001 <= memory_risk <= 0.999:
-        raise ValueError(f"--memory-risk {memory_risk}: give a probability from 0.001 to 0.999")
+    MARGIN.check(memory_margin)
+    RISK.check(memory_risk)
     return StackOptions(
         precision=None if precision is None else _one_of("--precision", precision, Precision),
         optimizer=_one_of("--optimizer", optimizer, Optimizer),

@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from torch.nn.parallel import DistributedDataParallel
 
 from ..planner.plan.document import AXES, Plan
-from ..planner.plan.making import shape_of
 from .parallel.mesh import RankMesh
 from .run_document import AxisSeconds, RunHeader, RunStep
 
@@ -68,7 +67,7 @@ class Telemetry:
         self._write(
             RunHeader(
                 model=plan.model.name,
-                layout=shape_of(plan).label,
+                layout=plan.label,
                 num_ranks=plan.degrees.num_devices,
                 device=torch.cuda.get_device_name(mesh.device) if on_gpu else "cpu",
                 torch_version=torch.__version__,

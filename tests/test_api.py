@@ -149,7 +149,7 @@ def test_mistakes_are_told_as_by_the_command(
         ({"objective": "speed"}, "--objective speed: choose throughput, cost, min-gpus"),
         ({"space": "all"}, "--space all: choose run, full"),
         ({"global_batch": 0}, "--global-batch 0: give a whole number of at least 1"),
-        ({"memory_margin": 1.5}, "--memory-margin 1.5: give a share of GPU memory from 0 to 0.9"),
+        ({"memory_margin": 1.5}, "--memory-margin 1.5 is no share from 0 to 0.9; write, for example, 0.1"),
         ({"loss": len}, "batch= and loss= go with a module"),
     ],
 )

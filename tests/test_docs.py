@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.build import DOCS, ORDER, blocks_of, broken_links, problems, references, run_page, write_site
+from docs.build import DOCS, ORDER, blocks_of, broken_links, problems, references, run_page, steady, write_site
 
 
 def test_references_are_current_and_links_lead_somewhere() -> None:
@@ -37,6 +37,19 @@ def test_blocks_are_written_run_and_their_output_kept(tmp_path: Path) -> None:
     assert [block.content for block in blocks_of(page.read_text())][2] == "x = 1\n"
     page.write_text("```sh\nexit 4\n```\n")
     assert "page.md:1: exit code 4, not 0" in run_page(page, tmp_path / "again")[0]
+
+
+def test_a_quoted_output_that_is_stale_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```sh\necho b\n```\n```text output\na\n```\n```sh\ndate\n```\n```text output measured\nonce\n```\n"
+    )
+
+    assert run_page(page, tmp_path / "scratch") == [
+        "page.md:4: not what is printed now: run python -m docs.build --run --outputs"
+    ]
+    proof = "no plan that is searched is more than {}% faster under the cost model (of {} layouts,\n   in {} s)"
+    assert steady(proof.format(0.5, 12, 1.25)) == steady(proof.format(0.6, 13, 2.5))
 
 
 def test_no_page_names_a_path_of_a_machine() -> None:

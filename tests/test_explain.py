@@ -354,7 +354,7 @@ def test_the_stage_that_is_over_memory_is_named_with_what_it_holds() -> None:
 
     found = answer("pp=2", model, on, result.plan, result.estimate)
 
-    assert "stage 0 of 2 is over by" in found.sentence
+    assert "stage 0 (of 0 to 1) is over by" in found.sentence
     assert "optimizer" in found.sentence
 
 

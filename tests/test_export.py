@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.exports.targets import torchtitan_job
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.exchange.accelerate import KEYS as ACCELERATE_KEYS
 from meshwright.planner.exchange.accelerate import read_accelerate
 from meshwright.planner.exchange.deepspeed import KEYS as DEEPSPEED_KEYS
 from meshwright.planner.exchange.deepspeed import read_deepspeed
 from meshwright.planner.exchange.export import export
-from meshwright.planner.exchange.export_notes import zero_stage
 from meshwright.planner.exchange.from_flags import read_document
 from meshwright.planner.exchange.given import read_given
 from meshwright.planner.exchange.imports import Layout, imported
@@ -326,22 +326,10 @@ def test_accelerate_reads_every_configuration(tmp_path: Path) -> None:
 
 
 def test_torchtitan_parses_every_command_line() -> None:
-    tyro, configs = theirs("tyro"), theirs("torchtitan.config.configs")
-    manager, again = theirs("torchtitan.config.manager"), theirs("torchtitan.distributed.activation_checkpoint")
-    manager.ConfigManager.register_tyro_rules(manager.custom_registry)
-    parts: dict[str, Any] = {
-        "training": configs.TrainingConfig,
-        "parallelism": configs.ParallelismConfig,
-        "compile": configs.CompileConfig,
-    }
-    job = theirs("dataclasses").make_dataclass(
-        "Job", [*parts.items(), ("activation_checkpoint", again.ActivationCheckpointingConfig)]
-    )
-    default = job(**{name: kind() for name, kind in parts.items()}, activation_checkpoint=again.SelectiveAC.Config())
+    for name in ("tyro", "torchtitan.config.configs"):
+        theirs(name)
     for plan in TORCHTITAN_PLANS.values():
-        words = list(export(plan, "torchtitan").words)
-
-        read = tyro.cli(job, args=words, default=default, registry=manager.custom_registry)
+        read = torchtitan_job(export(plan, "torchtitan").words)
 
         found = read.parallelism
         assert found.tensor_parallel_degree == plan.degrees.tensor
@@ -363,7 +351,7 @@ def test_deepspeed_reads_every_zero_configuration() -> None:
     for plan in DEEPSPEED_PLANS.values():
         read = config(**export(plan, "deepspeed").document["zero_optimization"])
 
-        assert int(read.stage) == zero_stage(plan)
+        assert int(read.stage) == plan.zero_stage
 
 
 LAYOUTS = [

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.exports import targets
 from meshwright.planner.exchange.export import export
-from meshwright.planner.exchange.export_notes import zero_stage
 from meshwright.planner.exchange.imports import Layout, imported
 from meshwright.planner.exchange.megatron import read_megatron
 from meshwright.planner.exchange.targets import TARGETS
@@ -79,7 +78,7 @@ def test_the_targets_own_parsers_take_context_and_expert_ranks(target: str) -> N
 def test_context_ranks_share_state_as_data_ranks_do() -> None:
     alone = planned(Shape(1, 1, 1, 1, 2, 4, gradient_sync="every", context=8), reshard="all")
 
-    assert zero_stage(alone) == 3
+    assert alone.zero_stage == 3
     assert value(export(alone, "megatron"), "--data-parallel-sharding-strategy") == "optim_grads_params"
     assert export(alone, "accelerate").document["fsdp_config"]["fsdp_reshard_after_forward"] is True
 

@@ -62,14 +62,17 @@ def test_many_unlike_stages_are_few_rows_that_hold_all_of_them() -> None:
 def test_however_much_there_is_to_say_it_is_one_screen() -> None:
     plan = search(small_profile(), cluster_of(load_device("h100-80gb"), 8), TrainingSpec(global_batch=64)).plan
     found = estimate(plan, small_profile())
-    long = Verdict(VerdictKind.SLOWER, "a reason that goes on and on, " * 8, 0.1)
-    others = [Candidate("FSDP 2 + CP 2 (ring) + PP 2 x 6 (ZB-V), micro-batch 1", plan, found, long)] * 5
+    long = Verdict(VerdictKind.SLOWER, "a reason that goes on and on, " * 7, 0.1)
+    layouts = [some_plan(tensor=8), some_plan(replicate=8), some_plan(shard=4, pipeline=2)] * 2
+    name = "FSDP 2 + CP 2 (ring) + PP 2 x 6 (ZB-V), micro-batch"
+    others = [Candidate(f"{name} {i}", each, found, long) for i, each in enumerate(layouts)]
     named = {"alternatives": others, "assumptions": ["something that was not said; --flag changes it"] * 3}
 
     text = screen(plan, found, **named, written="plan.json")
 
     assert len(text.splitlines()) <= MOST_LINES
     assert text.count("FSDP 2 + CP 2 (ring)") == 3
+    assert [i for i in range(6) if f"micro-batch {i} " in text] == [0, 1, 2], "each layout once"
     assert "words    plan glossary explains every word" in text
 
 

@@ -7,12 +7,12 @@ import itertools
 import json
 import re
 import warnings
-from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.exports.targets import torchtitan_job
 from meshwright.planner.exchange.given import Kind, read_given
 from meshwright.planner.exchange.imports import Layout, Said, with_flags
 from meshwright.planner.exchange.shell import read_script, shown
@@ -126,16 +126,8 @@ def test_deepspeed_reads_the_same_of_its_zero_sections() -> None:
 
 
 def test_torchtitan_parses_the_same_of_its_command_lines() -> None:
-    tyro, configs = theirs("tyro"), theirs("torchtitan.config.configs")
-    manager, again = theirs("torchtitan.config.manager"), theirs("torchtitan.distributed.activation_checkpoint")
-    manager.ConfigManager.register_tyro_rules(manager.custom_registry)
-    parts: dict[str, Any] = {
-        "training": configs.TrainingConfig,
-        "parallelism": configs.ParallelismConfig,
-        "compile": configs.CompileConfig,
-    }
-    job = make_dataclass("Job", [*parts.items(), ("activation_checkpoint", again.ActivationCheckpointingConfig)])
-    default = job(**{name: kind() for name, kind in parts.items()}, activation_checkpoint=again.SelectiveAC.Config())
+    for name in ("tyro", "torchtitan.config.configs"):
+        theirs(name)
     tried = 0
     for name, path, case, found in read_cases("torchtitan"):
         words = read_given("torchtitan", str(path), case.get("environment", {})).command.words
@@ -143,7 +135,7 @@ def test_torchtitan_parses_the_same_of_its_command_lines() -> None:
             continue
         own = list(itertools.dropwhile(lambda word: not word.startswith(("--parallelism.", "--training.")), words))
 
-        read = tyro.cli(job, args=own, default=default, registry=manager.custom_registry)
+        read = torchtitan_job(own)
 
         tried += 1
         assert read.parallelism.tensor_parallel_degree == found.tensor, name

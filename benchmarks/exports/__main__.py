@@ -15,7 +15,6 @@ from benchmarks.exports.rows import Row, row_of
 from meshwright.planner.answers.search import InfeasibleError, SolverError, price_setup, search
 from meshwright.planner.exchange.targets import TARGETS
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec
@@ -76,15 +75,15 @@ def plans_of(name: str, profile: ModelProfile) -> Iterator[tuple[str, Plan]]:
             found = search(profile, cluster, training, time_limit_s=MOST_S)
         except (InfeasibleError, SolverError):
             continue
-        yield f"planned, {count} GPUs: {shape_of(found.plan).label}", found.plan
+        yield f"planned, {count} GPUs: {found.plan.label}", found.plan
         with contextlib.suppress(InfeasibleError, SolverError, ValueError):  # too few layers for four stages
             pinned = search(profile, cluster, training, pins=PINNED, time_limit_s=MOST_S)
-            yield f"planned in stages, {count} GPUs: {shape_of(pinned.plan).label}", pinned.plan
+            yield f"planned in stages, {count} GPUs: {pinned.plan.label}", pinned.plan
         for words in SETUPS:
             setup = parse_setup(words, count, cluster.devices_per_host)
             candidate = price_setup(setup, profile, cluster, training)
             if candidate.plan is not None:
-                yield f"{words}, {count} GPUs: {shape_of(candidate.plan).label}", candidate.plan
+                yield f"{words}, {count} GPUs: {candidate.plan.label}", candidate.plan
         return
 
 

@@ -13,7 +13,6 @@ from benchmarks.exports import targets
 from benchmarks.exports.rows import row_of
 from meshwright.planner.answers.search import InfeasibleError, SolverError, search
 from meshwright.planner.plan.frameworks import FRAMEWORKS, TARGETS, Framework
-from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
@@ -64,7 +63,7 @@ def made_for(framework: Framework, name: str, profile: ModelProfile, count: int,
         return row("not found", note=str(error))
     except ValueError as error:
         return row("cannot run", note=str(error))
-    label = f"{shape_of(found.plan).label}, micro-batch {found.plan.micro_batch}"
+    label = f"{found.plan.label}, micro-batch {found.plan.micro_batch}"
     exported = row_of(name, label, found.plan, profile, framework.target)
     return row(exported.outcome, label, round(found.certificate.gap, 4), exported.parsed, exported.note)
 

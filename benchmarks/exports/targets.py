@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -91,7 +91,9 @@ def _megatron(found: Export) -> None:
     )
 
 
-def _torchtitan(found: Export) -> None:
+def torchtitan_job(words: Sequence[str]) -> Any:
+    """What torchtitan's own parser makes of a command line: a job of the parts that say a layout. SystemExit: it
+    refuses them."""
     tyro, configs = _module("tyro"), _module("torchtitan.config.configs")
     manager, again = _module("torchtitan.config.manager"), _module("torchtitan.distributed.activation_checkpoint")
     manager.ConfigManager.register_tyro_rules(manager.custom_registry)
@@ -102,8 +104,12 @@ def _torchtitan(found: Export) -> None:
     }
     job = make_dataclass("Job", [*parts.items(), ("activation_checkpoint", again.ActivationCheckpointingConfig)])
     default = job(**{name: kind() for name, kind in parts.items()}, activation_checkpoint=again.SelectiveAC.Config())
+    return tyro.cli(job, args=list(words), default=default, registry=manager.custom_registry)
+
+
+def _torchtitan(found: Export) -> None:
     try:
-        tyro.cli(job, args=list(found.words), default=default, registry=manager.custom_registry)
+        torchtitan_job(found.words)
     except SystemExit as ending:
         raise ValueError(f"torchtitan ends with {ending.code}") from None
 

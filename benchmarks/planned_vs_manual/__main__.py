@@ -1,7 +1,6 @@
-"""`python -m benchmarks.planned_vs_manual`: planned against manual set-ups on an emulated cluster, table and plot."""
+"""`python -m benchmarks.planned_vs_manual`: planned against manual set-ups on an emulated cluster, and the table."""
 
 import argparse
-import importlib.util
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,23 +9,21 @@ from benchmarks.planned_vs_manual import hosts as network
 from benchmarks.planned_vs_manual.bench import TOPOLOGIES, calibrate, compare_case, hosts_of
 from benchmarks.planned_vs_manual.figures import figures
 from benchmarks.planned_vs_manual.models import CASES
-from benchmarks.planned_vs_manual.report import draw, markdown, shown, told
+from benchmarks.planned_vs_manual.report import markdown, shown, told
 from benchmarks.planned_vs_manual.store import Store, Taken
 
 RESULTS = Path(__file__).with_name("results")
 
 
 def main() -> int:
-    """Run what is asked for and not there yet, and write table and plot of all that is there."""
+    """Run what is asked for and not there yet, and write the table of all that is there."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned_vs_manual", description=__doc__)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES], help="models, by name")
     parser.add_argument("--topologies", type=int, nargs="*", default=list(range(len(TOPOLOGIES))), help="by number")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of every set-up")
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of table, plot and a file for every model")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the table and a file for every model")
     arguments = parser.parse_args()
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("the plot, drawn after all runs, needs matplotlib: pip install matplotlib first")
     problem = network.problem()
     if problem is not None:
         say(f"links are not shaped, for {problem}: all ranks talk over the loopback; only compute is emulated")
@@ -49,7 +46,6 @@ def main() -> int:
                     say(told(result, taken))
     results, calibrations, taken = store.everything()
     (arguments.output / "results.md").write_text(markdown(results, calibrations, taken))
-    draw(results, arguments.output / "results.png")
     for name, value in figures(results).items():
         say(f"{name}: {shown(name, value)}")
     return 0

@@ -1,8 +1,6 @@
-"""Table and plot of planned against manual set-ups."""
+"""Table of planned against manual set-ups."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from benchmarks.planned_vs_manual.bench import Calibrated, Topology
 from benchmarks.planned_vs_manual.figures import Result, Row, figures
@@ -107,49 +105,3 @@ def shown(name: str, value: float) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def draw(results: Sequence[Result], path: Path) -> None:
-    """Predicted against measured of all set-ups, and every set-up's step relative to the plan's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [result for result in results if result.ratio is not None]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 0.42 * len(rows) + 2.2), width_ratios=(1, 1.25))
-    names = list(dict.fromkeys(result.case for result in rows))
-    topologies = list(dict.fromkeys(result.topology for result in rows))
-    for place, result in enumerate(rows):
-        look: dict[str, Any] = {
-            "color": f"C{names.index(result.case)}",
-            "marker": "os^D"[topologies.index(result.topology)],
-            "alpha": 0.75,
-        }
-        runs = result.distinct
-        left.scatter([r.measured_s for r in runs], [r.predicted_s for r in runs], s=16, **look)
-        planned_s = result.rows[0].measured_s or 1.0
-        others = [r.measured_s / planned_s for r in runs[1:] if r.measured_s is not None]
-        right.scatter(others, [place] * len(others), s=18, **look)
-        right.plot(1.0, place, marker="|", markersize=15, color="0.2", markeredgewidth=2)
-    times = [row.measured_s for result in rows for row in result.distinct if row.measured_s is not None]
-    ends = [min(times) * 0.9, max(times) * 1.1]
-    left.plot(ends, ends, color="0.4", linewidth=1)
-    left.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="0.5", alpha=0.15)
-    left.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="predicted step, s")
-    seconds = [tick for tick in (0.2, 0.3, 0.5, 1, 2, 3, 5) if ends[0] <= tick <= ends[1]]
-    left.set_xticks(seconds, [str(tick) for tick in seconds])
-    left.set_yticks(seconds, [str(tick) for tick in seconds])
-    left.minorticks_off()
-    left.set_title("Predicted against measured (grey: within 10%)")
-    right.set_yticks(range(len(rows)), [f"{r.case}, {r.topology.split(',')[0]}" for r in rows], fontsize=8)
-    right.invert_yaxis()
-    right.set(xscale="log", xlabel="measured step over the plan's (right of the bar: slower)")
-    ticks = [0.9, 1, 1.2, 1.5, 2, 3, 5]
-    right.set_xticks(ticks, [str(tick) for tick in ticks])
-    right.minorticks_off()
-    right.set_title("Manual set-ups against the plan")
-    right.grid(axis="x", alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -200,36 +200,10 @@ def told_choices(choices: Sequence[Choice]) -> str:
     )
 
 
-def plot(scales: Sequence[Timing], path: Path) -> bool:
-    """Search seconds over GPUs; False without matplotlib."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        print("no matplotlib, so no plot")
-        return False
-    pyplot.switch_backend("agg")
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    points = [
-        (case.gpus, each.search_s) for case, each in zip(SCALES, scales, strict=True) if each.search_s is not None
-    ]
-    gpus, seconds = zip(*points, strict=True)
-    axes.semilogx(gpus, seconds, marker="o", base=2)
-    axes.set_xticks(gpus[::2], [f"{count:,}" for count in gpus[::2]])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("GPUs")
-    axes.set_ylabel("search, s")
-    axes.set_title("Llama-3-8B, eight samples per GPU")
-    axes.grid(visible=True, alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True
-
-
 def main() -> None:
     """Time all cases, or those whose name holds some words."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning_time", description=__doc__)
-    parser.add_argument("--only", metavar="WORDS", default="", help="cases whose name holds these words; no plot")
+    parser.add_argument("--only", metavar="WORDS", default="", help="cases whose name holds these words")
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=RESULTS, help="where results are written")
     parser.add_argument(
         "--without", metavar="BOUND", nargs="+", help="only measure what these bounds buy (`each`: all in turn)"
@@ -258,8 +232,7 @@ def main() -> None:
     if scales:
         text += f"\n{more_memory(timings)}\n\n{told_choices(choices)}\n{ELSEWHERE}\n"
         text += f"## More GPUs\n\n{growth(scales)}\n\n{table(scales)}\n"
-        if plot(scales, asked.out / "scaling.png"):
-            text += "\n![Search time over GPUs](scaling.png)\n"
+        text += "\n![Search time over GPUs](scaling.svg)\n"
     (asked.out / "planning_time.md").write_text(text)
     document = {"cases": [asdict(each) for each in timings], "scales": [asdict(each) for each in scales]}
     (asked.out / "planning_time.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -1,10 +1,10 @@
-"""Writes what the scorer found: a JSON document, a page of Markdown, and a scatter plot."""
+"""Writes what the scorer found: a JSON document, a page of Markdown, and the points of a plot."""
 
+import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from .metrics import (
@@ -129,32 +129,12 @@ class Scores:
             lines.append(f"| {p.row.id} | {p.row.step_s:.4g} | {p.step_s:.4g} | {error:+.2f} |")
         return "\n".join(lines) + "\n"
 
-    def plot(self, path: Path) -> None:
-        """Predicted over measured step time, one colour per file; hollow where the setting is approximated."""
-        import matplotlib  # an extra; the figures do not need it
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(8, 7))
+    def points(self) -> str:
+        """The JSON of benchmarks.pictures: (file, measured and predicted seconds, whether expressed exactly), a line
+        each."""
         scored = [p for p in self.rows if time_error(p) is not None]
-        for index, file in enumerate(sorted({p.row.file for p in scored})):
-            here = [p for p in scored if p.row.file == file]
-            colour = pyplot.get_cmap("tab20")(index % 20)
-            for part, face in (([p for p in here if not p.dropped], colour), ([p for p in here if p.dropped], "none")):
-                label = file if part and part[0] is here[0] else None
-                x, y = [p.row.step_s for p in part], [p.step_s for p in part]
-                axes.scatter(x, y, s=14, label=label, facecolors=face, edgecolors=[colour], linewidths=0.8)
-        ends = [min(p.row.step_s or 0 for p in scored), max(p.row.step_s or 0 for p in scored)]
-        axes.plot(ends, ends, color="black", linewidth=0.8)
-        for factor in (0.9, 1.1):
-            axes.plot(ends, [factor * end for end in ends], color="grey", linewidth=0.5, linestyle="--")
-        axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="predicted step, s")
-        axes.set_title("Filled: expressed exactly. Hollow: nearest setting. Dashed: 10%", fontsize=9)
-        axes.legend(fontsize=7, ncols=2)
-        figure.tight_layout()
-        figure.savefig(path, dpi=130)
-        pyplot.close(figure)
+        rows = [(p.row.file, p.row.step_s, float(f"{p.step_s:.4g}"), not p.dropped) for p in scored]
+        return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
 
 
 def _blocking(rows: Sequence[Priced]) -> list[tuple[str, int, int]]:

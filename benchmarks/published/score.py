@@ -2,7 +2,7 @@
 
     python -m benchmarks.published.score [FOLDER ...] [--json FILE] [--out FOLDER] [--processes N]
 
-Prints a page of Markdown; --out also writes it with a scatter plot (which needs matplotlib). Exit code 2: bad input.
+Prints a page of Markdown; --out also writes it with the points that benchmarks.pictures draws. Exit code 2: bad input.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published.score", description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=f"holds *.jsonl files; default: {DATA}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write scores.md and scores.png")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write scores.md and points.json")
     parser.add_argument("--processes", type=int, metavar="N", help="price on so many cores; default: all")
     given = parser.parse_args(arguments)
     start = time.monotonic()
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / "scores.md").write_text(page)
-        scores.plot(given.out / "scores.png")
+        (given.out / "points.json").write_text(scores.points())
     print(f"{len(rows)} rows in {time.monotonic() - start:.0f} s", file=sys.stderr)
     return 0
 

@@ -15,7 +15,7 @@ from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 from .. import api
 from ..reporting import terminal
-from ..reporting.report import json_document, launch_command
+from ..reporting.report import hosts_in_order, json_document, launch_command
 
 if TYPE_CHECKING:
     from ...planner.answers.search import SearchResult
@@ -28,6 +28,17 @@ BAD_INPUT = 2
 DOES_NOT_FIT = 3
 NOTHING_MEASURED = 4
 INTERRUPTED = 130
+
+EXIT_CODES = {
+    0: "done",
+    DIFFERENT_NUMBERS: "`plan verify` found a difference",
+    BAD_INPUT: "bad input (one sentence says what)",
+    DOES_NOT_FIT: "it does not fit (the message says on which stage, by how much, how many GPUs would do, and the "
+    "cheapest change)",
+    NOTHING_MEASURED: "`plan tune` measured nothing",
+    INTERRUPTED: "interrupted",
+}
+"""Exit code -> what it says."""
 
 
 @contextmanager
@@ -89,7 +100,7 @@ def print_plan(console: Console, found: "api.Planned", target: Path | None, quie
     if target is not None:
         run = [
             (f"plan verify {target}", "same numbers as one device, on processes of this machine"),
-            (launch_command(plan, "train.py"), "train.py as in the README, section Train"),
+            (launch_command(plan, "train.py"), hosts_in_order(plan) or "train.py as in the README, section Train"),
         ]
         goes_to = None if plan.certificate is None else plan.certificate.framework
         exported = [(f"plan export {target} --to {goes_to}", "the layout in its own settings")] if goes_to else []

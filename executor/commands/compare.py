@@ -45,10 +45,17 @@ def _compare_command(
     measure: Annotated[
         bool, typer.Option("--measure", help="also run each for a few steps on the devices here")
     ] = False,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="steps of each measured run")] = 5,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", parser=options.whole_number, help="steps of each measured run")
+    ] = 5,
     repetitions: Annotated[
         int,
-        typer.Option("--repetitions", metavar="N", min=1, help="measured runs of each set-up, in turns (A B C, A B C)"),
+        typer.Option(
+            "--repetitions",
+            metavar="N",
+            parser=options.whole_number,
+            help="measured runs of each set-up, in turns (A B C, A B C)",
+        ),
     ] = 5,
     output: Annotated[
         Path | None,

@@ -33,12 +33,7 @@ def _explain_command(
             show_default=False,
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="MODEL", help="of a PLAN: its model, if it is not where it says", show_default=False
-        ),
-    ] = None,
+    model: options.ModelOfPlan = None,
     *,
     job: options.JobOptions,
     choices: options.PlanOptions,

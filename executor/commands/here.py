@@ -34,7 +34,9 @@ def _calibrate_command(
         list[str] | None,
         typer.Option("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32; repeatable, activations have the first"),
     ] = None,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", metavar="N", min=1, help="samples for MODEL")] = 4,
+    micro_batch: Annotated[
+        int, typer.Option("--micro-batch", metavar="N", parser=options.whole_number, help="samples for MODEL")
+    ] = 4,
     seq_len: options.SeqLen = None,
     quick: Annotated[bool, typer.Option("--quick", help="under a minute instead of two; coarser")] = False,
     steps: Annotated[
@@ -108,13 +110,10 @@ def _fit_to_steps(steps: Path, output: Path, quiet: bool, as_json: bool) -> None
 @verify_app.command()
 def _verify_command(
     plan: options.PlanFile,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="MODEL", help="the model, if it is not where the plan says", show_default=False
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="optimizer steps to compare")] = 3,
+    model: options.ModelToRun = None,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", parser=options.whole_number, help="optimizer steps to compare")
+    ] = 3,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

@@ -24,15 +24,7 @@ def _learn_command(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the device goes")] = Path(
         "device.toml"
     ),
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="model or profile.json of the runs, if it is not where their plans say",
-            show_default=False,
-        ),
-    ] = None,
+    model: options.ModelOfPlan = None,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,
     quiet: options.Quiet = False,

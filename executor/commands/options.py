@@ -1,9 +1,11 @@
 """What the flags of several commands are called, take and mean."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,11 +43,70 @@ class SpaceOf(StrEnum):
     FULL = "full"
 
 
-def _whole_number(text: str) -> int:
-    """The number that a flag's text says."""
-    if not text.isdecimal() or int(text) < 1:
+def whole_number(text: str | int) -> int:
+    """The number that a flag's text, or its default, says."""
+    if not str(text).isdecimal() or int(text) < 1:
         raise typer.BadParameter(f"{text} is no whole number of at least 1")
     return int(text)
+
+
+def at_least(least: float, example: str) -> Callable[[str], float]:
+    """What reads a flag's number, of at least `least`; example: what a user may write."""
+
+    def read(text: str) -> float:
+        value = number_of(text)
+        if value is None or not least <= value < math.inf:
+            raise typer.BadParameter(f"{text} is no number of at least {least:g}; write, for example, {example}")
+        return value
+
+    return read
+
+
+@dataclass(frozen=True)
+class ShareFlag:
+    """A flag that takes a share, and which are allowed."""
+
+    flag: str
+    least: float
+    most: float
+    example: float
+
+    def rule(self, found: object) -> str:
+        """What is wrong with a value, and what to write."""
+        return (
+            f"{found} is no share from {self.least:g} to {self.most:g}; write, for example, {self.example:g}, which is "
+            f"{self.example:.0%}"
+        )
+
+    def read(self, text: str) -> float:
+        """The share that a flag's text says."""
+        value = number_of(text)
+        if value is None or not self.least <= value <= self.most:
+            raise typer.BadParameter(self.rule(text))
+        return value
+
+    def check(self, value: float | None) -> None:
+        """Raises ValueError that names the flag, for a value that Python code gives."""
+        if value is not None and not self.least <= value <= self.most:
+            raise ValueError(f"{self.flag} {self.rule(value)}")
+
+
+def number_of(text: str) -> float | None:
+    """The number that a text says; None if it says none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+MARGIN = ShareFlag("--memory-margin", 0.0, 0.9, 0.1)
+RISK = ShareFlag("--memory-risk", 0.001, 0.999, 0.05)
+
+
+def _model_flag(takes: str = "model or profile.json", adds: str = "") -> Any:
+    """--model of a command whose plan names its model."""
+    words = f"{takes}, if it is not where the plan says{adds}"
+    return typer.Option("--model", metavar="MODEL", help=words, show_default=False)
 
 
 Model = Annotated[
@@ -57,12 +118,9 @@ Model = Annotated[
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json", show_default=False)]
-ModelOfPlan = Annotated[
-    str | None,
-    typer.Option(
-        "--model", metavar="MODEL", help="model or profile.json, if it is not where the plan says", show_default=False
-    ),
-]
+ModelOfPlan = Annotated[str | None, _model_flag()]
+ModelToRun = Annotated[str | None, _model_flag("the model")]
+ModelForTables = Annotated[str | None, _model_flag(adds="; adds itemised memory and the step's parts")]
 PlanOutput = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="where the plan goes")]
 Gpus = Annotated[
     str | None,
@@ -74,7 +132,7 @@ Device = Annotated[
 ]
 PerNode = Annotated[
     int | None,
-    typer.Option("--gpus-per-node", metavar="N", parser=_whole_number, help="GPUs of one host", show_default=False),
+    typer.Option("--gpus-per-node", metavar="N", parser=whole_number, help="GPUs of one host", show_default=False),
 ]
 ClusterFile = Annotated[
     Path | None,
@@ -88,14 +146,14 @@ InstanceFlag = Annotated[
 ]
 Nodes = Annotated[
     int | None,
-    typer.Option("--nodes", metavar="N", parser=_whole_number, help="instances (default: 1)", show_default=False),
+    typer.Option("--nodes", metavar="N", parser=whole_number, help="instances (default: 1)", show_default=False),
 ]
 Price = Annotated[
     float | None,
     typer.Option(
         "--price-per-hour",
         metavar="USD",
-        min=0.0,
+        parser=at_least(0.0, "2.50"),
         help="of one GPU (default: the device file's, if it has one)",
         show_default=False,
     ),
@@ -103,12 +161,12 @@ Price = Annotated[
 GlobalBatch = Annotated[
     int | None,
     typer.Option(
-        "--global-batch", "-b", metavar="N", parser=_whole_number, help="samples per optimizer step, over all GPUs"
+        "--global-batch", "-b", metavar="N", parser=whole_number, help="samples per optimizer step, over all GPUs"
     ),
 ]
 SeqLen = Annotated[
     int | None,
-    typer.Option("--seq-len", "-s", metavar="N", parser=_whole_number, help="tokens per sample (default: the model's)"),
+    typer.Option("--seq-len", "-s", metavar="N", parser=whole_number, help="tokens per sample (default: the model's)"),
 ]
 PrecisionFlag = Annotated[Precision | None, typer.Option("--precision", help="default: bf16; fp32 on cpu")]
 OptimizerFlag = Annotated[Optimizer, typer.Option("--optimizer")]
@@ -135,8 +193,7 @@ Margin = Annotated[
     typer.Option(
         "--memory-margin",
         metavar="SHARE",
-        min=0.0,
-        max=0.9,
+        parser=MARGIN.read,
         help="share of GPU memory left free (default: by --memory-risk)",
         show_default=False,
     ),
@@ -146,8 +203,7 @@ Risk = Annotated[
     typer.Option(
         "--memory-risk",
         metavar="SHARE",
-        min=0.001,
-        max=0.999,
+        parser=RISK.read,
         help=f"how likely a plan may run out of memory, by what published runs used (default: {USUAL_RISK:g}; 5% of "
         "memory left free where there are none)",
         show_default=False,
@@ -191,13 +247,14 @@ MicroBatch = Annotated[
     typer.Option(
         "--micro-batch",
         metavar="N",
-        parser=_whole_number,
+        parser=whole_number,
         help="samples of one data rank per forward",
         show_default=False,
     ),
 ]
 TimeLimit = Annotated[
-    float, typer.Option("--time-limit", metavar="SECONDS", min=0.1, help="seconds the search may take")
+    float,
+    typer.Option("--time-limit", metavar="SECONDS", parser=at_least(0.1, "60"), help="seconds the search may take"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="profile anew, even if nothing has changed; keep nothing")]

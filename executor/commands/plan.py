@@ -33,7 +33,7 @@ def _plan_command(
         typer.Option(
             "--pad-vocab",
             metavar="N",
-            min=1,
+            parser=options.whole_number,
             help="of a config.json: add words until N divides their number, as Megatron-LM does (128), so that tensor "
             "ranks can share them",
             show_default=False,
@@ -158,12 +158,7 @@ def _devices_command(
 @show_app.command()
 def _show_command(
     plan: options.PlanFile,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="MODEL", help="model or profile.json: adds itemised memory and the time's parts"
-        ),
-    ] = None,
+    model: options.ModelForTables = None,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,
 ) -> None:

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from ...planner.plan.document import Plan, load_plan
-from ...planner.plan.making import label_of
 from ...planner.plan.pin_texts import read_pins
 from ...profiler.machine.cluster import ClusterSpec, cluster_of
 from .. import api
@@ -68,8 +67,8 @@ def _replan_command(
         terminal.write_json(json.dumps(plan_document(found)))
         return
     console = terminal.make_console()
-    before_words = f"{before.degrees.num_devices} GPUs, {label_of(before)}"
-    now_words = f"{result.plan.degrees.num_devices} GPUs, {label_of(result.plan)}"
+    before_words = f"{before.degrees.num_devices} GPUs, {before.label}"
+    now_words = f"{result.plan.degrees.num_devices} GPUs, {result.plan.label}"
     console.print(
         f"{before.model.name} after {progress.steps:,} steps: {before_words} -> {now_words}; global batch "
         f"{before.training.global_batch} as before",

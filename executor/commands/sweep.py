@@ -50,10 +50,7 @@ def _sweep_command(
     prices: Annotated[
         bool, typer.Option("--prices", help="also what more memory, bandwidth and compute would be worth at each point")
     ] = False,
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option("--price-per-hour", metavar="USD", min=0.0, help="of one GPU (default: the device file's)"),
-    ] = None,
+    price_per_hour: options.Price = None,
     *,
     machine: options.MachineOptions,
     stack: options.StackOptions,
@@ -101,7 +98,7 @@ def _sweep_command(
     price = price_per_hour if price_per_hour is not None else first.device.price_per_hour
     document = sweep_document(points, worth, found.notes, price, found.left_out)
     if output is not None:
-        write(output, points, document, price)
+        write(output, points, worth, document, price)
     if as_json:
         terminal.write_json(json.dumps(document))
         return

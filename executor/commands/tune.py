@@ -52,7 +52,7 @@ def _tune_command(
         typer.Option(
             "--timeout",
             metavar="SECONDS",
-            min=1.0,
+            parser=options.at_least(1.0, "120"),
             help="a step that takes longer is a hang (default: 20 times its prediction, at least 60)",
             show_default=False,
         ),

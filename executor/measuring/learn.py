@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ...planner.cost.refit import MeasuredStep
 from ...planner.plan.document import Plan
-from ...planner.plan.making import shape_of
 from ...profiler.machine.units import format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_report import WARM_UP_STEPS
@@ -66,7 +65,7 @@ def _learned(path: Path, profile_of: Callable[[Plan], ModelProfile]) -> LearnedR
             f"{path} has {len(steps)} steps: {WARM_UP_STEPS} to warm up and at least {FEWEST} more are needed"
         )
     usual = inliers(tuple(step.step_time_s for step in timed))
-    label = f"{header.model}, {shape_of(header.plan).label}"
+    label = f"{header.model}, {header.plan.label}"
     measured = MeasuredStep(label, header.plan, profile_of(header.plan), quantile(usual, 0.5))
     notes = tuple(f"{path.name}: {note}" for note in what_to_say(timed))
     return LearnedRun(path, measured, len(usual), len(timed) - len(usual), notes)

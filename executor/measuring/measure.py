@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from ...planner.plan.document import Plan
-from ...planner.plan.making import shape_of
 from ...profiler.model.load import Batch, LoadedModel
 from ..parallel.micro_batches import split_micro_batches
 from ..trainer import Trainer, parallelize
@@ -92,7 +91,7 @@ def _measurement(label: str, plan: Plan, repetitions: list[list[_RankTimes]], de
     return Measurement(
         label=label,
         model=plan.model.name,
-        layout=shape_of(plan).label,
+        layout=plan.label,
         num_ranks=ranks,
         device=_device_words(ranks, device_type),
         torch_version=torch.__version__,

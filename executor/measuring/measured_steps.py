@@ -8,7 +8,6 @@ from pydantic import PositiveFloat, ValidationError
 
 from ...planner.cost.refit import MeasuredStep
 from ...planner.plan.document import Plan, load_plan
-from ...planner.plan.making import shape_of
 from ...profiler.document import Frozen, in_a_sentence, parsed
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_report import WARM_UP_STEPS
@@ -52,7 +51,7 @@ def load_measured_steps(path: Path, profile_of: Callable[[Plan, str], ModelProfi
             raise ValueError(f"{where} is not a measured step ({found}); it should be like {_EXAMPLE}") from None
         plan = load_plan(path.parent / line.plan)
         step_s = _step_s(line, path.parent, where)
-        label = f"{plan.model.name}, {shape_of(plan).label}"
+        label = f"{plan.model.name}, {plan.label}"
         steps.append(MeasuredStep(label, plan, profile_of(plan, line.model or plan.model.source), step_s))
     if not steps:
         raise ValueError(f"{path} has no line; each should be like {_EXAMPLE}")

@@ -32,7 +32,7 @@ from ...planner.plan.legality import (
     sequence_rule,
     tensor_rule,
 )
-from ...planner.plan.making import label_of, make_plan, shape_of
+from ...planner.plan.making import make_plan, shape_of
 from ...planner.plan.shape import LayerOption, Shape
 from ...profiler.machine.cluster import cluster_of
 from ...profiler.model.building import on_meta
@@ -186,7 +186,7 @@ def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
             small = small.with_seq_len(loaded.seq_len or 1)  # it takes its own length only
             profile = trace(small)
     trial, shrunk = small_plan(plan, profile)
-    title = f"{plan.model.name} by {label_of(plan)}, run as {small.name} by {label_of(trial)}"
+    title = f"{plan.model.name} by {plan.label}, run as {small.name} by {trial.label}"
     notes += shrunk
     batches = _batches(small, trial, steps, profile.batch_problem)
     dropouts = any(getattr(m, "p", 0) for m in _built(small).modules() if isinstance(m, nn.modules.dropout._DropoutNd))

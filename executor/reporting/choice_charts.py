@@ -1,6 +1,6 @@
 """A plan among others, as SVG: time against memory, what it hangs on, where each set-up loses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import cos, pi, sin
 
 from ...planner.answers.candidate import Candidate
@@ -11,6 +11,11 @@ from ...planner.cost.estimate import Estimate
 from ...profiler.machine.units import GIB, format_bytes, format_seconds
 from .drawing import CAUSE_COLOURS, WIDTH, colour_of, cut, figure, legend, line, nice_step, rect, tag, text, ticks
 from .report_facts import Facts, front
+
+_Point = tuple[float, float]
+_Named = tuple[float, float, str]
+_Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, in units of the view box."""
 
 
 def scatter(facts: Facts) -> str:
@@ -67,7 +72,11 @@ def scatter(facts: Facts) -> str:
         circles[style].append(tag("circle", cx=x, cy=y, r=radius, class_=style, data_t=_tip(priced[i - 1])))
     named = [(*place(i), priced[i - 1].label) for i in shown[1:] if priced[i - 1].by_rule]
     x, y = place(0)
-    marks += [*circles["other"], *_labels([(x, y, "the plan"), *named], left, right, base), *circles["rule"]]
+    marks += [
+        *circles["other"],
+        *_labels([(x, y, "the plan"), *named], [place(i) for i in shown], (left, top + 14, right, base)),
+        *circles["rule"],
+    ]
     tip = f"the plan|{format_seconds(found.step_time_s)}, {format_bytes(mine[0])}"
     marks.append(tag("path", d=_star(x, y, 11.0), class_="chosen", data_t=tip))
     marks.append(text(left, base + 36, "GiB on the fullest GPU", class_="note"))
@@ -86,24 +95,36 @@ def _peak(found: Estimate) -> float:
     return max(stage.device_bytes for stage in found.memory)
 
 
-def _labels(points: Sequence[tuple[float, float, str]], left: float, right: float, base: float) -> list[str]:
-    """Names of points, on the side where there is room, apart from each other, joined to their points by a line."""
+def _labels(points: Sequence[_Named], others: Sequence[_Point], room: _Box) -> list[str]:
+    """Names of points, each at the nearest place where it covers neither a point nor another name, joined to its point
+    by a line. others: all points; room: where names may stand."""
     marks: list[str] = []
-    for to_left in (False, True):
-        side = sorted(p[::-1] for p in points if (p[0] > (left + right) / 2) == to_left)
-        side.sort(key=lambda label: label[1])
-        lowest = base - 15.0 * (len(side) - 1)
-        y = float("-inf")
-        for i, (words, at_y, at_x) in enumerate(side):
-            y = max(y + 15, min(at_y, lowest + 15 * i))
-            x = at_x + (-24 if to_left else 24)
-            style = ("label halo strong" if words == "the plan" else "label halo") + (" end" if to_left else "")
-            near = at_x + (-9 if to_left else 9)
-            marks += [
-                line(near, at_y, x + (3 if to_left else -3), y, class_="leader"),
-                text(x, y + 4, words, class_=style),
-            ]
+    taken = [(x - 9.0, y - 8.0, x + 9.0, y + 8.0) for x, y in others]
+    for x, y, words in points:
+        end, at_x, at_y, box = min(_places(x, y, 7.4 * len(words)), key=lambda place: _crowded(place[-1], taken, room))
+        taken.append(box)
+        style = ("label halo strong" if words == "the plan" else "label halo") + (" end" if end else "")
+        marks += [
+            line(x + (-9 if end else 9), y, at_x + (3 if end else -3), at_y, class_="leader"),
+            text(at_x, at_y + 4, words, class_=style),
+        ]
     return marks
+
+
+def _places(x: float, y: float, wide: float) -> Iterator[tuple[bool, float, float, _Box]]:
+    """(whether it ends there, where, box) of a name beside a point, the nearest first."""
+    for down in (0, 17, -17, 34, -34, 51, -51, 68, -68, 85, -85):
+        for end in (False, True):
+            at = x - 24 if end else x + 24
+            start = at - wide if end else at
+            yield end, at, y + down, (start, y + down - 8, start + wide, y + down + 8)
+
+
+def _crowded(box: _Box, taken: Sequence[_Box], room: _Box) -> tuple[bool, int]:
+    """(whether a box leaves its room, how many others it covers)."""
+    leaves = box[0] < room[0] or box[1] < room[1] or box[2] > room[2] or box[3] > room[3]
+    covers = sum(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken)
+    return leaves, covers
 
 
 def _star(x: float, y: float, radius: float) -> str:

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.text import Text
 
 from ...planner.plan.document import Plan
-from ...planner.plan.making import label_of
 from . import terminal
 from .report import alternatives_document
 
@@ -59,7 +58,7 @@ class Explanation:
 def explanation_document(explanation: Explanation) -> dict[str, Any]:
     """The explanation as a document for JSON."""
     return {
-        "plan": {"layout": label_of(explanation.plan), "step_time_s": explanation.found.step_time_s},
+        "plan": {"layout": explanation.plan.label, "step_time_s": explanation.found.step_time_s},
         "why_not": [
             {
                 "asked": answer.asked,

@@ -16,9 +16,9 @@ from ...planner.cost.bands import memory_risk, time_band
 from ...planner.plan.document import CONTEXT_NAMES, Plan
 from ...planner.plan.layer_counts import blocks_at
 from ...planner.plan.not_run import marked, not_run
-from ...profiler.machine.units import GIB, format_count, format_seconds
+from ...profiler.machine.units import GIB, format_count, format_dollars, format_seconds
 from .glossary import Term, term
-from .report import choice_in_words, launch_command, proof_sentence
+from .report import choice_in_words, hosts_in_order, launch_command, proof_sentence
 from .terminal import hanging, job_line
 
 if TYPE_CHECKING:
@@ -37,6 +37,13 @@ _STALLING = ("ZB-V", "ZB-H1", "interleaved", "CP", "EP", "HSDP", "gathered", "Ze
 """Words that a reader of blog posts may not know, the hardest first."""
 
 _MOST_WORDS = 2
+
+_SHARDED = {
+    1: "optimizer state sharded (ZeRO-1)",
+    2: "gradients and optimizer state sharded (ZeRO-2)",
+    3: "parameters, gradients and optimizer state sharded",
+}
+"""ZeRO stage -> what is sharded."""
 
 _TOLD_RISK = 0.005
 """Of running out of memory, from which it is said."""
@@ -92,7 +99,8 @@ def work_in_words(plan: Plan) -> str:
     degrees, parts = plan.degrees, []
     if degrees.pipeline > 1:
         sizes = [blocks_at(plan, position) for position in range(degrees.pipeline)]
-        layers = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)}-{max(sizes)}"
+        layers = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
+        layers = f"{sizes[0]} and {sizes[1]}" if len(sizes) == 2 and sizes[0] != sizes[1] else layers
         chunks = f", in {degrees.virtual_stages} pieces each" if degrees.virtual_stages > 1 else ""
         parts.append(f"{degrees.pipeline} pipeline stages of {layers} layers{chunks}")
     if degrees.tensor > 1:
@@ -109,17 +117,8 @@ def work_in_words(plan: Plan) -> str:
     rounds += f" of {plan.micro_batch:,}" if plan.num_microbatches > 1 else ""
     parts.append(f"{who} on {samples:,} sample{'s' if samples > 1 else ''} a step, {rounds}")
     if degrees.sharded_over > 1:
-        parts.append(f"{_sharded(plan)} over {degrees.sharded_over:,} GPUs")
+        parts.append(f"{_SHARDED[plan.zero_stage]} over {degrees.sharded_over:,} GPUs")
     return "; ".join(parts)
-
-
-def _sharded(plan: Plan) -> str:
-    layers = [layer for stage in plan.stages for layer in stage.layers]
-    if any(layer.reshard for layer in layers):
-        return "parameters, gradients and optimizer state sharded"
-    if plan.gradient_sync == "every":
-        return "gradients and optimizer state sharded (ZeRO-2)"
-    return "optimizer state sharded (ZeRO-1)"
 
 
 def print_first_screen(
@@ -203,7 +202,7 @@ def _figures(plan: Plan) -> Iterator[RenderableType]:
         hourly = price * plan.degrees.num_devices
         per = 1e9 if sequences else 1e6
         amount = "billion tokens" if sequences else "million samples"
-        each = f"${format_count(hourly / 3600 / found.tokens_per_s * per)} for a {amount}"
+        each = f"{format_dollars(hourly / 3600 / found.tokens_per_s * per)} for a {amount}"
         yield hanging("cost", Text(f"${hourly:,.2f} an hour · {each}"), "cyan")
 
 
@@ -267,6 +266,8 @@ def _next(plan: Plan, written: str) -> Iterator[RenderableType]:
         run = Text(launch_command(plan, "train.py"), style="bold")
         run.append(f'   with mw.parallelize(MyModel, "{written}", ...) in it', style="not bold dim")
         yield hanging("run", run, "cyan")
+        if hosts_in_order(plan):
+            yield hanging("", Text(hosts_in_order(plan)), "cyan")
     if plan.certificate is not None and plan.certificate.framework is not None:
         told = Text(f"plan export {written} --to {plan.certificate.framework}", style="bold")
         told.append("   the layout in its own settings", style="not bold dim")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ...planner.answers.candidate import Candidate
 from ...planner.plan.document import Plan
-from ...planner.plan.making import label_of
 from ...profiler.machine.units import format_count
 from .drawing import tag
 
@@ -69,6 +68,6 @@ def verdict_rows(
 ) -> list[tuple[str, str, str]]:
     """(set-up, layout, verdict) of each. words: what is said of one."""
     return [
-        (c.label, "–" if c.plan is None else f"{label_of(c.plan)}, micro-batch {c.plan.micro_batch}", words(c))
+        (c.label, "–" if c.plan is None else f"{c.plan.label}, micro-batch {c.plan.micro_batch}", words(c))
         for c in candidates
     ]

@@ -27,6 +27,7 @@ from .report import (
     axis_rows,
     certificate_line,
     choice_in_words,
+    hosts_in_order,
     launch_command,
     layer_runs,
     proof_sentence,
@@ -254,9 +255,10 @@ def _timeline_section(facts: Facts) -> str:
             f"{format_seconds(facts.estimate.step_time_s)}."
         )
     below += (
-        " Point at a pass, or tap it, for its times; Ctrl and the wheel zoom in, a drag moves, a double click shows "
+        " A bar is one pass of a micro-batch, whose number it bears. Point at it, or tap it, for its times; Ctrl and "
+        "the wheel zoom in, a drag moves, a double click shows all of it again."
     )
-    return section("time", "One training step", f"{below}all of it again.", names + wide(picture))
+    return section("time", "One training step", below, names + wide(picture))
 
 
 def _breakdown_section(facts: Facts) -> str:
@@ -331,7 +333,8 @@ def _proof_section(plan: Plan) -> str:
         ("rejected by a rule", f"{shapes['rejected']:,}"),
         ("pruned by their bound", f"{shapes['pruned']:,}"),
         ("solved", f"{shapes['solved']:,}"),
-        ("solver, time", f"{certificate.solver}, {format_seconds(certificate.search_seconds)}"),
+        ("solver", certificate.solver),
+        ("time of the search", format_seconds(certificate.search_seconds)),
     ]
     content = tag("p", badge + " " + escape(certificate_line(plan).partition(": ")[2].partition(" (")[0] + "."))
     content += table(["", ""], rows)
@@ -354,14 +357,15 @@ def _words_section(markup: str) -> str:
 def _use_section(plan: Plan, plan_file: str, notes: Sequence[str]) -> str:
     name = Path(plan_file).name
     script = (
-        "from meshwright.executor import parallelize\n\n"
-        f'trainer = parallelize(MyModel, plan="{name}", optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4), loss=loss)\n'
+        "import meshwright as mw\n\n"
+        f'trainer = mw.parallelize(MyModel, "{name}", lambda p: torch.optim.AdamW(p, lr=3e-4), loss)\n'
         "for batch in trainer.loader(dataset):\n    metrics = trainer.step(batch)"
     )
     commands = (
         f"plan verify {name}      # same numbers as one device, on processes of this machine\n"
         f"{launch_command(plan, 'train.py')}\n"
-        f"plan report {name} --trace trace.json      # this step for ui.perfetto.dev"
+        + (f"# {hosts_in_order(plan)}\n" if hosts_in_order(plan) else "")
+        + f"plan report {name} --trace trace.json      # this step for ui.perfetto.dev"
     )
     content = tag("h3", "train.py") + tag("pre", escape(script)) + tag("h3", "Commands") + tag("pre", escape(commands))
     flags = " ".join(setup_words(plan))
@@ -386,7 +390,8 @@ def _exports(plan: Plan) -> str:
         except ValueError as refusal:
             words, content = "not possible", tag("p", escape(f"{refusal}."), class_="sub")
         else:
-            left = f", {len(found.notes)} things it cannot say" if found.notes else ""
+            count = len(found.notes)
+            left = f", {count} thing{'s' if count > 1 else ''} it cannot say" if count else ""
             words, content = f"plan export --to {target}{left}", tag("pre", escape(found.text.rstrip("\n")))
         shown.append(folded(f"{NAMES[target]}: {words}", content))
     return "".join(shown)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from ...planner.cost.estimate import Estimate
 from ...planner.plan.document import Plan, parts_in_words
-from ...planner.plan.making import label_of
 from .report import collapse
 
 
@@ -60,7 +59,7 @@ def _view(plan: Plan) -> dict[str, str]:
         "cluster": f"{plan.cluster.devices} on {hosts:,} host{'s' if hosts > 1 else ''}",
         "links": f"{plan.cluster.link.bandwidth / 1e9:,.4g} GB/s",
         "network": f"{plan.cluster.network.bandwidth / 1e9:,.4g} GB/s per host",
-        "layout": label_of(plan),
+        "layout": plan.label,
     }
     view |= {name.replace("_", " "): str(degree) for name, degree in degrees.model_dump().items()}
     view |= {

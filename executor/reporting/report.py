@@ -9,7 +9,6 @@ from ...planner.answers.verdict import VerdictKind
 from ...planner.cost.expert_place import expert_group
 from ...planner.plan.document import CONTEXT_NAMES, Certificate, GroupAxis, LayerPlan, Plan, parts_in_words, parts_of
 from ...planner.plan.layer_counts import layers_of_plan, parts_kinds, recompute_shares
-from ...planner.plan.making import label_of
 from ...planner.plan.not_run import not_run
 from ...profiler.machine.units import GIB, format_count, format_seconds
 
@@ -31,7 +30,7 @@ def choice_in_words(plan: Plan) -> str:
     """Layout, micro-batches, recompute and what is kept gathered, in a phrase."""
     layers = layers_of_plan(plan)
     kept = sum(not layer.reshard for layer in layers) if plan.degrees.sharded_over > 1 else 0
-    label = label_of(plan)
+    label = plan.label
     parts = [label, f"micro-batch {plan.micro_batch} x {plan.num_microbatches}"]
     parts += [f"{_RECOMPUTES[kind]} in {share}" for kind, share in recompute_shares(plan, _RECOMPUTES).items()]
     of_parts = {parts_in_words(kind): share for kind, share in recompute_shares(plan, parts_kinds(plan)).items()}
@@ -86,7 +85,7 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
     """Why this plan, against the candidates that were priced beside it."""
     from ...planner.answers.alternatives import shown
 
-    label, parts, of_the_plan = label_of(plan), [], False
+    label, parts, of_the_plan = plan.label, [], False
     different = sorted(shown(others, plan), key=_step_time)
     if different:
         best = different[0]
@@ -94,8 +93,10 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
         ahead = _step_time(best) / step_time_s - 1
         of_the_plan = ahead > -0.015
         same = best.plan is not None and best.plan.micro_batch == plan.micro_batch and _name(best) == label
-        if same and abs(ahead) < 0.001:
+        if same and abs(ahead) < 0.0005:
             parts.append(f"what {best.label} is at its best")
+        elif same and 0 < ahead < 0.01:
+            parts.append(f"the layout of {best.label}, layer by layer {ahead:.1%} faster")
         elif ahead >= 0.01:
             parts.append(f"{_percent(ahead)} faster than the next best, {name}")
         elif ahead > -0.015:
@@ -120,7 +121,7 @@ def _step_time(candidate: "Candidate") -> float:
 
 def _name(candidate: "Candidate") -> str:
     assert candidate.plan is not None
-    return label_of(candidate.plan)
+    return candidate.plan.label
 
 
 def _percent(share: float) -> str:
@@ -416,6 +417,15 @@ def launch_command(plan: Plan, script: str) -> str:
     sizes = {group.devices_per_host for group in plan.cluster.hosts}
     each = plan.cluster.devices_per_host if len(sizes) == 1 else "gpu"
     return f"torchrun {nodes}--nproc-per-node {each} {script}"
+
+
+def hosts_in_order(plan: Plan) -> str:
+    """In which order hosts of several kinds are started, which may not be that of the cluster's file; "" for one
+    kind."""
+    if len(plan.cluster.kinds) == 1:
+        return ""
+    kinds = [f"{group.count} with {group.devices_per_host} x {group.device.name}" for group in plan.cluster.hosts]
+    return f"node ranks in this order of hosts: {', then '.join(kinds)}"
 
 
 def json_document(result: "SearchResult", fewer: "Fewer | None" = None) -> dict[str, Any]:

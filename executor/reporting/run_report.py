@@ -32,10 +32,10 @@ def run_table(plan: Plan, path: Path, communication_s: Mapping[GroupAxis, float]
     Raises ValueError if the run is of another model or layout, or has too few steps.
     """
     header, steps = load_run(path)
-    layout = shape_of(plan).label
-    if (header.model, header.layout) != (plan.model.name, layout):
+    layouts = plan.label, shape_of(plan).label  # runs of older versions say its degrees
+    if header.model != plan.model.name or header.layout not in layouts:
         raise ValueError(
-            f"{path} is a run of {header.model} by {header.layout}, the plan is for {plan.model.name} by {layout}"
+            f"{path} is a run of {header.model} by {header.layout}, the plan is for {plan.model.name} by {plan.label}"
         )
     timed = steps[WARM_UP_STEPS:]
     if not timed:
@@ -71,7 +71,7 @@ def run_table(plan: Plan, path: Path, communication_s: Mapping[GroupAxis, float]
     if header.memory_kind == "resident":
         notes.append("memory is that of the whole process, libraries included: on the CPU torch tells no other")
     return RunTable(
-        f"{header.model} by {layout}: the run in {path.name} beside the prediction",
+        f"{header.model} by {plan.label}: the run in {path.name} beside the prediction",
         ("", "predicted", "measured", "difference"),
         tuple(rows),
         tuple(notes),

@@ -10,7 +10,7 @@ from .report_facts import Facts, collapsed, stage_of_event
 _PASS_COLOURS = {"forward": "blue", "backward": "green", "weight": "violet", "end": "orange"}
 _PASS_NAMES = {
     "forward": "forward",
-    "backward": "backward, with recompute",
+    "backward": "backward",
     "weight": "backward of weights",
     "end": "last gradients and optimizer",
 }
@@ -118,7 +118,9 @@ def timeline(facts: Facts) -> tuple[str, str]:
         tip = f"{_PASS_NAMES['end']}|{format_seconds(end - start)} on rank {rank}"
         marks.append(rect(left + start * scale, top + rank * row, (end - start) * scale, bar, class_="o", data_t=tip))
     description = f"{len(played.events)} passes of {played.num_microbatches} micro-batches on {ranks} pipeline ranks"
-    names = _PASS_NAMES | ({"backward": "backward of inputs"} if zero_bubble else {})
+    recomputes = any(layer.recompute != "none" for stage in plan.stages for layer in stage.layers)
+    backward = ("backward of inputs" if zero_bubble else "backward") + (", with recompute" if recomputes else "")
+    names = _PASS_NAMES | {"backward": backward}
     told = json.dumps(_told_of_passes(facts, names, zero_bubble))
     picture = figure("timeline", "One step, played out", description, WIDTH, height + 20, marks, data_passes=told)
     kinds = ["forward", "backward", *(["weight"] if zero_bubble else []), "end"]

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.text import Text
 
 from ...planner.answers.sweep import LeftOut, Point, Price, changes_of_kind
-from ...planner.plan.making import label_of
 from ...profiler.document import write_file
 from ...profiler.machine.units import GIB, format_count, format_seconds
 from . import terminal
@@ -68,7 +67,7 @@ def sweep_rows(points: Sequence[Point], price_per_hour: float | None) -> tuple[l
         ]
         if price_per_hour is not None:
             cells.append(f"{point.cost_per_million(price_per_hour):,.3g}")
-        rows.append((*cells, label_of(point.result.plan)))
+        rows.append((*cells, point.result.plan.label))
     return [*headings, "plan"], rows
 
 
@@ -103,7 +102,7 @@ def _point_document(point: Point, price_per_hour: float | None) -> dict[str, Any
         return found | {"layout": None}
     estimate, certificate = point.result.estimate, point.result.certificate
     return found | {
-        "layout": label_of(point.result.plan),
+        "layout": point.result.plan.label,
         "micro_batch": point.result.plan.micro_batch,
         "step_time_s": estimate.step_time_s,
         "tokens_per_s": estimate.tokens_per_s,
@@ -136,14 +135,38 @@ def print_sweep(
     for point in points:
         if point.why:
             console.print(terminal.hanging("no plan", Text(f"{_named(point)}: {point.why}"), "yellow"))
-    for point, each in zip(points, worth, strict=False):
-        if each.prices:
-            words = " · ".join(f"{price.name} = {_change(price.share)}" for price in each.prices)
-            console.print()
-            console.print(terminal.hanging("worth", Text(f"{_named(point)}, step time: {words}"), "cyan"))
-            console.print(terminal.hanging("", Text(each.robustness, style="dim"), "cyan"))
+    if any(each.prices for each in worth):
+        columns, priced = worth_rows(points, worth)
+        grid = terminal.make_table()
+        for i, heading in enumerate(columns):
+            grid.add_column(heading, justify="right" if i else "left")
+        for row in priced:
+            grid.add_row(*row)
+        terminal.print_titled(console, "What more would be worth: change of the step time, planned anew", grid)
+        for sentence in robustness_in_words(points, worth):
+            console.print(terminal.hanging("", Text(sentence, style="dim"), "cyan"))
     for note in notes:
         console.print(terminal.hanging("note", Text(note), "yellow"))
+
+
+def worth_rows(points: Sequence[Point], worth: Sequence[Worth]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """(headings, rows): by how much more of each resource changes the step, a row for each point that has a plan."""
+    names = list(dict.fromkeys(price.name for each in worth for price in each.prices))
+    rows = []
+    for point, each in zip(points, worth, strict=True):
+        shares = {price.name: _change(price.share) for price in each.prices}
+        if shares:
+            rows.append((_named(point), *(shares.get(name, "-") for name in names)))
+    return ["point", *names], rows
+
+
+def robustness_in_words(points: Sequence[Point], worth: Sequence[Worth]) -> list[str]:
+    """How robust the choices are, a sentence for all points of which the same is true."""
+    found: dict[str, list[str]] = {}
+    for point, each in zip(points, worth, strict=True):
+        if each.robustness:
+            found.setdefault(each.robustness, []).append(_named(point))
+    return [f"{'; '.join(names)}: {words}" for words, names in found.items()]
 
 
 def _named(point: Point) -> str:
@@ -151,7 +174,13 @@ def _named(point: Point) -> str:
     return f"{point.num_devices:,} GPUs{length}"
 
 
-def write(path: Path, points: Sequence[Point], document: dict[str, Any], price_per_hour: float | None) -> None:
+def write(
+    path: Path,
+    points: Sequence[Point],
+    worth: Sequence[Worth],
+    document: dict[str, Any],
+    price_per_hour: float | None,
+) -> None:
     """Write a sweep as its file's name says. Raises ValueError where a picture would be empty."""
     if path.suffix == ".json":
         write_file(path, json.dumps(document, indent=1) + "\n")
@@ -159,7 +188,7 @@ def write(path: Path, points: Sequence[Point], document: dict[str, Any], price_p
     if all(point.result is None for point in points):
         raise ValueError(f"-o {path}: nothing fits at any point, so there is nothing to draw: {points[0].why}")
     if path.suffix == ".html":
-        write_file(path, _page(points, document, price_per_hour))
+        write_file(path, _page(points, worth, document, price_per_hour))
     else:
         _draw(path, points)
 
@@ -178,7 +207,9 @@ def _lines(points: Sequence[Point]) -> list[tuple[str, list[tuple[int, float, st
     return found
 
 
-def _page(points: Sequence[Point], document: dict[str, Any], price_per_hour: float | None) -> str:
+def _page(
+    points: Sequence[Point], worth: Sequence[Worth], document: dict[str, Any], price_per_hour: float | None
+) -> str:
     from .html_page import page, wide
 
     lines = _lines(points)
@@ -186,12 +217,6 @@ def _page(points: Sequence[Point], document: dict[str, Any], price_per_hour: flo
     names = legend([(name, f"var(--{_COLOURS[i % len(_COLOURS)]})") for i, (name, _) in enumerate(lines)])
     sentences = [*document["changes"], *document["notes"]]
     headings, rows = sweep_rows(points, price_per_hour)
-    worth = [
-        (_named(point), price["name"], _change(price["share"]))
-        for point, each in zip(points, document["worth"], strict=False)
-        for price in each["prices"]
-    ]
-    robust = [f"{_named(point)}: {each['robustness']}" for point, each in zip(points, document["worth"], strict=False)]
     sections = [
         tag("section", tag("h2", "Throughput of one GPU") + names + wide(_chart(lines)), id="chart"),
         tag(
@@ -200,12 +225,16 @@ def _page(points: Sequence[Point], document: dict[str, Any], price_per_hour: flo
             id="points",
         ),
     ]
-    if worth:
-        more = table(["point", "with", "step time"], worth, 2) + "".join(tag("p", escape(words)) for words in robust)
-        sections.append(tag("section", tag("h2", "What more would be worth") + more, id="worth"))
+    links = [("chart", "Chart"), ("points", "Plans")]
+    if any(each.prices for each in worth):
+        columns, priced = worth_rows(points, worth)
+        more = table(columns, priced) + "".join(tag("p", escape(words)) for words in robustness_in_words(points, worth))
+        what = tag("p", "Change of the step time, planned anew with more of one resource.", class_="sub")
+        sections.append(tag("section", tag("h2", "What more would be worth") + what + more, id="worth"))
+        links.append(("worth", "What more would be worth"))
     head = f'<p class="kicker">Sweep</p><h1>{escape(title)}</h1>'
     head += "".join(tag("p", escape(sentence), class_="sub") for sentence in sentences)
-    return page(title, head, [("chart", "Chart"), ("points", "Plans")], sections)
+    return page(title, head, links, sections)
 
 
 _WIDTH, _HEIGHT, _LEFT, _BASE = 1000.0, 380.0, 80.0, 330.0

@@ -43,7 +43,7 @@ def tune_page(found: Tuned, record: Record) -> str:
                 "Hollow: by the constants that the race began with; full: by those fitted to these same laps.",
                 wide(_before_and_after(found)),
             ),
-            section("minutes", "What each minute bought", "", table(*_minutes(record))),
+            section("minutes", "What each minute bought", "", table(*_minutes(record), words_from=4)),
         ]
     if found.factors:
         rows = [(name, f"{factor:.3f}") for name, factor in sorted(found.factors.items())]
@@ -152,12 +152,13 @@ def _minutes(record: Record) -> tuple[Sequence[str], list[tuple[str, ...]]]:
         gain = ""
         if leader is not None and first in medians and leader != first:
             gain = f"{_mean(medians[first]) / _mean(medians[leader]):.2f}x"
-        happened = [f"{sum(isinstance(line, LapLine) for line in own)} laps"]
+        laps = sum(isinstance(line, LapLine) for line in own)
+        happened = [f"{laps} lap{'s' if laps != 1 else ''}"]
         happened += [f"{line.label} ended: {line.cause}" for line in own if isinstance(line, FallLine)]
         happened += [f"fit {line.round}" for line in own if isinstance(line, RefitLine)]
         measured = f"{len(medians)} of {len(record.entrants())}"
-        rows.append((f"{until_s / 60:.1f}", measured, leader or "", step_s, gain, ", ".join(happened)))
-    headings = ("minute", "measured", "leader", "its step", f"faster than {cut(first, 40)}", "what happened")
+        rows.append((f"{until_s / 60:.1f}", measured, step_s, gain, leader or "", ", ".join(happened)))
+    headings = ("minute", "measured", "best step", f"faster than {cut(first, 40)}", "leader", "what happened")
     return headings, rows
 
 

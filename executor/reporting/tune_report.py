@@ -6,7 +6,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ...planner.plan.making import label_of
 from ...profiler.machine.units import format_seconds
 from ..measuring.measurement import quantile
 from ..tuning.rounds import Contender, Tuned
@@ -62,10 +61,14 @@ def sentences(found: Tuned) -> list[str]:
     if chosen.measured is not None and chosen.label != first.label:
         ratio = chosen.measured.step_time_s / first.measured.step_time_s
         lines.append(f"prediction alone would have chosen {chosen.label}, which takes {ratio:.2f} times as long")
-    lines.append(
-        f"predictions of {len(before)} measured plans were off by {_median(before):.1%} in the median and "
-        f"{max(before):.1%} at worst, after the fit by {_median(after):.1%} and {max(after):.1%} (of these same plans)"
-    )
+    if len(before) == 1:
+        lines.append(f"its prediction was off by {before[0]:.1%}, after the fit by {after[0]:.1%} (of this same plan)")
+    else:
+        lines.append(
+            f"predictions of {len(before)} measured plans were off by {_median(before):.1%} in the median and "
+            f"{max(before):.1%} at worst, after the fit by {_median(after):.1%} and {max(after):.1%} (of these same "
+            "plans)"
+        )
     if found.factors:
         told = sorted(found.factors.items(), key=lambda item: -abs(math.log(item[1])))
         lines.append("what moved most: " + ", ".join(f"{name} x {factor:.2f}" for name, factor in told[:4]))
@@ -103,7 +106,7 @@ def tuned_document(found: Tuned, notes: list[str]) -> dict[str, Any]:
             {
                 "label": each.label,
                 "by": each.by,
-                "layout": label_of(each.plan),
+                "layout": each.plan.label,
                 "predicted_s": each.predicted_s,
                 "fitted_s": each.fitted_s,
                 "measured": None if each.measured is None else each.measured.model_dump(mode="json"),

@@ -11,7 +11,6 @@ from ...planner.cost.bands import Band, time_band
 from ...planner.cost.estimate import Estimate, estimate
 from ...planner.plan.document import Plan
 from ...planner.plan.legality import divisors
-from ...planner.plan.making import shape_of
 from ...planner.plan.not_run import not_run
 from ...planner.plan.pins import Pins
 from ...planner.plan.setups import IllegalSetupError, parse_setup
@@ -128,7 +127,7 @@ class Pool:
 
 def _name(plan: Plan) -> str:
     """As in "FSDP 8, micro-batch 4"; with what distinguishes variants of a layout."""
-    words = [shape_of(plan).label, f"micro-batch {plan.micro_batch}"]
+    words = [plan.label, f"micro-batch {plan.micro_batch}"]
     kinds = {layer.recompute for stage in plan.stages for layer in stage.layers} - {"none"}
     words += [f"{kind} recompute" for kind in sorted(kinds)]
     return ", ".join(words)

@@ -113,14 +113,17 @@ def of_other_families(candidates: Sequence[Candidate], plan: Plan, most: int = S
 
 
 def shown(candidates: Sequence[Candidate], plan: Plan, most: int = SHOWN) -> tuple[Candidate, ...]:
-    """What a terminal shows: the best of other families; where there are too few, other layouts of the plan's."""
+    """What a terminal shows: the best of other families; where there are too few, other layouts, each once with its
+    best choices."""
     others = of_other_families(candidates, plan, most)
-    more = (
-        c
-        for c in sorted(candidates, key=lambda c: c.seconds)
-        if c.plan is not None and c not in others and c.verdict.kind is not VerdictKind.PLAN and not c.by_rule
-    )
-    return (*others, *more)[:most]
+    kept = list(others)
+    layouts = {c.plan.label for c in others if c.plan is not None}
+    for c in sorted(candidates, key=lambda c: c.seconds):
+        if c.plan is None or c.verdict.kind is VerdictKind.PLAN or c.by_rule or c.plan.label in layouts:
+            continue
+        layouts.add(c.plan.label)
+        kept.append(c)
+    return tuple(kept[:most])
 
 
 def in_words(candidate: Candidate, plan: Plan, found: Estimate) -> str:

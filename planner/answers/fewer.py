@@ -7,7 +7,6 @@ from ...profiler.machine.units import format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import Estimate
 from ..plan.document import Plan
-from ..plan.making import shape_of
 from ..plan.pins import Pins
 from ..solve.explore import Explorer
 from .infeasible import grown
@@ -64,6 +63,6 @@ def fewer_gpus(plan: Plan, found: Estimate, profile: ModelProfile, pins: Pins) -
         if other is None or other[1].step_time_s > NEARLY * found.step_time_s:
             break
         step_s = other[1].step_time_s
-        layout = shape_of(other[0]).label
+        layout = other[0].label
         best = Fewer(count, plan.cluster.num_devices, layout, step_s, step_s / found.step_time_s - 1)
     return best

@@ -13,7 +13,7 @@ from ..cost.stage_cost import budget_bytes
 from ..cost.stage_models import stage_models
 from ..plan.document import Plan, parts_of
 from ..plan.legality import divisors
-from ..plan.making import make_plan, shape_of
+from ..plan.making import make_plan
 from ..plan.pin_texts import in_words
 from ..plan.pins import Pins
 from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
@@ -84,6 +84,13 @@ class Closest:
     def over_bytes(self) -> float:
         """Bytes over the budget on that stage; not positive: it fits."""
         return self.estimate.memory[self.stage].over_bytes
+
+    @property
+    def where(self) -> str:
+        """That stage, in words that say from where stages are counted."""
+        last = len(self.estimate.memory) - 1
+        word = "stage" if self.plan.degrees.virtual_stages == 1 else "pipeline rank"
+        return f"{word} {self.stage} (of 0 to {last})" if last else "every GPU"
 
     @property
     def more_memory(self) -> float:
@@ -235,12 +242,10 @@ def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int])
     smallest = _smallest_cluster(explorer, pins, deadline)
     all_tried = time.monotonic() < deadline
     changes = tuple(_changes(explorer, pins, smallest, all_tried, closest))
-    num_stages = len(closest.estimate.memory)
-    where = f"stage {closest.stage} of {num_stages}" if num_stages > 1 else "every GPU"
     message = (
         f"{explorer.profile.name} fits on no layout of {explorer.cluster.name}. The closest, "
-        f"{shape_of(closest.plan).label} with micro-batch {closest.plan.micro_batch} and {_recomputed(closest.plan)} "
-        f"recomputed, is over by {format_bytes(closest.over_bytes)} on {where}: it needs "
+        f"{closest.plan.label} with micro-batch {closest.plan.micro_batch} and {_recomputed(closest.plan)} "
+        f"recomputed, is over by {format_bytes(closest.over_bytes)} on {closest.where}: it needs "
         f"{format_bytes(memory.device_bytes)} and may use {format_bytes(memory.budget_bytes)} ("
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in items)
         + "). "
@@ -249,7 +254,7 @@ def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int])
     )
     return InfeasibleError(
         message,
-        label=shape_of(closest.plan).label,
+        label=closest.plan.label,
         stage=closest.stage,
         over_bytes=closest.over_bytes,
         items=dict(memory.items),
@@ -371,7 +376,7 @@ class Offloaded:
         """What it takes, and that it is only priced."""
         return (
             f"with the optimizer state in host memory ({format_bytes(self.host_bytes)} on every host) it fits as "
-            f"{shape_of(self.plan).label}, micro-batch {self.plan.micro_batch}: "
+            f"{self.plan.label}, micro-batch {self.plan.micro_batch}: "
             f"{format_seconds(self.estimate.step_time_s)} a step; priced, not run by the executor yet"
         )
 

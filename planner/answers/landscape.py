@@ -80,8 +80,7 @@ def landscape(
 
 
 def _named(other: Plan, priced: Estimate, found: Estimate) -> Candidate:
-    shape = shape_of(other)
-    label = f"{shape.label}, micro-batch {shape.micro_batch}"
+    label = f"{other.label}, micro-batch {other.micro_batch}"
     return Candidate(label, other, priced, compared(priced, found, _WHY_NOT), priced.step_time_s)
 
 

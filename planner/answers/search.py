@@ -447,6 +447,6 @@ def _with_less(plan: Plan, pins: Pins) -> Iterator[list[Pins]]:
 def _beside(explorer: Explorer, solved: Solved, chosen: _Priced) -> Candidate:
     """A solved shape as a candidate, named by its layout."""
     priced = price(explorer, solved)
-    label = f"{solved.shape.label}, micro-batch {solved.shape.micro_batch}"
+    label = f"{priced.plan.label}, micro-batch {priced.plan.micro_batch}"
     verdict = compared(priced.estimate, chosen.estimate).noted(priced_mark(priced.plan))
     return Candidate(label, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s)

@@ -58,7 +58,7 @@ def _of_data(plan: Plan) -> int:
         return int(degrees.data_replicate > 1)
     if degrees.data_replicate > 1:
         return 4
-    return 3 if any(layer.reshard for stage in plan.stages for layer in stage.layers) else 2
+    return 3 if plan.zero_stage == 3 else 2
 
 
 def _shortfall(plan: Plan, found: Estimate) -> float:

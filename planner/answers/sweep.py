@@ -12,7 +12,6 @@ from ...profiler.machine.units import GIB
 from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import estimate
 from ..plan.document import Plan
-from ..plan.making import shape_of
 from ..plan.pins import Pins
 from ..plan.training import Objective, TrainingSpec
 from ..solve.explore import Explorer
@@ -24,7 +23,7 @@ from .why_not import best_of
 ALMOST = 0.999
 """A price is right to a tenth of a percent: only plans that are faster by more than that are looked for."""
 
-_NUMBERS = re.compile(r" \d+(?:x\d+)?(?: x \d+)?| \([^)]*\)| with sequence parallel")
+_NUMBERS = re.compile(r"(?: over)? \d+(?:x\d+)?(?: x \d+)?| \([^)]*\)| with sequence parallel")
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Price:
 
 def kind_in_words(plan: Plan) -> str:
     """Kinds of parallelism of a plan, without degrees and schedules: "HSDP + TP + PP"."""
-    return _NUMBERS.sub("", shape_of(plan).label)
+    return _NUMBERS.sub("", plan.label)
 
 
 def sweep(

@@ -145,7 +145,7 @@ def priced_answer(
     """The answer for a set-up that fits: how much slower, and where the time goes. left_out: why one that is faster is
     not the plan."""
     ratio = priced.step_time_s / found.step_time_s - 1.0
-    leads = f"{shape_of(other).label}, micro-batch {other.micro_batch}{priced_mark(other)}"
+    leads = f"{other.label}, micro-batch {other.micro_batch}{priced_mark(other)}"
     times = f"{format_seconds(priced.step_time_s)} against {format_seconds(found.step_time_s)}"
     if abs(ratio) < 0.0005:
         same = shape_of(other).layout == shape_of(plan).layout
@@ -193,13 +193,11 @@ def _no_plan(explorer: Explorer, asked: str, pins: Pins) -> Answer:
 def _over(asked: str, how: str, closest: Closest) -> Answer:
     """The answer for what is over its budget: on which stage, by how much, and what it holds there."""
     memory = closest.estimate.memory[closest.stage]
-    num_stages = len(closest.estimate.memory)
-    where = f"stage {closest.stage} of {num_stages}" if num_stages > 1 else "every GPU"
     items = sorted(memory.items.items(), key=lambda item: -item[1])[:3]
     return Answer(
         asked,
         VerdictKind.DOES_NOT_FIT,
-        f"{asked} does not fit: {how} {where} is over by {format_bytes(closest.over_bytes)}, needing "
+        f"{asked} does not fit: {how} {closest.where} is over by {format_bytes(closest.over_bytes)}, needing "
         f"{format_bytes(memory.device_bytes)} where {format_bytes(memory.budget_bytes)} may be used ("
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in items)
         + ")",

@@ -19,7 +19,6 @@ from .export_notes import (
     recomputed_blocks,
     refuse_pipeline,
     whole_layers_notes,
-    zero_stage,
 )
 from .from_flags import left_over, mapping, number, read_document, unknown_keys
 from .imports import Layout
@@ -101,7 +100,7 @@ KEYS = {"": _KEYS, "fsdp_config": _FSDP_KEYS, "parallelism_config": _PARALLELISM
 def accelerate_settings(plan: Plan, notes: list[str]) -> Settings:
     """Accelerate's configuration for a plan; what it does not say is added to the notes. Raises ValueError for what
     Accelerate cannot do."""
-    degrees, training, stage = plan.degrees, plan.training, zero_stage(plan)
+    degrees, training, stage = plan.degrees, plan.training, plan.zero_stage
     refuse_pipeline(plan, "accelerate")
     if training.precision == "fp4":
         raise ValueError("precision fp4 is unknown to Accelerate; plan in bf16")
@@ -256,6 +255,7 @@ def read_accelerate(
         raise ValueError(f"num_processes: {processes}, but {num_devices} GPUs: give --gpus {processes}")
     ignored = unknown_keys(document, _KEYS, "accelerate", "")
     precision, notes = _precision_of(document)
+    notes += _check_together(document, kind, num_devices)
     if kind == "DEEPSPEED":
         found = _of_deepspeed(document, num_devices, precision, folder)
     elif kind == "MEGATRON_LM":
@@ -266,6 +266,37 @@ def read_accelerate(
     if backend not in ("no", "none") and found.target == "accelerate":
         found = replace(found, software="fsdp2-compile")
     return replace(found, ignored=(*ignored, *found.ignored), notes=(*notes, *found.notes))
+
+
+_SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
+"""Section -> the distributed_type that reads it."""
+
+
+def _check_together(document: Mapping[str, Any], kind: str, num_devices: int) -> list[str]:
+    """What to say of sections that do nothing. Raises ValueError that names two keys which contradict each other."""
+    if kind == "NO" and num_devices > 1:
+        raise ValueError(
+            f"distributed_type: NO, which starts one process, and num_processes: {num_devices}: write MULTI_GPU, or "
+            "give --gpus 1"
+        )
+    machines = number(document, "num_machines", 1)
+    if num_devices % machines:
+        raise ValueError(f"num_processes: {num_devices} is no multiple of num_machines: {machines}; change one of them")
+    ids = [each for each in str(document.get("gpu_ids") or "all").split(",") if each.strip()]
+    if machines == 1 and ids != ["all"] and len(ids) < num_devices:
+        raise ValueError(f"num_processes: {num_devices}, but gpu_ids: {document['gpu_ids']} are {len(ids)} GPUs")
+    sizes = mapping(document, "parallelism_config")
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        for key in _PARALLELISM_KEYS & sizes.keys():
+            if key.endswith("_size") and number(sizes, key, 1) > 1:
+                raise ValueError(
+                    f"{key}: {sizes[key]} and distributed_type: {kind}, which says its degrees elsewhere: leave it out"
+                )
+    return [
+        f"{section} has no effect beside distributed_type: {kind}"
+        for section, reader in _SECTIONS.items()
+        if mapping(document, section) and reader != kind
+    ]
 
 
 def _precision_of(document: Mapping[str, Any]) -> tuple[Precision | None, list[str]]:
@@ -298,7 +329,13 @@ def _of_deepspeed(document: Mapping[str, Any], num_devices: int, precision: Prec
                 f"deepspeed_config.deepspeed_config_file and {also[0]}: Accelerate takes the JSON alone; leave out "
                 f"{also[0]}"
             )
-        return read_deepspeed(read_document(folder / str(own["deepspeed_config_file"])), num_devices)
+        found = read_deepspeed(read_document(folder / str(own["deepspeed_config_file"])), num_devices)
+        if None not in (precision, found.precision) and precision != found.precision:
+            raise ValueError(
+                f"mixed_precision: {document['mixed_precision']}, but {own['deepspeed_config_file']} says "
+                f"{found.precision}: change one of them"
+            )
+        return found
     zero: dict[str, Any] = {"stage": own.get("zero_stage", 2)}
     for name in ("offload_optimizer", "offload_param"):
         zero[name] = {"device": str(own.get(f"{name}_device") or "none").lower()}
@@ -354,8 +391,19 @@ def _of_fsdp(document: Mapping[str, Any], num_devices: int, kind: str, precision
     context = number(sizes, "parallelism_config_cp_size", 1)
     replicas = number(sizes, "parallelism_config_dp_replicate_size", 1)
     strategy = _strategy(fsdp, kind)
+    machines = number(document, "num_machines", 1)
+    if strategy.startswith("HYBRID") and replicas not in (1, machines):
+        raise ValueError(
+            f"parallelism_config_dp_replicate_size: {replicas}, but {strategy} makes a replica of each of "
+            f"num_machines: {machines}; leave out one"
+        )
+    if strategy == "NO_SHARD" and kind == "FSDP" and number(sizes, "parallelism_config_dp_shard_size", 1) > 1:
+        raise ValueError(
+            f"parallelism_config_dp_shard_size: {sizes['parallelism_config_dp_shard_size']} contradicts "
+            "fsdp_sharding_strategy: NO_SHARD; leave out one"
+        )
     if strategy.startswith("HYBRID") and replicas == 1:
-        replicas = number(document, "num_machines", 1)
+        replicas = machines
         notes.append(f"{strategy}: {replicas} replicas, one for each of num_machines")
     if kind == "FSDP" and str(fsdp.get("fsdp_version", 1)) == "1":
         notes.append("fsdp_version 1, which is priced as FSDP2")

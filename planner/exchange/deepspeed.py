@@ -15,7 +15,6 @@ from .export_notes import (
     refuse_pipeline,
     sync_note,
     whole_layers_notes,
-    zero_stage,
 )
 from .from_flags import left_over, mapping, number, unknown_keys
 from .imports import Layout
@@ -34,6 +33,11 @@ _KEYS = frozenset(
 )
 """Keys of a DeepSpeed configuration that a layout is said with."""
 
+_OLD_BF16 = "bfloat16"
+"""How bf16 was spelled, which DeepSpeed still reads where bf16 is not there."""
+
+_TENSOR_KEYS = frozenset({"autotp_size", "tp", "dtype", "tp_overlap_comm"})
+
 _ZERO_KEYS = frozenset({"stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "offload_optimizer"})
 
 _REFUSED: dict[str, str] = {
@@ -41,6 +45,7 @@ _REFUSED: dict[str, str] = {
     "pipeline": "stages are made in code (PipelineModule), which the file does not show",
     "curriculum_learning": "sequences that grow have no one step time",
     "sparse_attention": "sparse attention is priced where the model has it, not by a key",
+    "amp": "apex's mixed precision is not priced; use bf16 or fp16",
     "elasticity": "a batch that follows the number of GPUs has no one step time",
 }
 
@@ -62,7 +67,7 @@ KEYS = {"": _KEYS, "zero_optimization": _ZERO_KEYS}
 def deepspeed_settings(plan: Plan, notes: list[str]) -> Settings:
     """DeepSpeed's configuration for a plan; what it does not say is added to the notes. Raises ValueError for what
     DeepSpeed cannot do."""
-    degrees, training, stage = plan.degrees, plan.training, zero_stage(plan)
+    degrees, training, stage = plan.degrees, plan.training, plan.zero_stage
     refuse_pipeline(plan, "deepspeed")
     if training.precision in ("fp8", "fp4"):
         raise ValueError(f"precision {training.precision} is no key of DeepSpeed; plan in bf16")
@@ -133,16 +138,26 @@ def read_deepspeed(document: Mapping[str, Any], num_devices: int) -> Layout:
         section = document.get(key)
         if section and not (isinstance(section, Mapping) and section.get("enabled") is False):
             raise ValueError(f"{key}: {reason}")
+    document = _with_today_s_bf16(document)
     ignored = unknown_keys(document, _KEYS, "deepspeed", "")
+    ignored += unknown_keys(mapping(document, "tensor_parallel"), _TENSOR_KEYS, "deepspeed", "tensor_parallel.")
     zero = mapping(document, "zero_optimization")
     for key, reason in _ZERO_REFUSED.items():
-        if zero.get(key) not in (None, False, 1, -1, {}) and mapping(zero, key).get("device") != "none":
+        value = zero.get(key)
+        unset = value is None or value is False or (value in (1, -1) and value is not True) or value == {}
+        if not unset and mapping(zero, key).get("device") != "none":
             raise ValueError(f"zero_optimization.{key}: {reason}")
     ignored += unknown_keys(zero, {*_ZERO_KEYS, *_ZERO_REFUSED}, "deepspeed", "zero_optimization.")
     stage = number(zero, "stage", 0, least=0)
     if stage > 3:
         raise ValueError(f"zero_optimization.stage: {stage}; choose 0, 1, 2 or 3")
-    tensor = number(mapping(document, "tensor_parallel"), "autotp_size", 1, least=0) or 1
+    tensor = _read_tensor(mapping(document, "tensor_parallel"))
+    offload = mapping(zero, "offload_optimizer").get("device")
+    if offload in ("cpu", "nvme") and stage == 0:
+        raise ValueError(
+            f"zero_optimization.offload_optimizer.device: {offload} and stage: 0, which has no optimizer of ZeRO to "
+            "offload: give stage 1 or more, or leave it out"
+        )
     data = left_over(num_devices, tensor, "autotp_size")
     micro, steps, batch = (
         None if document.get(key) in (None, _AUTO) else number(document, key, 1)
@@ -178,12 +193,35 @@ def read_deepspeed(document: Mapping[str, Any], num_devices: int) -> Layout:
         global_batch=batch if batch is not None else micro * steps * data if micro and steps else None,
         precision=None if asks else precision,
         sgd=_read_optimizer(document),
-        offload_optimizer=mapping(zero, "offload_optimizer").get("device") in ("cpu", "nvme"),
+        offload_optimizer=offload in ("cpu", "nvme"),
         ignored=tuple(ignored),
         notes=tuple(notes),
         asks=asks,
         defaults=_trainer_rules(document, micro, steps, batch),
     )
+
+
+def _with_today_s_bf16(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration with bf16 under its name of today. Raises ValueError where both names say different things."""
+    if _OLD_BF16 not in document:
+        return document
+    old, new = (mapping(document, name).get("enabled", False) for name in (_OLD_BF16, "bf16"))
+    if "bf16" in document and old != new:
+        raise ValueError(f"{_OLD_BF16}.enabled: {old} and bf16.enabled: {new} contradict each other: leave out one")
+    rest = {key: value for key, value in document.items() if key != _OLD_BF16}
+    return {"bf16": document[_OLD_BF16], **rest}
+
+
+def _read_tensor(section: Mapping[str, Any]) -> int:
+    """Tensor ranks of AutoTP. Raises ValueError where its two sizes differ."""
+    size = number(section, "autotp_size", 1, least=0) or 1
+    inner = mapping(section, "tp")
+    if "tp_size" in inner and number(inner, "tp_size", 1) != size:
+        raise ValueError(
+            f"tensor_parallel.tp.tp_size: {inner['tp_size']} and tensor_parallel.autotp_size: "
+            f"{section.get('autotp_size', 0)} contradict each other: leave out one"
+        )
+    return size
 
 
 def _read_precision(document: Mapping[str, Any]) -> tuple[Precision, tuple[tuple[str, str], ...]]:

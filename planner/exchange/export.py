@@ -13,7 +13,6 @@ from typing import Any
 
 from ...profiler.machine.units import format_seconds
 from ..plan.document import Plan, parts_in_words, parts_of
-from ..plan.making import shape_of
 from .accelerate import accelerate_settings
 from .deepspeed import deepspeed_settings
 from .export_notes import Settings, layers_of
@@ -89,7 +88,7 @@ def _header(plan: Plan, target: Target, notes: list[str]) -> list[str]:
     device, found = plan.cluster.device.name, plan.prediction
     step = "" if found is None else f"; predicted {format_seconds(found.step_time_s)} a step, {plan.training.software}"
     return [
-        f"{plan.model.name} on {plan.degrees.num_devices} x {device}, from a Meshwright plan: {shape_of(plan).label}, "
+        f"{plan.model.name} on {plan.degrees.num_devices} x {device}, from a Meshwright plan: {plan.label}, "
         f"micro-batch {plan.micro_batch} x {plan.num_microbatches}{step}",
         f"Options as of {VERSIONS[target]}. They say the layout; model, data and learning rate are yours.",
         *(f"Not said here: {note}" for note in notes),

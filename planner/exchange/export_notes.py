@@ -10,15 +10,6 @@ from .targets import NAMES, Target
 Settings = dict[str, Any]
 
 
-def zero_stage(plan: Plan) -> int:
-    """ZeRO stage of a plan: 0 replicas, 1 optimizer state, 2 gradients too, 3 parameters too."""
-    if plan.degrees.sharded_over == 1:
-        return 0
-    if any(layer.reshard for layer in layers_of(plan)):
-        return 3
-    return 2 if plan.gradient_sync == "every" else 1
-
-
 def layers_of(plan: Plan) -> list[LayerPlan]:
     """All layers, in the order of the chain."""
     return [layer for stage in plan.stages for layer in stage.layers]
@@ -101,7 +92,7 @@ def kept_note(plan: Plan, target: Target) -> list[str]:
     return [
         f"{kept} of {len(layers_of(plan))} layers keep their parameters gathered in the plan; {NAMES[target]} gives "
         "all back: less memory, more time"
-    ] * (kept > 0 and zero_stage(plan) == 3)
+    ] * (kept > 0 and plan.zero_stage == 3)
 
 
 def sync_note(plan: Plan, target: Target) -> list[str]:

@@ -30,9 +30,10 @@ def read_document(path: Path) -> dict[str, Any]:
     """A mapping from a YAML or JSON file. Raises ValueError if it is none."""
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
+    once = _Once()
     if path.suffix == ".json":
         try:
-            found = parsed(json.loads, text_of(path))
+            found = parsed(lambda text: json.loads(text, object_pairs_hook=once), text_of(path))
         except ValueError as error:
             raise ValueError(f"{path} is not JSON ({error})") from None
     else:
@@ -41,12 +42,81 @@ def read_document(path: Path) -> dict[str, Any]:
         except ImportError:
             raise ValueError(f"{path}: reading YAML needs PyYAML (pip install pyyaml)") from None
         try:
-            found = parsed(yaml.safe_load, text_of(path))
+            found = parsed(lambda text: yaml.load(text, _loader(yaml, once)), text_of(path))
         except (yaml.YAMLError, ValueError) as error:
             raise ValueError(f"{path} is not YAML ({error})") from None
+    if once.problem:
+        raise ValueError(f"{path}: {once.problem}: leave out one")
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no settings; a mapping of keys to values is read")
     return found
+
+
+class _Once:
+    """Makes mappings of keys and values, and remembers the first key that has two values, of which parsers take the
+    last."""
+
+    def __init__(self) -> None:
+        self.problem = ""
+
+    def __call__(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+        """The mapping."""
+        found: dict[Any, Any] = {}
+        for key, value in pairs:
+            if key in found and found[key] != value:
+                self.problem = (
+                    self.problem or f"{key} is there twice, as {found[key]} and as {value}, and the last would count"
+                )
+            found[key] = value
+        return found
+
+
+def _loader(yaml: Any, once: _Once) -> Any:
+    """PyYAML's safe loader, which shows `once` the keys of a mapping as they are written: merged ones may come
+    again."""
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Of plain data."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            written = [pair for pair in node.value if pair[0].tag != "tag:yaml.org,2002:merge"]
+            found: dict[Any, Any] = super().construct_mapping(node, deep=True)
+            once([tuple(self.construct_object(part, deep=True) for part in pair) for pair in written])
+            return found
+
+    return Loader
+
+
+def clash(said: Mapping[str, str], pairs: Iterable[tuple[str, str]], name: str) -> None:
+    """Raises ValueError that names both of two options of which a framework takes one. name: of the framework."""
+    for one, other in pairs:
+        if one in said and other in said:
+            raise ValueError(f"{_shown(one, said)} and {_shown(other, said)}: {name} takes one of them; leave out one")
+
+
+def idle(said: Mapping[str, str], needs: Iterable[tuple[str, str, bool]]) -> list[str]:
+    """What to say of options that do nothing. needs: (option, in words what it lacks, whether that is so)."""
+    return [
+        f"{_shown(option, said)} has no effect {lacks}" for option, lacks, is_so in needs if is_so and option in said
+    ]
+
+
+def twice(options: Iterable[tuple[str, str, str]]) -> list[str]:
+    """What to say of options that are given again with another value. options: (meaning, spelling, value) in order."""
+    last: dict[str, tuple[str, str]] = {}
+    found = []
+    for meaning, spelled, value in options:
+        before = last.get(meaning)
+        if before is not None and before[1] != value:
+            pair = (" ".join(each).strip().removesuffix(" true") for each in (before, (spelled, value)))
+            found.append(f"{' and later '.join(pair)}: the last counts")
+        last[meaning] = spelled, value
+    return found
+
+
+def _shown(option: str, said: Mapping[str, str]) -> str:
+    flag = option if option.startswith("--") else f"--{option}"
+    return flag if said[option] == "true" else f"{flag} {said[option]}"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Plans as arguments of Megatron-LM, and its arguments as a Layout: one table of options for both ways."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from ...profiler.model.model_profile import ModelProfile
@@ -19,9 +20,8 @@ from .export_notes import (
     sync_note,
     whole_layers_notes,
     with_sharded_optimizer,
-    zero_stage,
 )
-from .from_flags import Flags, Sizes, check_known, grouped, left_over, needed_row, stage_sizes
+from .from_flags import Flags, Sizes, check_known, clash, grouped, idle, left_over, needed_row, stage_sizes, twice
 from .imports import Layout
 from .megatron_layout import layout_string, parse_layout
 
@@ -131,7 +131,7 @@ _PRECISION: dict[Precision, tuple[str, ...]] = {
 def megatron_words(plan: Plan, notes: list[str]) -> list[str]:
     """Megatron-LM's arguments for a plan; what they do not say is added to the notes. Raises ValueError for what
     Megatron-LM cannot do."""
-    degrees, stage, row = plan.degrees, zero_stage(plan), row_of(plan, "megatron")
+    degrees, stage, row = plan.degrees, plan.zero_stage, row_of(plan, "megatron")
     pipelined = degrees.pipeline > 1
     if plan.schedule not in ("none", "1f1b", "interleaved"):
         raise ValueError(
@@ -301,6 +301,7 @@ def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile)
     size = Sizes(said, "megatron")
     tensor, context = size("--tensor-model-parallel-size"), size("--context-parallel-size")
     pipeline = size("--pipeline-model-parallel-size")
+    notes += _check_together(said, tensor, context, pipeline)
     data = left_over(num_devices, tensor * pipeline * context, "tensor x pipeline x context")
     row = block_row(profile.layers)
     if row is not None and size("--num-layers", row.blocks) != row.blocks:
@@ -350,12 +351,60 @@ def read_megatron(words: Sequence[str], num_devices: int, profile: ModelProfile)
     )
 
 
+_VIRTUAL = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+_COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+_ONE_OF = (
+    ("--bf16", "--fp16"),
+    ("--use-torch-fsdp2", "--use-megatron-fsdp"),
+    ("--use-torch-fsdp2", "--use-distributed-optimizer"),
+    *(("--pipeline-model-parallel-layout", other) for other in (*_ENDS, *_COUNTED)),
+    *itertools.product(_ENDS, _COUNTED),
+)
+"""Options that Megatron-LM refuses beside each other."""
+
+
+def _check_together(said: Mapping[str, str], tensor: int, context: int, pipeline: int) -> list[str]:
+    """What to say of options that do nothing. Raises ValueError that names two which contradict each other."""
+    clash(said, _ONE_OF, "Megatron-LM")
+    granularity = said.get("--recompute-granularity")
+    if granularity == "full" and "--recompute-activations" in said:
+        clash(said, [("--recompute-activations", "--recompute-granularity")], "Megatron-LM, as selective and full,")
+    if granularity == "selective":
+        clash(said, [("--recompute-granularity", "--recompute-method")], "Megatron-LM, whose method goes with full,")
+    virtual = next((name for name in _VIRTUAL if name in said), None)
+    if virtual is not None and pipeline == 1:
+        raise ValueError(
+            f"{virtual} {said[virtual]} and --pipeline-model-parallel-size 1: chunks of stages need a pipeline; leave "
+            "one out"
+        )
+    sharded = "--use-distributed-optimizer" in said or "--use-megatron-fsdp" in said
+    unsaid = granularity is None and "--recompute-activations" not in said
+    return idle(
+        said,
+        [
+            ("--sequence-parallel", "without tensor parallelism", tensor == 1),
+            ("--cp-comm-type", "without --context-parallel-size", context == 1),
+            ("--recompute-method", "without --recompute-granularity", unsaid),
+            ("--recompute-num-layers", "without --recompute-granularity", unsaid),
+            ("--data-parallel-sharding-strategy", "without --use-megatron-fsdp", "--use-megatron-fsdp" not in said),
+            (
+                "--torch-fsdp2-no-reshard-after-forward",
+                "without --use-torch-fsdp2",
+                "--use-torch-fsdp2" not in said,
+            ),
+            ("--num-distributed-optimizer-instances", "without --use-distributed-optimizer", not sharded),
+        ],
+    )
+
+
 def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
     """(option -> its value, what is ignored, what is priced otherwise). Raises ValueError for refused options."""
     said: dict[str, str] = {}
     ignored: list[str] = []
-    notes: list[str] = []
-    for name, values in grouped(words):
+    options = grouped(words)
+    notes = twice((name, name, " ".join(values)) for name, values in options if name in FLAGS.known)
+    for name, values in options:
         if name in FLAGS.refused:
             raise ValueError(f"{name}: {FLAGS.refused[name]}")
         if name in FLAGS.left_out:

@@ -18,9 +18,8 @@ from .export_notes import (
     sync_note,
     whole_layers_notes,
     with_sharded_optimizer,
-    zero_stage,
 )
-from .from_flags import Flags, Sizes, check_known, grouped, left_over, needed_row, stage_sizes
+from .from_flags import Flags, Sizes, check_known, grouped, idle, left_over, needed_row, stage_sizes, twice
 from .imports import Layout
 from .recipes import renamed
 
@@ -90,7 +89,7 @@ FLAGS = Flags(sizes=_SIZES, words=_WORDS, switches=_SWITCHES, refused=_REFUSED, 
 def torchtitan_words(plan: Plan, notes: list[str]) -> list[str]:
     """torchtitan's flags for a plan; what they do not say is added to the notes. Raises ValueError for what torchtitan
     cannot do."""
-    degrees, training, stage = plan.degrees, plan.training, zero_stage(plan)
+    degrees, training, stage = plan.degrees, plan.training, plan.zero_stage
     pipelined = degrees.pipeline > 1
     if training.precision not in _PRECISION:
         raise ValueError(
@@ -238,7 +237,7 @@ def read_torchtitan(words: Sequence[str], num_devices: int, profile: ModelProfil
 
     Raises ValueError that names the flag that is wrong or not understood.
     """
-    said, ignored = _read_words(words)
+    said, ignored, notes = _read_words(words)
     size = Sizes(said, "torchtitan")
     tensor, context = size("parallelism.tensor_parallel_degree"), size("parallelism.context_parallel_degree")
     pipeline, replicas = (
@@ -260,7 +259,15 @@ def read_torchtitan(words: Sequence[str], num_devices: int, profile: ModelProfil
     micro = size("parallelism.pipeline_parallel_microbatch_size", 1) if pipeline > 1 else local
     batch = said.get("training.global_batch_size", "-1")
     whole = local * replicas * shards if batch == "-1" else size("training.global_batch_size")
-    notes = []
+    named = "parallelism.module_fqns_per_model_part" in said
+    notes += idle(
+        said,
+        [
+            ("parallelism.pipeline_parallel_schedule", "without pipeline_parallel_degree", pipeline == 1),
+            ("parallelism.module_fqns_per_model_part", "without pipeline_parallel_degree", pipeline == 1),
+            ("parallelism.pipeline_parallel_layers_per_stage", "beside module_fqns_per_model_part", named),
+        ],
+    )
     if "--config" in words or any(word.startswith("--config=") for word in words):
         notes.append("what the --config function sets is not read: flags that are not given have torchtitan's defaults")
     if pipeline > 1 and whole > local * replicas * shards:
@@ -314,7 +321,9 @@ def _check_experts(said: Mapping[str, str], tensor: int, expert: int, profile: M
         )
 
 
-def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """(name -> its value, what is ignored, what to say of names that have two values)."""
+    values_of: list[tuple[str, str, str]] = []
     said: dict[str, str] = {}
     ignored: list[str] = []
     subcommand = "activation_checkpoint:"
@@ -322,6 +331,8 @@ def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     for mode in modes:
         if mode.startswith(subcommand):
             said["activation_checkpoint.mode"] = mode.removeprefix(subcommand)
+            values_of.append(("activation_checkpoint.mode", mode, ""))
+    chosen = dict(said)
     rest = [word for word, mode in zip(words, modes, strict=True) if not mode.startswith(subcommand)]
     for flag, values in grouped(rest):
         name = renamed(flag.removeprefix("--").replace("-", "_"))
@@ -331,7 +342,9 @@ def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             raise ValueError(f"{flag}: {FLAGS.refused[name]}")
         if last.startswith("no_") and negated in FLAGS.switches:
             said[negated] = "false"
-        elif name not in FLAGS.known:
+            values_of.append((negated, flag, ""))
+            continue
+        if name not in FLAGS.known:
             check_known(name, FLAGS.known | FLAGS.refused.keys())
             if section == "parallelism" and last not in _HARMLESS:
                 raise ValueError(f"{flag} is no flag of torchtitan's parallelism that is priced; leave it out")
@@ -344,10 +357,15 @@ def _read_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             raise ValueError(f"{flag} takes one value; found {len(values)}")
         else:
             said[name] = values[0]
+        if name in said:
+            values_of.append((name, flag, said[name]))
     for name, allowed in FLAGS.words.items():
         if name in said and said[name] not in allowed:
             raise ValueError(f"--{name} {said[name]}: {', '.join(allowed)} can be priced")
-    return said, ignored
+    for name, mode in chosen.items():
+        if said[name] != mode:
+            raise ValueError(f"{subcommand}{mode} and --{name} {said[name]} contradict each other: leave out one")
+    return said, ignored, twice(each for each in values_of if each[0] not in chosen)
 
 
 def _read_schedule(said: Mapping[str, str]) -> Schedule:

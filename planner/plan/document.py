@@ -424,6 +424,22 @@ class Plan(Document):
         """The pipeline coordinate that holds a stage."""
         return rank_and_chunk(self.schedule, stage, self.degrees.pipeline)[0]
 
+    @property
+    def zero_stage(self) -> int:
+        """What data ranks share: 0 nothing, 1 optimizer state, 2 gradients, too, 3 parameters, too (FSDP)."""
+        if self.degrees.sharded_over == 1:
+            return 0
+        if any(layer.reshard for stage in self.stages for layer in stage.layers):
+            return 3
+        return 2 if self.gradient_sync == "every" else 1
+
+    @property
+    def label(self) -> str:
+        """How people call the layout, everywhere: that of its degrees, but ZeRO-1 or ZeRO-2 where all parameters stay
+        gathered, though each rank stores a shard of them, too."""
+        layout = layout_name(self.degrees, self.schedule, self.sequence_parallel, self.context_kind)
+        return layout if self.zero_stage in (0, 3) else layout.replace("FSDP ", f"ZeRO-{self.zero_stage} over ")
+
     def stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours on a mesh axis."""
         inner = self.mesh_axes[self.mesh_axes.index(axis) + 1 :]
@@ -443,9 +459,8 @@ class Plan(Document):
 
     def _table(self) -> Shown:
         """The layout of a plan, a row for each stage."""
-        layout = layout_name(self.degrees, self.schedule, self.sequence_parallel, self.context_kind)
         title = (
-            f"{self.model.name} on {self.cluster.devices}: {layout}, "
+            f"{self.model.name} on {self.cluster.devices}: {self.label}, "
             f"micro-batch {self.micro_batch} x {self.num_microbatches}"
         )
         predicted = self.prediction

@@ -87,15 +87,6 @@ def reference_of(profile: ModelProfile) -> ModelReference:
     )
 
 
-def label_of(plan: Plan) -> str:
-    """How people call a plan's layout: that of its shape, but ZeRO-1 or ZeRO-2 where all parameters stay gathered,
-    though each rank stores a shard of them, too."""
-    label = shape_of(plan).label
-    if plan.degrees.sharded_over == 1 or any(layer.reshard for stage in plan.stages for layer in stage.layers):
-        return label
-    return label.replace("FSDP ", f"ZeRO-{2 if plan.gradient_sync == 'every' else 1} over ")
-
-
 def shape_of(plan: Plan) -> Shape:
     """The shape a plan has."""
     return Shape(

@@ -349,9 +349,7 @@ def setup_words(plan: Plan) -> list[str]:
     words = [f"{word}={degree}" for word, degree in ways.items() if degree > 1]
     if degrees.context > 1:
         words.append(f"cp_kind={plan.context_kind}")
-    if degrees.sharded_over > 1:
-        reshards = any(layer.reshard for stage in plan.stages for layer in stage.layers)
-        words.append("zero=3" if reshards else "zero=2" if plan.gradient_sync == "every" else "zero=1")
+    words += [f"zero={plan.zero_stage}"] if plan.zero_stage else []
     if degrees.tensor > 1:
         words.append("sp=on" if plan.sequence_parallel else "sp=off")
     words.append(f"mb={plan.micro_batch}")

@@ -141,7 +141,7 @@ class Shape:
 
     @property
     def label(self) -> str:
-        """How people call it: DDP, FSDP, HSDP 2x4, TP 4, PP 2, joined by ' + '."""
+        """Its degrees in words; what a whole plan is called is Plan.label, which tells ZeRO stages apart, too."""
         return layout_name(self.degrees, self.schedule, self.sequence, self.context_kind)
 
 

@@ -63,6 +63,11 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_dollars(amount: float) -> str:
+    """Price for people: $3.83, $824, $1.25 M."""
+    return f"${amount:.2f}" if amount < 100 else f"${format_count(amount)}"
+
+
 def format_seconds(seconds: float) -> str:
     """Time for people: 1.25 s, 820 ms, 12.0 us."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
