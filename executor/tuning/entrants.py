@@ -11,6 +11,7 @@ from ...planner.cost.bands import Band, time_band
 from ...planner.cost.estimate import Estimate, estimate
 from ...planner.plan.document import Plan
 from ...planner.plan.legality import divisors
+from ...planner.plan.making import shape_of
 from ...planner.plan.not_run import not_run
 from ...planner.plan.pins import Pins
 from ...planner.plan.setups import IllegalSetupError, parse_setup
