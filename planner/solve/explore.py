@@ -404,8 +404,8 @@ class _Search:
         rest, self._rest = [*self._rest, *(node for _, _, node in self._heap)], []
         self._heap = [(node.bound, next(self._order), node) for node in rest]
         heapq.heapify(self._heap)
-        for gap, seconds in (NARROW, math.inf), (PROVEN, LAST_S):
-            self._raise(gap, time.monotonic() + seconds)
+        for gap, left_gap, seconds in (NARROW, NARROW, math.inf), (PROVEN, 0.0, LAST_S):
+            self._raise(gap, left_gap, time.monotonic() + seconds)
         self._close(self._until_s)
 
     @property
@@ -413,9 +413,9 @@ class _Search:
         """When a proof ends."""
         return self._patient_until_s if self._out.solved else self._deadline_s
 
-    def _raise(self, gap: float, deadline_s: float) -> None:
+    def _raise(self, gap: float, left_gap: float, deadline_s: float) -> None:
         """Take the node of the least bound, and its children in its place, until none is further below the best plan
-        than the gap."""
+        than the gap. left_gap: to which each is raised at a time, where that takes long."""
         first = self._heap[0][0] if self._heap else 0.0
         started_s = time.monotonic()
         while self._heap and self._heap[0][0] < self._best * (1 - gap):
@@ -431,7 +431,7 @@ class _Search:
                 if node.has_few_cuts:
                     self._settle(node, until_s)
                 continue
-            for child in node.children(self._best, self._best * (1 - gap)):
+            for child in node.children(self._best, self._best * (1 - left_gap)):
                 child.bound = max(child.bound, node.bound)
                 if child.bound < self._best:
                     heapq.heappush(self._heap, (child.bound, next(self._order), child))
