@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.executor.api import load as load_planned
+from meshwright.planner.answers.explain import reason
 from meshwright.planner.answers.sweep import kind_in_words
-from support.cli import run_plan, save_profile, some_plan
+from meshwright.planner.cost.estimate import estimate
+from support.cli import run_plan, save_profile, small_profile, some_plan
 
 JOB = ("--gpus", "4", "--device", "h100-80gb", "--global-batch", "16", "--precision", "fp32")
 KEPT = "ZeRO-1 over 4"
@@ -57,6 +59,12 @@ def test_the_kind_leaves_degrees_out() -> None:
 
     assert kept.label == "ZeRO-1 over 4 + TP 2 + PP 2 (GPipe)"
     assert kind_in_words(kept) == "ZeRO-1 + TP + PP"
+
+
+def test_a_plan_of_one_device_has_no_replicas_to_speak_of() -> None:
+    plan = some_plan()
+
+    assert reason(plan, estimate(plan, small_profile())) == "everything fits on the one GPU, and nothing is recomputed"
 
 
 @pytest.mark.parametrize(
