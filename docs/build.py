@@ -8,7 +8,7 @@
 Of a page's fenced blocks, `sh` and `python` are run in the page's own empty folder, with the repository's benchmarks
 beside it; `sh exit=3` ends so. Blocks with file=NAME are written there first. `text output` holds what the block above
 prints (its first lines, by lines=N), and is refused where that is something else now, but for how long a search took
-and what it left open; `text output measured` holds what differs from run to run. Others are only shown.
+and what it left open; `text output measured` holds what hangs on this machine. Others are only shown.
 """
 
 import argparse

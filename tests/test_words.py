@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from meshwright.executor.api import load as load_planned
+from meshwright.executor.reporting.report import hosts_in_order
+from meshwright.planner.answers.explain import reason
 from meshwright.planner.answers.sweep import kind_in_words
-from support.cli import run_plan, save_profile, some_plan
+from meshwright.planner.cost.estimate import estimate
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from support.cli import run_plan, save_profile, small_profile, some_plan
 
 JOB = ("--gpus", "4", "--device", "h100-80gb", "--global-batch", "16", "--precision", "fp32")
 KEPT = "ZeRO-1 over 4"
@@ -57,6 +61,24 @@ def test_the_kind_leaves_degrees_out() -> None:
 
     assert kept.label == "ZeRO-1 over 4 + TP 2 + PP 2 (GPipe)"
     assert kind_in_words(kept) == "ZeRO-1 + TP + PP"
+
+
+def test_hosts_of_several_kinds_are_started_in_the_order_that_is_said() -> None:
+    plan = some_plan(pipeline=2, shard=8)
+    assert hosts_in_order(plan) == ""
+
+    hosts = tuple(cluster_of(load_device(name), 8, 8).hosts[0] for name in ("a100-80gb", "h100-80gb"))
+    unequal = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"hosts": hosts})})
+
+    assert hosts_in_order(unequal) == (
+        "node ranks in this order of hosts: 1 with 8 x a100-80gb, then 1 with 8 x h100-80gb"
+    )
+
+
+def test_a_plan_of_one_device_has_no_replicas_to_speak_of() -> None:
+    plan = some_plan()
+
+    assert reason(plan, estimate(plan, small_profile())) == "everything fits on the one GPU, and nothing is recomputed"
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,8 @@ def reason(plan: Plan, found: Estimate, replicas: Verdict | None = None) -> str:
     reasons += [f"{share} {_recomputed(kind, share)} to fit" for kind, share in shares.items()]
     of_parts = recompute_shares(plan, parts_kinds(plan))
     reasons += [f"{share} recompute their {parts_in_words(kind)} to fit" for kind, share in of_parts.items()]
+    if not reasons and degrees.num_devices == 1:
+        return "everything fits on the one GPU, and nothing is recomputed"
     return "; ".join(reasons) or "everything fits without sharding, and replicas communicate least"
 
 
