@@ -298,9 +298,6 @@ COUNTED = {
     "hybrid, pipeline": spread("even", 2, replicate=2, shard=2, stages=(2, 3)),
 }
 
-COUNTED_QUICKLY = {"over half of the shards, recompute"}
-"""The others by pytest -m slow."""
-
 
 def _counted_steps(cases: list[Case]) -> list[tuple[int, dict[Any, tuple[int, int]], int]]:
     """Of each case, in the third step: (stage, what was passed by axis and collective, peak)."""
@@ -320,21 +317,22 @@ def _counted_steps(cases: list[Case]) -> list[tuple[int, dict[Any, tuple[int, in
 
 
 @functools.cache
-def _counted(num_ranks: int, quick: bool) -> dict[str, list[tuple[int, dict[Any, tuple[int, int]], int]]]:
-    """Case -> [rank] -> what it did; all cases for that many ranks, the quick ones or the others, run in one fork."""
-    cases = {n: c for n, c in COUNTED.items() if c.num_ranks == num_ranks and (n in COUNTED_QUICKLY) == quick}
+def _counted(num_ranks: int) -> dict[str, list[tuple[int, dict[Any, tuple[int, int]], int]]]:
+    """Case -> [rank] -> what it did; all cases for that many ranks run in one fork."""
+    cases = {n: c for n, c in COUNTED.items() if c.num_ranks == num_ranks}
     for case in cases.values():
         _plan(case)
     ranks = run_ranks(_counted_steps, num_ranks, list(cases.values()))
     return {name: [rank[place] for rank in ranks] for place, name in enumerate(cases)}
 
 
-@pytest.mark.parametrize("name", slow.but_these(COUNTED, COUNTED_QUICKLY))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTED)
 def test_predicted_exchange_is_what_the_ranks_pass(name: str) -> None:
     """Where tokens spread evenly: bytes of the rank that passes most, its calls, and the peaks of all ranks."""
     case = COUNTED[name]
     predicted = estimate(_plan(case), _profile(case.model))
-    ranks = _counted(case.num_ranks, name in COUNTED_QUICKLY)[name]
+    ranks = _counted(case.num_ranks)[name]
     most: dict[Any, tuple[int, int]] = {}
     for _, passed, _ in ranks:
         for key, each in passed.items():

@@ -450,6 +450,7 @@ def test_dropout_keeps_a_byte_per_element() -> None:
     assert saved(with_dropout) - saved(without) == 64
 
 
+@pytest.mark.slow
 def test_operators_name_the_dims_they_run_over() -> None:
     profile = _gpt_of_any_length()
     block = profile.layers[1].layer_class
