@@ -192,7 +192,7 @@ GRAPH_LAUNCH_S = 2e-6
 """Seconds that the smallest kernel of a CUDA graph takes. Assumption: about 2 us of work; NVIDIA's "Getting Started
 with CUDA Graphs" has 0.5 us between kernels of a graph."""
 
-STRAGGLING = 0.00242
+STRAGGLING = 0.00286
 """Share that a step loses for each doubling of the devices beyond one host. Fit to published runs, see
 benchmarks/published/fitted/fit.md."""
 
