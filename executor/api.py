@@ -117,6 +117,7 @@ class Planned:
         from ..planner.answers.decision_path import walk
         from ..planner.answers.guidance import no_candidates
         from ..planner.answers.landscape import weighed
+        from ..planner.answers.stacks import under_stacks
         from ..planner.answers.tutorial import lessons
 
         plan, found, profile = self.document, self.estimate, self.profile
@@ -126,7 +127,10 @@ class Planned:
             return Explanation(plan, found, answers=answers, excluded=excluded)
         steps, taught = walk(plan, found, profile, time_limit), lessons(plan, found, profile)
         listed = weighed(plan, found, profile, _WEIGHED_SECONDS)
-        return Explanation(plan, found, steps=steps, lessons=taught, excluded=excluded, alternatives=listed)
+        stacks = under_stacks(plan, profile)
+        return Explanation(
+            plan, found, steps=steps, lessons=taught, excluded=excluded, alternatives=listed, stacks=stacks
+        )
 
     def compare(self, *layouts: str, all_baselines: bool = False) -> "Comparison":
         """The plan beside manual set-ups, each at its best: "ddp", "fsdp", "tp=4 pp=2", "megatron", or another's

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -101,6 +102,52 @@ def in_a_sentence(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"]) or "the document"
     return f"{where}: {first['msg'].removeprefix('Value error, ')}"
+
+
+_ENDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+_OUT_OF_RANGE = (*_ENDS, "finite_number", "int_parsing_size")
+
+
+def rule_of(error: ValidationError, model: type[BaseModel]) -> str:
+    """What the first value that is wrong should be; of a number the whole range, not only the end that it is beyond."""
+    first = error.errors()[0]
+    if first["type"] in _OUT_OF_RANGE:
+        ends = _ends(model, list(first["loc"]))
+        lows = {"ge": "from {:g}", "gt": "above {:g}"}
+        highs = {"le": "to {:g}" if "ge" in ends else "at most {:g}", "lt": "below {:g}"}
+        low = next((words.format(ends[name]) for name, words in lows.items() if name in ends), "")
+        high = next((words.format(ends[name]) for name, words in highs.items() if name in ends), "")
+        if low and high:
+            return f"it should be {low} {'' if high.startswith('to') else 'and '}{high}"
+    return first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+
+
+def _ends(kind: Any, where: list[int | str]) -> dict[str, float]:
+    """Ends of the range of a number inside a model (or in a dictionary or tuple in it), by pydantic's names."""
+    rules: list[Any] = []
+    for step in where:
+        rules = []
+        while get_origin(kind) in (Union, UnionType):
+            kind = next(part for part in get_args(kind) if part is not NoneType)
+        if get_origin(kind) is Annotated:
+            kind = get_args(kind)[0]
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            field = kind.model_fields.get(str(step))
+            if field is None:
+                return {}
+            kind, rules = field.annotation, list(field.metadata)
+        else:
+            parts = [part for part in get_args(kind) if part is not ...]
+            if not parts:
+                return {}
+            kind = (
+                parts[-1] if get_origin(kind) is dict or not isinstance(step, int) else parts[min(step, len(parts) - 1)]
+            )
+    while get_origin(kind) in (Union, UnionType):
+        kind = next(part for part in get_args(kind) if part is not NoneType)
+    if get_origin(kind) is Annotated:
+        rules += [rule for part in get_args(kind)[1:] for rule in getattr(part, "metadata", [part])]
+    return {name: getattr(rule, name) for rule in rules for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)}
 
 
 def write_file(path: Path, content: str | bytes) -> None:

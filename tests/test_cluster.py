@@ -1,14 +1,18 @@
 """Presets, clusters from flags and from TOML, and where the groups of a mesh axis sit."""
 
 import itertools
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from meshwright.profiler.document import rule_of
 from meshwright.profiler.machine.cluster import (
     HARDWARE_FOLDER,
     ClusterSpec,
+    Device,
     cluster_of,
     device_names,
     load_cluster,
@@ -137,7 +141,7 @@ def test_unequal_devices_count_as_the_slowest_with_the_least_memory(tmp_path: Pa
         ("gpus = 4", "gpus = -4", r"\[\[hosts\]\] 2 of 2: gpus = -4 is no number of at least 1"),
         ("gpus = 4", "gpus = true", "gpus = True is no number"),
         ('"50 GB/s"', '"0 GB/s"', "found '0 GB/s'.*hosts could not reach each other.*50 GB/s"),
-        ('"20 GB/s"', '"0 GB/s"', "2 of 2: link.bandwidth: it should be greater than 0"),
+        ('"20 GB/s"', '"0 GB/s"', "2 of 2: link.bandwidth: it should be above 0 and at most 1e.16"),
         ("gpus = 8", "cards = 8", "unknown key 'cards'"),
         ('bandwidth = "50 GB/s"', 'bandwidth = "50 GB"', "cannot read '50 GB'"),
         ('bandwidth = "50 GB/s"', "bandwidth = 50", "50 bytes per second are no link: give it with its unit"),
@@ -148,6 +152,43 @@ def test_unequal_devices_count_as_the_slowest_with_the_least_memory(tmp_path: Pa
 def test_what_is_wrong_with_a_cluster_file_is_said(tmp_path: Path, old: str, new: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         load_cluster(cluster_file(tmp_path, CLUSTER.replace(old, new)))
+
+
+NUMBERS = {
+    name: value
+    for name, value in load_device("h100-80gb").model_dump().items()
+    if isinstance(value, int | float) and not isinstance(value, bool)
+} | {"attention_backward_efficiency": 0.5, "replica_overlap": 0.5, "price_per_hour": 1.0}
+
+
+@pytest.mark.parametrize("beyond", [-1, 1e300, float("nan"), float("-inf")])
+@pytest.mark.parametrize("name", sorted(NUMBERS))
+def test_each_number_of_a_device_out_of_its_range_is_refused_with_the_range(name: str, beyond: float) -> None:
+    device = load_device("h100-80gb").model_dump()
+
+    with pytest.raises(ValidationError) as found:
+        Device.model_validate(device | {name: beyond})
+
+    assert re.search(r"it should be (from|above) \S+ (to|and at most) \S+$", rule_of(found.value, Device))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("flops", {"bf16": -1.0}, "it should be above 0 and at most 1e+20"),
+        ("collective_factors", {"all_reduce": 0.0}, "it should be above 0 and at most 10000"),
+        ("kernel_efficiency", {"norm": 1.5}, "it should be above 0 and at most 1"),
+        ("size_efficiency", ((1e6, 2.0),), "it should be above 0 and at most 1"),
+        ("link", {"bandwidth": 1e11, "latency": -1e-6}, "it should be from 0 to 60"),
+    ],
+)
+def test_numbers_within_tables_of_a_device_are_refused_with_the_range(name: str, value: object, rule: str) -> None:
+    device = load_device("h100-80gb").model_dump()
+
+    with pytest.raises(ValidationError) as found:
+        Device.model_validate(device | {name: value})
+
+    assert rule_of(found.value, Device) == rule
 
 
 def test_without_a_network_it_is_the_slowest_of_the_usual_ones(tmp_path: Path) -> None:
@@ -163,7 +204,9 @@ def test_a_device_without_memory_is_refused(tmp_path: Path) -> None:
     text = (HARDWARE_FOLDER / "a100-80gb.toml").read_text().replace('"79.15 GiB"', '"-40 GiB"')
     (tmp_path / "mine.toml").write_text(text)
 
-    with pytest.raises(ValueError, match=r"mine.toml: memory: it should be greater than 0 \(found '-40 GiB'\)"):
+    with pytest.raises(
+        ValueError, match=r"mine.toml: memory: it should be above 0 and at most 1e\+16 \(found '-40 GiB'\)"
+    ):
         load_device(str(tmp_path / "mine.toml"))
 
 

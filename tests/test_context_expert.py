@@ -39,7 +39,7 @@ WIDTH, TOP_K, COUNT, INNER = 32, 2, 16, 64
 QUERIES, KEYS = 128, 64
 """Elements of queries, and of keys, of one token."""
 
-FREE = Link(bandwidth=1e30, latency=0.0)
+FREE = Link(bandwidth=1e16, latency=0.0)
 
 
 def block(attention_flops: float = 1e9) -> LayerClass:

@@ -181,6 +181,34 @@ def test_each_expert_fills_tiles_of_its_own() -> None:
     assert amounts.sides[1][weights] == pytest.approx(alone[1][weights] * 1.5 / 2)
 
 
+def test_experts_with_uneven_tokens_fill_more_tiles() -> None:
+    even, uneven, alike = (
+        products_s(*one(128.0, 4096.0, 4096.0), H100, PEAK, PLAIN, 64.0, skew)[0]
+        for skew in ((1.0,), (0.1, 0.1, 0.1, 3.7), (1.0, 1.0))
+    )
+
+    assert uneven > 1.2 * even
+    assert alike == even
+
+
+def test_merging_a_rings_outputs_takes_what_the_executor_moves() -> None:
+    """With a kernel whose pieces take as long as the whole: fp32 sums of each block's output are left."""
+    attention = fused_attention(32, 32768, 128)
+    costs = Costs(
+        operators=(attention,), saved=Bytes(), inputs=Bytes(), forward_transient=Bytes(), backward_transient=Bytes()
+    )
+    elements = 32 * 32768 * 128 / 4
+
+    fast, slow = (
+        pieces_s(costs, H100.model_copy(update={"bandwidth": speed, "launch": 0.0}), "bf16", 2, 1 / 4, 1, 4)[0]
+        for speed in (H100.bandwidth, H100.bandwidth / 2)
+    )
+
+    merged_s = (12 + 3 * 26) * elements / (H100.bandwidth * H100.bandwidth_efficiency)
+    assert slow - fast >= merged_s
+    assert fast >= merged_s
+
+
 def test_stacks_attend_as_fast_as_the_generation_of_their_kernels() -> None:
     old, new = (load_software(name).on(H100).attention_speed for name in ("fsdp1-flash1", "megatron-core"))
 
@@ -210,6 +238,26 @@ def test_pipelines_of_rings_fill_in_the_middle_of_sizes(where: GroupLinks) -> No
     assert even == pytest.approx(1.0 + where.rings.ramp)
     assert (small, large) == (pytest.approx(1.0, abs=0.02), pytest.approx(1.0, abs=0.02))
     assert ring_rates("all_gather", links(8, known=False)).per_root_s == 0.0
+
+
+def test_all_reduce_between_many_hosts_moves_as_fast_whatever_their_number() -> None:
+    """As measured on 4 to 1,024 hosts; between two, trees carry half."""
+    two, four, many = (ring_rates("all_reduce", links(8, hosts)).per_byte_s for hosts in (2, 4, 1024))
+
+    assert many == pytest.approx(four, rel=0.04)
+    assert many == pytest.approx(2 / H100.network.bandwidth, rel=0.01)
+    assert two < 0.8 * four
+
+
+def test_a_rack_of_many_ranks_sends_through_eight_cards() -> None:
+    gb200 = load_device("gb200")
+    rack = GroupLinks(
+        Group(ranks_per_host=72, hosts=20), gb200.link, gb200.network, 72, rings=families()[gb200.kernels].rings
+    )
+
+    per_byte_s = ring_rates("all_reduce", rack).per_byte_s
+
+    assert per_byte_s == pytest.approx(2 / (gb200.network.bandwidth * 8 / 72), rel=0.01)
 
 
 def test_few_ranks_use_fewer_channels() -> None:
@@ -306,6 +354,37 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, capsys: pytes
     assert components.main([str(tmp_path)]) == 2
     assert "a.jsonl:2" in capsys.readouterr().err
     assert components.main([str(tmp_path / "none")]) == 2
+
+
+def expert_layer(tokens: int, ep: int, time_us: float) -> dict[str, object]:
+    sizes = {"hidden": 4096, "intermediate": 1024, "num_experts": 64, "topk": 4, "gated": True, "routing": "balanced"}
+    place = {"source": "ai-dynamo/aiconfigurator@0:x", "gpu": "H200 SXM", "dtype": "bf16", "kernel": "cutlass"}
+    return {"kind": "moe_layer", **place, **sizes, "tokens": tokens, "ep": ep, "time_us": time_us}
+
+
+def test_an_expert_layer_slower_than_with_more_work_was_not_tuned() -> None:
+    rows = [expert_layer(4096, 8, 100.0), expert_layer(4096, 4, 190.0), expert_layer(16384, 8, 1300.0)]
+    rows += [expert_layer(16384, 4, 700.0), expert_layer(16384, 2, 1400.0)]
+
+    (part,), reasons = components.parts_of(rows)
+
+    assert sorted(1e6 * part.measured_s) == pytest.approx([100.0, 190.0, 700.0, 1400.0])
+    assert reasons == {components.NOT_TUNED: 1}
+
+
+def all_reduce(num_bytes: int, time_us: float, source: str = "NVIDIA/nccl-tests") -> dict[str, object]:
+    place = {"source": source, "gpu": "H100 80GB SXM", "ranks": 8, "nodes": 1}
+    return {"kind": "collective", "what": "all_reduce", **place, "bytes": num_bytes, "time_us": time_us}
+
+
+def test_collectives_that_something_else_took_time_for_are_left_out() -> None:
+    disturbed = [all_reduce(2**15, 6349.0), all_reduce(2**20, 30.0), all_reduce(2**28, 1100.0)]
+    by_host = [all_reduce(2**20, 46.2, "MooreThreads/SimuMax"), all_reduce(2**28, 1090.0, "MooreThreads/SimuMax")]
+
+    (part,), reasons = components.parts_of([*disturbed, *by_host])
+
+    assert sorted(1e6 * part.measured_s) == pytest.approx([30.0, 1090.0, 1100.0])
+    assert sorted(reasons.values()) == [1, 1]
 
 
 def test_a_fit_finds_the_numbers_that_made_its_rows() -> None:

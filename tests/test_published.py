@@ -609,10 +609,12 @@ def test_the_command_writes_the_figures_and_lists_what_it_could_not_price(tmp_pa
 
     document = json.loads((tmp_path / "out.json").read_text())
     assert code == 0
-    assert set(document) == {"time", "memory", "tau", "regret", "oom", "unpriced"}
+    parts = {"time", "memory", "tau", "regret", "oom", "unpriced", "slopes", "inside the bands"}
+    assert set(document) == parts
     assert set(document["time"]) == {"dense", "moe", "by"}
     assert document["time"]["dense"]["n"] == 2
     assert document["memory"]["n"] == 2
+    assert document["inside the bands"]["step time"]["dense, 16 bit, one host"]["rows"] == 2
     assert document["oom"] == {"recall": None, "false_alarms": 0.0}
     assert [(entry["line"], entry["reason"]) for entry in document["unpriced"]] == [
         (3, "tp x pp x cp = 3 x 1 x 1 does not divide the 8 GPUs")

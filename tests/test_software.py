@@ -1,14 +1,17 @@
 """Training stacks change predictions as their constants say, and nothing where they are the reference."""
 
+import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from meshwright.planner.cost.estimate import estimate
-from meshwright.planner.cost.software import Software, all_software, load_software
+from meshwright.planner.cost.software import Software, StackMemory, all_software, load_software
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import REFERENCE, TrainingSpec
+from meshwright.profiler.document import rule_of
 from meshwright.profiler.machine.cluster import load_device
 from support.synthetic import cluster, device, layer_class, profile
 from support.synthetic_plans import plan_by
@@ -76,8 +79,8 @@ def test_a_file_that_holds_no_stack_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
-        ("overlap = 1.4", r"overlap: .* less than or equal to 1 \(found 1.4\)"),
-        ("layer_s = -1e-3", r"layer_s: .* greater than or equal to 0 \(found -0.001\)"),
+        ("overlap = 1.4", r"overlap: it should be from 0 to 1 \(found 1.4\)"),
+        ("layer_s = -1e-3", r"layer_s: it should be from 0 to 60 \(found -0.001\)"),
         ('attention_kernel = "flash-9"', r"attention_kernel: .*'flash-2'.* \(found 'flash-9'\)"),
     ],
 )
@@ -87,6 +90,25 @@ def test_a_number_out_of_its_range_is_refused_with_the_range(tmp_path: Path, lin
 
     with pytest.raises(ValueError, match=rule):
         load_software(str(path))
+
+
+def numbers_of(model: type[BaseModel]) -> list[str]:
+    return [name for name, field in model.model_fields.items() if "float" in str(field.annotation)]
+
+
+@pytest.mark.parametrize("beyond", [-1, 1e300, float("nan")])
+@pytest.mark.parametrize(
+    ("model", "name"), [(model, name) for model in (Software, StackMemory) for name in numbers_of(model)]
+)
+def test_each_number_of_software_out_of_its_range_is_refused_with_the_range(
+    model: type[BaseModel], name: str, beyond: float
+) -> None:
+    required = {"name": "mine", "description": "x", "source": "made up"} if model is Software else {}
+
+    with pytest.raises(ValidationError) as found:
+        model.model_validate(required | {name: beyond})
+
+    assert re.search(r"it should be (from|above) \S+ (to|and at most) \S+$", rule_of(found.value, model))
 
 
 def test_a_precision_without_a_rate_is_refused_with_those_there_are() -> None:

@@ -11,10 +11,10 @@ from .rows import Row
 
 GIB = 2**30
 
-LINK_EFFICIENCY = 0.7953
+LINK_EFFICIENCY = 0.7938
 """Of a link's one-direction peak inside a host: as in the presets (profiler/machine/hardware)."""
 
-NETWORK_EFFICIENCY = {"omni-path": 0.1661, "": 0.9}
+NETWORK_EFFICIENCY = {"omni-path": 0.1707, "": 0.9}
 """Of a host's nominal network bandwidth, by a word of the text: as in the presets; Omni-Path by the same fit."""
 
 NVLINK_DOMAINS = (72, 64)

@@ -10,6 +10,7 @@ rows have no price and why. Exit code 2: bad input.
 import argparse
 import gzip
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -148,11 +149,15 @@ def parts_of(rows: Iterable[Row]) -> tuple[list[Part], dict[str, int]]:
     """The rows by columns, and how many have no price by reason."""
     columns: dict[tuple[str, str, str, str], list[tuple[float, str, dict[str, float]]]] = defaultdict(list)
     reasons: dict[str, int] = defaultdict(int)
-    for row in rows:
+    rows = list(rows)
+    disturbed = _disturbed(rows)
+    for index, row in enumerate(rows):
         try:
             reader = _READERS.get(str(row["kind"]))
             if reader is None:
                 raise NotPricedError(f"kind {row['kind']}")
+            if index in disturbed:
+                raise NotPricedError("collective that took longer than one of more bytes: a first call, or disturbed")
             if row.get("suspect"):
                 raise NotPricedError("suspect by its source's table")
             kind, dtype, what, seconds, shape, sizes = reader(row)
@@ -164,6 +169,11 @@ def parts_of(rows: Iterable[Row]) -> tuple[list[Part], dict[str, int]]:
             reasons[f"{row['kind']}: {type(error).__name__} {error}"] += 1
     parts = []
     for (kind, gpu, dtype, what), found in columns.items():
+        if kind == KINDS[2] and what == "layer":
+            tuned = _tuned(found)
+            if len(tuned) < len(found):
+                reasons[NOT_TUNED] += len(found) - len(tuned)
+            found = tuned
         names = found[0][2]
         part = Part(
             kind,
@@ -237,7 +247,7 @@ def _expert_layer(row: Row) -> _Read:
         raise NotPricedError("expert layer that does not tell its routing")
     names = ("tokens", "hidden", "intermediate", "num_experts", "topk", "ep")
     sizes = {name: float(row[name]) for name in names} | {"wide": 2.0 if row["gated"] else 1.0}
-    sizes["busiest"] = 1.0 if row["routing"] == "balanced" else _busiest(*(int(sizes[n]) for n in names[3:]))
+    sizes["busiest"] = 1.0 if row["routing"] == "balanced" else _routed(int(row["num_experts"]), int(row["ep"]))[0]
     shape = " x ".join(f"{sizes[name]:g}" for name in names[1:5])
     return "expert layer", _dtype(row), "layer", _seconds(row, 0.0), shape, sizes
 
@@ -248,14 +258,51 @@ them, and the rank that is timed is the one with most."""
 
 
 @cache
-def _busiest(experts: int, topk: int, ranks: int) -> float:
-    """Tokens of the busiest rank over the mean, in the median of draws of the source's skewed routing."""
+def _routed(experts: int, ranks: int) -> tuple[float, tuple[float, ...]]:
+    """(tokens of the busiest rank over the mean of all, tokens of each of its experts over the mean of them), in the
+    median of draws of the source's skewed routing; of many experts, of each eighth of them."""
     random = np.random.default_rng(0)
     power = 1.0 - POWER_LAW
     most = (0.8 * 8192) ** power
     draws = ((most - 1.0) * random.random((200, experts)) + 1.0) ** (1.0 / power)
-    by_rank = (draws / draws.sum(axis=1, keepdims=True)).reshape(200, ranks, -1).sum(axis=2)
-    return float(np.median(by_rank.max(axis=1)) * ranks)
+    by_rank = (draws / draws.sum(axis=1, keepdims=True)).reshape(200, ranks, -1)
+    busiest = by_rank[np.arange(200), by_rank.sum(axis=2).argmax(axis=1)]
+    shares = np.sort(busiest / busiest.mean(axis=1, keepdims=True), axis=1)
+    parts = [part.mean() for part in np.array_split(np.median(shares, axis=0), min(EIGHTHS, shares.shape[1]))]
+    total = float(np.mean(parts))
+    return float(np.median(busiest.sum(axis=1)) * ranks), tuple(float(part) / total for part in parts)
+
+
+EIGHTHS = 8
+"""Parts of a rank's experts, by their tokens, that are told apart where routing is skewed."""
+
+
+NOT_TUNED = "expert layer slower than with more work: its kernel was not tuned for the shape"
+
+UNTUNED = 1.5
+"""How much longer than its work allows an expert layer may take by noise, tiles and waves."""
+
+
+def _tuned(rows: Sequence[tuple[float, str, dict[str, float]]]) -> list[tuple[float, str, dict[str, float]]]:
+    """(seconds, shape, sizes) of the rows of one GPU and dtype whose kernel was tuned.
+
+    The source's library tries kernels by buckets of tokens and takes one that it has not tried in others, two to seven
+    times as slow as its neighbours. Training runs one kernel at every shape, so that a layer with less of everything
+    takes no longer. A row is left out if another of the same layer and routing shows that: what a layer takes is a sum
+    of parts that grow with the copies it computes, the experts it holds, or the tokens it sees, or not at all, so that
+    none may take longer than any other times the largest of these ratios. The prediction plays no part in that.
+    """
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for i, (_, shape, at) in enumerate(rows):
+        groups[shape, at["wide"], at["busiest"] > 1.0].append(i)
+    keep = np.ones(len(rows), dtype=bool)
+    for members in groups.values():
+        seconds = np.array([rows[i][0] for i in members])
+        tokens, ranks, busiest = (np.array([rows[i][2][k] for i in members]) for k in ("tokens", "ep", "busiest"))
+        grows = np.stack([tokens / ranks * busiest, 1.0 / ranks, tokens])
+        more = np.maximum(1.0, (grows[:, :, None] / grows[:, None, :]).max(axis=0))
+        keep[members] = seconds <= UNTUNED * (more * seconds[None, :]).min(axis=1)
+    return [row for row, kept in zip(rows, keep.tolist(), strict=True) if kept]
 
 
 def _grouped(row: Row) -> _Read:
@@ -282,6 +329,13 @@ _COLLECTIVES = {
 }
 _WIRE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 
+_BY_PYTHON = ("vidur", "SimuMax", "Galvatron", "all_reduce_bench.py")
+"""Words of sources that time torch.distributed from Python: however few the bytes, it takes them 40 to 110 us, where
+nccl-tests on the same GPUs take 10 to 25. A step issues its collectives ahead; what its host adds is priced apart."""
+
+ISSUED_S = 200e-6
+"""Seconds below which such a measurement is not of the collective alone; above, these sources and nccl-tests agree."""
+
 _NETWORKS = (
     ("4x100Gb", 50e9),
     ("4x HDR200", 100e9),
@@ -294,6 +348,26 @@ _NETWORKS = (
 """Words of a GPU's name -> nominal bytes per second of a host's network. Of NVL72 the whole domain is a host."""
 
 
+def _disturbed(rows: Sequence[Row]) -> set[int]:
+    """Places of collectives that took UNTUNED times as long as one of more bytes between the same ranks, in the same
+    table of a source: a warm-up, or another job. (One over PCIe took 3 times as long for half of the bytes.)"""
+    tables: dict[tuple[object, ...], list[tuple[float, float, int]]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        sized = row["kind"] == "collective" and isinstance(row.get("bytes"), int | float)
+        if sized and (row.get("time_us") or row.get("busbw_gbps")):
+            place = tuple(str(row.get(name)) for name in ("source", "gpu", "what", "ranks", "nodes", "notes"))
+            time = row.get("time_us") or row["bytes"] / row["busbw_gbps"]  # in one table all are by time or all by rate
+            tables[place].append((float(row["bytes"]), float(time), index))
+    found = set()
+    for table in tables.values():
+        shortest = math.inf
+        for _, time, index in sorted(table, reverse=True):
+            if time > UNTUNED * shortest:
+                found.add(index)
+            shortest = min(shortest, time)
+    return found
+
+
 def _collective(row: Row) -> _Read:
     what = _COLLECTIVES.get(str(row["what"]))
     if what is None:
@@ -301,8 +375,6 @@ def _collective(row: Row) -> _Read:
     ranks, nodes, num_bytes, gpu = float(row["ranks"] or 0), row.get("nodes"), float(row["bytes"]), str(row["gpu"])
     if not ranks or not nodes:
         raise NotPricedError("collective of unknown ranks")
-    if "vidur" in row["source"] and float(row.get("time_us") or 0.0) < 200.0:
-        raise NotPricedError("collective that its host took part of the time for")
     if "pairwise" in gpu or "SHARP" in gpu:
         raise NotPricedError(f"collective over {'links of pairs' if 'pairwise' in gpu else 'switches that add'}")
     hosts = float(nodes)
@@ -316,6 +388,8 @@ def _collective(row: Row) -> _Read:
         if not rate:
             raise NotPricedError("no time and no rate")
         seconds = num_bytes * _WIRE[what] * (ranks - 1) / ranks / (rate * 1e9)
+    if seconds < ISSUED_S and any(word in f"{row['source']} {row.get('notes')}" for word in _BY_PYTHON):
+        raise NotPricedError("collective that its host took part of the time for")
     sizes = {"bytes": num_bytes, "ranks": ranks, "hosts": hosts}
     if hosts == 1:
         return KINDS[4], "bf16", what, seconds, f"{what} {ranks:g}", sizes
@@ -398,10 +472,20 @@ def _expert_layer_s(part: Part, kernels: KernelFamily) -> Floats:
         return bank_products_s(*sides, device, part.dtype, part.peak, rates) + device.launch
     held = np.maximum(at["num_experts"] / at["ep"], 1.0)
     copies = at["tokens"] * at["topk"] / at["ep"] * at["busiest"]
-    each, hidden, wide = copies / held, at["hidden"], at["intermediate"]
-    up_s = bank_products_s(each, hidden, at["wide"] * wide, held, device, part.dtype, part.peak, rates)
-    down_s = bank_products_s(each, wide, hidden, held, device, part.dtype, part.peak, rates)
-    return up_s + down_s + permute_s(2.0 * copies * hidden, device, rates) + rates.launch
+    sides = copies / held, at["hidden"], at["intermediate"], at["wide"], held
+    products_s = np.zeros(len(copies))
+    routed = np.stack([at["num_experts"], at["topk"], at["ep"], at["busiest"]], axis=1)
+    for experts, topk, ranks, busiest in {*map(tuple, routed.tolist())}:
+        rows = (routed == (experts, topk, ranks, busiest)).all(axis=1)
+        each, hidden, wide, gate, count = (values[rows] for values in sides)
+        skew = (1.0,) if busiest == 1.0 else _routed(int(experts), int(ranks))[1]
+        products_s[rows] = sum(
+            bank_products_s(each, inner, columns, count, device, part.dtype, part.peak, rates, skew)
+            for inner, columns in ((hidden, gate * wide), (wide, hidden))
+        )
+    hidden = at["hidden"]
+    passing_s = rates.passing * 2.0 * at["tokens"] * hidden / device.bandwidth
+    return products_s + permute_s(2.0 * copies * hidden, device, rates) + passing_s + rates.launch
 
 
 def _links(part: Part, kernels: KernelFamily, ranks: int, hosts: int, network: float) -> GroupLinks:

@@ -7,7 +7,7 @@ factors on the constants' values before any fit, by Gauss-Newton with weights of
 the root of their rows. fit.json in the folder says which factors are already in the project's files.
 
 Groups out: one more move without the group's rows, from the derivatives at the common point, priced exactly; on the
-largest sources a second move follows, and both are told.
+largest sources a second move follows, and both are told. Derivatives are of the point before the last move.
 """
 
 import argparse
@@ -135,10 +135,11 @@ class Fit:
         return moved
 
     def fitted(self, rounds: int, weights: Floats, start: Floats | None = None) -> Point:
-        """The point after so many moves."""
+        """The point after so many moves. Its derivatives are those before the last, which change them little."""
         point = self.at(np.zeros(len(CONSTANTS)) if start is None else start)
-        for _ in range(rounds):
-            point = self.at(self.move(point, weights))
+        for left in range(rounds, 0, -1):
+            moved = self.move(point, weights)
+            point = self.at(moved) if left > 1 else Point(moved, self.predict(moved), point.slopes)
             error = quantile(np.abs(point.predicted - self.measured).tolist(), weights.tolist(), 0.5)
             print(f"round: median error {100 * error:.1f}%", file=sys.stderr)
         return point

@@ -69,11 +69,12 @@ PRIORS: dict[str, dict[str, tuple[float, float]]] = {
         "launch": (8e-6, 0.7),
     },
     "experts": {
-        "speed": (0.75, 0.15),
+        "speed": (0.75, 0.1),
         "fill": (150.0, 0.7),
         "weights": (1.25, 0.15),
         "traffic": (0.5, 1.0),
         "permute": (2.0, 0.5),
+        "passing": (1.0, 0.7),
         "launch": (4e-5, 0.5),
     },
     "rings": {
@@ -81,6 +82,8 @@ PRIORS: dict[str, dict[str, tuple[float, float]]] = {
         "pairs": (0.5, 0.5),
         "shared": (1.5, 0.5),
         "reduced": (1.2, 0.15),
+        "exchanged": (0.95, 0.15),
+        "hop": (1.0, 0.5),
         "base": (6e-6, 0.5),
         "ramp": (0.6, 0.5),
     },
@@ -153,15 +156,15 @@ class Problem:
         family = KernelFamily.model_construct(**{self.table: {self.dtype: rates} if self.dtype else rates}, source="")
         return np.concatenate([np.log(predicted_s(part, family) / part.measured_s) for part in parts])
 
-    def fitted(self, parts: Sequence[Part]) -> Floats:
-        """Logarithms of the numbers of least error over the rows of parts."""
+    def fitted(self, parts: Sequence[Part], start: Floats | None = None) -> Floats:
+        """Logarithms of the numbers of least error over the rows of parts. start: where to begin to look."""
         priors = np.array([PRIORS[self.table][name] for name in self.names])
-        return least(lambda x: self.residuals(x, parts), np.log(priors[:, 0]), priors[:, 1])
+        return least(lambda x: self.residuals(x, parts), np.log(priors[:, 0]), priors[:, 1], start)
 
 
-def least(residuals: Callable[[Floats], Floats], prior: Floats, spread: Floats) -> Floats:
+def least(residuals: Callable[[Floats], Floats], prior: Floats, spread: Floats, start: Floats | None = None) -> Floats:
     """The point of least robust error plus distance from the prior."""
-    here, damping = prior.copy(), 1e-2
+    here, damping = (prior if start is None else start).copy(), 1e-2
     left = residuals(here)
     cost = _cost(left, here, prior, spread)
     for _ in range(60):
@@ -202,12 +205,12 @@ def fold_of(part: Part) -> NDArray[np.int64]:
     return np.array([crc32(shape.encode()) % FOLDS for shape in part.shapes])
 
 
-def out_of_fold(problem: Problem) -> list[tuple[Part, Floats]]:
-    """(part, residuals of its rows) by fits without the shapes of their fold."""
+def out_of_fold(problem: Problem, start: Floats | None = None) -> list[tuple[Part, Floats]]:
+    """(part, residuals of its rows) by fits without the shapes of their fold. start: where they begin to look."""
     found = [(part, np.zeros(len(part.measured_s))) for part in problem.parts]
     for fold in range(FOLDS):
         within = [fold_of(part) == fold for part in problem.parts]
-        point = problem.fitted([some(p, ~w) for p, w in zip(problem.parts, within, strict=True) if (~w).any()])
+        point = problem.fitted([some(p, ~w) for p, w in zip(problem.parts, within, strict=True) if (~w).any()], start)
         for (part, residuals), rows in zip(found, within, strict=True):
             if rows.any():
                 residuals[rows] = problem.residuals(point, [some(part, rows)])
@@ -270,11 +273,11 @@ def main(arguments: list[str] | None = None) -> int:
     for problem in problems_of(parts):
         point = problem.fitted(problem.parts)
         inside = np.abs(problem.residuals(point, problem.parts))
-        outside = np.abs(np.concatenate([residuals for _, residuals in out_of_fold(problem)]))
+        outside = np.abs(np.concatenate([residuals for _, residuals in out_of_fold(problem, point)]))
         tables[problem.family][problem.table][problem.dtype] = problem.rates(point)
         name = f"{problem.family} | {problem.kind} | {problem.dtype or 'all'} | {len(inside)}"
         lines.append(f"| {name} | {_shown(inside)} | {_shown(outside)} |")
-    page = "\n".join([_HEAD, *lines, "", _notes(tables), "", _between_hosts(parts), ""])
+    page = "\n".join([_HEAD, *lines, "", _notes(tables), "", _between_hosts(parts, tables), ""])
     print(page)
     if given.write:
         kernels.FILE.write_text(_toml(tables, parts))
@@ -315,8 +318,8 @@ NETWORK_LATENCIES = (0.5e-6, 2e-6, 5e-6, 7.5e-6, 10e-6, 15e-6)
 """Seconds of a hop between hosts that are tried."""
 
 
-def _between_hosts(parts: Sequence[Part]) -> str:
-    """How far collectives between hosts are off by the seconds of a hop."""
+def _between_hosts(parts: Sequence[Part], tables: Mapping[str, Mapping[str, Mapping[str, Rates]]]) -> str:
+    """How far collectives between hosts are off by the seconds of a hop, with links in hosts as they were fitted."""
     lines = ["Collectives between hosts by the latency of a hop (comm_cost.py has the rest); presets have 7.5 us:"]
     lines += ["", "| a hop | rows | error | bias |", "|---|---|---|---|"]
     mine = [part for part in parts if part.kind == KINDS[5]]
@@ -325,7 +328,10 @@ def _between_hosts(parts: Sequence[Part]) -> str:
         for part in mine:
             network = part.device.network.model_copy(update={"latency": latency})
             there = replace(part, device=part.device.model_copy(update={"network": network}))
-            logs.append(np.log(predicted_s(there) / there.measured_s))
+            rings = tables[part.device.kernels]["rings"][""]
+            logs.append(
+                np.log(predicted_s(there, KernelFamily.model_construct(rings=rings, source="")) / part.measured_s)
+            )
         found = np.concatenate(logs)
         shown = f"{len(found)} | {_shown(np.abs(found))} | {100 * np.median(found):+.1f}%"
         lines.append(f"| {1e6 * latency:g} us | {shown} |")

@@ -1,12 +1,16 @@
 """Writes what the scorer found: a JSON document, a page of Markdown, and the points of a plot."""
 
 import json
+import math
 import statistics
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from meshwright.planner.cost.bands import Band, bands_of, time_kind
+
+from .clusters import place
 from .metrics import (
     OutOfMemory,
     Spread,
@@ -20,6 +24,7 @@ from .metrics import (
     time_error,
 )
 from .pricing import Priced
+from .slopes import Slope, slopes
 
 
 def _is_dense(priced: Priced) -> bool:
@@ -63,6 +68,8 @@ class Scores:
         self.sweeps: list[Sweep] = sweeps(rows)
         self.oom: OutOfMemory = out_of_memory(rows)
         self.exact_oom: OutOfMemory = out_of_memory([p for p in rows if not p.dropped])
+        self.inside = {"step time": _inside_time(rows), "memory": _inside_memory(rows)}
+        self.slopes: list[Slope] = slopes(rows, _kind)
         self.unpriced = [p for p in rows if p.step_s is None]
         self.blocking = _blocking(rows)
 
@@ -86,6 +93,11 @@ class Scores:
                 "worst": max((sweep.worst_regret for sweep in self.sweeps), default=None),
             },
             "oom": {"recall": self.oom.recall, "false_alarms": self.oom.false_alarm_rate},
+            "inside the bands": {
+                what: {kind: {"rows": count, "share": share} for kind, (count, share) in kinds.items()}
+                for what, kinds in self.inside.items()
+            },
+            "slopes": [asdict(slope) for slope in self.slopes],
             "unpriced": [
                 {"id": p.row.id, "file": p.row.file, "line": p.row.line, "reason": p.reason} for p in self.unpriced
             ],
@@ -104,6 +116,21 @@ class Scores:
         lines += _table("", {name: value for name, value in total.items() if value is not None})
         for name, part in self.by.items():
             lines += ["", *_table(name, part)]
+        lines += ["", "## Error by doublings of a size, within families", ""]
+        lines += [
+            "How much ln(predicted / measured) changes with each doubling, all other sizes held, between rows of one "
+            "source, model, device, precision and software; t: over its standard error, families clustered.",
+            "",
+        ]
+        lines += ["| kind | size | rows | families | a doubling | t |", "|---|---|---|---|---|---|"]
+        for slope in self.slopes:
+            shown = f"{100 * slope.slope:+.1f}% | {slope.t:+.1f}"
+            lines.append(f"| {slope.kind} | {slope.size} | {slope.rows} | {slope.families} | {shown} |")
+        lines += ["", "## Share of rows inside the 80% bands", ""]
+        lines += ["Rows that the constants were fitted with; bands are of fits without them.", ""]
+        lines += ["| of | kind | rows | inside |", "|---|---|---|---|"]
+        for what, kinds in self.inside.items():
+            lines += [f"| {what} | {kind} | {count} | {share:.0%} |" for kind, (count, share) in kinds.items()]
         lines += ["", "## Order inside sweeps", ""]
         lines += ["| sweep | rows | groups | pairs | tau | regret, mean | worst |", "|---|---|---|---|---|---|---|"]
         for sweep in sorted(self.sweeps, key=lambda s: -s.pairs):
@@ -135,6 +162,37 @@ class Scores:
         scored = [p for p in self.rows if time_error(p) is not None]
         rows = [(p.row.file, p.row.step_s, float(f"{p.step_s:.4g}"), not p.dropped) for p in scored]
         return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+
+
+def _inside_time(rows: Sequence[Priced]) -> dict[str, tuple[int, float]]:
+    """Kind of run -> (rows, share of them whose measured step is inside the band)."""
+    errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for priced in rows:
+        error = time_error(priced)
+        if error is not None and priced.setting is not None:
+            hosts = place(priced.row).cluster.num_hosts
+            errors[time_kind(priced.row.is_moe, priced.setting.precision, hosts)].append((error, priced.row.weight))
+    return _inside(errors, bands_of("time"))
+
+
+def _inside_memory(rows: Sequence[Priced]) -> dict[str, tuple[int, float]]:
+    """Metric -> (rows, share of them whose measured peak is inside the band)."""
+    errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for priced in rows:
+        error = memory_error(priced)
+        if error is not None:
+            errors[priced.row.memory_metric].append((error, priced.row.weight))
+    return _inside(errors, bands_of("memory"))
+
+
+def _inside(
+    errors: Mapping[str, Sequence[tuple[float, float]]], bands: Mapping[str, Band]
+) -> dict[str, tuple[int, float]]:
+    found = {}
+    for kind, part in sorted(errors.items()):
+        held = sum(weight for error, weight in part if bands[kind].low <= math.exp(-error) <= bands[kind].high)
+        found[kind] = len(part), held / sum(weight for _, weight in part)
+    return found
 
 
 def _blocking(rows: Sequence[Priced]) -> list[tuple[str, int, int]]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ...planner.answers.candidate import Candidate
     from ...planner.answers.decision_path import Step
     from ...planner.answers.guidance import NoCandidate
+    from ...planner.answers.stacks import OnStack
     from ...planner.answers.tutorial import Lesson
     from ...planner.answers.why_not import Answer
     from ...planner.cost.estimate import Estimate
@@ -43,6 +44,7 @@ class Explanation:
     lessons: "tuple[Lesson, ...]" = ()
     excluded: "tuple[NoCandidate, ...]" = ()
     alternatives: "tuple[Candidate, ...]" = ()
+    stacks: "tuple[OnStack, ...]" = ()
 
     @property
     def rejected(self) -> dict[str, int]:
@@ -75,6 +77,7 @@ def explanation_document(explanation: Explanation) -> dict[str, Any]:
             for lesson in explanation.lessons
         ],
         "alternatives": alternatives_document(explanation.alternatives, explanation.plan, explanation.found),
+        "software": [asdict(each) for each in explanation.stacks],
         "rejected": explanation.rejected,
         "no_candidates": [asdict(each) for each in explanation.excluded],
     }
@@ -96,6 +99,12 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
         console.print()
         console.print(terminal.hanging("lesson", Text(lesson.sentence), "cyan"))
     terminal.print_alternatives(console, explanation.plan, explanation.found, explanation.alternatives)
+    if explanation.stacks:
+        console.print()
+        console.print(Text("The same layout under software that could run it", style="bold"))
+        for stack in explanation.stacks:
+            told = Text(stack.in_words(explanation.found.step_time_s))
+            console.print(terminal.hanging(stack.software, told, "cyan", width=14))
     _print_rejected(console, explanation.rejected)
     console.print()
     for each in explanation.excluded:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -188,6 +189,7 @@ def _figures(plan: Plan) -> Iterator[RenderableType]:
         return
     sequences = plan.training.seq_len is not None
     line = Text(format_seconds(found.step_time_s), style="bold")
+    line.append(f" with {Path(plan.training.software).stem}", style="not bold")
     band = time_band(plan)
     if band is not None:
         low, high = band.around(found.step_time_s)

@@ -70,6 +70,11 @@ def memory_band(plan: Plan, metric: Metric = "device") -> Band | None:
     return None if no_band(plan) else _bands()["memory"][metric]
 
 
+def bands_of(what: Literal["time", "memory"]) -> dict[str, Band]:
+    """Every band of step time by kind of run, or of peak memory by metric."""
+    return _bands()[what]
+
+
 USUAL_RISK = 0.05
 """Of running out of memory: what plans are made for where nobody says otherwise."""
 

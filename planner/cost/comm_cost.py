@@ -39,7 +39,9 @@ def collective_s(kind: CollectiveKind, full_bytes: float, links: GroupLinks) -> 
     Inside a host a ring moves (n-1)/n of the tensor past each device. Across hosts the group's share of a host's
     network carries (h-1)/h of it while the ring inside goes on, so the slower of the two counts. Latency: one hop per
     rank inside a host, one per host across hosts. all_reduce is a reduce_scatter and an all_gather. Where more is known
-    of the links (RingRates), a pipeline has to be filled, too, and between hosts trees are taken where they are faster.
+    of the links (RingRates), a pipeline has to be filled, too, latency between hosts is a tree's, and rings of NCCL
+    carry (n-1)/n of the tensor across hosts as well, all but an all-reduce between two hosts, whose trees carry half:
+    measured on 4 to 1,024 hosts, it moves as many bytes per second whatever their number.
     A flat ring carries (n-1)/n of the tensor across hosts, too, in n-1 steps as long as the slowest hop.
     all_to_all is of one rank's tensor, of which every rank keeps 1/n and sends the rest, each part to another rank.
     A group of one costs 0.0. Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005 (ring).
@@ -87,17 +89,30 @@ def ring_rates(kind: CollectiveKind, links: GroupLinks) -> RingTimes[float]:
     inside_s = (size - 1) / size / speed if inside > 1 else 0.0
     across_s = 0.0
     if hosts > 1:
-        crossing = size if links.flat else hosts
-        across_s = (crossing - 1) / crossing / (links.network.bandwidth * inside / links.devices_per_host)
+        share = min(inside, inside if rings is None else RING_CARDS) / links.devices_per_host
+        across_s = _crossing(kind, links) / (links.network.bandwidth * share)
     hops, base_s = hosts - 1.0, 0.0 if rings is None else rings.base
     if rings is not None and hosts > 1:
-        hops, base_s = min(hops, TREE_HOPS * math.log2(hosts)), base_s + times * NETWORK_BASE_S
-    latency_s = (inside - 1) * links.link.latency + hops * links.network.latency
+        hops, base_s = TREE_HOPS * math.log2(hosts), base_s + times * NETWORK_BASE_S
+    latency_s = (inside - 1) * _hop_s(links) + hops * links.network.latency
     if links.flat and hosts > 1:
         latency_s = (size - 1) * max(links.link.latency, links.network.latency)
     slower = links.factor(kind)
     per_byte_s, latency_s = times * slower * max(inside_s, across_s), times * slower * latency_s + base_s
     return RingTimes(per_byte_s, latency_s, _filling_s(per_byte_s, latency_s, rings))
+
+
+def _crossing(kind: CollectiveKind, links: GroupLinks) -> float:
+    """Share of the tensor that leaves a host in one pass of a ring."""
+    hosts, size = links.group.hosts, links.group.size
+    if links.flat or (links.rings is not None and (hosts > 2 or kind != "all_reduce")):
+        return (size - 1) / size
+    return (hosts - 1) / hosts
+
+
+def _hop_s(links: GroupLinks) -> float:
+    """Seconds of a hop of a small message inside a host."""
+    return links.link.latency * (1.0 if links.rings is None else links.rings.hop)
 
 
 def _filling_s(moving_s: Values, latency_s: float, rings: RingRates | None) -> Values:
@@ -107,14 +122,18 @@ def _filling_s(moving_s: Values, latency_s: float, rings: RingRates | None) -> V
     return filling_s
 
 
-NETWORK_BASE_S = 4e-5
+NETWORK_BASE_S = 3.13e-5
 """Seconds of the smallest all-gather or reduce-scatter between hosts, but for its hops. Of all-reduces it is as fitted
 to the same; of one of the two, half is taken."""
 
-TREE_HOPS = 1.5
-"""Hops of a ring in whose time a tree reaches twice as many hosts. Fitted to all-reduce over 4 to 1,024 hosts:
+TREE_HOPS = 2.08
+"""Hops of a ring in whose time a tree reaches twice as many hosts. Fitted to all-reduce over 2 to 1,024 hosts:
 benchmarks/published/fitted/components.md. All-gathers and reduce-scatters are taken to do alike, as NCCL's do since
 2.23 (PAT); with rings' hops, steps on 4,000 GPUs and more come out 20-35% too long."""
+
+RING_CARDS = 8
+"""Ranks of a host whose network cards one collective's channels use, at most: all-reduce over 2 and over 20 racks of 72
+GPUs with a card of 50 GB/s each moves 405 to 413 GB/s out of a rack (CoreWeave, nccl-tests)."""
 
 
 RINGS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
@@ -155,13 +174,16 @@ def exchange_s(inside_bytes: Values, across_bytes: Values, links: GroupLinks) ->
     inside, size, rings = links.group.ranks_per_host, links.group.size, links.rings
     if size == 1:
         return 0.0 * inside_bytes
-    speed = links.link.bandwidth * (rings.bandwidth(inside) if rings is not None and inside > 1 else 1.0)
+    speed = links.link.bandwidth
+    if rings is not None and inside > 1:
+        speed *= rings.bandwidth(inside) * rings.exchanged
     inside_s = (inside - 1) / size / speed * inside_bytes
     across_s = (size - inside) / size / (links.network.bandwidth / links.devices_per_host) * across_bytes
-    latency_s = (links.link.latency if inside > 1 else 0.0) + _doublings(links.group.hosts) * links.network.latency
-    latency_s += rings.base if rings is not None else 0.0
+    beside = min(inside, 2) - 1
+    across_latency_s = _doublings(links.group.hosts) * links.network.latency + (0.0 if rings is None else rings.base)
+    latency_s = beside * _hop_s(links) + across_latency_s
     slower_s = inside_s if links.group.hosts == 1 else most(inside_s, across_s)
-    return slower_s + latency_s + _filling_s(slower_s, latency_s, rings)
+    return slower_s + latency_s + _filling_s(slower_s, (inside - 1) * _hop_s(links) + across_latency_s, rings)
 
 
 def direct_s(

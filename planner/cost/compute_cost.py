@@ -26,7 +26,7 @@ published runs, see benchmarks/published/fitted/fit.md."""
 UNHIDDEN_TRAFFIC = 0.29
 """Share of a matmul's operand traffic that its arithmetic does not hide."""
 
-MISALIGNED = 0.111
+MISALIGNED = 0.11
 """Speed of products inside attention whose sides are no multiples of 8 elements, over that of aligned ones: tensor
 cores load 16 bytes at a time. Seen in published runs with heads of 150 features."""
 
@@ -34,10 +34,10 @@ OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
 """Bytes moved per fp32 parameter: read parameter, gradient and moments, write parameter and moments."""
 
 
-BATCHED = 0.282
+BATCHED = 0.285
 """Speed of batched products (inside attention that is not fused) over that of large ones."""
 
-CAST_BYTES = 2.57
+CAST_BYTES = 2.75
 """Bytes moved to cast one element of the operands of a product to fp8 or fp4: 4 are read in bf16, written in low
 precision, and written once more transposed for the backward; fusion saves some."""
 

@@ -122,7 +122,7 @@ def context_cost(
 ) -> ContextCost:
     """Cost of a layer's exchanges. Those of a ring hide behind the attention to the block before, step by step, and
     slow it as other hidden communication does; all others are waited for. What attention takes longer in so many
-    smaller kernels counts with a ring's exchanges."""
+    smaller kernels, one for each block of keys, counts with the exchanges."""
     sizes = attention_bytes(layer_class, costs, micro_batch, element_bytes, tensor) if context > 1 else None
     if sizes is None:
         return NOTHING
@@ -139,9 +139,12 @@ def context_cost(
             attention[1] = 2 * attention[0]  # unfused: its backward has products twice as many
         behind = [(context - 1) / context * attention_s for attention_s in attention]
         seconds = [exposed_s(s, b, 1.0, device.contention) for s, b in zip(seconds, behind, strict=True)]
-        if device.kernels:
-            pieces = pieces_s(costs, device, precision, element_bytes, micro_batch / context, tensor, context)
-            seconds = [s + more for s, more in zip(seconds, pieces, strict=True)]
+    if kind == "all_to_all" and device.kernels:
+        copied = [sum(e.calls * e.num_bytes for e in part) for part in (forward, backward)]
+        seconds = [s + moving_s(COPIED * size, device, "cat", "copy") for s, size in zip(seconds, copied, strict=True)]
+    if kind in IN_BLOCKS and device.kernels:
+        pieces = pieces_s(costs, device, precision, element_bytes, micro_batch / context, tensor, context)
+        seconds = [s + more for s, more in zip(seconds, pieces, strict=True)]
     buffers = {
         "ring": 2 * sizes[1] / context,
         "all_to_all": (2 * sizes[0] + sizes[1]) / context,
@@ -157,7 +160,7 @@ def pieces_s(
     costs: Costs, device: Device, precision: str, element_bytes: int, samples: float, tensor: int, context: int
 ) -> list[float]:
     """Seconds that fused attention takes longer (forward, backward) in one kernel for each block of keys and values
-    that comes round than in one for all, with what it takes to sum up what each gives."""
+    than in one for all, with what it takes to merge what each gives, on the rank whose queries all meet every block."""
     longer = [0.0, 0.0]
     for op in costs.operators:
         if op.kind != "attention" or op.shape is None:
@@ -168,14 +171,39 @@ def pieces_s(
         )
         whole_s, piece_s = (operator_s(o, device, precision, element_bytes, samples, tensor) for o in (op, piece))
         elements = amount_at(rows, samples, tensor) * amount_at(inner, samples, tensor)
-        summed_s = moving_s(SUMMED * element_bytes * elements, device, "add", "elementwise")
-        longer[op.part != "forward"] += max(0.0, context * piece_s - whole_s) + (context - 1) * summed_s
+        merging = MERGING if op.part == "forward" else MERGING_GRADIENTS
+        num_bytes = (merging.once_bytes + merging.step_bytes * (context - 1)) * elements
+        summed_s = moving_s(num_bytes, device, "add", "elementwise") + merging.kernels * (context - 1) * device.launch
+        longer[op.part != "forward"] += max(0.0, context * piece_s - whole_s) + summed_s
     return longer
 
 
-SUMMED = 3
-"""Tensors of the queries' size that a step of a ring moves to add its output, or gradient, to that of the steps before:
-two reads and a write."""
+COPIED = 4
+"""Times that what is exchanged all to all is moved on the device: its parts are put together by rank before it, and
+along another dimension behind it; a read and a write each."""
+
+IN_BLOCKS: tuple[ContextKind, ...] = ("ring", "all_gather")
+"""Kinds whose ranks attend to the keys of each rank in turn, and merge what they find."""
+
+
+@dataclass(frozen=True)
+class Merging:
+    """What it takes to merge attention to several blocks of keys: bytes for each element of the output, once and for
+    each block after the first, and small kernels for each of these."""
+
+    once_bytes: float
+    step_bytes: float
+    kernels: int
+
+
+MERGING = Merging(once_bytes=12.0, step_bytes=26.0, kernels=8)
+"""As executor/parallel/context_attention.py merges outputs in fp32: to fp32 (2 bytes read, 4 written) and back; for
+each block its output times a weight (2 + 4), the sum so far times another (4 + 4), and their sum (4 + 4 + 4); and eight
+kernels on the logarithms of the sums of exponentials. Stacks that fuse elementwise kernels move less, as everywhere."""
+
+MERGING_GRADIENTS = Merging(once_bytes=20.0, step_bytes=10.0, kernels=2)
+"""Gradients of queries likewise: zeros in fp32 (4), the first block's added to them (10), and to bf16 (6); then each
+block's added (2 + 4 + 4), and what is sent packed."""
 
 
 def _divided(amount: Amount, by: float) -> Amount:

@@ -16,7 +16,7 @@ from .kept import kept, memo_by
 from .kinds import Kind, kept_with_last
 from .peak import Arrivals
 
-P2P_EXPOSED = 0.221
+P2P_EXPOSED = 0.216
 """Share of a transfer between stages that its receiver waits for. Fit to published runs, see
 benchmarks/published/fitted/fit.md."""
 

@@ -8,6 +8,7 @@ measurements of single kernels, with whole shapes left out: `python -m benchmark
 """
 
 import tomllib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -89,6 +90,13 @@ class ExpertRates(Frozen):
     permute: float = Field(
         ge=0, le=8, description="times that a routed copy is read and written to sort tokens and bring them back"
     )
+    passing: float = Field(
+        default=0.0,
+        ge=0,
+        le=12,
+        description="times that every token of the ranks that share the experts is moved on each of them, whichever "
+        "rank has its experts: routing, sorting and the sum of outputs of kernels that see all tokens",
+    )
     launch: float = Field(ge=0, le=300e-6, description="seconds of routing and sorting, however few tokens")
 
 
@@ -103,6 +111,15 @@ class RingRates(Frozen):
         default=0.0, ge=0, le=3, description="power of the ranks with which links fall that all share"
     )
     reduced: float = Field(ge=0.9, le=1.6, description="speed of all-reduce over a gather's, per byte: switches add up")
+    exchanged: float = Field(
+        default=1.0,
+        ge=0.5,
+        le=1.6,
+        description="speed of all-to-all over a gather's: each pair is a message of its own",
+    )
+    hop: float = Field(
+        default=1.0, ge=0.05, le=3, description="time of a hop of a message of one packet over the link's latency"
+    )
     base: float = Field(ge=0, le=40e-6, description="seconds of the smallest collective, but for its hops")
     ramp: float = Field(ge=0, le=3, description="how much of what it takes to fill a ring's pipeline is paid")
 
@@ -176,14 +193,19 @@ def products_s(
     peak: float,
     rates: ProductRates | ExpertRates,
     groups: Floats | float = 1.0,
+    skew: Sequence[float] = (1.0,),
 ) -> Floats:
     """Seconds of arithmetic of products of these sides, with tiles and waves: [shape] each. peak: FLOP/s of the dtype.
-    groups: so many products at once, each of `rows`."""
+    groups: so many products at once, each of `rows`; where they differ, `skew` has their rows over the mean, equally
+    many products of each."""
     best: Floats = np.full(np.shape(rows), np.inf)
     rows, columns = np.maximum(rows, 1.0), np.maximum(columns, 1.0)
     units = float(device.compute_units)
     for tile_rows, tile_columns in TILES:
-        waves = groups * np.ceil(rows / tile_rows) * np.ceil(columns / tile_columns) / units
+        high = np.ceil(rows / tile_rows)
+        if len(skew) > 1:
+            high = np.mean([np.ceil(rows * share / tile_rows) for share in skew], axis=0)
+        waves = groups * high * np.ceil(columns / tile_columns) / units
         paid = waves * (np.maximum(np.ceil(waves), 1.0) / waves) ** WAVE
         small = 1.0 + SMALL_TILE * (128 / tile_rows + 128 / tile_columns)
         best = np.minimum(best, paid * (tile_rows * tile_columns * small))
@@ -241,14 +263,15 @@ def bank_products_s(
     dtype: str,
     peak: float,
     rates: ExpertRates,
+    skew: Sequence[float] = (1.0,),
 ) -> Floats:
     """Seconds of one product for each of `groups` experts at once, of `rows` tokens each: [shape]. Experts without a
-    token compute nothing, and their weights are not read."""
+    token compute nothing, and their weights are not read. skew: see products_s."""
     active = groups * np.minimum(rows, 1.0)
     size = SIZES[dtype]
     weights_s = rates.weights * size * active * inner * columns / device.bandwidth
     moved = active * np.maximum(rows, 1.0) * (size * inner + 2.0 * columns)
-    products = products_s(rows, inner, columns, device, peak, rates, np.maximum(active, 1e-9))
+    products = products_s(rows, inner, columns, device, peak, rates, np.maximum(active, 1e-9), skew)
     seconds: Floats = np.maximum(products, weights_s)
     return seconds + rates.traffic * moved / device.bandwidth
 

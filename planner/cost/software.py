@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from ...profiler.document import Frozen, in_a_sentence, parsed
+from ...profiler.document import Frozen, parsed, rule_of
 from ...profiler.machine.cluster import Device, Link
 from .kernels import family_of
 
@@ -29,24 +29,42 @@ class StackMemory(Frozen):
         description="weights and gradients lie whole in buffers all step long, beside a sharded optimizer with fp32 "
         "weights, as Megatron's distributed optimizer has them; where weights are not gathered layer by layer",
     )
-    gradient_copies: float = Field(default=0.0, ge=0, description="bytes of a parameter's gradient beside the buffer's")
+    gradient_copies: float = Field(
+        default=0.0, ge=0, le=100, description="bytes of a parameter's gradient beside the buffer's"
+    )
     pure: bool = Field(default=False, description="weights, gradients and moments are in the compute dtype alone")
     optimizer_copies: float = Field(
-        default=0.0, ge=0, description="bytes beside an optimizer's state for each element that it has: its own copies"
+        default=0.0,
+        ge=0,
+        le=100,
+        description="bytes beside an optimizer's state for each element that it has: its own copies",
     )
     gathers_again: bool = Field(
         default=False, description="sequence parallelism keeps slices of what matmuls read, and gathers them once more"
     )
-    moments: float = Field(default=1.0, gt=0, description="size of an optimizer's moments relative to fp32")
-    activations: float = Field(default=1.0, gt=0, description="share of the saved activations that fused kernels keep")
-    low_precision: float = Field(default=1.0, gt=0, description="share of those that fp8 and fp4 matmuls leave")
-    selective: float = Field(default=1.0, gt=0, description="share of what selective recompute keeps that is kept")
-    logit_bytes: float | None = Field(
-        default=None, ge=0, description="bytes for each logit of this rank while the loss is computed; None: as traced"
+    moments: float = Field(default=1.0, gt=0, le=10, description="size of an optimizer's moments relative to fp32")
+    activations: float = Field(
+        default=1.0, gt=0, le=10, description="share of the saved activations that fused kernels keep"
     )
-    fragmentation: float | None = Field(default=None, ge=0, description="reserved over allocated - 1; None: device's")
-    context: float | None = Field(default=None, ge=0, description="bytes outside of the allocator; None: the device's")
-    communicator: float | None = Field(default=None, ge=0, description="those of a process group; None: the device's")
+    low_precision: float = Field(default=1.0, gt=0, le=10, description="share of those that fp8 and fp4 matmuls leave")
+    selective: float = Field(
+        default=1.0, gt=0, le=10, description="share of what selective recompute keeps that is kept"
+    )
+    logit_bytes: float | None = Field(
+        default=None,
+        ge=0,
+        le=100,
+        description="bytes for each logit of this rank while the loss is computed; None: as traced",
+    )
+    fragmentation: float | None = Field(
+        default=None, ge=0, le=10, description="reserved over allocated - 1; None: device's"
+    )
+    context: float | None = Field(
+        default=None, ge=0, le=1e16, description="bytes outside of the allocator; None: the device's"
+    )
+    communicator: float | None = Field(
+        default=None, ge=0, le=1e16, description="those of a process group; None: the device's"
+    )
 
     def kept(self, recompute: str, precision: str) -> float:
         """Share of what the profile says is kept under a recompute that this stack keeps."""
@@ -61,31 +79,41 @@ class Software(Frozen):
 
     name: str
     description: str
-    matmul: float = Field(default=1.0, gt=0, description="speed of matmuls")
-    low_precision: float = Field(default=1.0, gt=0, description="speed of fp8 and fp4 matmuls, casts included")
-    attention: float = Field(default=1.0, gt=0, description="speed of fused attention: its kernel's generation")
+    matmul: float = Field(default=1.0, gt=0, le=10, description="speed of matmuls")
+    low_precision: float = Field(default=1.0, gt=0, le=10, description="speed of fp8 and fp4 matmuls, casts included")
+    attention: float = Field(default=1.0, gt=0, le=10, description="speed of fused attention: its kernel's generation")
     attention_kernel: Literal["torch", "flash-1", "flash-2", "cudnn"] = Field(
         default="torch", description="generation of its fused attention's kernels; torch: what torch chooses there"
     )
-    fusion: float = Field(default=1.0, gt=0, description="share of the memory traffic of other kernels that is left")
+    fusion: float = Field(
+        default=1.0, gt=0, le=10, description="share of the memory traffic of other kernels that is left"
+    )
     overlap: float | None = Field(
         default=None, ge=0, le=1, description="share of compute behind which gradients and gathers hide; None: device's"
     )
     tensor_overlap: float = Field(default=0.0, ge=0, le=1, description="share of tensor-parallel communication hidden")
-    network: float = Field(default=1.0, gt=0, description="share of the bandwidth between hosts that it reaches")
-    loss: float = Field(default=1.0, gt=0, description="share of the traffic of the loss over logits that is left")
-    gradient_bytes: int = Field(default=4, description="bytes of one element of gradients when they are reduced")
-    layer_s: float = Field(default=0.0, ge=0, description="seconds that the host adds to each pass of a layer")
-    step_s: float = Field(default=0.0, ge=0, description="seconds that the host adds to each step")
+    network: float = Field(default=1.0, gt=0, le=10, description="share of the bandwidth between hosts that it reaches")
+    loss: float = Field(
+        default=1.0, gt=0, le=10, description="share of the traffic of the loss over logits that is left"
+    )
+    gradient_bytes: int = Field(
+        default=4, ge=1, le=8, description="bytes of one element of gradients when they are reduced"
+    )
+    layer_s: float = Field(default=0.0, ge=0, le=60, description="seconds that the host adds to each pass of a layer")
+    step_s: float = Field(default=0.0, ge=0, le=3600, description="seconds that the host adds to each step")
     graphed: float = Field(default=0.0, ge=0, le=1, description="share of launches that are replayed from CUDA graphs")
     routing_s: float = Field(
         default=2e-3,
         ge=0,
+        le=60,
         description="seconds that the host adds to each pass of a bank of experts for which it waits: how many tokens "
         "go to which rank. 1.1-5.2 ms in published runs of mixtures with plain all-to-all",
     )
     expert_s: float = Field(
-        default=0.0, ge=0, description="seconds that the host adds for each expert held, per pass: stacks that loop"
+        default=0.0,
+        ge=0,
+        le=60,
+        description="seconds that the host adds for each expert held, per pass: stacks that loop",
     )
     expert_overlap: float = Field(
         default=0.0, ge=0, le=1, description="share of the exchange of tokens with experts that is hidden"
@@ -164,7 +192,7 @@ GRAPH_LAUNCH_S = 2e-6
 """Seconds that the smallest kernel of a CUDA graph takes. Assumption: about 2 us of work; NVIDIA's "Getting Started
 with CUDA Graphs" has 0.5 us between kernels of a graph."""
 
-STRAGGLING = 0.00242
+STRAGGLING = 0.00286
 """Share that a step loses for each doubling of the devices beyond one host. Fit to published runs, see
 benchmarks/published/fitted/fit.md."""
 
@@ -260,7 +288,9 @@ def _stack(name_or_path: str) -> Software:
         ((name, table),) = parsed(tomllib.loads, path.read_text()).items()
         return Software(name=name, **table)
     except ValidationError as error:
-        found = error.errors()[0]["input"]
-        raise ValueError(f"{path} holds no table of one software: {in_a_sentence(error)} (found {found!r})") from None
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        rule = f"{where}: {rule_of(error, Software)} (found {first['input']!r})"
+        raise ValueError(f"{path} holds no table of one software: {rule}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no table of one software: {str(error).splitlines()[0]}") from None

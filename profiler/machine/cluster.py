@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from ..document import Frozen, check_ends, parsed
+from ..document import Frozen, check_ends, parsed, rule_of
 from .units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_seconds
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -32,17 +32,19 @@ def _link_rate(text: str | int | float) -> float:
     return rate
 
 
-_LinkRate = Annotated[float, BeforeValidator(_link_rate), Field(gt=0)]
-_Size = Annotated[float, BeforeValidator(parse_bytes), Field(gt=0)]
-_Overhead = Annotated[float, BeforeValidator(parse_bytes), Field(ge=0)]
-_Rate = Annotated[float, BeforeValidator(parse_bytes_per_s), Field(gt=0)]
-_Time = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0)]
-_Speed = Annotated[float, BeforeValidator(parse_flops_per_s), Field(gt=0)]
-
+_LinkRate = Annotated[float, BeforeValidator(_link_rate), Field(gt=0, le=1e16)]
+_Size = Annotated[float, BeforeValidator(parse_bytes), Field(gt=0, le=1e16)]
+_Overhead = Annotated[float, BeforeValidator(parse_bytes), Field(ge=0, le=1e16)]
+_Rate = Annotated[float, BeforeValidator(parse_bytes_per_s), Field(gt=0, le=1e16)]
+_Time = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0, le=60)]
+_Speed = Annotated[float, BeforeValidator(parse_flops_per_s), Field(gt=0, le=1e20)]
+"""Upper ends are a thousand times and more beyond any device: what lies above has the wrong unit."""
 
 _Share = Annotated[float, Field(gt=0, le=1)]
 _Fraction = Annotated[float, Field(ge=0, le=1)]
-_Positive = Annotated[float, Field(gt=0)]
+_Positive = Annotated[float, Field(gt=0, le=1e16)]
+_Factor = Annotated[float, Field(gt=0, le=1e4)]
+_Many = Annotated[int, Field(gt=0, le=1_000_000)]
 
 MatmulSample = tuple[PositiveInt, PositiveInt, PositiveInt, _Share]
 """Rows, inner and columns of a product, and the share of peak that it reached."""
@@ -62,7 +64,7 @@ class Device(Frozen):
     memory: _Size = Field(description="bytes a process can allocate on it")
     context: _Overhead = Field(description="bytes outside the allocator: CUDA context, library workspaces")
     communicator: _Overhead = Field(default=0.0, description="bytes outside the allocator per process group")
-    fragmentation: float = Field(default=0.0, ge=0, description="reserved over allocated bytes, minus 1")
+    fragmentation: float = Field(default=0.0, ge=0, le=10, description="reserved over allocated bytes, minus 1")
     flops: dict[str, _Speed] = Field(description="dense peak FLOP/s by dtype: bf16, fp32, ...")
     matmul_efficiency: float = Field(gt=0, le=1, description="share of peak that a large matmul reaches")
     low_precision_efficiency: float = Field(
@@ -73,7 +75,7 @@ class Device(Frozen):
         description="measured share of peak by dtype, at (rows, inner, columns); replaces efficiency and tile",
     )
     tile: tuple[PositiveInt, PositiveInt] = Field(default=(128, 256), description="rows, columns of one matmul tile")
-    compute_units: PositiveInt = Field(default=1, description="tiles computed at a time (streaming multiprocessors)")
+    compute_units: _Many = Field(default=1, description="tiles computed at a time (streaming multiprocessors)")
     kernels: str = Field(
         default="",
         description="family of devices whose products and attention are priced by shape (planner/cost/kernels.toml) "
@@ -86,13 +88,16 @@ class Device(Frozen):
         description="share of the speed of kernels measured alone that they keep in training: power and clocks",
     )
     product_speed: float = Field(
-        default=1.0, gt=0, description="speed of products over that of the family's, beside `sustained`"
+        default=1.0, gt=0, le=10, description="speed of products over that of the family's, beside `sustained`"
     )
     attention_speed: float = Field(
-        default=1.0, gt=0, description="speed of attention over that of the family's kernels, beside `sustained`"
+        default=1.0, gt=0, le=10, description="speed of attention over that of the family's kernels, beside `sustained`"
     )
     low_precision_speed: float = Field(
-        default=1.0, gt=0, description="speed of fp8 and fp4 products over that of the family's, beside `sustained`"
+        default=1.0,
+        gt=0,
+        le=10,
+        description="speed of fp8 and fp4 products over that of the family's, beside `sustained`",
     )
     attention_efficiency: float = Field(gt=0, le=1, description="share of peak that fused attention reaches")
     attention_backward_efficiency: float | None = Field(
@@ -112,7 +117,7 @@ class Device(Frozen):
         default=None, description="the same for gradients of whole replicas (DDP without a pipeline), if it differs"
     )
     contention: float = Field(ge=0, le=1, description="share of hidden communication that compute still pays for")
-    collective_factors: dict[str, float] = Field(
+    collective_factors: dict[str, _Factor] = Field(
         default={}, description="time over the ideal ring by collective: all_reduce, all_gather, reduce_scatter, p2p"
     )
     flat_rings: bool = Field(
@@ -120,14 +125,14 @@ class Device(Frozen):
         description="its collectives pass a tensor from rank to rank, hosts or not, so that (n - 1) / n of it crosses "
         "between hosts, as gloo's do; else (h - 1) / h of it: first inside each host, then between the h hosts",
     )
-    devices_per_host: PositiveInt = Field(description="usual number in one host")
+    devices_per_host: _Many = Field(description="usual number in one host")
     link: Link = Field(description="between devices of one host, per device")
     network: Link = Field(description="between hosts, per host, usual for this platform")
     host_bandwidth: _Rate = Field(default=25e9, description="bytes per second to or from the host, one direction")
     host_memory_bandwidth: _Rate = Field(
         default=50e9, description="bytes per second of the host's memory, one device's share of it"
     )
-    price_per_hour: float | None = Field(default=None, ge=0, description="US dollars, one device")
+    price_per_hour: float | None = Field(default=None, ge=0, le=1e6, description="US dollars, one device")
     sources: dict[str, str] = Field(description="field -> where its number comes from")
 
     @property
@@ -397,7 +402,7 @@ def _network(entry: object, path: Path) -> Link:
     try:
         return _validated(Link, entry, f"{path} [network]")
     except ValueError as error:
-        if "bandwidth: it should be greater" not in str(error):
+        if "bandwidth: it should be above 0" not in str(error):
             raise
         raise ValueError(
             f"{error}: hosts could not reach each other; give what one host gets in large collectives, in one "
@@ -439,5 +444,4 @@ def _validated(model: type[_Model], data: object, where: str) -> _Model:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        rule = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-        raise ValueError(f"{where}: {key}: {rule} (found {first['input']!r})") from None
+        raise ValueError(f"{where}: {key}: {rule_of(error, model)} (found {first['input']!r})") from None
