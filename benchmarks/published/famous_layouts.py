@@ -6,6 +6,7 @@ Set-ups are rows of the data (data/) or of famous/famous.jsonl, which no fit has
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -115,8 +116,13 @@ def page(found: list[Famous]) -> str:
     for each in found:
         assumed = f" Assumed of theirs: {', '.join(each.assumed)}." if each.assumed else ""
         software = each.theirs.training.software
-        lines.append(f"- **{each.name}**, as {software}: {each.sentence}.{assumed} Source: {each.row.source}")
+        lines.append(f"- **{each.name}**, as {software}: {each.sentence}.{assumed} Source: {_source(each.row)}")
     return "\n".join(lines) + "\n"
+
+
+def _source(row: Row) -> str:
+    """Where a row is from, without how it was read."""
+    return re.split(r"; (?:full row )?read in", row.source)[0]
 
 
 def _layout(plan: Plan) -> str:
