@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -405,11 +406,13 @@ def test_magnitudes_of_mixtral_with_experts_and_context_spread_over_a_host() -> 
     state = state_bytes(spread, training)
 
     with_experts = prices.cost(prices.kinds[1], spread, keep)
-    with_context = prices.cost(prices.kinds[1], sliced, keep)
+    by_heads = prices.cost(prices.kinds[1], replace(sliced, context_kind="all_to_all"), keep)
+    in_a_ring = prices.cost(prices.kinds[1], sliced, keep)
 
     assert 0.5e-3 < with_experts.expert_forward_s < 2e-3
     assert 10e-3 < with_experts.forward_s < 40e-3
-    assert 0.05e-3 < with_context.context_forward_s < 1e-3, "keys and values of 8 heads, mostly behind attention"
+    assert 0.2e-3 < by_heads.context_forward_s < 2e-3, "168 MB of queries, keys, values and outputs, over NVLink"
+    assert 1e-3 < in_a_ring.context_forward_s < 8e-3, "8 blocks of 34 million outputs, merged at 26 bytes each"
     assert 10e-3 < exchange_s(1e9, 1e9, prices.links(64, 1)) < 50e-3, "1 GB of a GPU over its share of 8 network cards"
     assert 0.2 < host_optimizer_s(1e9, "adamw", on.device) < 2.0
     assert (64 * state.sharded_parameters, 64 * state.optimizer, state.gathered) == (4, 8, 2)
