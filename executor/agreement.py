@@ -157,7 +157,7 @@ def _checksum(tensor: torch.Tensor) -> int:
     if tensor.layout != torch.strided or tensor.is_meta:
         return 0
     plain = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(memoryview(plain.view(torch.uint8).numpy())) if plain.numel() else 0
+    return zlib.crc32(plain.view(torch.uint8).numpy().tobytes()) if plain.numel() else 0
 
 
 def _difference(first: int, one: Fingerprint, rank: int, other: Fingerprint) -> str:
