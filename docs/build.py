@@ -53,6 +53,7 @@ ORDER = (
     "tutorials/lora.md",
     "tutorials/rented-gpus.md",
     "tutorials/tune.md",
+    "tutorials/frameworks.md",
     "reference/cli.md",
     "reference/api.md",
     "reference/documents.md",

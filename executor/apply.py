@@ -1,5 +1,6 @@
 """Turn a model into this rank's part of a plan: stage, tensor parallel, recompute, numbers and shards."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ..planner.cost.sharding import shard_dim
 from ..planner.plan.document import LayerPlan, Plan
-from ..profiler.model.building import is_lazy, on_meta, with_dense_gradients, without_compiler
+from ..profiler.model.building import in_training, is_lazy, on_meta, with_dense_gradients, without_compiler
 from ..profiler.model.load import without_cache
 from ..profiler.semantics.token_marks import unseen
 from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers
@@ -87,8 +88,30 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 
 
 def plain(model_fn: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """The constructor of what is trained: the module without its compiler and its cache, with dense gradients."""
-    return lambda: without_cache(with_dense_gradients(without_compiler(model_fn())))
+    """The constructor of what is trained: the module without its compiler and its cache, with dense gradients.
+
+    Raises ValueError, or makes the constructor raise it, if it is none that builds a module whenever it is called.
+    """
+    if isinstance(model_fn, nn.Module):
+        raise ValueError(
+            f"parallelize was given a {type(model_fn).__name__} that is built already: give the function that builds "
+            "it, parallelize(MyModel, ...) or parallelize(lambda: MyModel(config), ...), and its numbers as weights=..."
+        )
+    last: list[weakref.ref[nn.Module]] = []
+
+    def build() -> nn.Module:
+        made = model_fn()
+        if not isinstance(made, nn.Module):
+            raise ValueError(f"the function that builds the model returned a {type(made).__name__}, not an nn.Module")
+        if last and last[0]() is made:
+            raise ValueError(
+                f"the function that builds the model returned the same {type(made).__name__} twice: let it build the "
+                "model each time that it is called, and give the numbers of one that is built as weights=..."
+            )
+        last[:] = [weakref.ref(made)]
+        return without_cache(with_dense_gradients(without_compiler(made)))
+
+    return build
 
 
 def build_on_meta(model_fn: Callable[[], nn.Module], plan: Plan) -> nn.Module:
@@ -209,7 +232,7 @@ def _part(
         materialise([module])
     for passage in passages:
         passage.around()
-    module.train()
+    in_training(model)
     return AppliedModel(module, model, prefix, kind, layout, units, experts, compiled, context)
 
 

@@ -249,4 +249,9 @@ class Means:
         if self._mesh.device_mesh is not None:
             dist.all_reduce(sums)
         *found, weight = sums.tolist()
+        if not weight:
+            raise ValueError(
+                "evaluate() was given no batches, or only such as weight= counts as nothing: a loader leaves out what "
+                "does not fill a global batch"
+            )
         return {name: value / weight for name, value in zip(self._names, found, strict=True)}

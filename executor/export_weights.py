@@ -9,6 +9,7 @@ import torch
 from ..planner.plan.document import Plan
 from .apply import AppliedModel
 from .parallel.mesh import RankMesh
+from .parallel.stage_module import stages_in
 from .parallel.whole_matrices import whole_size, whole_tensor
 from .state.checkpoint import Checkpoints
 from .state.weight_files import WeightFiles, WeightFormat, cast
@@ -84,6 +85,7 @@ def export_model(
     if failed:
         raise OSError(f"the weights were not written to {folder}: {failed[0]}")
     ranks.from_first(files.finish)
-    config: Any = getattr(model.model, "config", None)
+    stages = stages_in(model.module)  # a rank's part is no model of its own where it has several stages
+    config: Any = getattr(stages[0].model if stages else model.model, "config", None)
     if mesh.rank == 0 and hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)

@@ -38,6 +38,11 @@ def shares(
     """
     by_shard = callable(samples) and _num_arguments(samples) >= 2
     given: Any = samples
+    if isinstance(samples, DataLoader):
+        raise ValueError(
+            f"trainer.loader was given a DataLoader, whose items are batches: give it the samples, its dataset of "
+            f"{type(samples.dataset).__name__}, with collate=, shuffle= and workers= as the DataLoader has them"
+        )
     if callable(samples) and not _is_indexed(samples):
         given = samples(rank, num_ranks) if by_shard else samples()
     collated = collate or default_collate
@@ -46,6 +51,8 @@ def shares(
     if _is_indexed(given):
         order = _order(len(given), shuffle, epoch)
         total = share * num_ranks
+        if len(order) < total:
+            raise ValueError(_too_few(f"{len(order)} samples", total))
         batches = [
             order[start + rank * share : start + (rank + 1) * share]
             for start in range(taken, len(order) - total + 1, total)
@@ -66,6 +73,7 @@ def shares(
         )
     first, each = (0, share) if by_shard else (rank * share, share * num_ranks)
     own: list[Any] = []
+    index, place = -1, 0
     for index, sample in enumerate(itertools.islice(given, taken // num_ranks if by_shard else taken, None)):
         place = index % each
         if first <= place < first + share:
@@ -73,6 +81,15 @@ def shares(
         if place == each - 1:
             yield collated(own)
             own = []
+    if index + 1 < each and not taken:
+        used_up = " (an iterator is used up after one epoch: give a function that makes one)" if index < 0 else ""
+        raise ValueError(_too_few(f"{index + 1} samples{used_up}", each))
+
+
+def _too_few(found: str, needed: int) -> str:
+    return (
+        f"trainer.loader found {found}, a global batch has {needed}: give more, or plan with a smaller --global-batch"
+    )
 
 
 class Padded:

@@ -63,6 +63,13 @@ def data_parallel(
     return replicas
 
 
+def remove_replication(replicas: DistributedDataParallel) -> None:
+    """Let a model be without replicas again: no gradient is averaged, or waited for, any more."""
+    replicas._remove_autograd_hooks()
+    for parameter in replicas.module.parameters():
+        parameter.grad = None  # a view of its buckets
+
+
 @contextmanager
 def replaced_truncated_normal(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """While it lasts, trunc_normal_ is what `replace` makes of it, whoever calls it.

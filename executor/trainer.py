@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
 from ..profiler.model.load import split_inputs
+from .agreement import check_numbers, check_optimizers, check_parameters, check_shares, check_weights, mark_of_share
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta, plain
 from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples, with_loss
 from .export_weights import export_model
@@ -34,8 +35,9 @@ from .faults import (
     raise_spoiled,
     tell_batch_norms,
 )
+from .parallel.checked_loss import CheckedLoss
 from .parallel.compiled import backend_of
-from .parallel.gradients import Gradients, local_gradient
+from .parallel.gradients import Gradients, local_gradient, local_gradients
 from .parallel.mesh import RankMesh, check_world_size, connect
 from .parallel.micro_batches import Scale, loss_of, scaled, split_micro_batches
 from .parallel.norms import norms_of
@@ -54,7 +56,7 @@ from .state.run_state import ModelState, State
 from .state.weight_files import WeightFormat
 from .state.weights import Loading, Weights
 from .telemetry import Telemetry
-from .torch_compat import accelerator, data_parallel
+from .torch_compat import accelerator, data_parallel, remove_replication
 from .watch import GRACE_S, HANG_S, LONGER, Watch, watched
 
 
@@ -150,10 +152,20 @@ def parallelize(
             f"the plan has {', '.join(priced_only)}, which is priced, not run yet: plan again without --space full and "
             "without --pin of these"
         )
-    if check_every < 1:
-        raise ValueError(f"check_every is {check_every}; it counts steps, for example check_every=10")
+    check_numbers(max_grad_norm, check_every, timeout_s, seed)
     check_world_size(plan)
     backend = backend_of(compile, plan)
+    settings = {
+        "seed": seed,
+        "max_grad_norm": max_grad_norm,
+        "check_every": check_every,
+        "whole_matrices": whole_matrices,
+        "compile": backend,
+        **{
+            name: "something" if given is not None else None
+            for name, given in (("loss", loss), ("weight", weight), ("weights", weights), ("telemetry", telemetry))
+        },
+    }
     was_running = dist.is_initialized()
     watch = watched(plan, timeout_s)
     with nullcontext() if watch is None else watch.task("in its start-up", "after its start-up"):
@@ -166,12 +178,16 @@ def parallelize(
             loading = Loading(weights, whole, plan.model.ties)
             values = empty_values(model_fn, whole, loading.parameters, seed)
         check_devices(plan, torch.device(device) if device is not None else accelerator())
-        mesh = connect(plan, device, timeout_s * LONGER + GRACE_S)
+        mesh = connect(plan, device, timeout_s * LONGER + GRACE_S, settings)
         if watch is not None:
             watch.see_exceptions()
         check_own_device(mesh)
         tell_batch_norms(whole, plan, mesh.rank)
         drawn = RandomNumbers(whole, plan, mesh, seed)
+        if loss is not None:
+            parts = plan.num_microbatches * plan.degrees.data
+            whole_outputs = plan.degrees.tensor * plan.degrees.context == 1
+            loss = CheckedLoss(loss, plan.micro_batch, parts if whole_outputs else 0, mesh.data_rank == 0)
         model = apply_plan(whole, model_fn, plan, mesh, loss, seed, values, backend)
         if loading is not None:
             loading.fill(ModelState(model, plan, mesh).model_boxes())
@@ -212,6 +228,9 @@ class Trainer:
         self.data_rank = mesh.data_rank
         self.data_size = mesh.data_size
         self.optimizer, self._whole_matrices = prepare_optimizer(optimizer, model, plan, mesh, whole_matrices)
+        check_optimizers(mesh, self.optimizer)
+        self.optimizer.register_step_pre_hook(self._only_in_steps)
+        self._steps_now = False
         self._applied = model
         self._loss = loss
         self._weight = weight
@@ -242,6 +261,11 @@ class Trainer:
         self._started = 0.0
         self._shapes: list[tuple[int, ...]] = []  # of the first step's inputs
         self._skip = 0  # samples that the next `loader` leaves out
+        self._looks = True  # whether ranks agree, before the next step
+        self._left: torch.Tensor | None = None  # what tells gradients after forward_backward
+        self._marks: list[torch.Tensor] = []  # of the shares since the last optimizer step
+        self._trained = {name: p.requires_grad for name, p in model.parameters.items()}
+        self._dtypes = {name: p.dtype for name, p in model.parameters.items()}
         if plan.degrees.tensor > 1:
             self._first_step = SharedGradients(model.model, model.layout)
         else:
@@ -278,7 +302,8 @@ class Trainer:
         with self._task(f"in step {step}", f"within step {step}", times=1.0), self._memory_explained():
             if loss is not None and self._loss is None:
                 raise ValueError("forward_backward(loss=...) of a model that returns its own loss: give none")
-            losses, scales = self._accumulate(batch, scale, loss)
+            losses, scales = self._accumulate(batch, scale, None if loss is None else CheckedLoss(loss))
+            self._left = self._own_norm()
             found = self._loss_share(losses, scales)
             if self.mesh.device_mesh is not None:
                 dist.all_reduce(found)
@@ -293,6 +318,13 @@ class Trainer:
         with self._task(f"in step {step}", f"after step {step}", times=1.0), self._memory_explained():
             return self._finish_step()
 
+    def _own_norm(self) -> torch.Tensor | None:
+        """A number that tells whether this rank's gradients were written to; None where that is everybody's right, for
+        they are those of the whole job already, or shards of them that know it."""
+        if self.plan.degrees.tensor * self.plan.degrees.pipeline == 1:
+            return None
+        return norms_of(local_gradients(self._applied.parameters.values()), self.mesh.device).sum()
+
     @contextmanager
     def _memory_explained(self) -> Iterator[None]:
         try:
@@ -302,6 +334,9 @@ class Trainer:
 
     def _accumulate(self, batch: Any, scale: float, loss: Loss | None) -> tuple[list[torch.Tensor], list[Scale]]:
         """(losses of the micro-batches on the last stage, their factors)."""
+        if not torch.is_grad_enabled():
+            raise ValueError("a step under torch.no_grad() or inference_mode(): take it outside, or call evaluate()")
+        self._look(batch)
         if not self._given:
             if self._telemetry is not None:
                 self._telemetry.begin()
@@ -312,6 +347,7 @@ class Trainer:
                 parameter.grad = None
         batch = tree_map(self._to_device, batch)
         scales = [own * scale for own in self._scales(batch)]
+        self._marks.append(mark_of_share(self.mesh, batch))
         with self._first_step or nullcontext(), self._random.step(self.progress.steps + 1, len(self._given)):
             losses = self._forward_backward(batch, scales, loss or self._loss)
         if self._first_step is not None:
@@ -320,18 +356,59 @@ class Trainer:
         self._given.append((losses, scales))
         return losses, scales
 
+    def _look(self, batch: Any) -> None:
+        """Raise ValueError, on every rank, if ranks do not agree, or what is trained has changed in a way that the plan
+        does not allow."""
+        if not self._given:
+            self._see_frozen()
+        if not self._looks:
+            return
+        check_parameters(self.mesh, self._applied, self._dtypes)
+        check_shares(self.mesh, batch, self.progress.steps + 1)
+        self._looks = False
+
+    def _see_frozen(self) -> None:
+        """Follow parameters that were frozen, or are trained again, since the last step."""
+        now = {name: p.requires_grad for name, p in self._applied.parameters.items()}
+        if now == self._trained:
+            return
+        degrees = self.plan.degrees
+        thawed = next((name for name, is_trained in now.items() if is_trained and not self._trained[name]), None)
+        if thawed is not None and degrees.tensor * degrees.pipeline > 1:
+            raise ValueError(
+                f"{thawed} was frozen and is to be trained now, but tensor parallelism and pipelines are set up for "
+                "what is trained: save(), let the function that builds the model set requires_grad, and resume()"
+            )
+        self._trained = now
+        if self._replicas is not None:  # DDP waits for those gradients, and averages those, that it was made for
+            remove_replication(self._replicas)
+            self._replicas = None
+
+    def _only_in_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._steps_now:
+            raise ValueError(
+                "trainer.optimizer.step() was called by hand, on gradients that are not those of the whole job: call "
+                "trainer.step(batch), or forward_backward(batch) and optimizer_step()"
+            )
+
     def _finish_step(self) -> Metrics:
         step = self.progress.steps + 1
         given, self._given = self._given, []
+        left, self._left = self._left, None
+        touched = None if left is None else left - cast(torch.Tensor, self._own_norm())
         self._gradients.reduce()
-        totals = self._totals(given)
+        totals = self._totals(given, touched)
         norm = totals[1].sqrt()
         if self._max_grad_norm is not None:
             # What is not finite stays as it is, so that it can be found.
             self._gradients.clip(self._max_grad_norm, norm.nan_to_num(0.0, posinf=0.0))
         if self._whole_matrices is not None:
             self._whole_matrices.gather()
-        self.optimizer.step()
+        self._steps_now = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._steps_now = False
         if self._whole_matrices is not None:
             self._whole_matrices.scatter()
         before, self._norms = self._norms, norms_of(self._local_parameters(), self.mesh.device)
@@ -359,6 +436,18 @@ class Trainer:
         steps, self._unchecked = self._unchecked, []
         last = steps[-1][0]
         for step, metrics in steps:
+            if metrics.found[3] != 0:
+                raise ValueError(
+                    f"step {step}: ranks that work on the same samples were given different ones, which they were not "
+                    "in the first step: trainer.loader gives every rank its share; a loader of your own must go "
+                    "through the samples alike on all ranks that have a share (one seed, nothing skipped by one rank)"
+                )
+            if any(metrics.found[4:]):
+                raise ValueError(
+                    "gradients were written to between forward_backward() and optimizer_step(), where a rank has only "
+                    "its part of them under this plan (clip_grad_norm_ would clip each rank by another norm): give "
+                    "parallelize(max_grad_norm=...), or plan with --pin tensor=1 --pin pipeline=1"
+                )
             spoiled = not math.isfinite(metrics.found[2])
             if not spoiled and math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm):
                 continue
@@ -512,6 +601,7 @@ class Trainer:
             self.progress = self._read = writer.load(found, stateful)
         self._skip = self.progress.samples
         self._norms = None
+        self._looks = True
         self._unchecked.clear()
         return self.progress.steps
 
@@ -584,6 +674,7 @@ class Trainer:
             return [1 / count] * count
         parts = split_micro_batches(batch, count, self.samples_per_step, self.plan.model.batch)
         weights = torch.stack([torch.as_tensor(self._weight(part)).double() for part in parts]).to(self.mesh.device)
+        check_weights(weights, first=self.progress.steps == 0)
         total = weights.sum()
         if self.mesh.device_mesh is not None:
             dist.all_reduce(total)
@@ -673,11 +764,23 @@ class Trainer:
             self._reduces = now
         return self._replicas.no_sync() if self._replicas is not None and not now else nullcontext()
 
-    def _totals(self, given: list[tuple[list[torch.Tensor], list[Scale]]]) -> torch.Tensor:
-        """[loss, squared gradient norm, what is finite unless the last step left parameters that are not] of the whole
-        job, with one small all-reduce."""
+    def _totals(
+        self, given: list[tuple[list[torch.Tensor], list[Scale]]], touched: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[loss, squared gradient norm, what is finite unless the last step left parameters that are not, 0 where
+        ranks of a share had the same samples, 0 where gradients were left alone] of the whole job, with one small
+        all-reduce."""
         loss = torch.stack([self._loss_share(losses, scales) for losses, scales in given]).sum()
-        totals = torch.stack([loss, self._gradients.squared_norm(), self._spoiled()])
+        marks, self._marks = torch.stack(self._marks).sum(), []
+        totals = torch.stack(
+            [
+                loss,
+                self._gradients.squared_norm(),
+                self._spoiled(),
+                marks,
+                *([] if touched is None else [touched.abs()]),
+            ]
+        )
         if self.mesh.device_mesh is not None:
             dist.all_reduce(totals)
         return totals

@@ -1,10 +1,11 @@
-"""Training loops as people write them with torch alone: FSDP2, tensor parallel and FSDP2, a 1F1B pipeline.
+"""Training loops as people write them with torch alone: DDP, FSDP2, tensor parallel with and without FSDP2, 1F1B.
 
 The model is a Llama of transformers. Each loop clips the gradient norm and reports loss and norm of every step, as our
 trainer does.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MAX_NORM = 1.0
@@ -76,9 +78,13 @@ def _accumulated(model: nn.Module, num_microbatches: int, tensor: dist.ProcessGr
         optimizer.zero_grad()
         total = torch.zeros(())
         for i, part in enumerate(tokens.chunk(num_microbatches)):
-            model.set_requires_gradient_sync(i == num_microbatches - 1)  # type: ignore[operator]
-            loss = loss_of(model(input_ids=part, use_cache=False).logits, part) / num_microbatches
-            loss.backward()
+            is_last = i == num_microbatches - 1
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(is_last)
+            waits = isinstance(model, DistributedDataParallel) and not is_last
+            with model.no_sync() if waits else nullcontext():
+                loss = loss_of(model(input_ids=part, use_cache=False).logits, part) / num_microbatches
+                loss.backward()
             total += loss.detach()
         norm = _clipped(parameters, tensor, norms)
         optimizer.step()
@@ -86,6 +92,11 @@ def _accumulated(model: nn.Module, num_microbatches: int, tensor: dist.ProcessGr
         return total.item() / dist.get_world_size(), norm.item()
 
     return step
+
+
+def ddp(config: LlamaConfig, num_microbatches: int) -> Step:
+    """DistributedDataParallel over all ranks."""
+    return _accumulated(DistributedDataParallel(_built(config), gradient_as_bucket_view=True), num_microbatches)
 
 
 def fsdp(config: LlamaConfig, num_microbatches: int) -> Step:
@@ -185,7 +196,8 @@ def styles_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int) -> 
 
 
 def collectives_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int) -> Step:
-    """Tensor parallelism by collectives of one's own on plain tensors, as Megatron has it, with fully_shard around."""
+    """Tensor parallelism by collectives of one's own on plain tensors, as Megatron has it, with fully_shard around
+    where there are other ranks to shard over."""
     model = _built(config)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
     group = mesh.get_group("tensor")
@@ -205,7 +217,8 @@ def collectives_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int
             half.get_submodule(row).register_forward_hook(lambda _, args, y: _Sum.apply(y, group))
         layer.input_layernorm.register_forward_hook(lambda _, args, y: _Alike.apply(y, group))
         layer.post_attention_layernorm.register_forward_hook(lambda _, args, y: _Alike.apply(y, group))
-    _shard(model, mesh["data"])
+    if mesh["data"].size() > 1:
+        _shard(model, mesh["data"])
     return _accumulated(model, num_microbatches, group)
 
 

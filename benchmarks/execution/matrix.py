@@ -169,7 +169,8 @@ def key_of(drawn: Drawn) -> str:
         exclude={
             "model": model,
             **dict.fromkeys(("cluster", "prediction", "certificate", "alternatives", "versions"), True),
-        }
+        },
+        exclude_none=True,  # so that a field that documents get later makes no plan another one
     )
     return hashlib.sha256(f"{drawn.model} {drawn.kind} evaluated {told}".encode()).hexdigest()[:16]
 

@@ -11,6 +11,7 @@ import datetime
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from . import by_hand
 
 RESULTS = Path(__file__).parent / "results"
 TARGET = 0.02
+"""Share of a hand-written step's CPU time."""
 
 _WARM_UP = 3
 _SEQ_LEN = 128
@@ -54,7 +56,14 @@ class Case:
 
 
 CASES = (
+    Case("DDP", 2, {"data_replicate": 2, "num_microbatches": 2}, lambda c: by_hand.ddp(c, 2)),
     Case("FSDP2", 2, {"data_shard": 2, "num_microbatches": 2}, lambda c: by_hand.fsdp(c, 2), reshard=True),
+    Case(
+        "TP 2, own collectives",
+        2,
+        {"tensor": 2, "num_microbatches": 2},
+        lambda c: by_hand.collectives_and_fsdp(c, 2, 2),
+    ),
     *(
         Case(name, 4, {"data_shard": 2, "tensor": 2, "num_microbatches": 2}, loop, reshard=True)
         for name, loop in (
@@ -132,10 +141,17 @@ def _loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> tor
     return by_hand.loss_of(logits, batch[1])
 
 
-def paired(case: Case, config: LlamaConfig, plan: Plan, num_pairs: int) -> tuple[Timed, Timed]:
+def paired(case: Case, config: LlamaConfig, plan: Plan, num_pairs: int, telemetry: Path) -> tuple[Timed, Timed]:
     """(ours, by hand) on this rank. Raises AssertionError if their losses or norms differ."""
     ours = parallelize(
-        lambda: Model(config), plan, by_hand.adamw, loss=_loss, seed=0, max_grad_norm=by_hand.MAX_NORM, device="cpu"
+        lambda: Model(config),
+        plan,
+        by_hand.adamw,
+        loss=_loss,
+        seed=0,
+        max_grad_norm=by_hand.MAX_NORM,
+        device="cpu",
+        telemetry=telemetry,
     )
     step_by_hand = case.by_hand(config)
     generator = torch.Generator().manual_seed(1)
@@ -165,7 +181,9 @@ def run(case: Case, width: int, num_layers: int, num_pairs: int) -> dict[str, An
     """A row of the table: medians of both sides in ms over all ranks, and of the ratios of pairs."""
     config = config_of(width, num_layers)
     plan = plan_of(case, config)
-    ranks = run_local_ranks(paired, case.ranks, case, config, plan, num_pairs, timeout_s=900.0)
+    with tempfile.TemporaryDirectory() as folder:
+        telemetry = Path(folder, "run.jsonl")
+        ranks = run_local_ranks(paired, case.ranks, case, config, plan, num_pairs, telemetry, timeout_s=900.0)
     row: dict[str, Any] = {"set-up": case.name, "ranks": case.ranks, "width": width, "layers": num_layers}
     row["pairs"] = num_pairs
     for kind, joined in (("wall", max), ("cpu", sum)):
@@ -182,8 +200,8 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
         f"`python -m benchmarks.execution.overhead`, {date}, torch {torch.__version__}",
         "",
         "Medians of pairs of steps, ours and by hand in turn, in one process group on gloo; overhead is the median "
-        "of the pairs' ratios. Wall: of the slowest rank. CPU: of all ranks together. Llama of transformers, "
-        f"micro-batches of 2 x {_SEQ_LEN} tokens, fp32.",
+        "of the pairs' ratios; ours with telemetry on. Wall: of the slowest rank. CPU: of all ranks together. Llama of "
+        f"transformers, micro-batches of 2 x {_SEQ_LEN} tokens, fp32.",
         "",
         "| set-up | ranks | width | layers | pairs | wall, ours / by hand (ms) | overhead | CPU (ms) | overhead |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",

@@ -35,7 +35,7 @@ from ...planner.plan.legality import (
 from ...planner.plan.making import make_plan, shape_of
 from ...planner.plan.shape import LayerOption, Shape
 from ...profiler.machine.cluster import cluster_of
-from ...profiler.model.building import on_meta
+from ...profiler.model.building import in_training, on_meta
 from ...profiler.model.coupling import as_float, upcast
 from ...profiler.model.load import PADDED, Batch, LoadedModel, load_model, split_inputs
 from ...profiler.model.model_profile import ModelProfile
@@ -564,7 +564,7 @@ def one_process(
     torch.manual_seed(_SEED)
     parameters = plan.degrees.data * plan.model.num_parameters
     count = plan.degrees.data if parameters <= _MOST_REPLICATED else 1
-    replicas = [_seeded(loaded).train() for _ in range(count)]
+    replicas = [in_training(_seeded(loaded)) for _ in range(count)]
     model = replicas[0]
     together = Together(replicas) if synced_norms(model) and count > 1 else None
     losses: list[float] = []
@@ -629,7 +629,7 @@ def _evaluated(replicas: Sequence[nn.Module], loaded: LoadedModel, shares: Seque
 
 def unsplit(loaded: LoadedModel, plan: Plan, batch: Batch) -> _RunResult:
     """The first step's loss and gradients of a global batch that goes through one process as it is, in one forward."""
-    model = _seeded(loaded).train()
+    model = in_training(_seeded(loaded))
     with no_dropout(), SameDraws():
         loss = _accumulate([model], loaded, [[batch]])
     named = model.named_parameters(remove_duplicate=False)

@@ -1,12 +1,14 @@
 """Where this rank sits: the DeviceMesh of a plan, the process groups of its axes, and this rank's coordinates."""
 
+import hashlib
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -136,12 +138,18 @@ def check_world_size(plan: Plan) -> None:
         )
 
 
-def connect(plan: Plan, device: torch.device | str | None = None, timeout_s: float = 0.0) -> RankMesh:
+def connect(
+    plan: Plan,
+    device: torch.device | str | None = None,
+    timeout_s: float = 0.0,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> RankMesh:
     """This rank of the plan, with torch.distributed running (gloo on CPU, nccl on CUDA) where there are others.
 
     device: default is the local rank's GPU, or the CPU without one. timeout_s: how long ranks may have to wait for each
-    other, if that is more than torch's 30 minutes of gloo (NCCL's are 10). Every rank must call it. Raises ValueError
-    if the number of ranks is not the plan's.
+    other, if that is more than torch's 30 minutes of gloo (NCCL's are 10). settings: what must be alike on all ranks,
+    as the plan must. Every rank must call it. Raises ValueError if the number of ranks is not the plan's, or ranks were
+    called with different settings.
     """
     check_world_size(plan)
     device = torch.device(device) if device is not None else accelerator()
@@ -159,13 +167,26 @@ def connect(plan: Plan, device: torch.device | str | None = None, timeout_s: flo
             timeout=timedelta(seconds=max(timeout_s, default_pg_timeout.total_seconds())),
             device_id=device if on_gpu else None,  # else NCCL guesses the device, and connects only when it first sends
         )
-    found: list[tuple[Seat, str]] = [(("", 0), "")] * plan.degrees.num_devices
+    found: list[tuple[Seat, str, dict[str, Any]]] = [(("", 0), "", {})] * plan.degrees.num_devices
     seat = socket.gethostname(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    dist.all_gather_object(found, (seat, _device_name(device)))
-    ranks = plan_ranks(plan, [seat for seat, _ in found], [name for _, name in found])
+    document = hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16]
+    dist.all_gather_object(found, (seat, _device_name(device), {"a plan of checksum": document, **settings}))
+    _check_settings([settings for _, _, settings in found])
+    ranks = plan_ranks(plan, [seat for seat, _, _ in found], [name for _, name, _ in found])
     processes = tuple(ranks.index(rank) for rank in range(len(ranks)))
     axes, spread = _device_mesh(plan, device.type, processes), expert_mesh(plan, device.type, processes)
     return RankMesh(plan, ranks[dist.get_rank()], device, axes, processes, spread)
+
+
+def _check_settings(found: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if ranks were called with different settings. found: [rank] -> name -> value."""
+    for rank, settings in enumerate(found):
+        for name, value in settings.items():
+            if value != found[0].get(name):
+                raise ValueError(
+                    f"rank {rank} was given {name}={value}, rank 0 {name}={found[0].get(name)}: all ranks must call "
+                    "parallelize with the same"
+                )
 
 
 def _store_of_attempt() -> dict[str, Any]:

@@ -18,6 +18,11 @@ def optimizer_of(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) ->
     make: is given (name, parameter) pairs if its first argument is called `named...`, else parameters. Raises
     ValueError if it returns anything but optimizers, or if these have other parameters.
     """
+    if not callable(make):
+        raise ValueError(
+            f"optimizer={type(make).__name__}(...) is made already, of parameters that are not those that are trained: "
+            "give the function that makes it, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)"
+        )
     made = make(list(parameters.items()) if _wants_names(make) else list(parameters.values()))
     several = list(made) if isinstance(made, Iterable) and not isinstance(made, Optimizer) else [made]
     if not several or not all(isinstance(one, Optimizer) for one in several):
@@ -25,6 +30,12 @@ def optimizer_of(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) ->
             f"optimizer=... returned {type(made).__name__}: it must return a torch optimizer of the parameters that it "
             "is given, or a list of several"
         )
+    for one in several:
+        if _wants_closure(one):
+            raise ValueError(
+                f"{type(one).__name__} asks for the loss again within its step (step(closure)), which a plan cannot "
+                "give it: take an optimizer whose step() needs none"
+            )
     seen: set[int] = set()
     known = {id(p) for p in parameters.values()}
     for p in (p for one in several for group in one.param_groups for p in group["params"]):
@@ -53,6 +64,11 @@ def _wants_names(make: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return first is not None and first.name.startswith("named")
+
+
+def _wants_closure(optimizer: Optimizer) -> bool:
+    found = inspect.signature(optimizer.step).parameters.get("closure")
+    return found is not None and found.default is found.empty
 
 
 class JoinedOptimizers(Optimizer):

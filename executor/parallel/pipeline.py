@@ -110,8 +110,10 @@ class PipelineRunner:
 
     def _before_weights(self, stage: StageModule) -> None:
         """torch does a backward for weights past fully_shard's hooks, which would gather parameters; and the parameters
-        that it looks for beforehand are the gathered ones."""
+        that it looks for beforehand are the gathered ones. They stay so until all groups are done: one that leads
+        through a unit's input would have its parameters given back before the next (seen on whisper's decoder)."""
         for unit, _ in stage.fsdp_units:
+            unit.set_reshard_after_backward(False, recurse=False)
             unit.unshard()
 
     def _after_weights(self, stage: StageModule, last: bool) -> None:

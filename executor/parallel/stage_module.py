@@ -117,8 +117,14 @@ class StageModule(nn.Module):
         """Give the tensors that cross the cut, in the plan's order, for the next forward."""
         self._received = tensors
 
-    def forward(self) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Crossing tensors for the next stage, or the scaled loss on the last one."""
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """Crossing tensors for the next stage, or the scaled loss on the last one. Raises TypeError if it is given
+        arguments, as by a loop that calls `trainer.model`."""
+        if args or kwargs:
+            raise TypeError(
+                "trainer.model is a stage of a pipeline, which cannot be called by itself: call trainer.step, "
+                "forward_backward, forward or evaluate on all ranks"
+            )
         micro_batch = self._queue.popleft()
         self._calls.clear()
         exchange = self._exchange = _BoundaryTensors(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...profiler.model.model_profile import TensorCut
+from ...profiler.semantics.logit_shards import check_range
 from ...profiler.tensor_cuts.tensor_rank import OwnHeads
 from .shared_gradients import unwatched
 from .tensor_collectives import GatherAlike, Slice, SumAlike, call
@@ -126,10 +127,11 @@ def embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[
         or module.sparse
     ):
         raise ValueError(f"cannot cut {module}: only a plain nn.Embedding can be cut by its vocabulary")
-    rank = dist.get_rank(group)
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
         weight = module.weight
+        check_range(tokens, None, weight.shape[0] * count, "tokens that the embedding is asked for")
         first = rank * weight.shape[0]
         elsewhere = (tokens < first) | (tokens >= first + weight.shape[0])
         if module.padding_idx is not None:

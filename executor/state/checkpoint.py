@@ -178,10 +178,7 @@ class Checkpoints:
                 f"no checkpoint of step {progress.steps} was written to {folder}: {error}; the one before is still "
                 "whole"
             ) from error
-        if self._mesh.rank == 0:
-            _finish(partial, keep)
-        if self._group is not None:
-            dist.barrier(self._group)
+        self.from_first(lambda: _finish(partial, keep))
 
     def _begin(self, folder: Path, progress: Progress) -> Path:
         """A folder for what is not complete yet; those that others have left behind are removed."""
@@ -255,7 +252,17 @@ class Checkpoints:
 
 
 def _finish(partial: Path, keep: int | None) -> None:
-    """Let a complete checkpoint appear under its name, and remove all but the last `keep`."""
+    """Let a complete checkpoint appear under its name, and remove all but the last `keep`. Raises RuntimeError if files
+    of other ranks are not here."""
+    reader = CheckedReader(partial, required=True)
+    try:
+        reader.check_documents()
+        reader.check_sizes()
+    except DamagedError as error:
+        raise RuntimeError(
+            f"no checkpoint was made in {partial.parent}, for not all that ranks have written is there: {error}. The "
+            "folder must be the same for all ranks: on several hosts a shared file system"
+        ) from error
     for path in (partial / "plan.json", partial / "state.json", partial / CHECKSUMS, partial):
         _sync(path)
     target = partial.with_name(partial.name.removeprefix(_PARTIAL))

@@ -32,6 +32,13 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     return _without_numbers(module)
 
 
+def in_training(module: nn.Module) -> nn.Module:
+    """The module in the mode in which it is trained: as its constructor leaves it, so that what is frozen by .eval()
+    inside of it stays so; all of it in training mode where it is handed over in evaluation mode, as by from_pretrained.
+    """
+    return module if module.training else module.train()
+
+
 def _asks_for_numbers(error: BaseException) -> bool:
     return "meta" in str(error).lower()
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ..semantics.draws import SameDraws
 from .batches import named_tensors
+from .building import in_training
 from .fake import scalar
 from .load import Batch, LoadedModel, split_inputs
 from .model_profile import ModelProfile
@@ -93,7 +94,7 @@ def _losses(loaded: LoadedModel) -> tuple[float, float]:
     """(loss of a batch, mean of the losses of its halves), with real numbers."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        module = upcast(loaded.build()).train()
+        module = in_training(upcast(loaded.build()))
         batch = tree_map(as_float, loaded.batch(SAMPLES))
         halves = [_half(batch, loaded, i) for i in range(2)]
         buffers = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .building import OF_MODULES, holds_tensors, on_meta
+from .building import OF_MODULES, holds_tensors, in_training, on_meta
 from .gpu_kernel_emulation import as_on_gpu
 from .load import Batch, LoadedModel, place_of, split_inputs
 from .model_profile import BufferProfile
@@ -126,7 +126,7 @@ def fake_model(loaded: LoadedModel, dtype: torch.dtype) -> FakeModel:
     module = on_meta(loaded.build)
     listed, trained_as = _buffers(module), _trained_as(module)
     uncast = _to_fake(module, mode, dtype)
-    return FakeModel(loaded, module.train(), mode, dtype, listed, uncast, trained_as)
+    return FakeModel(loaded, in_training(module), mode, dtype, listed, uncast, trained_as)
 
 
 def real_model(loaded: LoadedModel) -> FakeModel:
@@ -135,7 +135,7 @@ def real_model(loaded: LoadedModel) -> FakeModel:
         torch.manual_seed(0)
         module = loaded.build()
     listed, trained_as = _buffers(module), _trained_as(module)
-    return FakeModel(loaded, module.float().train(), None, torch.float32, listed, trained_as=trained_as)
+    return FakeModel(loaded, in_training(module.float()), None, torch.float32, listed, trained_as=trained_as)
 
 
 def _buffers(module: nn.Module) -> tuple[BufferProfile, ...]:

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.autograd.function import Function, once_differentiable
 from torch.utils._pytree import tree_map
 
@@ -289,6 +290,7 @@ class _CrossEntropy(Function):
         ctx: Any, x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float, ranks: Ranks
     ) -> torch.Tensor:
         with ranks.working():
+            check_range(target, ignore_index, x.shape[1] * ranks.count, "targets of the loss")
             highest = x.amax(1).to(torch.promote_types(x.dtype, torch.float32))
             ranks.max_(highest)
             shifted = x - highest.unsqueeze(1)
@@ -322,6 +324,17 @@ class _CrossEntropy(Function):
                 gradient -= ctx.smoothing / (x.shape[1] * ranks.count)
             gradient *= grad.masked_fill(target == ctx.ignore_index, 0.0).unsqueeze(1)
             return gradient.to(x.dtype), None, None, None, None
+
+
+def check_range(numbers: torch.Tensor, ignored: int | None, size: int, what: str) -> None:
+    """Raise RuntimeError if numbers are outside of 0 .. size - 1, as torch does on one device: where ranks hold some of
+    the rows or classes each, nobody else would notice. Nothing waits for a GPU, whose kernel stops."""
+    if numbers.is_meta or isinstance(numbers, FakeTensor):
+        return
+    inside = (numbers >= 0) & (numbers < size)
+    if ignored is not None:
+        inside |= numbers == ignored
+    torch._assert_async(inside.all(), f"{what} are out of range: there are 0 .. {size - 1}")
 
 
 def _own_classes(x: torch.Tensor, target: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:

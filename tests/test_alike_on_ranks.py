@@ -1,0 +1,241 @@
+"""What ranks do not agree on, and a loss that is none, is told on every rank before it trains something else."""
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, default_collate
+
+from meshwright.executor import parallelize
+from meshwright.executor.parallel.tensor_forwards import embedding_forward
+from meshwright.executor.parallel.tensor_loss import RanksOfGroup
+from meshwright.profiler.semantics.logit_shards import shard_logits
+from support.ranks import run_ranks
+from support.tied_net import GLOBAL_BATCH, TiedNet, adamw, loss, plan_of, samples, tied_profile
+
+PLANS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "ddp": {"replicate": 2},
+    "tensor": {"tensor": 2},
+    "pipeline": {"stages": (2, 2)},
+}
+
+ONE = TiedNet()
+
+Act = Callable[[str], Any]
+
+
+def trainer_of(plan: str, **given: Any) -> Any:
+    named = {"optimizer": adamw, "loss": loss} | given
+    return parallelize(named.pop("model", TiedNet), plan_of(tied_profile(), **PLANS[plan]), **named)
+
+
+def whole(seed: int = 0) -> Any:
+    """A share for those that take the whole batch."""
+    return default_collate(samples()[seed * GLOBAL_BATCH : (seed + 1) * GLOBAL_BATCH])
+
+
+def told(plan: str, acts: list[Act]) -> list[str]:
+    """What each of them raises."""
+    found = []
+    for act in acts:
+        try:
+            act(plan)
+        except (ValueError, RuntimeError, TypeError) as error:
+            found.append(str(error))
+        else:
+            found.append("nothing")
+    return found
+
+
+def other_rates(plan: str) -> None:
+    rate = 1e-3 * (1 + dist.get_rank())
+    trainer_of(plan, optimizer=lambda p: torch.optim.AdamW(p, lr=rate))
+
+
+def doubled_on_one_rank(plan: str) -> None:
+    trainer = trainer_of(plan)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1 + dist.get_rank())
+    trainer.step(next(trainer.loader(samples)))
+
+
+def another_head(plan: str) -> None:
+    trainer = trainer_of(plan)
+    trainer.model.head.weight = nn.Parameter(torch.zeros_like(trainer.model.head.weight))
+    trainer.step(next(trainer.loader(samples)))
+
+
+def own_samples(plan: str) -> None:
+    trainer_of(plan).step(whole(dist.get_rank()))
+
+
+def own_samples_later(plan: str) -> None:
+    trainer = trainer_of(plan)
+    trainer.step(whole())
+    trainer.step(whole(dist.get_rank()))
+
+
+def own_length(plan: str) -> None:
+    trainer_of(plan).step(tuple(x[:, : 8 - dist.get_rank()] for x in whole()))
+
+
+def clipped_by_hand(plan: str) -> None:
+    trainer = trainer_of(plan)
+    trainer.forward_backward(whole())
+    nn.utils.clip_grad_norm_(trainer.model.parameters(), 1e-3)
+    trainer.optimizer_step()
+
+
+def by_hand(plan: str) -> None:
+    trainer = trainer_of(plan)
+    loss(trainer.model(whole()[0]), whole()).backward()
+    trainer.optimizer.step()
+
+
+EVERY: dict[str, list[tuple[Act, str]]] = {
+    "ddp": [
+        (lambda plan: trainer_of(plan, seed=dist.get_rank()), r"rank 1 was given seed=1, rank 0 seed=0"),
+        (other_rates, r"lr=0.002 on rank 1 and with lr=0.001 on rank 0"),
+        (doubled_on_one_rank, r"hold copies of it"),
+        (another_head, r"would not be trained"),
+        (by_hand, r"optimizer.step\(\) was called by hand"),
+    ],
+    "tensor": [
+        (own_samples, r"ranks 0 and 1 work on the same samples, but batch\[0\] holds other numbers"),
+        (own_samples_later, r"step 2: ranks that work on the same samples"),
+        (own_length, r"batch\[0\] is torch.int64 of \(8, 8\) on rank 0 and batch\[0\] torch.int64 of \(8, 7\)"),
+        (clipped_by_hand, r"max_grad_norm"),
+    ],
+    "pipeline": [(own_samples, r"holds other numbers"), (by_hand, r"trainer.step")],
+}
+
+
+@pytest.mark.parametrize("plan", EVERY)
+def test_ranks_that_do_not_agree_are_told(plan: str) -> None:
+    acts, words = zip(*EVERY[plan], strict=True)
+
+    found = run_ranks(told, 2, plan, acts)
+
+    for rank in found:
+        for said, expected in zip(rank, words, strict=True):
+            assert re.search(expected, said), (expected, said)
+
+
+def out_of_range() -> list[str]:
+    """What a loss and an embedding say of targets and tokens that no rank has."""
+    ranks: Any = RanksOfGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    logits, table = shard_logits(torch.zeros(2, 4), ranks), nn.Embedding(4, 2)
+    embed: Any = embedding_forward(table, dist.group.WORLD)  # type: ignore[arg-type]
+
+    def both(numbers: tuple[int, int]) -> list[Act]:
+        return [
+            lambda plan: nn.functional.cross_entropy(logits, torch.tensor(numbers)),
+            lambda plan: embed(torch.tensor(numbers)),
+        ]
+
+    return told("", [*both((1, -100)), *both((7, 0)), *both((1, 8))])
+
+
+def test_numbers_that_no_rank_has_are_refused_as_on_one_device() -> None:
+    for loss_ignored, token_ignored, *inside, target, token in run_ranks(out_of_range, 2):
+        assert loss_ignored == "nothing"
+        assert inside == ["nothing", "nothing"]
+        assert "targets of the loss are out of range: there are 0 .. 7" in target
+        assert "tokens that the embedding is asked for are out of range" in token
+        assert "out of range" in token_ignored
+
+
+def thawed(plan: str) -> list[float]:
+    """Losses of a model whose embedding is trained from the second step on, and whose head no more."""
+
+    def frozen() -> nn.Module:
+        model = TiedNet()
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    trainer = trainer_of(plan, model=frozen)
+    losses = []
+    for share, _ in zip(trainer.loader(samples), range(3), strict=False):
+        losses.append(trainer.step(share).loss)
+        for name, parameter in trainer.model.named_parameters():
+            parameter.requires_grad_("blocks.1" not in name)
+    return losses
+
+
+def test_replicas_follow_what_is_frozen_between_steps() -> None:
+    assert run_ranks(thawed, 2, "ddp")[1] == pytest.approx(thawed("one"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"loss": lambda output, batch: (loss(output, batch), output)}, "returned a tuple, the first a Tensor"),
+        ({"loss": lambda output, batch: loss(output, batch).item()}, "returned a float"),
+        ({"loss": lambda output, batch: output.sum(-1)}, r"returned a tensor of shape \(4, 8\)"),
+        ({"loss": lambda output, batch: loss(output, batch).detach()}, "depends on no trained parameter"),
+        ({"weight": lambda batch: torch.ones(3)}, r"weight=... returned a tensor of shape \(3,\)"),
+        ({"weight": lambda batch: -1}, "at least 0"),
+        ({"optimizer": torch.optim.LBFGS}, "asks for the loss again"),
+        ({"optimizer": adamw(TiedNet().parameters())}, "is made already"),
+        ({"model": TiedNet()}, "is built already"),
+        ({"model": lambda: ONE}, "returned the same TiedNet twice"),
+        ({"model": lambda: None}, "returned a NoneType"),
+        ({"max_grad_norm": 0.0}, "above 0"),
+        ({"seed": None}, "whole number"),
+    ],
+)
+def test_what_cannot_train_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        trainer_of("one", **given).step(whole())
+
+
+def test_a_step_needs_gradients() -> None:
+    trainer = trainer_of("one")
+
+    with torch.inference_mode(), pytest.raises(ValueError, match="no_grad"):
+        trainer.step(whole())
+
+
+def test_a_sum_over_samples_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of("one", loss=lambda output, batch: loss(output, batch) * len(batch[0]))
+
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        trainer.step(whole())
+        trainer.step(whole())
+
+    assert [record.message for record in caplog.records if "1/2 of what one device" in record.message] != []
+    assert sum("twice the loss" in record.message for record in caplog.records) == 1
+
+
+def test_loaders_that_give_nothing_are_told() -> None:
+    trainer = trainer_of("one")
+    used_up = iter(samples()[:GLOBAL_BATCH])
+
+    with pytest.raises(ValueError, match="whose items are batches"):
+        next(trainer.loader(DataLoader(samples(), batch_size=2)))
+    with pytest.raises(ValueError, match="found 3 samples, a global batch has 8"):
+        next(trainer.loader(samples()[:3]))
+    with pytest.raises(ValueError, match="used up"):
+        [list(trainer.loader(used_up)) for _ in range(2)]
+    with pytest.raises(ValueError, match="no batches"):
+        trainer.evaluate([])
+
+
+def test_submodules_that_are_built_in_evaluation_mode_stay_so() -> None:
+    def partly() -> nn.Module:
+        model = TiedNet()
+        model.norm.eval()
+        return model
+
+    trainer = trainer_of("one", model=partly)
+
+    assert not trainer.model.norm.training
+    assert trainer.model.head.training
+    assert trainer_of("one", model=lambda: TiedNet().eval()).model.norm.training
