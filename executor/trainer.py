@@ -21,7 +21,15 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
 from ..profiler.model.load import split_inputs
-from .agreement import check_numbers, check_optimizers, check_parameters, check_shares, check_weights, mark_of_share
+from .agreement import (
+    check_numbers,
+    check_optimizers,
+    check_parameters,
+    check_shares,
+    check_weights,
+    has_numbers,
+    mark_of_share,
+)
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta, plain
 from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples, with_loss
 from .export_weights import export_model
@@ -361,7 +369,7 @@ class Trainer:
         does not allow."""
         if not self._given:
             self._see_frozen()
-        if not self._looks:
+        if not self._looks or not has_numbers(batch):
             return
         check_parameters(self.mesh, self._applied, self._dtypes)
         check_shares(self.mesh, batch, self.progress.steps + 1)
