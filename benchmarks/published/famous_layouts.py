@@ -18,7 +18,6 @@ from meshwright.planner.answers.why_not import priced_answer
 from meshwright.planner.cost.bands import USUAL_RISK, margin_at
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.plan.document import Plan
-from meshwright.planner.plan.making import label_of
 from meshwright.planner.plan.not_run import priced_mark
 from meshwright.planner.solve.solver import SolverError
 from meshwright.profiler.machine.units import format_seconds
@@ -126,7 +125,7 @@ def _source(row: Row) -> str:
 
 
 def _layout(plan: Plan) -> str:
-    return f"{label_of(plan)}, micro-batch {plan.micro_batch}"
+    return f"{plan.label}, micro-batch {plan.micro_batch}"
 
 
 def _step(plan: Plan) -> str:
