@@ -80,4 +80,4 @@ def test_the_site_has_every_page_and_its_links_stay_in_it(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in ORDER if not page.startswith("reference/")])
 def test_every_block_runs(page: str, tmp_path: Path) -> None:
-    assert run_page(DOCS / page, tmp_path / "scratch") == []
+    assert run_page(DOCS / page, tmp_path / "scratch", compare=False) == []
