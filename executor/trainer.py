@@ -27,8 +27,8 @@ from .agreement import (
     check_parameters,
     check_shares,
     check_weights,
-    has_numbers,
     mark_of_share,
+    peers_answer,
 )
 from .apply import AppliedModel, Loss, apply_plan, build_on_meta, plain
 from .evaluation import ForwardResults, Forwards, Means, Metric, evaluating, joined_samples, with_loss
@@ -269,7 +269,8 @@ class Trainer:
         self._started = 0.0
         self._shapes: list[tuple[int, ...]] = []  # of the first step's inputs
         self._skip = 0  # samples that the next `loader` leaves out
-        self._looks = True  # whether ranks agree, before the next step
+        self._peers_answer = peers_answer(mesh)
+        self._looks = self._peers_answer  # whether ranks agree, before the next step
         self._left: torch.Tensor | None = None  # what tells gradients after forward_backward
         self._marks: list[torch.Tensor] = []  # of the shares since the last optimizer step
         self._trained = {name: p.requires_grad for name, p in model.parameters.items()}
@@ -369,7 +370,7 @@ class Trainer:
         does not allow."""
         if not self._given:
             self._see_frozen()
-        if not self._looks or not has_numbers(batch):
+        if not self._looks:
             return
         check_parameters(self.mesh, self._applied, self._dtypes)
         check_shares(self.mesh, batch, self.progress.steps + 1)
@@ -444,7 +445,7 @@ class Trainer:
         steps, self._unchecked = self._unchecked, []
         last = steps[-1][0]
         for step, metrics in steps:
-            if metrics.found[3] != 0:
+            if self._peers_answer and metrics.found[3] != 0:
                 raise ValueError(
                     f"step {step}: ranks that work on the same samples were given different ones, which they were not "
                     "in the first step: trainer.loader gives every rank its share; a loader of your own must go "
@@ -609,7 +610,7 @@ class Trainer:
             self.progress = self._read = writer.load(found, stateful)
         self._skip = self.progress.samples
         self._norms = None
-        self._looks = True
+        self._looks = self._peers_answer
         self._unchecked.clear()
         return self.progress.steps
 

@@ -67,9 +67,7 @@ def play(loaded: LoadedModel, plan: Plan, rank: int, meter: type[PeakMeter] = Pe
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with meter(fake) as memory, without_numbers(fake):
-            ours = parallelize(
-                loaded.build, plan, adamw, loss=loaded.loss, max_grad_norm=1.0, device="cpu", check_every=9
-            )
+            ours = parallelize(loaded.build, plan, adamw, loss=loaded.loss, max_grad_norm=1.0, device="cpu")
             with fake, Ones():
                 batch = batch_of(loaded, ours.samples_per_step)
                 ours.step(batch)  # makes optimizer state
