@@ -169,6 +169,7 @@ def thawed(plan: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_replicas_follow_what_is_frozen_between_steps() -> None:
     assert run_ranks(thawed, 2, "ddp")[1] == pytest.approx(thawed("one"), rel=1e-5)
 

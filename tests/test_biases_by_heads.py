@@ -43,6 +43,7 @@ def test_attention_of_every_block_is_cut_with_its_bias() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_bias_is_gathered_where_it_is_made_and_its_gradient_where_it_is_read() -> None:
     profile = small_profile("t5")
     first, second = (next(c for c in profile.classes if c.name == name) for name in ("T5Block", "T5Block.2"))

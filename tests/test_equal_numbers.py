@@ -213,17 +213,13 @@ CASES |= SCHEDULES | MORE_SCHEDULES | RECOMPUTES | PARTS
 
 QUICK = {
     "one device, selective recompute of unfused attention",
-    "one device, parts of layers",
     "ddp",
     "fsdp, tied",
     "fsdp, every kind of recompute at once",
-    "fsdp, parts of layers",
     "tensor 2, fused qkv, tied, head",
     "tensor 2, attention cut, mlp whole",
-    "tensor 2, parts with one input",
     "tensor 2 + sequence, Llama, recompute",
     "pipeline 2, tied across stages",
-    "pipeline 2, parts of layers",
     "interleaved 2x2",
     "zb-h1 2, tied across stages",
     "zb-v 2x2, tied on one rank",

@@ -525,6 +525,7 @@ def test_a_sequence_beyond_the_table_of_positions_is_refused_with_the_numbers() 
         trace(loaded, seq_len=1536)
 
 
+@pytest.mark.slow
 def test_a_profile_is_not_stretched_beyond_the_table_of_positions() -> None:
     profile = _gpt_of_any_length()
 
