@@ -33,7 +33,7 @@ _MARKS = 1 << 24
 
 def check_optimizers(mesh: RankMesh, optimizer: Optimizer) -> None:
     """Raise ValueError, on every rank, if ranks that hold the same parameters would step them differently."""
-    if mesh.device_mesh is None:
+    if not peers_answer(mesh):
         return
     groups = [{k: v for k, v in g.items() if isinstance(v, str | Number | tuple)} for g in optimizer.param_groups]
     own: Any = (mesh.coordinates["pipeline"], mesh.rank, type(optimizer).__name__, groups)
@@ -64,7 +64,7 @@ def check_parameters(mesh: RankMesh, model: AppliedModel, dtypes: Mapping[str, t
     dtypes: by name, of what was built. Every rank must call it.
     """
     problem = _exchanged(model, dtypes)
-    if mesh.device_mesh is None:
+    if not peers_answer(mesh):
         if problem:
             raise ValueError(problem)
         return
@@ -115,14 +115,15 @@ _WAY_OUT = "let the function that builds the model do that, and plan that model"
 
 
 def peers_answer(mesh: RankMesh) -> bool:
-    """Whether other ranks say what is theirs: those of a fake process group, in which one rank runs alone, do not."""
-    return mesh.device_mesh is None or dist.get_backend() != "fake"
+    """Whether there are other ranks, and they say what is theirs: those of a fake process group, in which one rank runs
+    alone, do not."""
+    return mesh.device_mesh is not None and dist.get_backend() != "fake"
 
 
 def check_shares(mesh: RankMesh, batch: Any, step: int) -> None:
     """Raise ValueError, on every rank, if ranks that work on the same samples were given different ones; warn, on the
     first rank, where all data ranks were given the same ones. Every rank must call it."""
-    if mesh.device_mesh is None:
+    if not peers_answer(mesh):
         return
     found: list[Any] = [None] * mesh.plan.degrees.num_devices
     dist.all_gather_object(found, (mesh.data_rank, mesh.rank, _fingerprint(batch)))

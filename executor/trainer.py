@@ -269,8 +269,7 @@ class Trainer:
         self._started = 0.0
         self._shapes: list[tuple[int, ...]] = []  # of the first step's inputs
         self._skip = 0  # samples that the next `loader` leaves out
-        self._peers_answer = peers_answer(mesh)
-        self._looks = self._peers_answer  # whether ranks agree, before the next step
+        self._looks = True  # whether ranks agree, before the next step
         self._left: torch.Tensor | None = None  # what tells gradients after forward_backward
         self._marks: list[torch.Tensor] = []  # of the shares since the last optimizer step
         self._trained = {name: p.requires_grad for name, p in model.parameters.items()}
@@ -445,7 +444,7 @@ class Trainer:
         steps, self._unchecked = self._unchecked, []
         last = steps[-1][0]
         for step, metrics in steps:
-            if self._peers_answer and metrics.found[3] != 0:
+            if peers_answer(self.mesh) and metrics.found[3] != 0:
                 raise ValueError(
                     f"step {step}: ranks that work on the same samples were given different ones, which they were not "
                     "in the first step: trainer.loader gives every rank its share; a loader of your own must go "
@@ -610,7 +609,7 @@ class Trainer:
             self.progress = self._read = writer.load(found, stateful)
         self._skip = self.progress.samples
         self._norms = None
-        self._looks = self._peers_answer
+        self._looks = True
         self._unchecked.clear()
         return self.progress.steps
 
