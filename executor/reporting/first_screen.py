@@ -30,6 +30,7 @@ MOST_LINES = 40
 """Lines of a terminal of 100 columns that the screen takes at most."""
 
 _MOST_GROUPS = 6
+_FEWEST_GROUPS = 2
 _ALIKE = 0.05
 """Stages whose memory differs by no more of the budget are one row."""
 
@@ -133,14 +134,14 @@ def print_first_screen(
 ) -> None:
     """The screen. found: the plan's estimate, for reasons and parts. alternatives: what else there was; the best of
     three other families are shown. written: the file that the plan is in. notes: what must be said beside it. Where it
-    would be longer than MOST_LINES, the explained words, some reasons and the parts of the step are left out, in this
-    order."""
+    would be longer than MOST_LINES, the explained words, some reasons and the parts of the step are left out, stages'
+    memory is joined to two rows, and the slowest alternatives are left out, in this order."""
     others = shown(alternatives, plan)
     replicas = next((c.verdict for c in alternatives if c.label == "DDP"), None)
     reasons = [] if found is None else reason(plan, found, replicas).split("; ")
     said = " ".join([choice_in_words(plan), *(f"{c.label} {c.verdict}" for c in others)])
     words = [each for each in map(term, _STALLING) if each.pattern().search(said)][:_MOST_WORDS]
-    parts = found is not None
+    parts, rows = found is not None, _MOST_GROUPS
     while True:
         lines: list[RenderableType] = [job_line(plan), "", Text(choice_in_words(plan), style="bold green")]
         if marked(plan):
@@ -151,7 +152,7 @@ def print_first_screen(
         if reasons:
             lines.append(hanging("why", Text("; ".join(reasons)), "cyan"))
         if plan.prediction is not None:
-            lines.append(_memory(plan))
+            lines.append(_memory(plan, rows))
         risk = memory_risk(plan)
         if risk is not None and risk >= _TOLD_RISK:
             lines.append(hanging("", Text(f"of published runs with such predictions {risk:.0%} would run out"), "cyan"))
@@ -169,6 +170,10 @@ def print_first_screen(
             reasons = reasons[:-1]
         elif parts:
             parts = False
+        elif rows > _FEWEST_GROUPS:
+            rows -= 1
+        elif len(others) > 1:
+            others = others[:-1]
         else:
             break
     for line in lines:
@@ -208,15 +213,15 @@ def _figures(plan: Plan) -> Iterator[RenderableType]:
         yield hanging("cost", Text(f"${hourly:,.2f} an hour · {each}"), "cyan")
 
 
-def _memory(plan: Plan) -> Table:
-    """A bar for each group of stages: the fullest GPU of it against what it may use."""
+def _memory(plan: Plan, most: int) -> Table:
+    """A bar for each group of stages, of which there are `most`: the fullest GPU of it against what it may use."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, min_width=7)
     for _ in range(3):
         grid.add_column(no_wrap=True)
     single, kinds = plan.degrees.pipeline == 1, len(plan.cluster.kinds) > 1
     noun = "stage" if plan.degrees.virtual_stages == 1 else "rank"
-    for i, group in enumerate(stage_groups(plan)):
+    for i, group in enumerate(stage_groups(plan, most)):
         name = "every GPU" if single else f"{noun} {group.first}"
         name = name if group.first == group.last else f"{noun}s {group.first}-{group.last}"
         if kinds and not single:
