@@ -231,8 +231,8 @@ def _memory(plan: Plan, most: int) -> Table:
         full = min(_BAR, round(_BAR * share))
         bar = Text("█" * full, style="green" if share <= 0.9 else "yellow" if share <= 1 else "red")
         bar.append("░" * (_BAR - full), style="dim")
-        least, most = f"{group.least_bytes / GIB:.1f}", f"{group.most_bytes / GIB:.1f}"
-        sizes = most if least == most else f"{least} to {most}"
+        low, high = f"{group.least_bytes / GIB:.1f}", f"{group.most_bytes / GIB:.1f}"
+        sizes = high if low == high else f"{low} to {high}"
         heading = Text("memory" if i == 0 else "", style="cyan")
         grid.add_row(heading, name, bar, f"{sizes} of {group.budget_bytes / GIB:.1f} GiB")
     return grid
