@@ -442,4 +442,4 @@ def test_a_launchers_own_job_for_every_lap(tmp_path: Path, monkeypatch: pytest.M
 
     laps = [line for line in load_record(tmp_path / "plan.tune.jsonl").lines if isinstance(line, LapLine)]
     assert all(lap.started_s > 0 for lap in laps)
-    assert json.loads((tmp_path / "plan.json").read_text())["measured"]["turns"] >= 2
+    assert len(laps) >= 2  # at least one of each plan; a slow machine may need no second turn to part them
