@@ -100,7 +100,7 @@ def print_operators(console: Console, profile: ModelProfile) -> None:
             found = dimensions(profile, index, number)
             flops = amount_at(op.flops, 1)
             table.add_row(
-                op.name,
+                op.name if op.kernels == 1.0 else f"{op.name} x {op.kernels:,.0f}",
                 op.kind,
                 op.module or "-",
                 op.part,

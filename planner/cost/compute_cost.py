@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -76,12 +76,14 @@ class Seconds:
 @dataclass(frozen=True)
 class OperatorTable:
     """Operators of a layer by columns: amounts as coefficients of (1, batch, 1 / tensor, batch / tensor), and what they
-    are. kernels: every (name, kind) that occurs; kernel: which of them each operator is."""
+    are. counts: how many alike each is; sides are of one of them, the rest of all. kernels: every (name, kind) that
+    occurs; kernel: which of them each operator is."""
 
     flops: Floats
     elements: Floats
     other_bytes: Floats
     sides: Floats
+    counts: Floats
     kernels: tuple[tuple[str, str], ...]
     kernel: Ints
     is_product: Flags
@@ -113,6 +115,7 @@ def table_of(operators: Sequence[OpProfile]) -> OperatorTable:
         elements=_amounts([op.moved.elements for op in operators]),
         other_bytes=_amounts([op.moved.other_bytes for op in operators]),
         sides=np.stack([_amounts([(op.shape or _NO_SHAPE)[side] for op in operators]) for side in range(3)]),
+        counts=np.array([op.kernels for op in operators], dtype=np.float64),
         kernels=kernels,
         kernel=np.array([kernels.index((op.name, op.kind)) for op in operators], dtype=np.int64),
         is_product=product,
@@ -219,7 +222,21 @@ def operators_s(
 
 
 def _operators_s(table: OperatorTable, amounts: Amounts, device: Device, precision: str, element_bytes: int) -> Floats:
-    """[operator][batch] -> the same."""
+    """[operator][batch] -> the same; of operators that are several alike, what one takes as often."""
+    if (table.counts == 1.0).all():
+        return _kernels_s(table, amounts, device, precision, element_bytes)
+    counts = table.counts[:, None]
+    one = replace(
+        amounts,
+        flops=amounts.flops / counts,
+        elements=amounts.elements / counts,
+        other_bytes=amounts.other_bytes / counts,
+    )
+    return counts * _kernels_s(table, one, device, precision, element_bytes)
+
+
+def _kernels_s(table: OperatorTable, amounts: Amounts, device: Device, precision: str, element_bytes: int) -> Floats:
+    """[operator][batch] -> seconds of one kernel of each."""
     flops, (rows, inner, columns) = amounts.flops, amounts.sides
     traffic_s = _moving_s(element_bytes * amounts.elements + amounts.other_bytes, device, table)
     low = precision in LOW_PRECISIONS

@@ -105,13 +105,16 @@ class LayerChain:
         return tuple(first.setdefault(signature, i) for i, signature in enumerate(self.signatures))
 
 
-def observe(fake: FakeModel, size: int, seq_len: int | None) -> LayerChain:
-    """Run the whole model forward (once, and once more if stages were opened in vain) and read off its chain."""
+def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int | None = None) -> LayerChain:
+    """Run the whole model forward (once, and once more if stages were opened in vain) and read off its chain.
+
+    most_operators: Raises TokenByTokenError when one module has run so many.
+    """
     units = find_units(fake.module)
     buffers = {name: (buffer, buffer._version) for name, buffer in fake.module.named_buffers()}
     parameters = {name: (parameter, parameter._version) for name, parameter in fake.module.named_parameters()}
     dice = _dice()
-    chain = _observe(fake, units, size, seq_len)
+    chain = _observe(fake, units, size, seq_len, most_operators)
     made = [name for name, _ in fake.module.named_parameters() if name not in parameters]
     if made:
         raise ValueError(
@@ -145,11 +148,13 @@ def _dice() -> str:
     return repr((random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)))
 
 
-def _observe(fake: FakeModel, units: Units, size: int, seq_len: int | None) -> LayerChain:
+def _observe(
+    fake: FakeModel, units: Units, size: int, seq_len: int | None, most_operators: int | None = None
+) -> LayerChain:
     def watched(hooks: AbstractContextManager[Any]) -> LayerChain:
         batch = fake.batch(size, seq_len)
         with fake.running(), hooks:
-            watch = ChainWatch(fake, units)
+            watch = ChainWatch(fake, units, most_operators)
             swaps = patch.object(stateless, "_functional_call", _noting_swaps(stateless._functional_call, watch))
             grads = patch.object(torch.autograd, "grad", _noting(torch.autograd.grad, watch))
             with watch, watch.producers, grads, swaps:

@@ -22,6 +22,7 @@ from .layer_units import Units
 from .meters import NOTHING, Storages
 from .model_profile import Producer
 from .run_shapes import OutputSpec, Shapes, TensorSpec
+from .token_loops import TokenByTokenError
 
 Key = tuple[str, str, int]
 """(kind, name, call) of something that ran: a layer module, a glue function, or the loss."""
@@ -158,8 +159,10 @@ class Inputs:
 class ChainWatch(Mode):
     """Notes, per event, what is read and made while the whole model runs once."""
 
-    def __init__(self, fake: FakeModel, units: Units) -> None:
+    def __init__(self, fake: FakeModel, units: Units, most_operators: int | None = None) -> None:
+        """most_operators: of one event, or calls of one module, at which TokenByTokenError is raised."""
         super().__init__()
+        self._most_operators = most_operators
         self.cursor = Cursor()
         self.events: list[CallEvent] = []
         self.shapes = Shapes()
@@ -240,9 +243,15 @@ class ChainWatch(Mode):
                     if tainted:
                         self.from_parameters.add(number)
         event.operators.append((func, tuple(shapes)))
+        self._check_loop(len(event.operators))
         return out
 
+    def _check_loop(self, number: int) -> None:
+        if self._most_operators is not None and number >= self._most_operators:
+            raise TokenByTokenError
+
     def _start(self, kind: str, name: str, call: int) -> None:
+        self._check_loop(call)
         self.cursor.start(kind, name, call)
         if self.cursor.index == len(self.events):
             self.events.append(CallEvent(self.cursor.key))

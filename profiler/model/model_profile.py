@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ..document import Document, Frozen
 
@@ -73,6 +73,10 @@ class OpProfile(Frozen):
     within: str = Field(default="", description="forward only: the part of the layer that repeats it if recomputed")
     shape: tuple[Amount, Amount, Amount] | None = Field(
         default=None, description="matmul only: rows, inner and columns of the product (batched: rows of all batches)"
+    )
+    kernels: PositiveFloat = Field(
+        default=1.0,
+        description="how many, all alike, this is, as in a loop over tokens: flops and moved are of all, shape of one",
     )
 
 

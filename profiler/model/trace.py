@@ -30,6 +30,7 @@ from .load import LoadedModel
 from .mixed_precision import mixed_precision_problem
 from .model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
 from .run_sizes import RunSizes
+from .token_loops import FEWEST_OPERATORS, TokenByTokenError, few_tokens, merged
 
 _SHORTEST = 16
 """Below this many tokens a quarter of the sequence is too short to run."""
@@ -62,20 +63,45 @@ def trace(
         loaded = loaded.with_seq_len(seq_len)
     with without_garbage_collection():
         try:
-            return _on_fake_tensors(loaded, lengths, progress)
+            try:
+                return _on_fake_tensors(loaded, lengths, progress, may_loop=False)
+            except TokenByTokenError:
+                return _of_few_tokens(loaded, lengths, progress)
         except DecidesByValuesError as decision:
             return _on_real_tensors(loaded, str(decision), lengths, progress)
 
 
-def _on_fake_tensors(loaded: LoadedModel, lengths: bool, progress: Progress) -> ModelProfile:
+def _on_fake_tensors(
+    loaded: LoadedModel, lengths: bool, progress: Progress, *, may_loop: bool = True, notes: tuple[str, ...] = ()
+) -> ModelProfile:
+    """may_loop: else Raises TokenByTokenError when a module runs operators as many as there are tokens."""
+    most = None if may_loop or loaded.seq_len is None else max(FEWEST_OPERATORS, loaded.seq_len)
     try:
-        return _profile(fake_model(loaded, torch.bfloat16), (), lengths, progress)
+        return _profile(fake_model(loaded, torch.bfloat16), notes, lengths, progress, most)
     except ValueError as error:
         note = f"profiled in float32, because it does not run in bfloat16: {error}"
         try:
-            return _profile(fake_model(loaded, torch.float32), (note,), lengths, progress)
+            return _profile(fake_model(loaded, torch.float32), (*notes, note), lengths, progress, most)
         except ValueError:
             raise error from None
+
+
+def _of_few_tokens(loaded: LoadedModel, lengths: bool, progress: Progress) -> ModelProfile:
+    """Profile of a model that may go through its tokens one by one: if so, from runs of few, as much shorter."""
+    seq_len, tokens = loaded.seq_len, few_tokens(loaded)
+    if seq_len is None or tokens is None or tokens >= seq_len:
+        return _on_fake_tensors(loaded, lengths, progress)
+    note = (
+        "goes through a sequence token by token, in kernels for each token: a fused scan (as mamba-ssm and "
+        "flash-linear-attention have them) would be faster than the plan says"
+    )
+    try:
+        few = merged(_on_fake_tensors(loaded.with_seq_len(tokens), True, progress, notes=(note,)))
+        profile = at_seq_len(few, seq_len)
+        others = tuple(at_seq_len(few, seq_len // part) for part in (2, 4)) if lengths else ()
+    except ValueError:  # it takes no such few, or runs other layers then
+        return _on_fake_tensors(loaded, lengths, progress, notes=(note,))
+    return profile.model_copy(update={"other_lengths": others})
 
 
 def _on_real_tensors(loaded: LoadedModel, decision: str, lengths: bool, progress: Progress) -> ModelProfile:
@@ -98,10 +124,16 @@ def _on_real_tensors(loaded: LoadedModel, decision: str, lengths: bool, progress
     return profile if seq_len in (None, profile.seq_len) else at_seq_len(profile, seq_len)
 
 
-def _profile(fake: FakeModel, notes: tuple[str, ...], lengths: bool, progress: Progress) -> ModelProfile:
+def _profile(
+    fake: FakeModel,
+    notes: tuple[str, ...],
+    lengths: bool,
+    progress: Progress,
+    most_operators: int | None = None,
+) -> ModelProfile:
     loaded = fake.loaded
     _check_trainable(fake)
-    chain = observe(fake, 2, loaded.seq_len)
+    chain = observe(fake, 2, loaded.seq_len, most_operators)
     sizes = RunSizes(fake, chain, loaded.seq_len, chain.shapes)
     _check_sizes(loaded, sizes)
     _check_positions(loaded, sizes)
@@ -364,5 +396,9 @@ def _fingerprint(profile: ModelProfile) -> str:
     told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
     told |= {"context_problem", "coupling", "batch_problem", "sharding_problem"}
     left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
+    kernels: dict[str, Any] = {"operators": {"__all__": {"kernels"}}}  # amounts tell them, too
+    each = {"whole": kernels, "tensor": kernels, "sequence": kernels}
+    each |= {"tensor_alone": {"__all__": kernels}, "sequence_without": {"__all__": kernels}}
+    left_out["classes"] = {"__all__": each}
     document = profile.model_dump(mode="json", exclude=left_out)
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
