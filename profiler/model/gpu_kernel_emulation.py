@@ -1,5 +1,6 @@
 """While a model runs on fake CPU tensors: what a GPU's kernels would keep, in place of what the CPU's do."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,8 @@ def as_on_gpu() -> Iterator[list[str]]:
     refusals: list[str] = []
     masking: Any = sys.modules.get("transformers.masking_utils")
     with ExitStack() as stack:
+        # transformers compares numbers of tensors, as of a picture's tokens in a text, which fake ones do not have
+        stack.enter_context(patch.dict(os.environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}))
         stack.enter_context(_Kernels())
         stack.enter_context(_Results())
         stack.enter_context(patch.object(functional, "_verify_batch_size", _noting(refusals)))
@@ -34,8 +37,9 @@ def as_on_gpu() -> Iterator[list[str]]:
 
 
 class _Kernels(TorchFunctionMode):
-    """Attention without its dropout, for which the CPU kernel would fall back to a T x T matrix, and dropout whose mask
-    is a byte per element, where the CPU's has the compute dtype."""
+    """Attention without its dropout, for which the CPU kernel would fall back to a T x T matrix; dropout whose mask is
+    a byte per element, where the CPU's has the compute dtype; x[mask] = value, which looks for the mask's places first,
+    as a choice between value and x at all of them."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -45,11 +49,23 @@ class _Kernels(TorchFunctionMode):
             return _without_dropout(*args, **kwargs)
         if func is functional.dropout or func is torch.dropout:
             return _dropout(func, *args, **kwargs)
+        if func is torch.Tensor.__setitem__ and _is_by_mask(*args):
+            tensor, mask, value = args
+            where = mask.reshape(*mask.shape, *(1,) * (tensor.dim() - mask.dim())).to(tensor.device)
+            tensor.copy_(torch.where(where, value, tensor))
+            return None
         if func is functional.multi_head_attention_forward:
             # it calls attention where this mode does not see it
             with patch.object(functional, "scaled_dot_product_attention", _without_dropout):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _is_by_mask(tensor: torch.Tensor, mask: Any, value: Any) -> bool:
+    """Whether x[mask] = value gives all places of the mask the same."""
+    if not (isinstance(tensor, FakeTensor) and isinstance(mask, torch.Tensor) and mask.dtype == torch.bool):
+        return False
+    return not isinstance(value, torch.Tensor) or value.dim() <= tensor.dim() - mask.dim()
 
 
 def _without_dropout(
@@ -100,8 +116,9 @@ class Mode(TorchDispatchMode):
 
 class _Results(Mode):
     """What fake kernels return otherwise: the workspace of a fused LSTM has no bytes, a batch norm over one value
-    (which the model will not see when it trains) divides by zero, bags of embeddings are noted as on a CPU, and some
-    losses are new scalars, where real ones are what is left of the memory of all their terms."""
+    (which the model will not see when it trains) divides by zero, bags of embeddings are noted as on a CPU, some losses
+    are new scalars, where real ones are what is left of the memory of all their terms, and CTC of targets of [samples,
+    letters] has none (what it keeps is as long as the longest)."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,6 +126,9 @@ class _Results(Mode):
         if func in _BATCH_NORMS and args[0].numel() == args[0].shape[1]:
             given = args[0]
             return given.new_empty(given.shape), given.new_empty(given.shape[1]), given.new_empty(given.shape[1])
+        if func in _CTC and isinstance(args[0], FakeTensor):
+            rows, samples, _ = args[0].shape
+            return args[0].new_empty(samples), args[0].new_empty(samples, rows, 2 * args[1].shape[-1] + 1)
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
             output, hidden, cell, _ = out
@@ -133,6 +153,8 @@ _LOSSES_WITH_TERMS = (
     torch.ops.aten.binary_cross_entropy.default,
     torch.ops.aten.soft_margin_loss.default,
 )
+
+_CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 _BATCH_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default)
 
