@@ -14,6 +14,7 @@ from ..planner.plan.training import Objective
 from ..profiler.document import write_file
 from ..profiler.machine.cluster import ClusterSpec, Device, device_names, load_device
 from ..profiler.model.model_profile import ModelProfile
+from ..profiler.model.source import PADDED
 from .commands import inputs
 from .commands.options import (
     MARGIN,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from ..planner.exchange.export import Export
     from ..planner.plan.pins import Pins
     from ..planner.plan.training import TrainingSpec
-    from ..profiler.model.load import LoadedModel, Loss, MakeBatch
+    from ..profiler.model.loaded import LoadedModel, Loss, MakeBatch
     from .measuring.compare import Comparison
     from .measuring.verify import VerifyReport
     from .reporting.report_facts import Facts
@@ -300,7 +301,7 @@ def profiled(
     """(profile, the model itself or None), as inputs.read_model has them, of objects, too."""
     model, seq_len = request.model, request.job.seq_len
     if request.pad_vocab is not None:
-        model = f"{model}@vocab%{request.pad_vocab}"
+        model = f"{model}{PADDED}{request.pad_vocab}"
     if isinstance(model, str | Path):
         if request.batch is not None or request.loss is not None:
             raise ValueError(f"batch= and loss= go with a module; {model} defines its own functions batch and loss")

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from ..planner.cost.sharding import shard_dim
 from ..planner.plan.document import LayerPlan, Plan
 from ..profiler.model.building import in_training, is_lazy, on_meta, with_dense_gradients, without_compiler
-from ..profiler.model.load import without_cache
+from ..profiler.model.loaded import without_cache
 from ..profiler.semantics.token_marks import unseen
 from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers
 from .parallel.context import ContextParallel

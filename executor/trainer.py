@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
-from ..profiler.model.load import split_inputs
+from ..profiler.model.loaded import split_inputs
 from .agreement import (
     check_numbers,
     check_optimizers,

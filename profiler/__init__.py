@@ -6,7 +6,8 @@ from .machine.cluster import ClusterSpec, cluster_of, load_cluster, load_device
 from .model.model_profile import ModelProfile, load_profile
 
 if TYPE_CHECKING:
-    from .model.load import LoadedModel, load_model
+    from .model.load import load_model
+    from .model.loaded import LoadedModel
 
 __all__ = [
     "ClusterSpec",

@@ -12,7 +12,8 @@ from benchmarks.accuracy import cases, counts, flops, interpolation, memory, rea
 from benchmarks.accuracy.predicted import predicted
 from meshwright.planner.cost.layer_parts import ways_of_parts
 from meshwright.planner.plan.training import Precision
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import Bytes
 from support import slow
 from support.small_models import SEQ_LEN, small_model, small_profile

@@ -19,7 +19,8 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import Cuts, LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile, TensorCut
 from meshwright.profiler.model.trace import trace
 from support import slow

@@ -20,7 +20,8 @@ from meshwright.executor import Trainer
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Axis, Plan
 from meshwright.planner.plan.legality import expert_rule
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 from support import slow

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.profiler.model import load
-from meshwright.profiler.model.load import load_model, split_inputs
+from meshwright.profiler.model import hugging_face
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import split_inputs
 
 MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
 
@@ -215,7 +216,7 @@ def test_scipy_waits_until_a_loss_needs_it(monkeypatch: pytest.MonkeyPatch) -> N
     for name in [name for name in sys.modules if name.startswith("scipy.optimize")]:
         monkeypatch.delitem(sys.modules, name)
 
-    with load._without_scipy():
+    with hugging_face._without_scipy():
         from scipy.optimize import linear_sum_assignment
     before = "scipy.optimize" in sys.modules
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from benchmarks.abuse.folder import is_well, table_of
 from meshwright.planner.plan.legality import sharding_rule
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
 from support.habits import run
 

@@ -20,7 +20,8 @@ from meshwright.planner.plan.legality import can_recompute
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile, TensorCut
 from meshwright.profiler.model.trace import trace
 from meshwright.profiler.semantics.logit_shards import shard_logits

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.profiler.model.load import LoadedModel, load_model, split_inputs
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel, split_inputs
 from meshwright.profiler.model.model_profile import ModelProfile
 from support import slow
 from support.zoo import MODELS, zoo_profile

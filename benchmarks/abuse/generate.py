@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 
 WIDTH = 16
 WORDS = 24

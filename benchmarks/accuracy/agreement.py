@@ -24,7 +24,8 @@ from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 
 from .cases import MODELS, profile_of, whole
 from .played import SMALLEST_BYTES, Played, play, ranks_to_play

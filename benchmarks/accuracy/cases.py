@@ -9,7 +9,8 @@ from typing import Any
 
 from meshwright.executor.measuring.verify import small_model
 from meshwright.planner.plan.document import Degrees, ModelReference, Plan
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 

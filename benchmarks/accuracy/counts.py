@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.loaded import LoadedModel
 
 from . import cases
 from .report import Check, publish

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.profiler.model.lengths import at_seq_len
-from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 

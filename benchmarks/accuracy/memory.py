@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshwright.planner.plan.training import Precision
-from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 
 from . import cases, reality

@@ -25,7 +25,7 @@ from meshwright.executor.state.initialise import Values
 from meshwright.executor.torch_compat import data_parallel
 from meshwright.planner.cost.comm_cost import CollectiveKind
 from meshwright.planner.plan.document import AXES, GroupAxis, Plan
-from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.loaded import LoadedModel
 
 from .counters import Passed, PeakMeter, Traffic
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from meshwright.profiler.model.load import Batch, LoadedModel, split_inputs
+from meshwright.profiler.model.loaded import Batch, LoadedModel, split_inputs
 
 aten = torch.ops.aten
 

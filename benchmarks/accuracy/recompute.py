@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.planner.cost.layer_parts import kept_at
 from meshwright.planner.plan.document import Recompute, parts_of, recompute_of_parts
-from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 
 from . import cases, reality

@@ -26,7 +26,7 @@ from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import COMPILING, TrainingSpec
 from meshwright.planner.solve.space import Family, Space
 from meshwright.profiler.machine.cluster import HostGroup, cluster_of, load_device
-from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 
 from .adapters import LoraLinear, with_adapters

@@ -14,7 +14,7 @@ import torch
 from meshwright.executor.measuring.local_ranks import run_local_ranks
 from meshwright.executor.measuring.verify import VerifyReport, compared, one_process
 from meshwright.planner.plan.document import Plan
-from meshwright.profiler.model.load import Batch, LoadedModel
+from meshwright.profiler.model.loaded import Batch, LoadedModel
 
 from .drawn import GLOBAL_BATCH, draw, small
 from .matrix import NUM_STEPS

@@ -36,7 +36,8 @@ from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
 
 RESULTS = Path(__file__).parent / "results"

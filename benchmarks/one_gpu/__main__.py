@@ -32,7 +32,7 @@ from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.machine.local import local_gpus, preset_of
-from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 
 RESULTS = Path(__file__).with_name("results")

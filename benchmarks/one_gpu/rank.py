@@ -18,7 +18,7 @@ from benchmarks.accuracy import played
 from meshwright.executor import parallelize, trainer
 from meshwright.executor.parallel import expert_exchange
 from meshwright.planner.plan.document import Plan
-from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.loaded import LoadedModel
 
 WARM_UP_STEPS = 3
 """The first two steps allocate and make optimizer state; the third is the first of its kind."""

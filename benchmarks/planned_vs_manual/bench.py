@@ -18,7 +18,7 @@ from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import ClusterSpec, Device, HostGroup, load_device
-from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 

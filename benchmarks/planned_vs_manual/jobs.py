@@ -27,7 +27,7 @@ from meshwright.executor.parallel.micro_batches import split_micro_batches
 from meshwright.executor.trainer import Trainer
 from meshwright.planner.plan.document import Plan
 from meshwright.profiler.machine.cluster import Device
-from meshwright.profiler.model.load import LoadedModel
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 
 STEP_LIMIT_S = 60.0

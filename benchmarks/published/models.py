@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from ...profiler.machine.local import local_gpus, preset_of
 from ...profiler.model.cache import ProfileCache
 from ...profiler.model.lengths import at_seq_len
 from ...profiler.model.model_profile import ModelProfile, load_profile
+from ...profiler.model.source import PADDED, file_of, is_hub_name, not_in_cache
 from ..reporting import terminal
 from ..reporting.documents import json_kind
 from . import options
 
 if TYPE_CHECKING:
-    from ...profiler.model.load import LoadedModel
+    from ...profiler.model.loaded import LoadedModel
 
 DEFAULT_DEVICE = "h100-80gb"
 MODEL_RULE = "MODEL is a model.py, file.py:function, config.json or profile.json"
@@ -127,7 +128,7 @@ def read_model(
     if kind == "meshwright-plan":
         raise ValueError(f"{source} is a plan, not a model: look at it with `plan show {source}`")
     if kind == "meshwright-profile":
-        if "@vocab%" in source:
+        if PADDED in source:
             raise ValueError(f"{path} is a profile, made with its own vocabulary: give the config.json to --pad-vocab")
         profile = load_profile(path)
         return profile if seq_len is None else at_seq_len(profile, seq_len), None
@@ -159,9 +160,7 @@ def read_model(
 
 def check_source(source: str, rule: str) -> Path:
     """The file that `source` names. Raises ValueError with the nearest names if it is not there."""
-    path = Path(source.partition("@vocab%")[0])
-    if not path.exists() and ".py:" in source:
-        path = Path(source.partition(".py:")[0] + ".py")
+    path = file_of(source)
     if path.exists():
         check_ends(path)
         return path
@@ -169,6 +168,8 @@ def check_source(source: str, rule: str) -> Path:
     names = [p.name for p in folder.iterdir() if p.suffix in (".py", ".json") or p.is_dir()]
     near = difflib.get_close_matches(path.name, names, n=1)
     hint = f"did you mean {folder / near[0]}?" if near else rule
+    if is_hub_name(source):
+        hint = not_in_cache(source)
     raise ValueError(f"no such file: {path}; {hint}")
 
 
@@ -241,7 +242,7 @@ def read_plan(path: Path, *, to_run: bool = False) -> Plan:
 def runs_foreign_code(document: Plan, plan_file: Path) -> bool:
     """Whether the model that a plan names is Python from outside of the plan's folder: plans come from anywhere, and
     only what the user has named, or lies beside the plan, is run."""
-    path = Path(document.model.source.partition("@vocab%")[0])
+    path = file_of(document.model.source)
     holds_json = path.suffix == ".json" or path.is_dir()
     return not holds_json and not path.resolve().is_relative_to(plan_file.resolve().parent)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...profiler.model.source import file_of
 from .. import api
 from ..reporting import terminal
 from . import inputs, options
@@ -90,7 +91,7 @@ def _diff_command(
     with at_work(as_json) as waiting:
         if plans[0].model.fingerprint != plans[1].model.fingerprint:
             notes.append("the plans are for different models, so only their own predictions are compared")
-        elif model is None and not Path(plans[0].model.source.partition("@vocab%")[0]).exists():
+        elif model is None and not file_of(plans[0].model.source).exists():
             notes.append(f"causes are not known: {plans[0].model.source} is not here; --model says where it is")
         elif model is None and inputs.runs_foreign_code(plans[0], first):
             notes.append(

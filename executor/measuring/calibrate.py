@@ -34,7 +34,7 @@ from ...profiler.machine.calibrate import (
 from ...profiler.machine.cluster import Device, load_device
 from ...profiler.machine.local import local_gpus, preset_of
 from ...profiler.machine.units import format_flops_per_s, format_seconds
-from ...profiler.model.load import LoadedModel, split_inputs
+from ...profiler.model.loaded import LoadedModel, split_inputs
 from ...profiler.model.model_profile import ModelProfile
 from ..parallel.micro_batches import loss_of
 from .local_ranks import RankError, run_local_ranks

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...planner.answers.candidate import Candidate
     from ...planner.answers.search import SearchResult
     from ...planner.cost.estimate import Estimate
-    from ...profiler.model.load import LoadedModel
+    from ...profiler.model.loaded import LoadedModel
     from ..reporting.measured_report import Times
     from .measurement import Measurement
 

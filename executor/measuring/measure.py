@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...planner.plan.document import Plan
-from ...profiler.model.load import Batch, LoadedModel
+from ...profiler.model.loaded import Batch, LoadedModel
 from ..parallel.micro_batches import split_micro_batches
 from ..trainer import Trainer, parallelize
 from ..watch import HANG_S

@@ -17,7 +17,8 @@ from ...planner.cost.refit import MeasuredStep
 from ...planner.plan.setups import parse_setup
 from ...planner.plan.training import TrainingSpec
 from ...profiler.machine.cluster import Device, cluster_of
-from ...profiler.model.load import LoadedModel, load_model
+from ...profiler.model.load import load_model
+from ...profiler.model.loaded import LoadedModel
 from ...profiler.model.trace import trace
 from .measure import measure
 from .measurement import Measurement

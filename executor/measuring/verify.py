@@ -37,8 +37,10 @@ from ...planner.plan.shape import LayerOption, Shape
 from ...profiler.machine.cluster import cluster_of
 from ...profiler.model.building import in_training, on_meta
 from ...profiler.model.coupling import as_float, upcast
-from ...profiler.model.load import PADDED, Batch, LoadedModel, load_model, split_inputs
+from ...profiler.model.load import load_model
+from ...profiler.model.loaded import Batch, LoadedModel, split_inputs
 from ...profiler.model.model_profile import ModelProfile
+from ...profiler.model.source import file_of
 from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
 from ..parallel.mesh import RankMesh
@@ -344,9 +346,9 @@ def small_model(plan: Plan, loaded: LoadedModel, folder: Path) -> tuple[LoadedMo
     """
     if loaded.small is not None:
         return _short(loaded.small(), plan), ()
-    source = loaded.source.partition(PADDED)[0]
-    if source.endswith(".json"):
-        config = full_config(Path(source))
+    source = file_of(loaded.source)
+    if source.suffix == ".json":
+        config = full_config(source)
         shrunken = shrunken_config(config, plan.degrees, MAX_RANKS)
         (folder / "config.json").write_text(json.dumps(shrunken))
         small = replace(load_model(folder), name=f"{loaded.name}-small")

@@ -110,8 +110,9 @@ def _orders(given: argparse.Namespace, rank: int, words: Any) -> Iterator[int]:
 def _seen(plan: Path, model: str, rank: int) -> dict[str, Any]:
     """Where this rank is, and which files it sees: each as a digest, "" for what is not there."""
     from ... import executor
+    from ...profiler.model.source import file_of
 
-    source = Path(model.partition("@vocab%")[0].partition(".py:")[0] + (".py" if ".py:" in model else ""))
+    source = file_of(model)
     source = source / "config.json" if source.is_dir() else source
     return {
         "event": "probe",

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .load import Batch, LoadedModel
+from .loaded import Batch, LoadedModel
 from .model_profile import BatchTensor
 
 _SIZES = (3, 8, 24)

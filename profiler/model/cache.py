@@ -35,6 +35,7 @@ from typing import Any
 
 from ..document import Frozen, replace_file
 from .model_profile import ModelProfile
+from .source import file_of
 
 _MOST_ENTRIES = 200
 _MOST_BYTES = 200_000_000
@@ -364,7 +365,7 @@ def _tracked(path: Any) -> str:
 
 def _user_folders(source: str) -> list[str]:
     """Folders on the import path, the model's own included, whose files are not a library's."""
-    path = Path(source.partition(".py:")[0]).absolute()
+    path = file_of(source).absolute()
     folders = [str(path if path.is_dir() else path.parent), *(os.path.abspath(folder) for folder in sys.path)]
     return [folder for folder in dict.fromkeys(folders) if _tracked(folder)]
 

@@ -30,7 +30,7 @@ from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, 
 from .fake import FakeModel
 from .layer_graph import bytes_over, maker_of, tensors_of, wired
 from .layer_units import Units, find_units
-from .load import Batch
+from .loaded import Batch
 from .model_profile import Producer
 from .positions import Positions
 from .run_shapes import Shapes, TensorSpec

@@ -16,7 +16,7 @@ from ..semantics.draws import SameDraws
 from .batches import named_tensors
 from .building import in_training
 from .fake import scalar
-from .load import Batch, LoadedModel, split_inputs
+from .loaded import Batch, LoadedModel, split_inputs
 from .model_profile import ModelProfile
 from .run_sizes import RunSizes
 

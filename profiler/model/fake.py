@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .building import OF_MODULES, holds_tensors, in_training, on_meta
 from .gpu_kernel_emulation import as_on_gpu
-from .load import Batch, LoadedModel, place_of, split_inputs
+from .loaded import Batch, LoadedModel, place_of, split_inputs
 from .model_profile import BufferProfile
 
 

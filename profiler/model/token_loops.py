@@ -9,7 +9,7 @@ import torch
 
 from .fake import FakeModel, fake_model
 from .gpu_kernel_emulation import Mode
-from .load import LoadedModel
+from .loaded import LoadedModel
 from .model_profile import Amount, Bytes, Costs, LayerClass, ModelProfile, OpProfile
 
 _FEWEST_TOKENS, _MOST_TOKENS = 16, 64

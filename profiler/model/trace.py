@@ -26,7 +26,7 @@ from .coupling import Coupling, coupling_of
 from .crossing_tensors import batch_tensors, crossing_tensors
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
 from .lengths import at_seq_len
-from .load import LoadedModel
+from .loaded import LoadedModel
 from .mixed_precision import mixed_precision_problem
 from .model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
 from .run_sizes import RunSizes

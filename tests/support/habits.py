@@ -13,7 +13,8 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
 
 WIDTH = 32

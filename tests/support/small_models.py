@@ -15,7 +15,8 @@ from torch.nn import functional
 from benchmarks.accuracy.cases import profile_of
 from meshwright.executor.measuring.verify import Training, VerifyReport, beside_one_process
 from meshwright.planner.plan.document import Plan
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from support.ranks import PATIENCE_S
 from support.zoo import MODELS

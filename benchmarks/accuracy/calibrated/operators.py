@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.executor.measuring.calibrate import calibrate
 from meshwright.planner.cost.compute_cost import operator_s
 from meshwright.profiler.machine.cluster import Device
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
 
 FOLDER = Path(__file__).parent

@@ -27,7 +27,8 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import Device, cluster_of, load_device
-from meshwright.profiler.model.load import LoadedModel, load_model
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
 
 FOLDER = Path(__file__).parent

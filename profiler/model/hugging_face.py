@@ -1,0 +1,299 @@
+"""A Hugging Face config.json as a model: its architecture, and micro-batches and a loss such as its head takes."""
+
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ..document import parsed
+from ..garbage import without_garbage_collection
+from .loaded import Batch, LoadedModel, Loss, MakeBatch, called, checked, takes_seq_len
+from .source import PADDED
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_DEFAULT_CONTEXT = 8192
+"""Longest sequence taken from a config.json on its own: longer contexts are asked for with --seq-len."""
+
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Chances that a layer is left out of a step: planned are steps that leave none out."""
+
+
+def from_config(path: Path, multiple: int = 1, named: str | None = None) -> LoadedModel:
+    """The model of a config.json. multiple: of which the number of words is made one, by adding some. named: what it is
+    called on the hub."""
+    try:
+        document = parsed(json.loads, path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}. A Hugging Face config.json is a JSON object") from None
+    if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
+        raise ValueError(
+            f'{path} has no "model_type", so it is no Hugging Face config.json; '
+            'such a file says, for example, "model_type": "llama", "architectures": ["LlamaForCausalLM"]'
+        )
+    if multiple > 1:
+        words = document.get("vocab_size")
+        if not isinstance(words, int):
+            raise ValueError(f'{path} has no "vocab_size" at its top, so there is nothing to pad')
+        document["vocab_size"] = -(-words // multiple) * multiple
+    transformers = _transformers(path)
+    architecture = _architecture(transformers, document, path)
+
+    def config() -> Any:
+        made = called(lambda: transformers.AutoConfig.for_model(**document), str(path))
+        made.use_cache = False
+        for part in (made, *(getattr(made, name, None) for name in made.sub_configs)):
+            for name in _LAYER_DROPS:
+                if getattr(part, name, None):
+                    setattr(part, name, 0.0)
+        return made
+
+    def build() -> "nn.Module":
+        fused = {"attn_implementation": "sdpa"} if getattr(architecture, "_supports_sdpa", False) else {}
+        module: nn.Module = architecture._from_config(config(), **fused)
+        if architecture.__name__.endswith("LMHeadModel"):
+            module.loss_type = "ForCausalLM"  # type: ignore[assignment]  # else transformers warns that it guesses this
+        return module
+
+    first = config()
+    make_batch, loss = _config_batch(architecture, first, path)
+    text = first.get_text_config()
+    longest = next((getattr(text, key) for key in _CONTEXT_KEYS if isinstance(getattr(text, key, None), int)), None)
+    return checked(
+        build,
+        make_batch,
+        name=path.resolve().parent.name if named is None else named.rpartition("/")[2],
+        source=(named or str(path)) + (f"{PADDED}{multiple}" if multiple > 1 else ""),
+        loss=loss,
+        seq_len=min(longest or 1024, _DEFAULT_CONTEXT) if takes_seq_len(make_batch) else None,
+    )
+
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_target_positions")
+
+
+def _transformers(path: Path) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            f"{path} is a Hugging Face config.json, and transformers is not installed: pip install 'meshwright[hf]'"
+        ) from None
+    return transformers
+
+
+def _architecture(transformers: Any, document: dict[str, Any], path: Path) -> Any:
+    model_type = document["model_type"]
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f'{path} is of model_type "{model_type}", which transformers {transformers.__version__} does not know; '
+            "write a model.py that builds it"
+        )
+    name = next(iter(document.get("architectures") or ()), None)
+    if name is None:
+        known = (found for task in _LABELS if (found := _auto_classes(task).get(model_type)))
+        name = next((found if isinstance(found, str) else found[0] for found in known), None)
+    if name is None:
+        raise ValueError(f'{path} has no "architectures"; add for example "architectures": ["LlamaForCausalLM"]')
+    with without_garbage_collection(), _without_scipy():
+        architecture = getattr(transformers, name, None)
+    if architecture is None:
+        raise ValueError(
+            f'{path} asks for the architecture "{name}", which transformers {transformers.__version__} does not have; '
+            "write a model.py that builds it"
+        )
+    return architecture
+
+
+@contextmanager
+def _without_scipy() -> Iterator[None]:
+    """Every model of transformers imports scipy.optimize, for the one function by which losses of object detection
+    match boxes. An eighth of all time to import goes into that; here it waits until the function is called."""
+    name = "scipy.optimize"
+    if name in sys.modules or importlib.util.find_spec("scipy") is None:
+        yield
+        return
+    stand_in = ModuleType(name)
+    stand_in.linear_sum_assignment = _linear_sum_assignment  # type: ignore[attr-defined]
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+
+
+def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
+    from scipy.optimize import linear_sum_assignment
+
+    return linear_sum_assignment(*args, **kwargs)
+
+
+def _config_batch(architecture: Any, config: Any, path: Path) -> tuple[MakeBatch, Loss | None]:
+    """Micro-batches of a Hugging Face model; and its loss, None for heads that return theirs."""
+    main_input = architecture.main_input_name
+    takes = inspect.signature(architecture.forward).parameters
+    if _is_made_for(architecture, "CTC") and main_input == "input_values":
+        return _sound(config), _ctc_loss(config)
+    if "pixel_values" in takes and "input_ids" in takes and "return_loss" in takes:
+        return _texts_and_pictures(config), None
+    picture = _num_picture_tokens(config) if {"pixel_values", "labels"} <= takes.keys() else None
+    if main_input == "input_ids" and picture is not None:
+        return _text_with_picture(config, picture), None
+    task = next((task for task in _LABELS if _is_made_for(architecture, task)), None)
+    if task is None or main_input not in _INPUTS:
+        raise ValueError(
+            f'{path} asks for "{architecture.__name__}", whose batches are not known here (known: models that '
+            f"take {' or '.join(_INPUTS)} and return a loss of one of {', '.join(_LABELS)}; CTC on recordings; CLIP "
+            "and its like; pictures in text, of as many tokens each as the configuration says); give another head "
+            'under "architectures", or write a model.py with model() and batch(size)'
+        )
+    make_input, make_labels = _INPUTS[main_input], _LABELS[task]
+
+    def sequences(size: int, seq_len: int) -> Batch:
+        return {main_input: make_input(config, size, seq_len), "labels": make_labels(config, size, seq_len)}
+
+    def samples(size: int) -> Batch:
+        return {main_input: make_input(config, size, 0), "labels": make_labels(config, size, 0)}
+
+    return (sequences if {make_input, make_labels} & {_tokens, _class_per_token} else samples), None
+
+
+_SECONDS, _RATE, _LETTERS = 10, 16_000, 100
+"""Of a recording, what it is sampled at, and letters said in it: about as in LibriSpeech (12 s, 185 letters)."""
+
+
+def _sound(config: Any) -> MakeBatch:
+    def batch(size: int) -> Batch:
+        import torch
+
+        said = torch.randint(1, config.vocab_size, (size, _LETTERS))
+        return {"input_values": torch.randn(size, _SECONDS * _RATE), "targets": said}
+
+    return batch
+
+
+def _ctc_loss(config: Any) -> Loss:
+    """The loss of transformers' CTC heads, whose own asks for the targets' lengths by their values."""
+
+    def loss(output: Any, batch: Any) -> "torch.Tensor":
+        import torch
+
+        rows = output.logits.log_softmax(-1, dtype=torch.float32).transpose(0, 1)
+        targets = batch["targets"]
+        lengths = (rows.shape[0],) * rows.shape[1], (targets.shape[1],) * rows.shape[1]
+        blank = config.pad_token_id or 0
+        each = torch.nn.functional.ctc_loss(rows, targets, *lengths, blank, reduction="none", zero_infinity=True)
+        mean: torch.Tensor = each.mean() / targets.shape[1]
+        return mean
+
+    return loss
+
+
+def _texts_and_pictures(config: Any) -> MakeBatch:
+    """A text beside each picture; which belong together is the loss."""
+    text, vision = config.get_text_config(), config.vision_config
+
+    def batch(size: int) -> Batch:
+        words = _tokens(text, size, text.max_position_embeddings)
+        return {"input_ids": words, "pixel_values": _image(vision, size, 0), "return_loss": True}
+
+    return batch
+
+
+def _text_with_picture(config: Any, num_tokens: int) -> MakeBatch:
+    """Text that begins with a picture of so many tokens."""
+    mark, text, vision = _picture_token(config), config.get_text_config(), config.vision_config
+
+    def batch(size: int, seq_len: int) -> Batch:
+        import torch
+
+        words = torch.randint(mark, (size, seq_len)) if mark > 1 else _tokens(text, size, seq_len)
+        words[:, :num_tokens] = mark
+        return {"input_ids": words, "pixel_values": _image(vision, size, 0), "labels": words.clone()}
+
+    return batch
+
+
+def _picture_token(config: Any) -> Any:
+    return getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+
+
+def _num_picture_tokens(config: Any) -> int | None:
+    """Tokens that stand for one picture; None where that depends on the picture, or on what is not known here."""
+    mark, vision = _picture_token(config), getattr(config, "vision_config", None)
+    if not isinstance(mark, int) or not isinstance(getattr(vision, "image_size", None), int | list | tuple):
+        return None
+    told = (getattr(config, name, None) for name in ("image_seq_length", "mm_tokens_per_image"))
+    return next((number for number in told if isinstance(number, int)), None)
+
+
+def _is_made_for(architecture: Any, task: str) -> bool:
+    """Whether transformers would choose the class for a task, for any type of model."""
+    found = _auto_classes(task).values()
+    return any(architecture.__name__ in ((names,) if isinstance(names, str) else names) for names in found)
+
+
+def _auto_classes(task: str) -> dict[str, Any]:
+    """Class names by model_type (a few types have several) that transformers' auto class for a task chooses from."""
+    from transformers.models.auto import modeling_auto
+
+    names: dict[str, Any] = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
+    return names
+
+
+def _tokens(config: Any, size: int, seq_len: int) -> "torch.Tensor":
+    import torch
+
+    return torch.randint(config.vocab_size, (size, seq_len))
+
+
+def _image(config: Any, size: int, seq_len: int) -> "torch.Tensor":
+    import torch
+
+    side = getattr(config, "image_size", 224)
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    return torch.randn(size, getattr(config, "num_channels", 3), height, width)
+
+
+def _spectrogram(config: Any, size: int, seq_len: int) -> "torch.Tensor":
+    """Two frames for each position of the encoder, whose second convolution has a stride of 2."""
+    import torch
+
+    return torch.randn(size, config.num_mel_bins, 2 * config.max_source_positions)
+
+
+def _class_per_sample(config: Any, size: int, seq_len: int) -> "torch.Tensor":
+    import torch
+
+    return torch.randint(config.num_labels, (size,))
+
+
+def _class_per_token(config: Any, size: int, seq_len: int) -> "torch.Tensor":
+    import torch
+
+    return torch.randint(config.num_labels, (size, seq_len))
+
+
+_MakeTensor = Callable[[Any, int, int], "torch.Tensor"]
+
+_INPUTS: dict[str, _MakeTensor] = {"input_ids": _tokens, "pixel_values": _image, "input_features": _spectrogram}
+"""How to make the main input of a Hugging Face model, by the name that its class gives it."""
+
+_LABELS: dict[str, _MakeTensor] = {
+    "SPEECH_SEQ_2_SEQ": _tokens,
+    "SEQ_TO_SEQ_CAUSAL_LM": _tokens,
+    "MASKED_LM": _tokens,
+    "CAUSAL_LM": _tokens,
+    "IMAGE_CLASSIFICATION": _class_per_sample,
+    "SEQUENCE_CLASSIFICATION": _class_per_sample,
+    "TOKEN_CLASSIFICATION": _class_per_token,
+}
+"""How to make the labels, by transformers' task; a config that names no architecture gets the first that it has."""

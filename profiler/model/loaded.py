@@ -1,0 +1,234 @@
+"""A model that can be built anywhere, with its micro-batches and loss; and how a user's functions are called."""
+
+import copy
+import functools
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Batch = Union[tuple[Any, ...], dict[str, Any], "torch.Tensor"]
+Build = Callable[[], "nn.Module"]
+MakeBatch = Callable[..., Any]
+Loss = Callable[[Any, Any], "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that can be built anywhere, and micro-batches for it.
+
+    build: constructs the module on torch's current default device.
+    batch: micro-batch of that many samples at `seq_len`, real CPU tensors.
+    loss: mean loss of (output, batch); None if the module returns its own.
+    small: the same for the model file's small version; None if it has none.
+    """
+
+    build: Build
+    batch: Callable[[int], Batch]
+    loss: Loss | None
+    name: str
+    source: str
+    seq_len: int | None = None
+    weight: Callable[[Any], "torch.Tensor"] | None = None
+    small: Callable[[], "LoadedModel"] | None = None
+    global_batch: int | None = None
+    make_batch: MakeBatch | None = None
+
+    def with_seq_len(self, seq_len: int) -> "LoadedModel":
+        """This model with micro-batches of another sequence length. Raises ValueError if it has no sequence."""
+        if self.make_batch is None or not takes_seq_len(self.make_batch):
+            raise ValueError(
+                f"--seq-len {seq_len} was given, but batch(size) of {self.source} takes no seq_len: "
+                "write it as `def batch(size, seq_len=1024)`, or leave --seq-len out"
+            )
+        if seq_len < 1:
+            raise ValueError(f"--seq-len is {seq_len}; it must be at least 1, for example --seq-len 1024")
+        return replace(self, seq_len=seq_len, batch=_bound_batch(self.make_batch, seq_len, self.source))
+
+
+def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) for module's forward out of a micro-batch.
+
+    A dict gives the keys that forward names (all of them, if it takes **kwargs and there is no separate loss). A tuple
+    without a separate loss goes in whole. With one, the tuple is (inputs..., targets): the last element is for the
+    loss only, unless forward requires it; what is more than forward accepts is for the loss, too. A tensor by itself is
+    the only input, and all that the loss is given.
+    """
+    if not isinstance(batch, tuple | list | dict):
+        return (batch,), {}
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    if isinstance(batch, dict):
+        any_key = any(p.kind is p.VAR_KEYWORD for p in parameters) and not has_loss
+        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        return (), {key: value for key, value in batch.items() if any_key or key in names}
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = sum(p.default is p.empty for p in positional)
+    most = len(batch) if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(positional)
+    if has_loss:
+        return batch[: max(required, min(len(batch) - 1, most))], {}
+    if len(batch) > most:
+        raise ValueError(
+            f"batch gives {len(batch)} elements, but forward of {type(module).__name__} takes {most}: "
+            "give the model file a loss(output, batch), or return only the inputs from batch"
+        )
+    return batch, {}
+
+
+def checked(
+    build: Callable[[], Any],
+    make_batch: MakeBatch,
+    *,
+    name: str,
+    source: str,
+    loss: Loss | None,
+    weight: Callable[[Any], Any] | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+) -> LoadedModel:
+    takes = takes_seq_len(make_batch)
+    if takes and seq_len is None:
+        default = inspect.signature(make_batch).parameters["seq_len"].default
+        if not isinstance(default, int):
+            raise ValueError(
+                f"batch(size, seq_len) of {source} has no default length: write `def batch(size, seq_len=1024)`, "
+                "or set seq_len = 1024 in the file"
+            )
+        seq_len = default
+    bound = _bound_batch(make_batch, seq_len if takes else None, source)
+    return LoadedModel(
+        build=_guarded_build(build, source, bound, loss is not None),
+        batch=bound,
+        loss=loss,
+        name=name,
+        source=source,
+        seq_len=seq_len if takes else None,
+        weight=weight,
+        global_batch=global_batch,
+        make_batch=make_batch,
+    )
+
+
+def _guarded_build(build: Callable[[], Any], source: str, batch: Callable[[int], Batch], has_loss: bool) -> Build:
+    def forward(module: "nn.Module") -> None:
+        args, kwargs = split_inputs(module, batch(2), has_loss)
+        called(functools.partial(module, *args, **kwargs), f"the first forward of {source}, whose modules are lazy,")
+
+    kept: list[nn.Module] = []
+    """The one module that build always returns, as it was."""
+
+    def guarded() -> "nn.Module":
+        import torch
+        from torch import nn
+
+        from .building import initialised, is_lazy, with_dense_gradients, without_compiler
+
+        module = copy_of(kept[0]) if kept else called(build, f"model() of {source}")
+        if not isinstance(module, nn.Module):
+            raise ValueError(
+                f"model() of {source} returned a {type(module).__name__}; it must return a torch.nn.Module, "
+                "for example `return MyModel()`"
+            )
+        is_older = torch.get_default_device().type == "meta" and not all(p.is_meta for p in module.parameters())
+        if is_older and not kept and called(build, f"model() of {source}") is module:
+            kept.append(module)
+            module = copy_of(module)
+        module = without_cache(with_dense_gradients(without_compiler(module)))
+        return initialised(module, forward) if is_lazy(module) else module
+
+    return guarded
+
+
+def without_cache(module: "nn.Module") -> "nn.Module":
+    """The module, told to keep no keys and values for generation, which Hugging Face's do unless their configuration
+    says so. Training never reads them; recompute would find those of the forward there. Configurations that others may
+    hold are copied, not changed."""
+    copies: dict[int, Any] = {}
+    for part in module.modules():
+        config = part.__dict__.get("config")
+        if config is not None and getattr(config, "use_cache", False) is True:
+            made = copies.setdefault(id(config), copy.copy(config))
+            made.use_cache = False
+            part.__dict__["config"] = made
+    return module
+
+
+def _bound_batch(make_batch: MakeBatch, seq_len: int | None, source: str) -> Callable[[int], Batch]:
+    def bound(size: int) -> Batch:
+        import torch
+
+        call = (
+            functools.partial(make_batch, size)
+            if seq_len is None
+            else functools.partial(make_batch, size, seq_len=seq_len)
+        )
+        made = called(call, f"batch({size}) of {source}")
+        if isinstance(made, list):
+            return tuple(made)
+        if isinstance(made, tuple | dict | torch.Tensor):
+            return made
+        raise ValueError(
+            f"batch({size}) of {source} returned a {type(made).__name__}; it must return a tuple or a dict of tensors, "
+            "for example `return torch.randn(size, 512), torch.randint(10, (size,))`"
+        )
+
+    return bound
+
+
+def takes_seq_len(make_batch: MakeBatch) -> bool:
+    return "seq_len" in inspect.signature(make_batch).parameters
+
+
+def called(function: Callable[[], Any], what: str) -> Any:
+    """Result of the user's code, whose failures are reported with their place in a sentence."""
+    try:
+        return function()
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{what} needs the file {error.filename}, which is not there ({place_of(error)}). A plan needs shapes, not "
+            "data: make the tensors with torch.randn or torch.randint, and open files only when training"
+        ) from error
+    except ImportError as error:
+        raise ValueError(f"{what} imports what is not installed: {error} ({place_of(error)})") from error
+    except SyntaxError as error:
+        raise ValueError(f"{what} is not valid Python: {error.msg} ({error.filename}:{error.lineno})") from error
+    except SystemExit as error:
+        raise ValueError(
+            f"{what} ends the process by sys.exit({error.code!r}) ({place_of(error)}); put what runs a program or "
+            'reads a command line below `if __name__ == "__main__":`'
+        ) from error
+    except Exception as error:
+        raise ValueError(f"{what} raised {type(error).__name__}: {error} ({place_of(error)})") from error
+
+
+def place_of(error: BaseException) -> str:
+    """file:line of the innermost frame that is neither a library's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename
+        and not Path(frame.filename).is_relative_to(Path(__file__).parents[1])
+        and not frame.filename.startswith("<")
+    ]
+    frame = (own or list(frames))[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def copy_of(module: "nn.Module") -> "nn.Module":
+    """A copy with its own parameters; without their numbers when the default device is meta."""
+    import torch
+    from torch import nn
+
+    memo: dict[int, Any] = {}
+    if torch.get_default_device().type == "meta":
+        for p in module.parameters():
+            memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        for b in module.buffers():
+            memo[id(b)] = torch.empty_like(b, device="meta")
+    return copy.deepcopy(module, memo)

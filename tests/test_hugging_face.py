@@ -1,0 +1,93 @@
+"""Models from a config.json: micro-batches that their heads take, and ids of models in the Hugging Face cache."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from meshwright.profiler.model.load import load_model  # noqa: E402
+from meshwright.profiler.model.loaded import split_inputs  # noqa: E402
+from meshwright.profiler.model.trace import trace  # noqa: E402
+from support.cli import run_plan  # noqa: E402
+
+NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT = {**NARROW, "vocab_size": 100, "max_position_embeddings": 24}
+SIGHT = {**NARROW, "image_size": 28, "patch_size": 14}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "LlavaForConditionalGeneration": {
+        "model_type": "llava",
+        "image_seq_length": 4,
+        "image_token_id": 90,
+        "vision_config": {**SIGHT, "model_type": "clip_vision_model"},
+        "text_config": {**TEXT, "model_type": "llama", "num_key_value_heads": 2},
+    },
+    "CLIPModel": {
+        "model_type": "clip",
+        "projection_dim": 16,
+        "text_config": {**TEXT, "eos_token_id": 99, "bos_token_id": 98},
+        "vision_config": SIGHT,
+    },
+    "Wav2Vec2ForCTC": {
+        "model_type": "wav2vec2",
+        **NARROW,
+        "vocab_size": 32,
+        "conv_dim": [16] * 7,
+        "num_conv_pos_embeddings": 16,
+        "num_conv_pos_embedding_groups": 2,
+        "layerdrop": 0.1,
+    },
+}
+
+
+def written(folder: Path, architecture: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**CONFIGS[architecture], "architectures": [architecture]}))
+    return path
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_config_brings_micro_batches_that_its_head_takes(architecture: str, tmp_path: Path) -> None:
+    loaded = load_model(written(tmp_path, architecture))
+
+    profile = trace(loaded)
+
+    torch.manual_seed(0)
+    module, batch = loaded.build(), loaded.batch(2)
+    args, kwargs = split_inputs(module, batch, loaded.loss is not None)
+    output = module(*args, **kwargs)
+    loss = output.loss if loaded.loss is None else loaded.loss(output, batch)
+    loss.backward()
+    assert torch.isfinite(loss)
+    trained = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+    assert trained  # what stays without a gradient is a vision tower's last norm, which its features leave out
+    assert profile.num_parameters == sum(parameter.numel() for parameter in module.parameters())
+    assert profile.decides_by_values == ""
+    assert bool(profile.coupling) == (architecture == "CLIPModel")
+
+
+def test_a_model_of_the_hugging_face_cache_is_named_by_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    hub = tmp_path / "hub" / "models--someone--tiny-sight"
+    written(hub / "snapshots" / "abc", "LlavaForConditionalGeneration")
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+
+    assert run_plan("someone/tiny-sight", "--gpus", "2", "--device", "h100-80gb", "-o", "plan.json", "-q") == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["model"]["source"] == "someone/tiny-sight"
+    assert load_model("someone/tiny-sight").name == "tiny-sight"
+
+    assert run_plan("someone/other", "--gpus", "2", "--device", "h100-80gb") == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "nor is someone/other in the Hugging Face cache" in told
+    assert "hf download someone/other" in told
