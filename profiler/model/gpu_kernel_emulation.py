@@ -25,8 +25,7 @@ def as_on_gpu() -> Iterator[list[str]]:
     refusals: list[str] = []
     masking: Any = sys.modules.get("transformers.masking_utils")
     with ExitStack() as stack:
-        # transformers compares numbers of tensors, as of a picture's tokens in a text, which fake ones do not have
-        stack.enter_context(patch.dict(os.environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}))
+        stack.enter_context(_without_checks_of_numbers())
         stack.enter_context(_Kernels())
         stack.enter_context(_Results())
         stack.enter_context(patch.object(functional, "_verify_batch_size", _noting(refusals)))
@@ -34,6 +33,24 @@ def as_on_gpu() -> Iterator[list[str]]:
             # from fake positions transformers cannot see that no sample is packed, and would build T x T masks
             stack.enter_context(patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None))
         yield refusals
+
+
+@contextmanager
+def _without_checks_of_numbers() -> Iterator[None]:
+    """transformers compares numbers that fake tensors do not have, as of a picture's tokens in a text; it leaves that
+    out if a variable of the environment says so (one is set, not all copied, which a recorded profile would notice)."""
+    before = os.environ.get(_NO_CHECKS)
+    os.environ[_NO_CHECKS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_CHECKS]
+        else:
+            os.environ[_NO_CHECKS] = before
+
+
+_NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 
 class _Kernels(TorchFunctionMode):
