@@ -71,6 +71,36 @@ def test_a_config_brings_micro_batches_that_its_head_takes(architecture: str, tm
     assert bool(profile.coupling) == (architecture == "CLIPModel")
 
 
+MISTRAL = """
+import torch, transformers
+
+def model():
+    config = transformers.MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=8, max_position_embeddings=64, attn_implementation="sdpa",
+    )
+    return transformers.MistralForCausalLM(config)
+
+def batch(size, seq_len=24):
+    tokens = torch.randint(64, (size, seq_len))
+    return {"input_ids": tokens, "labels": tokens}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_window_whose_mask_is_made_otherwise_for_one_sample_trains_in_stages(
+    micro_batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mistral.py").write_text(MISTRAL)
+    monkeypatch.chdir(tmp_path)
+
+    words = ["--gpus", "2", "--device", "cpu", "-b", "8", "--pin", "pipeline=2", "--pin", f"micro_batch={micro_batch}"]
+    assert run_plan("mistral.py", *words, "-q") == 0
+
+    assert run_plan("verify", "plan.json") == 0
+
+
 def test_a_model_of_the_hugging_face_cache_is_named_by_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,7 +65,8 @@ def from_config(path: Path, multiple: int = 1, named: str | None = None) -> Load
     first = config()
     make_batch, loss = _config_batch(architecture, first, path)
     text = first.get_text_config()
-    longest = next((getattr(text, key) for key in _CONTEXT_KEYS if isinstance(getattr(text, key, None), int)), None)
+    told = (getattr(text, key, None) for key in _CONTEXT_KEYS)
+    longest = next((length for length in told if isinstance(length, int) and length > 0), None)
     return checked(
         build,
         make_batch,
@@ -229,7 +230,8 @@ def _picture_token(config: Any) -> Any:
 def _num_picture_tokens(config: Any) -> int | None:
     """Tokens that stand for one picture; None where that depends on the picture, or on what is not known here."""
     mark, vision = _picture_token(config), getattr(config, "vision_config", None)
-    if not isinstance(mark, int) or not isinstance(getattr(vision, "image_size", None), int | list | tuple):
+    by_size = getattr(config, "image_grid_pinpoints", None) is not None
+    if by_size or not isinstance(mark, int) or not isinstance(getattr(vision, "image_size", None), int | list | tuple):
         return None
     told = (getattr(config, name, None) for name in ("image_seq_length", "mm_tokens_per_image"))
     return next((number for number in told if isinstance(number, int)), None)
@@ -252,7 +254,7 @@ def _auto_classes(task: str) -> dict[str, Any]:
 def _tokens(config: Any, size: int, seq_len: int) -> "torch.Tensor":
     import torch
 
-    return torch.randint(config.vocab_size, (size, seq_len))
+    return torch.randint(config.get_text_config().vocab_size, (size, seq_len))
 
 
 def _image(config: Any, size: int, seq_len: int) -> "torch.Tensor":

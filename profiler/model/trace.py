@@ -135,7 +135,7 @@ def _profile(
     _check_trainable(fake)
     chain = observe(fake, 2, loaded.seq_len, most_operators)
     sizes = RunSizes(fake, chain, loaded.seq_len, chain.shapes)
-    _check_sizes(loaded, sizes)
+    _check_sizes(loaded, chain, sizes)
     _check_positions(loaded, sizes)
     firsts = sorted(set(chain.representatives()))
     found = _found_cuts(fake, chain, sizes, firsts)
@@ -349,8 +349,9 @@ def _dense(fake: FakeModel) -> tuple[str, ...]:
     return (f"{names[0]} (and {len(names) - 1} more embeddings) trains with dense gradients, not sparse ones",)
 
 
-def _check_sizes(loaded: LoadedModel, sizes: RunSizes) -> None:
-    """Raises ValueError where samples cannot be told apart in what the batch function or the model makes."""
+def _check_sizes(loaded: LoadedModel, chain: LayerChain, sizes: RunSizes) -> None:
+    """Raises ValueError where samples cannot be told apart in what the batch function or the model makes. What functions
+    between layers make of no parameter is not looked at: every stage makes it itself."""
     one, two = ([x.shape for x in tree_leaves(loaded.batch(n)) if isinstance(x, torch.Tensor)] for n in (1, 2))
     if one == two:
         raise ValueError(
@@ -358,9 +359,16 @@ def _check_sizes(loaded: LoadedModel, sizes: RunSizes) -> None:
             "ignores its size, so what one sample costs cannot be known; make tensors of `size` samples, for example "
             "torch.randn(size, 512)"
         )
-    for producer, tensor in sizes.one.tensors.items():
-        other = sizes.two.tensors.get(producer)
-        if other is not None and len(other.shape) != len(tensor.shape):
+    crossing = {crossing.producer for crossing in chain.crossings}
+    for producer, other in sizes.two.tensors.items():
+        tensor = sizes.one.tensors.get(producer)
+        if tensor is None and producer in crossing:
+            raise ValueError(
+                f"{producer.name} of {loaded.source} makes {list(other.shape)} of two samples, which layers after it "
+                "read, and is not called for one: let the forward call the same functions for any number of samples"
+            )
+        seen = producer.kind == "module" or producer in crossing
+        if seen and tensor is not None and len(other.shape) != len(tensor.shape):
             raise ValueError(
                 f"{producer.name} of {loaded.source} makes {list(tensor.shape)} of one sample, but {list(other.shape)} "
                 "of two, so it takes the samples for a dim of size 1: name the dim, as in squeeze(-1)"
