@@ -1,0 +1,224 @@
+"""Architectures of transformers from their config.json alone: parameters, plans for 8 and 64 GPUs, time, tensor cuts.
+
+    python -m benchmarks.accuracy.architectures
+
+takes each architecture's default configuration, writes its config.json, and asks in a process of its own as a user
+would. Fourteen are named, the others drawn, by a fixed seed, from all model types that transformers' auto classes know
+how to train. Prints a line each and writes results/architectures.md. Exit code 1 if any ends in a traceback or has
+another number of parameters than transformers counts.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import resource
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+NAMED = (
+    ("clip", "CLIPModel"),
+    ("llava", "LlavaForConditionalGeneration"),
+    ("wav2vec2", "Wav2Vec2ForCTC"),
+    ("whisper", "WhisperForConditionalGeneration"),
+    ("sam", "SamModel"),
+    ("mamba", "MambaForCausalLM"),
+    ("rwkv", "RwkvForCausalLM"),
+    ("jamba", "JambaForCausalLM"),
+    ("zamba", "ZambaForCausalLM"),
+    ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    ("dbrx", "DbrxForCausalLM"),
+    ("gemma3", "Gemma3ForConditionalGeneration"),
+    ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
+    ("qwen3_moe", "Qwen3MoeForCausalLM"),
+)
+"""Model types that people ask for most beside Llama, with the class that trains them."""
+
+_CHANGES: dict[str, dict[str, Any]] = {"gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}}}
+"""By model type, where the default configuration does not run: its pictures have fewer patches than tokens."""
+
+_TASKS = (
+    "CAUSAL_LM",
+    "MASKED_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "IMAGE_CLASSIFICATION",
+    "SPEECH_SEQ_2_SEQ",
+    "CTC",
+    "IMAGE_TEXT_TO_TEXT",
+)
+
+RESULTS = Path(__file__).parent / "results"
+_LONGEST_S = 300.0
+_BATCH = 512
+"""Samples of a step."""
+
+
+@dataclass
+class Row:
+    """What became of one architecture. said: what was planned on 8 and 64 GPUs, or the rule that refused."""
+
+    name: str
+    outcome: str = "failed"
+    parameters: int = 0
+    expected: int = 0
+    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    profile_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def as_markdown(self) -> str:
+        """The row of the table."""
+        counted = f"{self.parameters:,}" if self.parameters else ""
+        if self.parameters and self.parameters != self.expected:
+            counted += f" (transformers: {self.expected:,})"
+        said = "; ".join(self.said).replace("|", "\\|").replace("\n", " ")
+        notes = "; ".join(self.notes).replace("|", "\\|") or ("every matrix of layers" if self.parameters else "")
+        return f"| {self.name} | {self.outcome} | {counted} | {said} | {self.cpu_s:.1f} | {notes} |"
+
+
+def drawn(count: int, seed: int) -> list[tuple[str, str]]:
+    """(model type, class) of the named architectures and of others, `count` in all."""
+    from transformers.models.auto import modeling_auto
+
+    classes: dict[str, str] = {}
+    for task in _TASKS:
+        for kind, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+            classes.setdefault(kind, names if isinstance(names, str) else names[0])
+    named = list(NAMED)[:count]
+    others = sorted(set(classes) - {kind for kind, _ in named})
+    return named + [(kind, classes[kind]) for kind in random.Random(seed).sample(others, count - len(named))]
+
+
+def asked(kind: str, architecture: str) -> Row:
+    """The row of an architecture, looked at in this process."""
+    import torch
+    import transformers
+
+    from meshwright.executor import api
+
+    row = Row(architecture)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / kind / "config.json"
+        path.parent.mkdir()
+        config = transformers.CONFIG_MAPPING[kind](**_CHANGES.get(kind, {}))
+        path.write_text(json.dumps({**config.to_dict(), "model_type": kind, "architectures": [architecture]}))
+        try:
+            with torch.device("meta"):
+                whole = getattr(transformers, architecture)._from_config(config)
+        except Exception as error:
+            row.said, row.outcome = (f"transformers raises {type(error).__name__}: {error}",), "not built"
+            return row
+        row.expected = sum(p.numel() for p in whole.parameters())
+        del whole
+        began = _cpu_s()
+        try:
+            profile = api.profile(path)
+            row.profile_s = _cpu_s() - began
+            row.parameters, row.notes = profile.num_parameters, tuple(profile.notes)
+            planned = [_planned(profile, gpus) for gpus in (8, 64)]
+            row.said, row.outcome = tuple(planned), "planned"
+        except ValueError as error:
+            row.said, row.outcome = (str(error),), "refused"
+        row.cpu_s = _cpu_s() - began
+    return row
+
+
+def _planned(profile: Any, gpus: int) -> str:
+    """The plan, or that nothing fits; with the micro-batch pinned where a loss that couples samples asks for it."""
+    from meshwright.executor import api
+    from meshwright.planner.answers.infeasible import InfeasibleError
+
+    pin = {"micro_batch": _BATCH // gpus} if profile.coupling else {}
+    try:
+        plan = api.plan(profile, gpus=gpus, device="h100-80gb", global_batch=_BATCH, pin=pin).document
+    except InfeasibleError as error:
+        return f"{gpus}: {str(error).split('. ')[0]}"
+    assert plan.prediction is not None
+    return f"{gpus}: {plan.label}, {plan.prediction.step_time_s:.3g} s"
+
+
+def _cpu_s() -> float:
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def _send(sender: Connection, kind: str, architecture: str) -> None:
+    warnings.simplefilter("ignore")
+    try:
+        sender.send(asked(kind, architecture))
+    except Exception:
+        sender.send(Row(architecture, said=(traceback.format_exc(),)))
+
+
+def table(models: list[tuple[str, str]]) -> list[Row]:
+    """A row for each, told as it comes."""
+    rows, context = list[Row](), multiprocessing.get_context("fork")
+    for kind, architecture in models:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_send, args=(sender, kind, architecture))
+        began = time.monotonic()
+        process.start()
+        sender.close()
+        row = Row(architecture, said=(f"no answer within {_LONGEST_S:.0f} s",))
+        try:
+            row = receiver.recv() if receiver.poll(_LONGEST_S) else row
+        except EOFError:
+            row = Row(architecture, said=("the process ended without an answer",))
+        process.kill()
+        process.join()
+        rows.append(row)
+        print(f"{row.name}: {row.outcome}, {row.cpu_s:.1f} CPU s, {time.monotonic() - began:.0f} s", flush=True)
+        if row.outcome != "planned":
+            print("    " + "\n    ".join(row.said), flush=True)
+    return rows
+
+
+def main() -> int:
+    """Ask the architectures of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy.architectures", description=__doc__)
+    parser.add_argument("--count", type=int, default=50, help="how many (default 50)")
+    parser.add_argument("--seed", type=int, default=0, help="of those that are drawn (default 0)")
+    parser.add_argument("--only", nargs="*", help="model types, of those alone")
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder (default: results beside this file)")
+    given = parser.parse_args()
+    import torch  # noqa: F401  # before the processes, which share it
+    import transformers
+
+    models = drawn(given.count, given.seed)
+    rows = table([each for each in models if given.only is None or each[0] in given.only])
+    wrong = [row for row in rows if row.outcome == "failed" or row.parameters not in (0, row.expected)]
+    counted = Counter(row.outcome for row in rows)
+    told = (
+        f"{len(rows)} architectures of transformers {transformers.__version__}, default configurations: "
+        f"{counted['planned']} planned, {counted['refused']} refused by a rule, {counted['not built']} that "
+        f"transformers does not build from its own default; {len(wrong)} wrong. "
+        f"{sum(row.cpu_s > 20 for row in rows)} took above 20 s of CPU."
+    )
+    print(told)
+    if given.only is None:
+        given.output.mkdir(parents=True, exist_ok=True)
+        (given.output / "architectures.md").write_text(_document(rows, told))
+    return 1 if wrong else 0
+
+
+def _document(rows: list[Row], told: str) -> str:
+    head: tuple[Any, ...] = (
+        "# Architectures of transformers from their config.json",
+        "",
+        f"{told} Made by `python -m benchmarks.accuracy.architectures`; CPU seconds are of profiling and both plans.",
+        "",
+        "| architecture | outcome | parameters | 8 and 64 x H100, or the rule | CPU s | left whole by tensor cuts |",
+        "|---|---|---|---|---|---|",
+    )
+    return "\n".join([*head, *(row.as_markdown() for row in rows)]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
