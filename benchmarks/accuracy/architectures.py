@@ -56,7 +56,7 @@ _TASKS = (
 )
 
 RESULTS = Path(__file__).parent / "results"
-_LONGEST_S = 300.0
+_LONGEST_S = 900.0
 _BATCH = 512
 """Samples of a step."""
 

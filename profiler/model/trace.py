@@ -350,8 +350,8 @@ def _dense(fake: FakeModel) -> tuple[str, ...]:
 
 
 def _check_sizes(loaded: LoadedModel, chain: LayerChain, sizes: RunSizes) -> None:
-    """Raises ValueError where samples cannot be told apart in what the batch function or the model makes. What functions
-    between layers make of no parameter is not looked at: every stage makes it itself."""
+    """Raises ValueError where samples cannot be told apart in what the batch function or the model makes. What is made
+    between layers of no parameter is not looked at: every stage makes it itself."""
     one, two = ([x.shape for x in tree_leaves(loaded.batch(n)) if isinstance(x, torch.Tensor)] for n in (1, 2))
     if one == two:
         raise ValueError(
