@@ -98,6 +98,7 @@ TRAINED: dict[str, tuple[Shape, Recompute]] = {
 }
 
 
+@pytest.mark.slow
 def test_heads_of_a_repetition_that_ends_early_are_let_go() -> None:
     cut = next(cut for cut in _attention_cuts()["T5Block.2"] if cut.given)
     own = OwnHeads(cut, lambda whole, dim: whole, lambda part, dim: part)

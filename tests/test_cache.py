@@ -278,6 +278,7 @@ def test_recording_ends_even_when_the_model_fails() -> None:
     assert cache_module._current is None
 
 
+@pytest.mark.slow
 def test_writers_at_the_same_time_leave_one_whole_entry(folder: Path) -> None:
     cache = ProfileCache("model.py", None)
     with cache.recording() as recording:

@@ -324,6 +324,7 @@ def _inputs_left_behind(case: Case) -> int:
     return sum(len(x._converted) for x in gc.get_objects() if isinstance(x, SharedInput))
 
 
+@pytest.mark.slow
 def test_a_part_that_runs_again_alone_lets_go_of_what_it_shares() -> None:
     case = CASES["tensor 2, parts with one input"]
     _plan(case)

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from meshwright.profiler.model.load import load_model  # noqa: E402
 from meshwright.profiler.model.loaded import split_inputs  # noqa: E402
 from meshwright.profiler.model.trace import trace  # noqa: E402
+from support import slow  # noqa: E402
 from support.cli import run_plan  # noqa: E402
 
 NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -51,7 +52,7 @@ def written(folder: Path, architecture: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", slow.but_these(CONFIGS, {"Wav2Vec2ForCTC", "CLIPModel"}))
 def test_a_config_brings_micro_batches_that_its_head_takes(architecture: str, tmp_path: Path) -> None:
     loaded = load_model(written(tmp_path, architecture))
 
