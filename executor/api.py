@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from .tuning.sitting import Venue
 
     Model = str | Path | ModelProfile | nn.Module | Callable[[], nn.Module]
-    """What can be planned: the path of a model.py, file.py:function, config.json or its folder, or profile.json; a
-    profile; a module, or what builds one."""
+    """What can be planned: the path of a model.py, file.py:function, config.json, its folder, the id of a model
+    in the Hugging Face cache, or profile.json; a profile; a module, or what builds one."""
 
 Pinned = str | Iterable[str] | Mapping[str, object]
 """Choices that are kept: "tensor=4 pipeline=2", several such texts, or {"tensor": 4, "pipeline": 2}."""
@@ -444,8 +444,9 @@ def plan(
 ) -> Planned:
     """The best plan of a model for so many GPUs, with its proof.
 
-    model: the path of a model.py, file.py:function, config.json or its folder, or profile.json; a profile; or a module
-        or what builds one, whose micro-batches batch(size) makes and whose loss(output, batch) is.
+    model: the path of a model.py, file.py:function, config.json or its folder, or profile.json; the id of a model in
+        the Hugging Face cache; a profile; or a module or what builds one, whose micro-batches batch(size) makes and
+        whose loss(output, batch) is.
     device: a preset (`devices()` lists them) or a device TOML. cluster: a cluster, or its TOML, instead of these.
     instance, nodes: so many of a cloud's instance type, instead of these. price_per_hour: US dollars of one GPU.
     global_batch: samples per optimizer step, over all GPUs; the same for every candidate.

@@ -59,7 +59,7 @@ _PANELS = {
 _HELP = (
     "How do I split this model over these GPUs?\n\n"
     "[bold]plan MODEL --gpus 8[/bold] answers, and is short for [bold]plan plan MODEL --gpus 8[/bold]. MODEL is a "
-    "model.py, file.py:function, a Hugging Face config.json or its folder, or a saved profile.json."
+    "model.py, file.py:function, a Hugging Face config.json, its folder or id in the cache, or a saved profile.json."
 )
 _EPILOG = (
     "Each command has --help; [bold]plan plan --help[/bold] has the flags of planning itself. "

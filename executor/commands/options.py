@@ -113,7 +113,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="model.py, file.py:function, a Hugging Face config.json or its folder, or a saved profile.json",
+        help="model.py, file.py:function, a Hugging Face config.json, its folder or cached id, or a profile.json",
         show_default=False,
     ),
 ]
