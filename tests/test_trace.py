@@ -574,3 +574,36 @@ def test_what_is_made_of_two_samples_only_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"sigmoid of .* makes \[2, 8\] of two samples.* and is not called for one"):
         trace(load_model(tmp_path / "some.py"))
+
+
+def test_a_pair_of_cut_matrices_may_be_in_the_last_layer(tmp_path: Path) -> None:
+    (tmp_path / "some.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Block(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)\n"
+        "    def forward(self, x): return x + self.down(torch.relu(self.up(x)))\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.embed = nn.Embedding(64, 16)\n"
+        "        self.blocks = nn.ModuleList(Block() for _ in range(3))\n"
+        "        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 64)\n"
+        "    def forward(self, x):\n"
+        "        x = self.embed(x)\n"
+        "        for block in self.blocks: x = block(x)\n"
+        "        return self.down(torch.relu(self.up(x)))\n"
+        "model = Net\n"
+        "def batch(size, seq_len=8):\n"
+        "    x = torch.randint(64, (size, seq_len + 1))\n"
+        "    return x[:, :-1], x[:, 1:]\n"
+        "def loss(output, batch): return output.square().mean()\n"
+    )
+
+    profile = trace(load_model(tmp_path / "some.py"))
+
+    last = profile.classes[profile.layers[-1].layer_class]
+    assert last.cuts
+    assert last.cuts[0].rows
+    assert last.sequence is None

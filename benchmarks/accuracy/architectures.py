@@ -126,7 +126,7 @@ def asked(kind: str, architecture: str) -> Row:
             planned = [_planned(profile, gpus) for gpus in (8, 64)]
             row.said, row.outcome = tuple(planned), "planned"
         except ValueError as error:
-            row.said, row.outcome = (str(error),), "refused"
+            row.said, row.outcome = (str(error).replace(f"{folder}/", ""),), "refused"
         row.cpu_s = _cpu_s() - began
     return row
 

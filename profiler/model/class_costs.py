@@ -138,7 +138,7 @@ def _sequence_costs(
     dims = {c.producer: sizes.sequence_dim(c) for c in arriving}
     leaving = [sizes.sequence_dim(crossing) for crossing in chain.leaving(index)]
     positions = set(dims.values())
-    if len(positions) != 1 or None in positions:
+    if len(positions) != 1 or None in positions or not leaving:  # the last layer ends in the loss, of all tokens
         return cuts, None, ()
     sequence_dims = {producer: dim for producer, dim in dims.items() if dim is not None}
 
