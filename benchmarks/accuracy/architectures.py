@@ -12,9 +12,11 @@ import argparse
 import json
 import multiprocessing
 import random
+import re
 import resource
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 import warnings
@@ -57,6 +59,10 @@ _TASKS = (
 
 RESULTS = Path(__file__).parent / "results"
 _LONGEST_S = 900.0
+_MOST_WORDS = 300
+"""Characters of notes in the table."""
+
+_SITE = re.compile(r"/\S*/site-packages/")
 _BATCH = 512
 """Samples of a step."""
 
@@ -80,7 +86,8 @@ class Row:
         if self.parameters and self.parameters != self.expected:
             counted += f" (transformers: {self.expected:,})"
         said = "; ".join(self.said).replace("|", "\\|").replace("\n", " ")
-        notes = "; ".join(self.notes).replace("|", "\\|") or ("every matrix of layers" if self.parameters else "")
+        notes = "; ".join(self.notes).replace("|", "\\|") or ("nothing" if self.parameters else "")
+        notes = textwrap.shorten(_SITE.sub("", notes), _MOST_WORDS, placeholder=" ...")
         return f"| {self.name} | {self.outcome} | {counted} | {said} | {self.cpu_s:.1f} | {notes} |"
 
 
