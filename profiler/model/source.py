@@ -34,7 +34,7 @@ def not_in_cache(source: str) -> str:
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:
-        return f"models of the Hugging Face hub, such as {name} may be one, take pip install 'meshwright[hf]'"
+        return f"if {name} is a model of the Hugging Face hub: pip install 'meshwright[hf]'"
     return (
         f"nor is {name} in the Hugging Face cache ({HF_HUB_CACHE}), and nothing is downloaded here: run `hf download "
         f"{name} config.json` where there is a network, or give the path of a config.json"
