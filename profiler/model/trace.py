@@ -367,7 +367,7 @@ def _check_sizes(loaded: LoadedModel, chain: LayerChain, sizes: RunSizes) -> Non
                 f"{producer.name} of {loaded.source} makes {list(other.shape)} of two samples, which layers after it "
                 "read, and is not called for one: let the forward call the same functions for any number of samples"
             )
-        seen = producer.kind == "module" or producer in crossing
+        seen = producer.kind == "module" or producer in crossing or other.requires_grad
         if seen and tensor is not None and len(other.shape) != len(tensor.shape):
             raise ValueError(
                 f"{producer.name} of {loaded.source} makes {list(tensor.shape)} of one sample, but {list(other.shape)} "
