@@ -69,6 +69,7 @@ def test_a_config_brings_micro_batches_that_its_head_takes(architecture: str, tm
     assert trained  # what stays without a gradient is a vision tower's last norm, which its features leave out
     assert profile.num_parameters == sum(parameter.numel() for parameter in module.parameters())
     assert profile.decides_by_values == ""
+    assert any("layerdrop=0" in note for note in profile.notes) == (architecture == "Wav2Vec2ForCTC")
     assert bool(profile.coupling) == (architecture == "CLIPModel")
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -46,12 +47,15 @@ def from_config(path: Path, multiple: int = 1, named: str | None = None) -> Load
     transformers = _transformers(path)
     architecture = _architecture(transformers, document, path)
 
+    dropped: set[str] = set()
+
     def config() -> Any:
         made = called(lambda: transformers.AutoConfig.for_model(**document), str(path))
         made.use_cache = False
         for part in (made, *(getattr(made, name, None) for name in made.sub_configs)):
             for name in _LAYER_DROPS:
                 if getattr(part, name, None):
+                    dropped.add(name)
                     setattr(part, name, 0.0)
         return made
 
@@ -67,7 +71,7 @@ def from_config(path: Path, multiple: int = 1, named: str | None = None) -> Load
     text = first.get_text_config()
     told = (getattr(text, key, None) for key in _CONTEXT_KEYS)
     longest = next((length for length in told if isinstance(length, int) and length > 0), None)
-    return checked(
+    loaded = checked(
         build,
         make_batch,
         name=path.resolve().parent.name if named is None else named.rpartition("/")[2],
@@ -75,6 +79,8 @@ def from_config(path: Path, multiple: int = 1, named: str | None = None) -> Load
         loss=loss,
         seq_len=min(longest or 1024, _DEFAULT_CONTEXT) if takes_seq_len(make_batch) else None,
     )
+    notes = (f"planned with {name}=0, so that every step runs every layer: set it so to train" for name in dropped)
+    return replace(loaded, notes=tuple(sorted(notes)))
 
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_target_positions")
@@ -168,7 +174,7 @@ def _config_batch(architecture: Any, config: Any, path: Path) -> tuple[MakeBatch
 
 
 _SECONDS, _RATE, _LETTERS = 10, 16_000, 100
-"""Of a recording, what it is sampled at, and letters said in it: about as in LibriSpeech (12 s, 185 letters)."""
+"""Of a recording, what it is sampled at, and letters said in it: an assumption, of the size of read sentences."""
 
 
 def _sound(config: Any) -> MakeBatch:
@@ -216,6 +222,10 @@ def _text_with_picture(config: Any, num_tokens: int) -> MakeBatch:
     def batch(size: int, seq_len: int) -> Batch:
         import torch
 
+        if seq_len <= num_tokens:
+            raise ValueError(
+                f"a picture takes {num_tokens} tokens, and a sample has {seq_len}: give a longer --seq-len"
+            )
         words = torch.randint(mark, (size, seq_len)) if mark > 1 else _tokens(text, size, seq_len)
         words[:, :num_tokens] = mark
         return {"input_ids": words, "pixel_values": _image(vision, size, 0), "labels": words.clone()}

@@ -39,6 +39,8 @@ class LoadedModel:
     small: Callable[[], "LoadedModel"] | None = None
     global_batch: int | None = None
     make_batch: MakeBatch | None = None
+    notes: tuple[str, ...] = ()
+    """What of the model is not as its source says."""
 
     def with_seq_len(self, seq_len: int) -> "LoadedModel":
         """This model with micro-batches of another sequence length. Raises ValueError if it has no sequence."""
@@ -91,6 +93,8 @@ def checked(
     global_batch: int | None = None,
     seq_len: int | None = None,
 ) -> LoadedModel:
+    """The model of a constructor and a batch function, with what they do wrong told in sentences; seq_len: that of the
+    batch function if not given. Raises ValueError where the latter has none."""
     takes = takes_seq_len(make_batch)
     if takes and seq_len is None:
         default = inspect.signature(make_batch).parameters["seq_len"].default
@@ -181,6 +185,7 @@ def _bound_batch(make_batch: MakeBatch, seq_len: int | None, source: str) -> Cal
 
 
 def takes_seq_len(make_batch: MakeBatch) -> bool:
+    """Whether a batch function is given the sequence length."""
     return "seq_len" in inspect.signature(make_batch).parameters
 
 

@@ -26,7 +26,8 @@ class TokenByTokenError(Exception):
 
 def few_tokens(loaded: LoadedModel) -> int | None:
     """Tokens per sample of the longest of three runs from which longer samples follow, as many as a short forward goes
-    through: what is largest at some length is so beyond. None if the forward does not run an operator for each token.
+    through; a peak follows if what is largest then is so in longer samples. None if the forward does not run an
+    operator for each token.
     """
     fake = fake_model(loaded, torch.bfloat16)
     at = (_FEWEST_TOKENS // 4, _FEWEST_TOKENS // 2)

@@ -220,6 +220,7 @@ def _profile_at(
         longest_seq_len=sizes.longest,
         notes=(
             *notes,
+            *loaded.notes,
             *_batch_norms(fake),
             *_dense(fake),
             *chain.notes,
