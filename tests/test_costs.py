@@ -466,6 +466,37 @@ def test_turns_that_hold_much_leave_few_combinations_to_look_through(monkeypatch
     assert looked_through[0] < 10_000
 
 
+def test_a_second_pass_with_less_room_leaves_few_combinations_to_look_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of five local layers with a global one between them, as Gemma 3 has them. What binds is the last turn of the
+    second pass, 0.5% above what that of the first says."""
+    held = np.array([0.325, 0.47, 0.771, 0.916, 1.924, 2.069])
+    turn = np.array([2.31, 2.02, 1.865, 1.575, 0.677, 0.387])
+    last = np.array([[16.0]] * 2)
+
+    def run(count: int, weights: list[float], less: float = 0.0) -> Turns:
+        before = np.array([held - less * (held > 1)] * 2)
+        turns = np.array([turn, turn + 0.29])
+        return Turns(count, np.array(weights), before, np.full((2, 6), 0.036), turns, turns)
+
+    near = [1.728, 1.71, 1.486, 1.468, 1.352, 1.334]
+    rows = [run(5, near), *[run(1, [1.471, 1.453, 1.277, 1.258, 1.15, 1.131], 0.157), run(5, near)] * 4]
+    rows.append(Turns(1, np.array([5.659]), np.array([[11.554]] * 2), np.full((2, 1), 2.5), last, last))
+    compared, unbeaten_rows = [0], knapsack._unbeaten
+
+    def counted(points: np.ndarray, deadline_s: float) -> np.ndarray:
+        compared[0] += len(points)
+        return unbeaten_rows(points, deadline_s)
+
+    monkeypatch.setattr(knapsack, "_unbeaten", counted)
+
+    found = lightest(rows, np.array([62.7, 60.7]), math.inf, np.zeros((2, 6)))
+
+    assert found is not None
+    held_at_last = sum(row.before[1] @ counts for row, counts in zip(rows, found.counts, strict=True)) + last[0, 0]
+    assert 60.6 < held_at_last <= 60.7
+    assert compared[0] < 5_000
+
+
 def test_options_that_another_beats_in_time_and_memory_are_dropped() -> None:
     model = profile([layer_class("block", 1e12, 1_000_000, 4e8, 1e7, parts=(0.1, 0.2))], [0] * 4)
     prices = CostModel(model, cluster(per_host=4), TrainingSpec(global_batch=8, seq_len=64))

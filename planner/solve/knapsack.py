@@ -93,11 +93,11 @@ class _Tail:
     each: Floats
     others: Floats
 
-    def light(self, limit: float, table: Ints, row: Turns, left: Ints, option: int) -> tuple[Ints, Ints, float]:
+    def light(self, limit: float, table: Ints, group: ItemGroup, left: Ints, option: int) -> tuple[Ints, Ints, float]:
         """([combination] -> least and most of `left` items that may take the option before these for the packing to
         weigh `limit` at most; what packings with fewer or more of them weigh at least)."""
-        weight, memory = table @ row.weights, table @ row.before[0]
-        each = row.weights[option] + self.prices * row.before[0, option] - self.each
+        weight, memory = table @ group.weights, table @ group.memory
+        each = group.weights[option] + self.prices * group.memory[option] - self.each
         none = weight[:, None] + left[:, None] * self.each + memory[:, None] * self.prices + self.others
         fewest, most = _meeting(left, *zip(each, (limit - none).T, strict=True))
         outside = np.column_stack((fewest - 1, most + 1))
@@ -111,8 +111,8 @@ class _PackingCase:
     """Rows of which the last has a single item with a single option, and what is known of them before any packing is.
 
     rooms: [pass]. starting: [pass][option] -> what is held throughout, by the option that the very first item takes.
-    The last turn of the first pass alone is a knapsack of `groups` and `room`, and bounds the weight from below by
-    `bound`, at the price of memory where that is the most.
+    One turn alone, that of the last item of a row in one of the passes, is a knapsack of `groups` and `room`, and
+    bounds the weight from below by `bound`, at the price of memory where that is the most.
     """
 
     rows: list[Turns]
@@ -124,10 +124,17 @@ class _PackingCase:
     bound: float
 
     @classmethod
-    def of(cls, rows: list[Turns], rooms: Floats, starting: Floats) -> "_PackingCase":
-        """The case of these rows."""
-        groups = [ItemGroup(row.count, row.weights, row.before[0]) for row in rows]
-        room = float(rooms[0] - rows[-1].ending[0, 0])
+    def of(
+        cls, rows: list[Turns], rooms: Floats, starting: Floats, turn: tuple[int, int] | None = None
+    ) -> "_PackingCase":
+        """The case of these rows, bounded by the turn (row, pass) of the last item of a row: without one, by that of
+        the very last item in the first pass."""
+        place, number = turn or (len(rows) - 1, 0)
+        groups = [
+            ItemGroup(row.count, row.weights, (row.before if i <= place else row.behind)[number])
+            for i, row in enumerate(rows)
+        ]
+        room = float(rooms[number] - rows[place].ending[number].min() - starting[number].min())
         return cls(rows, rooms, starting, groups, room, *_best_price(groups, room))
 
     @cached_property
@@ -201,20 +208,28 @@ def lightest(
 def _lightest_of_case(case: _PackingCase, cutoff: float, deadline_s: float) -> Packing | None:
     """The packing of a case that is lightest and below `cutoff`.
 
-    First without all turns but the last of the first pass, which bounds it from below: if what that finds fits, it is
-    the best. Else all packings up to a little more than that are looked through, then further and further beyond what
-    is known to be the least, until one fits: that is the best, as all lighter ones were looked through.
+    First with one turn alone, which bounds it from below: if what that finds fits, it is the best; else the turn where
+    it lacks most room may bound it more. Then all packings up to a little more than that are looked through, then
+    further and further beyond what is known to be the least, until one fits: that is the best, as all lighter ones were
+    looked through.
     """
-    relaxed = least_weight(case.groups, case.room, cutoff, deadline_s)
-    if relaxed is None:
-        return None
-    if _fits_in_turns(case, relaxed):
-        return relaxed
+    least = -math.inf
+    while True:
+        relaxed = least_weight(case.groups, case.room, cutoff, deadline_s)
+        if relaxed is None:
+            return None
+        turn = _fullest_turn(case, relaxed)
+        if turn is None:
+            return relaxed
+        least = max(least, relaxed.weight)
+        other = _PackingCase.of(case.rows, case.rooms, case.starting, turn)
+        if other.bound <= case.bound:
+            break
+        case = other
     heaviest = sum(group.count * float(group.weights.max()) for group in case.groups)
     heaviest = min(cutoff, heaviest + SLACK * max(1.0, heaviest))
     widest = max(float(group.weights.max() - group.weights.min()) for group in case.groups)
-    step = max(relaxed.weight - case.bound, SLACK * heaviest, widest / FIRST_STEP**2) or heaviest
-    least = relaxed.weight
+    step = max(least - case.bound, SLACK * heaviest, widest / FIRST_STEP**2) or heaviest
     while least < heaviest:
         limit = min(least + step, heaviest)
         found, least = _lightest_in_turns(case, limit, deadline_s)
@@ -224,15 +239,18 @@ def _lightest_of_case(case: _PackingCase, cutoff: float, deadline_s: float) -> P
     return None
 
 
-def _fits_in_turns(case: _PackingCase, packing: Packing) -> bool:
-    """Whether a packing holds no more than there is room for in every pass."""
+def _fullest_turn(case: _PackingCase, packing: Packing) -> tuple[int, int] | None:
+    """(row, pass) where a packing lacks most room; None if it fits."""
     first = int(np.argmax(packing.counts[0] > 0))
-    before, most = case.starting[:, first], np.full(len(case.rooms), -np.inf)
-    for row, counts in zip(case.rows, packing.counts, strict=True):
-        table = counts[None, :]
-        most = np.maximum(most + row.behind @ counts, before + _most_inside(table, row)[0])
+    before = case.starting[:, first]
+    behind = np.array([row.behind @ counts for row, counts in zip(case.rows, packing.counts, strict=True)])
+    later = behind[::-1].cumsum(axis=0)[::-1] - behind
+    lacking = []
+    for row, counts, after in zip(case.rows, packing.counts, later, strict=True):
+        lacking.append(before + _most_inside(counts[None, :], row)[0] + after - case.rooms)
         before = before + row.before @ counts
-    return bool((most <= case.rooms).all())
+    place, number = np.unravel_index(np.argmax(lacking), (len(case.rows), len(case.rooms)))
+    return (int(place), int(number)) if lacking[place][number] > 0 else None
 
 
 def _lightest_in_turns(case: _PackingCase, limit: float, deadline_s: float) -> tuple[Packing | None, float]:
@@ -293,7 +311,7 @@ def _counts_in_turns(case: _PackingCase, place: int, limit: float, deadline_s: f
     for option, tail in enumerate(case.tails[place]):
         behind = row.behind[:, option + 1 :].min(axis=1)
         there, rise = table @ row.before.T + left[:, None] * behind, row.before[:, option] - behind
-        fewest, most, other = tail.light(limit, table, row, left, option)
+        fewest, most, other = tail.light(limit, table, group, left, option)
         least = min(least, other)
         if (rise > 0).all():  # the more take the option, the more is held at the last one's turn
             turn = np.minimum(row.transient[:, option], row.ending[:, option])
