@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ...profiler.machine.cluster import ClusterSpec, cluster_of, device_names, load_device
 from ...profiler.machine.units import format_bytes, format_seconds
-from ..cost.estimate import Estimate, estimate
+from ..cost.estimate import Estimate, estimate, memory_by
 from ..cost.stage_cost import budget_bytes
 from ..cost.stage_models import stage_models
 from ..plan.document import Plan, parts_of
@@ -21,7 +21,7 @@ from ..plan.shape import LayerOption, Shape
 from ..solve.explore import Explorer
 from ..solve.nodes import Solved
 from ..solve.scan import scan, simulated_s
-from ..solve.space import Space
+from ..solve.space import Family, Space
 from .blame import blamed
 from .explain import does_not_fit
 from .verdict import Verdict, not_legal
@@ -63,6 +63,9 @@ SEARCHED_S = 10.0
 """Seconds for the plan that is over by least, for the smallest cluster, and for other ways out: each is looked for in
 the whole space."""
 
+EACH_S = 2.0
+"""Seconds that each number of GPUs gets at least, whatever the others took."""
+
 PRECISE = 0.005
 """So near, in device memory, the plan that is over by least is looked for."""
 
@@ -101,14 +104,16 @@ class Closest:
 def closest_plan(explorer: Explorer, pins: Pins) -> Closest | None:
     """Of the legal shapes with the smallest micro-batch, everything recomputed and sharded that may be, the plan that
     misses the budget by least; None if no shape is legal."""
-    best: Closest | None = None
+    best = min(_leanest(explorer, pins), key=lambda one: one[0], default=None)
+    return None if best is None else Closest(best[1], estimate(best[1], explorer.profile))
+
+
+def _leanest(explorer: Explorer, pins: Pins) -> Iterator[tuple[float, Plan]]:
+    """(bytes over the budget on the stage that is most over, plan) of each of the frugal shapes."""
     for shape in _frugal_shapes(explorer, pins):
         stages = _even_stages(explorer, shape, pins)
         plan = make_plan(explorer.profile, explorer.cluster, explorer.training, shape, stages)
-        found = Closest(plan, estimate(plan, explorer.profile))
-        if best is None or found.over_bytes < best.over_bytes:
-            best = found
-    return best
+        yield max(memory.over_bytes for memory in memory_by(explorer.model, plan)), plan
 
 
 def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: float) -> Closest:
@@ -145,19 +150,24 @@ def _with_memory(cluster: ClusterSpec, times: float) -> ClusterSpec:
 
 
 def _frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
-    """Per choice of degrees: the smallest micro-batch and the widest sharding."""
+    """Per choice of tensor, context and pipeline degree: sequence parallelism, the most expert ranks, the smallest
+    micro-batch and the widest sharding."""
     space = Space(explorer.profile, explorer.cluster, explorer.training, pins)
-    smallest: dict[object, Shape] = {}
+    frugal: dict[object, Family] = {}
     for family in space.families():
-        if is_chunked(family.schedule) and pins.schedule is None:
+        if pins.schedule is None and is_chunked(family.schedule):
             continue  # 1F1B holds no more
-        degrees = family.tensor, family.context, family.expert, family.pipeline
-        key = *degrees, family.sequence, family.schedule, family.virtual_stages
-        if key not in smallest or family.micro_batch < smallest[key].micro_batch:
-            smallest[key] = max(
-                space.shapes(family), key=lambda s: (s.data_shard, s.gradient_sync == "every", s.reshard)
-            )
-    yield from smallest.values()
+        key = family.tensor, family.context, family.pipeline, family.virtual_stages
+        best = frugal.setdefault(key, family)
+        if _frugal_first(family) < _frugal_first(best):
+            frugal[key] = family
+    for family in frugal.values():
+        yield max(space.shapes(family), key=lambda s: (s.data_shard, s.gradient_sync == "every", s.reshard))
+
+
+def _frugal_first(family: Family) -> tuple[bool, int, int, bool]:
+    """What holds less of families of the same degrees comes first."""
+    return not family.sequence, -family.expert, family.micro_batch, family.schedule == "gpipe"
 
 
 def _even_stages(explorer: Explorer, shape: Shape, pins: Pins) -> list[list[LayerOption]]:
@@ -269,10 +279,9 @@ def _recomputed(plan: Plan) -> str:
 
 
 def fits(explorer: Explorer, pins: Pins, deadline: float) -> bool:
-    """Whether a plan fits: the leanest even one, or any of the space that is found until the deadline."""
-    closest = closest_plan(explorer, pins)
-    if closest is None or closest.over_bytes <= 0:
-        return closest is not None
+    """Whether a plan fits: one of the leanest even ones, or any of the space that is found until the deadline."""
+    if any(over <= 0 for over, _ in _leanest(explorer, pins)):
+        return True
     return explorer.explore(pins, deadline, near=0, any_will_do=True).best is not None
 
 
@@ -285,7 +294,7 @@ def _smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> int | 
 
     def would_do(count: int) -> bool:
         more = Explorer(explorer.profile, grown(cluster, count), explorer.training, explorer.framework)
-        return fits(more, free, deadline)
+        return fits(more, free, max(deadline, time.monotonic() + EACH_S))
 
     inside = range(here + 1, per_host + 1)
     hosts = range(here // per_host + 1, MOST_GPUS * max(1, here // per_host) + 1)

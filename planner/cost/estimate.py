@@ -135,7 +135,7 @@ def priced_by(model: CostModel, plan: Plan) -> Estimate:
     ranks = _ranks(stages, shape)
     once = [rank.cost.once_s for rank in ranks]
     step_s = _step_s(plan, model, stages, ranks)
-    peak, is_mixed = peak_flops_per_s(plan.cluster, plan.training.precision), len(model.job.kinds) > 1
+    peak = peak_flops_per_s(plan.cluster, plan.training.precision)
     samples_per_s = plan.training.global_batch / step_s
     return Estimate(
         step_time_s=step_s,
@@ -149,9 +149,16 @@ def priced_by(model: CostModel, plan: Plan) -> Estimate:
         stage_forward_s=tuple(rank.cost.forward_s for rank in ranks),
         stage_backward_s=tuple(rank.cost.backward_s for rank in ranks),
         stage_once_s=tuple(once),
-        memory=tuple(_memory(rank.cost, shape, of, is_mixed) for rank, of in zip(ranks, models, strict=True)),
+        memory=_memory_of(ranks, models, shape),
         collectives=_traffic(ranks, model, shape, plan),
     )
+
+
+def memory_by(model: CostModel, plan: Plan) -> tuple[StageMemory, ...]:
+    """[rank of a pipeline] -> what it holds, as `priced_by` gives it."""
+    shape = shape_of(plan)
+    models = stage_models(model, shape)
+    return _memory_of(_ranks(_stages(plan, models, shape), shape), models, shape)
 
 
 def step_seconds(plan: Plan, profile: ModelProfile) -> float:
@@ -247,6 +254,11 @@ def _counted(layers: Sequence[LayerCost]) -> list[tuple[LayerCost, int]]:
     for layer in layers:
         counts[id(layer)] = counts.get(id(layer), 0) + 1
     return [(layer, counts.pop(id(layer))) for layer in layers if id(layer) in counts]
+
+
+def _memory_of(ranks: Sequence[_PricedStage], models: Sequence[CostModel], shape: Shape) -> tuple[StageMemory, ...]:
+    is_mixed = len(models[0].job.kinds) > 1
+    return tuple(_memory(rank.cost, shape, model, is_mixed) for rank, model in zip(ranks, models, strict=True))
 
 
 def _memory(cost: StageCost, shape: Shape, model: CostModel, is_mixed: bool) -> StageMemory:
