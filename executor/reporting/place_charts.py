@@ -130,7 +130,7 @@ def _device(plan: Plan, position: int, name: str, rank: int, x: float, y: float,
     marks = [
         rect(x, y, card.cell, card.tall, fill=colour, rx=6, data_t=tip),
         text(
-            middle, half + (-1 if below else 6), big, class_=f"on mid {'big' if 10 * len(big) < card.cell else 'small'}"
+            middle, half + (-1 if below else 6), big, class_=f"on mid {'big' if 14 * len(big) < card.cell else 'small'}"
         ),
     ]
     if below:
