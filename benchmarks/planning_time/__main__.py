@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.pins import Pins
 from meshwright.profiler.model.model_profile import load_profile
 
@@ -115,7 +116,7 @@ def timed(case: Case, folder: Path, from_shell: bool) -> Timing:
     certificate = found[0]["certificate"]
     return Timing(
         name=case.name,
-        plan=_words(found[0]["plan"]),
+        plan=Plan.load(folder / "plan.json").label,
         status=certificate["status"],
         gap=certificate["gap"],
         shapes=certificate["shapes"],
@@ -132,11 +133,6 @@ The optimum against brute force, CBC, HiGHS and dynamic programming: [brute_forc
 published set-ups of experts: [experts.md](../../published/results/experts.md). Unequal devices against all as the
 slowest: [unequal.md](../unequal.md).
 """
-
-
-def _words(plan: dict[str, dict[str, int]]) -> str:
-    degrees = {name: degree for name, degree in plan["degrees"].items() if degree > 1}
-    return ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one device"
 
 
 HEAD = (
