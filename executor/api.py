@@ -285,6 +285,7 @@ def planned(request: Request, waiting: terminal.Waiting) -> Planned:
         assumptions.append(objective_in_words(request.objective, whole, machine))
     if request.job.seq_len is None and profile.seq_len is not None:
         assumptions.append(f"{profile.seq_len:,} tokens per sample: the model's own; --seq-len changes it")
+    assumptions.extend(profile.assumes)
     unpadded = request.pad_vocab is None and any("padding to" in note for note in profile.notes)
     if request.choices.made_for == "megatron" and unpadded:
         assumptions.append("the vocabulary as it is, though Megatron-LM pads it; --pad-vocab 128 prices that")

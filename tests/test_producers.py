@@ -136,3 +136,31 @@ def test_only_named_producers_are_seen() -> None:
         model(torch.ones(1, 4))
 
     assert seen == [("add", 0), ("add", 1)]  # counted as ever
+
+
+def _masked(x: torch.Tensor) -> torch.Tensor:
+    """For one sample without what it does for more."""
+    return x if x.shape[0] == 1 else x.add(1.0).sub(1.0)
+
+
+class _Masks(_Twice):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(_masked(x)) + self.halved(x).add(1.0)
+
+    def halved(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row.add(1.0) for row in x])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_other_functions_than_a_forward_call_is_counted_apart(size: int) -> None:
+    seen: list[Producer] = []
+    model = _Masks()
+    with Producers(model, ["block"], on_produced=lambda producer, tensor: seen.append(producer)):
+        model(torch.ones(size, 4))
+
+    own = [(p.name, p.call) for p in seen if "." not in p.name]
+    apart = {p.name for p in seen} - {name for name, _ in own}
+
+    assert own == [("block", 0), ("add", 0), ("add", 1)]
+    assert {"halved.add", "halved.stack"} <= apart
+    assert ("_masked.add" in apart) == (size > 1)

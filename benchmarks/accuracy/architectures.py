@@ -21,6 +21,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,8 +45,23 @@ NAMED = (
 )
 """Model types that people ask for most beside Llama, with the class that trains them."""
 
-_CHANGES: dict[str, dict[str, Any]] = {"gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}}}
-"""By model type, where the default configuration does not run: its pictures have fewer patches than tokens."""
+_CHANGES: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
+    "llava": {"text_config": {"model_type": "llama", "vocab_size": 32064}},
+    "llava_next": {"text_config": {"model_type": "llama", "vocab_size": 32064}},
+    "dbrx": {"attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000}},
+    "idefics3": {
+        "vision_config": {"image_size": 364, "patch_size": 14},
+        "text_config": {"model_type": "llama", "vocab_size": 128259},
+    },
+    "instructblipvideo": {"video_token_index": 50271},
+}
+"""By model type, where the default configuration does not run: Gemma 3's pictures have fewer patches than tokens,
+Idefics3's 7 x 7 patches are not merged by 2 x 2; the token of a picture of LLaVA, LLaVA-NeXT and Idefics3 lies outside
+the vocabulary, InstructBLIP-Video has none; DBRX's attention names no rope_theta. The values are those of the published
+google/gemma-3-4b-it, llava-hf/llava-1.5-7b-hf, llava-hf/llava-v1.6-mistral-7b-hf, HuggingFaceM4/Idefics3-8B-Llama3 and
+databricks/dbrx-base, as far as they were known without a network; for InstructBLIP-Video it is the last token of the
+vocabulary."""
 
 _TASKS = (
     "CAUSAL_LM",
@@ -69,13 +85,15 @@ _BATCH = 512
 
 @dataclass
 class Row:
-    """What became of one architecture. said: what was planned on 8 and 64 GPUs, or the rule that refused."""
+    """What became of one architecture. said: what was planned on 8 and 64 GPUs, or the rule that refused. changed: of
+    its default configuration."""
 
     name: str
     outcome: str = "failed"
     parameters: int = 0
     expected: int = 0
     said: tuple[str, ...] = ()
+    changed: str = ""
     notes: tuple[str, ...] = ()
     profile_s: float = 0.0
     cpu_s: float = 0.0
@@ -88,7 +106,8 @@ class Row:
         said = "; ".join(self.said).replace("|", "\\|").replace("\n", " ")
         notes = "; ".join(self.notes).replace("|", "\\|") or ("nothing" if self.parameters else "")
         notes = textwrap.shorten(_SITE.sub("", notes), _MOST_WORDS, placeholder=" ...")
-        return f"| {self.name} | {self.outcome} | {counted} | {said} | {self.cpu_s:.1f} | {notes} |"
+        outcome = self.outcome + (f", with {self.changed}" if self.changed else "")
+        return f"| {self.name} | {outcome} | {counted} | {said} | {self.cpu_s:.1f} | {notes} |"
 
 
 def drawn(count: int, seed: int) -> list[tuple[str, str]]:
@@ -111,15 +130,16 @@ def asked(kind: str, architecture: str) -> Row:
 
     from meshwright.executor import api
 
-    row = Row(architecture)
+    changes = _CHANGES.get(kind, {})
+    row = Row(architecture, changed=", ".join(_flat(changes)))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / kind / "config.json"
         path.parent.mkdir()
-        config = transformers.CONFIG_MAPPING[kind](**_CHANGES.get(kind, {}))
+        config = transformers.CONFIG_MAPPING[kind](**changes)
         path.write_text(json.dumps({**config.to_dict(), "model_type": kind, "architectures": [architecture]}))
         try:
             with torch.device("meta"):
-                whole = getattr(transformers, architecture)._from_config(config)
+                whole = _built(getattr(transformers, architecture), config)
         except Exception as error:
             row.said, row.outcome = (f"transformers raises {type(error).__name__}: {error}",), "not built"
             return row
@@ -136,6 +156,22 @@ def asked(kind: str, architecture: str) -> Row:
             row.said, row.outcome = (str(error).replace(f"{folder}/", ""),), "refused"
         row.cpu_s = _cpu_s() - began
     return row
+
+
+def _built(architecture: Any, config: Any) -> Any:
+    """The model; of that part of a configuration that its class is for, as transformers' auto classes build it."""
+    own = architecture.config_class
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    fits = config if isinstance(config, own) else next((part for part in parts if isinstance(part, own)), config)
+    return architecture._from_config(fits)
+
+
+def _flat(changes: dict[str, Any], within: str = "") -> Iterator[str]:
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{within}{name}.")
+        elif name != "model_type":
+            yield f"{within}{name}={value}"
 
 
 def _planned(profile: Any, gpus: int) -> str:
@@ -192,39 +228,65 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy.architectures", description=__doc__)
     parser.add_argument("--count", type=int, default=50, help="how many (default 50)")
     parser.add_argument("--seed", type=int, default=0, help="of those that are drawn (default 0)")
-    parser.add_argument("--only", nargs="*", help="model types, of those alone")
+    parser.add_argument("--only", nargs="*", help="model types, of those alone, whose rows are written anew")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder (default: results beside this file)")
     given = parser.parse_args()
     import torch  # noqa: F401  # before the processes, which share it
-    import transformers
 
     models = drawn(given.count, given.seed)
     rows = table([each for each in models if given.only is None or each[0] in given.only])
     wrong = [row for row in rows if row.outcome == "failed" or row.parameters not in (0, row.expected)]
-    counted = Counter(row.outcome for row in rows)
-    told = (
-        f"{len(rows)} architectures of transformers {transformers.__version__}, default configurations: "
-        f"{counted['planned']} planned, {counted['refused']} refused by a rule, {counted['not built']} that "
-        f"transformers does not build from its own default; {len(wrong)} wrong. "
-        f"{sum(row.cpu_s > 20 for row in rows)} took above 20 s of CPU."
-    )
+    lines = {row.name: row.as_markdown() for row in rows}
+    if given.only is not None:
+        before = _lines(given.output / _FILE)
+        lines = {name: (before | lines)[name] for _, name in models if name in before | lines}
+    told = _told(list(lines.values()))
     print(told)
-    if given.only is None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        (given.output / "architectures.md").write_text(_document(rows, told))
+    given.output.mkdir(parents=True, exist_ok=True)
+    (given.output / _FILE).write_text(_document(list(lines.values()), told))
     return 1 if wrong else 0
 
 
-def _document(rows: list[Row], told: str) -> str:
-    head: tuple[Any, ...] = (
-        "# Architectures of transformers from their config.json",
-        "",
-        f"{told} Made by `python -m benchmarks.accuracy.architectures`; CPU seconds are of profiling and both plans.",
-        "",
-        "| architecture | outcome | parameters | 8 and 64 x H100, or the rule | CPU s | left whole by tensor cuts |",
-        "|---|---|---|---|---|---|",
+_FILE = "architectures.md"
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def _lines(path: Path) -> dict[str, str]:
+    """Rows of a table that is there, by architecture."""
+    told = path.read_text().splitlines() if path.exists() else []
+    return {_cells(line)[0]: line for line in told[told.index(_HEAD[-1]) + 1 :]} if _HEAD[-1] in told else {}
+
+
+def _told(lines: list[str]) -> str:
+    import transformers
+
+    rows = [_cells(line) for line in lines]
+    counted = Counter(row[1].partition(",")[0] for row in rows)
+    changed = sum(", with " in row[1] for row in rows)
+    wrong = sum(row[1].startswith("failed") or "transformers:" in row[2] for row in rows)
+    return (
+        f"{len(rows)} architectures of transformers {transformers.__version__}, default configurations but for "
+        f"{changed} whose rows say what was changed: {counted['planned']} planned, {counted['refused']} refused by a "
+        f"rule, {counted['not built']} that transformers does not build from its own default; {wrong} wrong. "
+        f"{sum(float(row[4]) > 20 for row in rows)} took above 20 s of CPU."
     )
-    return "\n".join([*head, *(row.as_markdown() for row in rows)]) + "\n"
+
+
+_HEAD = (
+    "| architecture | outcome | parameters | 8 and 64 x H100, or the rule | CPU s | left whole by tensor cuts |",
+    "|---|---|---|---|---|---|",
+)
+
+
+def _document(lines: list[str], told: str) -> str:
+    about = (
+        f"{told} Made by `python -m benchmarks.accuracy.architectures`; CPU seconds are of profiling and both plans, "
+        "on cores that others used at the same time."
+    )
+    return "\n".join(["# Architectures of transformers from their config.json", "", about, "", *_HEAD, *lines]) + "\n"
 
 
 if __name__ == "__main__":

@@ -531,6 +531,7 @@ def _expert_degree(shape: Shape, profile: ModelProfile) -> int:
 def _short(loaded: LoadedModel, plan: Plan) -> LoadedModel:
     """The model with sequences that are short, and divisible by every degree this may come down to."""
     length = 8 * min(plan.degrees.tensor, MAX_RANKS) * min(plan.degrees.context, MAX_RANKS)
+    length *= -(-loaded.fewest_tokens // length)
     if loaded.seq_len is not None and loaded.seq_len > length:
         loaded = loaded.with_seq_len(length)
     build = loaded.build

@@ -27,6 +27,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ...planner.plan.document import Plan
+from ...profiler.model.known_numbers import knowing_numbers, known
 from ...profiler.semantics.token_marks import Held, mark_of, own_shape, set_mark, taken, whole_shape
 from .mesh import RankMesh
 from .rehearsal import copied
@@ -140,12 +141,17 @@ class RandomNumbers:
                 see(query.new_empty(*query.shape[:-1], key.shape[-2]))
             return original(**{**given, "dropout_p": 0.0})
 
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.random.fork_rng([]):
+        def given_as(leaf: Any) -> Any:  # by integers the model may decide
+            is_known = isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and not leaf.is_meta
+            return known(mode, leaf) if is_known else fake(leaf)
+
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with knowing_numbers(mode), torch.no_grad(), torch.random.fork_rng([]):
             whole = copied(model, fake).train()
             self.watch(whole, ())
             self._calls.clear()
             self._enter(("", 0, False))
-            args, kwargs = tree_map(fake, (args, kwargs))
+            args, kwargs = tree_map(given_as, (args, kwargs))
             with _replaced(dropped, attended):
                 whole(*args, **kwargs)
         return found

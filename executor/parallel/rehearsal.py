@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ...planner.plan.document import Plan
 from ...profiler.model.building import replace_tensors
+from ...profiler.model.known_numbers import MOST_KNOWN, knowing_numbers, known
 from ...profiler.model.model_profile import Producer
 from ...profiler.semantics.producers import Producers
 from ...profiler.semantics.token_marks import Mark, mark_of, set_mark
@@ -77,6 +82,7 @@ class Rehearsal:
         self._layer_modules = plan.model.layer_modules
         self._expert_modules = plan.model.expert_modules
         self._crossing = {tensor.producer for tensor in plan.model.tensors}
+        self._knows_batch = False
         self._found: tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool] | None = None
         self._model = model
         for norm in synced_norms(model) if is_own else ():
@@ -103,14 +109,23 @@ class Rehearsal:
         with out_of_sight():
             try:
                 with _without_log("torch._subclasses.fake_tensor"):
-                    seen = self._run(micro_batch, device, autocast, bf16_layers, context)
+                    seen = self._deciding(micro_batch, device, autocast, bf16_layers, context)
             except (RuntimeError, ValueError, TypeError):
                 # Some operators exist on fake CPU tensors in bfloat16 only (grouped_mm): the profiler runs in it, too.
-                seen = self._run(micro_batch, device, nullcontext(), True, context)
+                seen = self._deciding(micro_batch, device, nullcontext(), True, context)
                 seen = seen.recast(torch.bfloat16, torch.bfloat16 if bf16_layers else torch.float32)
         stubs = {key: Stub(leaves, tree, device) for key, (leaves, tree) in seen.outputs.items()}
         self._found = stubs, seen.tensors, seen.writes_batch
         return self._found
+
+    def _deciding(self, *args: Any) -> "_Seen":
+        """What a run shows; with the numbers of the micro-batch, if the model decides by them."""
+        if not self._knows_batch:
+            try:
+                return self._run(*args)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                self._knows_batch = True
+        return self._run(*args)
 
     def _run(
         self,
@@ -130,8 +145,13 @@ class Rehearsal:
         def cast(leaf: Any) -> Any:
             return leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
+        def given_as(leaf: Any) -> Any:
+            is_known = self._knows_batch and isinstance(leaf, torch.Tensor) and leaf.numel() <= MOST_KNOWN
+            return known(self._mode, leaf) if is_known else fake(leaf)
+
         notes = _Notes(self._crossing)
-        with ExitStack() as hooks, self._mode, torch.no_grad():
+        mode = knowing_numbers(self._mode) if self._knows_batch else self._mode
+        with ExitStack() as hooks, mode, torch.no_grad():
             model = self._model
             replace_tensors(model, fake)
             for name in self._layer_modules:
@@ -144,7 +164,7 @@ class Rehearsal:
                     )
                 hooks.enter_context(module.register_forward_hook(partial(notes.made, name), prepend=True))
                 hooks.enter_context(module.register_forward_hook(partial(notes.output, name)))
-            args, kwargs = tree_map(fake, (micro_batch.args, micro_batch.kwargs))
+            args, kwargs = tree_map(given_as, (micro_batch.args, micro_batch.kwargs))
             tokens: AbstractContextManager[Any] = nullcontext()
             if context is not None:
                 context.leave_alone(model, self._expert_modules)

@@ -5,7 +5,7 @@ A model that decides by the values of its tensors needs real ones: `real_model` 
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,8 +19,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .batches import named_tensors
 from .building import OF_MODULES, holds_tensors, in_training, on_meta
 from .gpu_kernel_emulation import as_on_gpu
+from .known_numbers import MOST_KNOWN, knowing_numbers, known
 from .loaded import Batch, LoadedModel, place_of, split_inputs
 from .model_profile import BufferProfile
 
@@ -46,6 +48,9 @@ class FakeModel:
     """(where, name, tensor): what stands in for a tensor that is no parameter, in the dtype that it has by itself."""
     trained_as: tuple[tuple[str, torch.dtype], ...] = ()
     """(name, dtype) of the first trained parameter of each dtype that the model gives its parameters."""
+    knows_layout: bool = False
+    """Whether the integers of a batch, and what the batch function says is layout, keep their numbers, and all that is
+    computed of nothing else: what the model decides by them it decides as it does with real tensors."""
 
     @contextmanager
     def buffers_uncast(self) -> Iterator[None]:
@@ -64,18 +69,24 @@ class FakeModel:
         """Its parameters and buffers; walking through all modules for them takes long."""
         return (*self.module.parameters(), *self.module.buffers())
 
-    def batch(self, size: int, seq_len: int | None) -> Batch:
-        """Micro-batch of `size` samples; real ones are all alike, so that all batches lead to one decision."""
+    def batch(self, size: int, seq_len: int | None, cast: bool = True) -> Batch:
+        """Micro-batch of `size` samples; real ones are all alike, so that all batches lead to one decision. cast: in
+        the compute dtype, not in its own."""
         loaded = self.loaded if seq_len is None else self.loaded.with_seq_len(seq_len)
         made: Batch
         if self.mode is None:
-            torch.manual_seed(0)
-            one, two = loaded.batch(1), loaded.batch(2)
-            made = tree_map(lambda a, b: _repeated(a, b, size) if isinstance(a, torch.Tensor) else a, one, two)
+            return _alike(loaded, size)
+        if not self.knows_layout:
+            real = loaded.batch(size)
+            with self.mode:
+                made = tree_map(lambda leaf: self._fake(leaf, cast), real)
             return made
-        real = loaded.batch(size)
+        with torch.random.fork_rng(devices=[]):
+            made = _alike(loaded, size)
+        layout = [t for name, t in named_tensors(made).items() if not t.is_floating_point() or name in loaded.layout]
+        kept = {id(tensor) for tensor in layout if tensor.numel() <= MOST_KNOWN}
         with self.mode:
-            made = tree_map(self._fake, real)
+            made = tree_map(lambda x: self._known(x, cast) if id(x) in kept else self._fake(x, cast), made)
         return made
 
     def loss(self, batch: Batch, before_loss: Callable[[], None] = lambda: None) -> torch.Tensor:
@@ -93,7 +104,7 @@ class FakeModel:
         log = logging.getLogger("torch._subclasses.fake_tensor")
         was_disabled, log.disabled = log.disabled, True
         try:
-            with self.mode or _same_numbers(), as_on_gpu() as refusals, torch.enable_grad():
+            with self._without_numbers(), as_on_gpu() as refusals, torch.enable_grad():
                 yield refusals
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise DecidesByValuesError(str(error.func), place_of(error)) from error
@@ -113,20 +124,31 @@ class FakeModel:
         finally:
             log.disabled = was_disabled
 
-    def _fake(self, leaf: Any) -> Any:
+    def _without_numbers(self) -> AbstractContextManager[Any]:
+        if self.mode is None:
+            return _same_numbers()
+        return knowing_numbers(self.mode) if self.knows_layout else self.mode
+
+    def _known(self, real: torch.Tensor, cast: bool) -> torch.Tensor:
+        assert self.mode is not None
+        return known(self.mode, real, self.dtype if cast and real.is_floating_point() else None)
+
+    def _fake(self, leaf: Any, cast: bool) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        dtype = self.dtype if leaf.is_floating_point() else leaf.dtype
+        dtype = self.dtype if cast and leaf.is_floating_point() else leaf.dtype
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype)
 
 
-def fake_model(loaded: LoadedModel, dtype: torch.dtype) -> FakeModel:
+def fake_model(loaded: LoadedModel, dtype: torch.dtype, knows_layout: bool = False) -> FakeModel:
     """The model built on the meta device and turned into fake CPU tensors, in training mode."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module = on_meta(loaded.build)
     listed, trained_as = _buffers(module), _trained_as(module)
     uncast = _to_fake(module, mode, dtype)
-    return FakeModel(loaded, in_training(module), mode, dtype, listed, uncast, trained_as)
+    return FakeModel(
+        loaded, in_training(module), mode, dtype, listed, uncast, trained_as, knows_layout or bool(loaded.layout)
+    )
 
 
 def real_model(loaded: LoadedModel) -> FakeModel:
@@ -158,6 +180,14 @@ def _same_numbers() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+def _alike(loaded: LoadedModel, size: int) -> Batch:
+    """A batch of one sample, `size` times: always the same."""
+    torch.manual_seed(0)
+    one, two = loaded.batch(1), loaded.batch(2)
+    made: Batch = tree_map(lambda a, b: _repeated(a, b, size) if isinstance(a, torch.Tensor) else a, one, two)
+    return made
 
 
 def _repeated(one: torch.Tensor, two: torch.Tensor, size: int) -> torch.Tensor:

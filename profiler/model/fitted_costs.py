@@ -1,7 +1,8 @@
 """What a layer costs at any batch size and tensor degree, fitted to runs of it: every amount is linear in both."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from .layer_run import Observation
 from .meters import NOTHING, Op, Size
@@ -68,6 +69,7 @@ def _op_profile(ops: Sequence[Op], degree: int, size: int) -> OpProfile:
         flops=_fit([op.flops for op in ops], degree, size),
         moved=fit_bytes([op.moved for op in ops], degree, size),
         shape=shape,
+        kernels=max(1.0, ops[0].kernels - (size - 1) * (ops[1].kernels - ops[0].kernels)),
     )
 
 
@@ -77,7 +79,31 @@ def _aligned(runs: Sequence[list[Op]]) -> list[tuple[Op, ...]]:
     names = [[op.name for op in ops] for ops in working]
     if all(n == names[0] for n in names):
         return list(zip(*working, strict=True))
-    return _aligned_by_name(working)
+    counts = [Counter(map(_alike, ops)) for ops in working]
+    pairs = list(zip(counts[::2], counts[1::2], strict=True))
+    by_sample = {key for less, more in pairs for key in less | more if less[key] != more[key]}
+    return _aligned_by_name([list(_as_one(ops, by_sample)) for ops in working])
+
+
+_Alike = tuple[str, str, OpPart, bool, bool, str]
+
+
+def _alike(op: Op) -> _Alike:
+    return op.name, op.module, op.part, op.repeated, op.core, op.within
+
+
+def _as_one(ops: Sequence[Op], by_sample: Collection[_Alike]) -> Iterator[Op]:
+    """The operators in order; those that are called more often for more samples as one, where the first of them is."""
+    of_key: dict[_Alike, list[Op]] = defaultdict(list)
+    for op in ops:
+        of_key[_alike(op)].append(op)
+    for op in ops:
+        same = of_key[_alike(op)]
+        if _alike(op) not in by_sample:
+            yield op
+        elif same[0] is op:
+            moved = sum((each.moved for each in same), NOTHING)
+            yield replace(op, flops=sum(each.flops for each in same), moved=moved, kernels=float(len(same)))
 
 
 def _aligned_by_name(runs: Sequence[list[Op]]) -> list[tuple[Op, ...]]:
@@ -98,7 +124,7 @@ def _aligned_by_name(runs: Sequence[list[Op]]) -> list[tuple[Op, ...]]:
 
 def _idle(key: tuple[str, str, OpPart, int], tables: Sequence[dict[tuple[str, str, OpPart, int], Op]]) -> Op:
     like = next(table[key] for table in tables if key in table)
-    return Op(like.name, like.kind, like.module, like.backward, like.is_view, (), (), part=like.part)
+    return Op(like.name, like.kind, like.module, like.backward, like.is_view, (), (), part=like.part, kernels=0.0)
 
 
 def _fit(values: Sequence[float], degree: int, size: int) -> Amount:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..document import parsed
 from ..garbage import without_garbage_collection
 from .loaded import Batch, LoadedModel, Loss, MakeBatch, called, checked, takes_seq_len
+from .pictures import Picture, picture_of, pixels
 from .source import PADDED
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def from_config(path: Path, multiple: int = 1, named: str | None = None) -> Load
 
     def config() -> Any:
         made = called(lambda: transformers.AutoConfig.for_model(**document), str(path))
+        if not isinstance(made, architecture.config_class):  # of a whole of which the architecture is a part
+            made = next((part for part in _parts(made) if isinstance(part, architecture.config_class)), made)
         made.use_cache = False
         for part in (made, *(getattr(made, name, None) for name in made.sub_configs)):
             for name in _LAYER_DROPS:
@@ -67,8 +70,9 @@ def from_config(path: Path, multiple: int = 1, named: str | None = None) -> Load
         return module
 
     first = config()
-    make_batch, loss = _config_batch(architecture, first, path)
-    text = first.get_text_config()
+    batches = _batches(architecture, first, path)
+    make_batch = batches.make
+    text = _text_of(first)
     told = (getattr(text, key, None) for key in _CONTEXT_KEYS)
     longest = next((length for length in told if isinstance(length, int) and length > 0), None)
     loaded = checked(
@@ -76,14 +80,26 @@ def from_config(path: Path, multiple: int = 1, named: str | None = None) -> Load
         make_batch,
         name=path.resolve().parent.name if named is None else named.rpartition("/")[2],
         source=(named or str(path)) + (f"{PADDED}{multiple}" if multiple > 1 else ""),
-        loss=loss,
+        loss=batches.loss,
         seq_len=min(longest or 1024, _DEFAULT_CONTEXT) if takes_seq_len(make_batch) else None,
     )
     notes = (f"planned with {name}=0, so that every step runs every layer: set it so to train" for name in dropped)
-    return replace(loaded, notes=tuple(sorted(notes)))
+    assumes = (batches.assumes,) if batches.assumes else ()
+    return replace(
+        loaded,
+        notes=tuple(sorted(notes)),
+        layout=batches.layout,
+        assumes=assumes,
+        fewest_tokens=batches.fewest_tokens,
+    )
 
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_target_positions")
+
+
+def _text_of(config: Any) -> Any:
+    """The configuration of what writes (or reads) text."""
+    return config.get_text_config(decoder=True) if len(_parts(config)) > 1 else config.get_text_config()
 
 
 def _transformers(path: Path) -> Any:
@@ -143,34 +159,73 @@ def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
     return linear_sum_assignment(*args, **kwargs)
 
 
-def _config_batch(architecture: Any, config: Any, path: Path) -> tuple[MakeBatch, Loss | None]:
-    """Micro-batches of a Hugging Face model; and its loss, None for heads that return theirs."""
+@dataclass(frozen=True)
+class _Batches:
+    """Micro-batches of a model. loss: None for heads that return theirs. layout, assumes: see LoadedModel."""
+
+    make: MakeBatch
+    loss: Loss | None = None
+    layout: frozenset[str] = frozenset()
+    assumes: str = ""
+    fewest_tokens: int = 1
+
+
+def _batches(architecture: Any, config: Any, path: Path) -> _Batches:
     main_input = architecture.main_input_name
     takes = inspect.signature(architecture.forward).parameters
     if _is_made_for(architecture, "CTC") and main_input == "input_values":
-        return _sound(config), _ctc_loss(config)
+        said = f"recordings of {_SECONDS} s at {_RATE // 1000} kHz in which {_LETTERS} letters are said"
+        return _Batches(_sound(config), _ctc_loss(config), assumes=said)
     if "pixel_values" in takes and "input_ids" in takes and "return_loss" in takes:
-        return _texts_and_pictures(config), None
-    picture = _num_picture_tokens(config) if {"pixel_values", "labels"} <= takes.keys() else None
-    if main_input == "input_ids" and picture is not None:
-        return _text_with_picture(config, picture), None
+        return _Batches(_texts_and_pictures(config))
+    picture = picture_of(takes.keys(), config) if "input_ids" in takes else None
+    if picture is not None:
+        _check_mark(config, picture, path)
+        make = _text_with_picture(config, picture)
+        return _Batches(make, None, picture.layout, picture.assumes, fewest_tokens=picture.tokens + 1)
+    if config.model_type in _IN_CODEBOOKS and main_input == "input_ids":
+        return _Batches(_codes(config))
     task = next((task for task in _LABELS if _is_made_for(architecture, task)), None)
+    if task is None and main_input == "pixel_values" and {"labels", "decoder_input_ids"} <= takes.keys():
+        task = "SEQ_TO_SEQ_CAUSAL_LM"  # a text that is read off a picture
     if task is None or main_input not in _INPUTS:
         raise ValueError(
             f'{path} asks for "{architecture.__name__}", whose batches are not known here (known: models that '
             f"take {' or '.join(_INPUTS)} and return a loss of one of {', '.join(_LABELS)}; CTC on recordings; CLIP "
-            "and its like; pictures in text, of as many tokens each as the configuration says); give another head "
-            'under "architectures", or write a model.py with model() and batch(size)'
+            "and its like; pictures in text as LLaVA, LLaVA-NeXT, Qwen-VL, Idefics3, InstructBLIP or Kosmos-2.5 take "
+            'them); give another head under "architectures", or write a model.py with model() and batch(size)'
         )
     make_input, make_labels = _INPUTS[main_input], _LABELS[task]
+    if make_input is _image and not hasattr(config, "image_size"):
+        seen = next((part for part in _parts(config) if hasattr(part, "image_size")), config)
+    else:
+        seen = config
+    composed = task == "SEQ_TO_SEQ_CAUSAL_LM" and _parts(config) and "decoder_input_ids" in takes
+    starts = not composed or isinstance(getattr(config, "decoder_start_token_id", None), int)
 
     def sequences(size: int, seq_len: int) -> Batch:
-        return {main_input: make_input(config, size, seq_len), "labels": make_labels(config, size, seq_len)}
+        made = {main_input: make_input(seen, size, seq_len), "labels": make_labels(config, size, seq_len)}
+        return made if starts else {**made, "decoder_input_ids": make_labels(config, size, seq_len)}  # none to begin by
 
     def samples(size: int) -> Batch:
-        return {main_input: make_input(config, size, 0), "labels": make_labels(config, size, 0)}
+        return {main_input: make_input(seen, size, 0), "labels": make_labels(config, size, 0)}
 
-    return (sequences if {make_input, make_labels} & {_tokens, _class_per_token} else samples), None
+    return _Batches(sequences if {make_input, make_labels} & {_tokens, _class_per_token} else samples)
+
+
+def _parts(config: Any) -> list[Any]:
+    """Configurations inside of a configuration."""
+    found = (getattr(config, name, None) for name in config.sub_configs or ("encoder", "decoder"))
+    return [part for part in found if part is not None]
+
+
+def _check_mark(config: Any, picture: Picture, path: Path) -> None:
+    words = config.get_text_config().vocab_size
+    if picture.mark is not None and picture.mark >= words:
+        raise ValueError(
+            f"{path} marks pictures by token {picture.mark}, and its text_config has a vocabulary of {words:,}, so no "
+            f'embedding has it: give text_config a "vocab_size" above {picture.mark}'
+        )
 
 
 _SECONDS, _RATE, _LETTERS = 10, 16_000, 100
@@ -204,47 +259,50 @@ def _ctc_loss(config: Any) -> Loss:
     return loss
 
 
+_IN_CODEBOOKS = ("musicgen_decoder", "musicgen_melody_decoder")
+"""Types of models that write several rows of codes, each of its own codebook, at once."""
+
+
+def _codes(config: Any) -> MakeBatch:
+    """Rows of codes of music: the codebooks of a sample behind each other, in the labels beside each other."""
+
+    def batch(size: int, seq_len: int) -> Batch:
+        import torch
+
+        codes = torch.randint(config.vocab_size, (size, config.num_codebooks, seq_len))
+        return {"input_ids": codes.flatten(0, 1), "labels": codes.transpose(1, 2).contiguous()}
+
+    return batch
+
+
 def _texts_and_pictures(config: Any) -> MakeBatch:
     """A text beside each picture; which belong together is the loss."""
     text, vision = config.get_text_config(), config.vision_config
 
     def batch(size: int) -> Batch:
         words = _tokens(text, size, text.max_position_embeddings)
-        return {"input_ids": words, "pixel_values": _image(vision, size, 0), "return_loss": True}
+        return {"input_ids": words, "pixel_values": pixels(vision, size), "return_loss": True}
 
     return batch
 
 
-def _text_with_picture(config: Any, num_tokens: int) -> MakeBatch:
-    """Text that begins with a picture of so many tokens."""
-    mark, text, vision = _picture_token(config), config.get_text_config(), config.vision_config
+def _text_with_picture(config: Any, picture: Picture) -> MakeBatch:
+    """Text that begins with a picture."""
+    text, mark = config.get_text_config(), picture.mark
 
     def batch(size: int, seq_len: int) -> Batch:
         import torch
 
-        if seq_len <= num_tokens:
+        if seq_len <= picture.tokens:
             raise ValueError(
-                f"a picture takes {num_tokens} tokens, and a sample has {seq_len}: give a longer --seq-len"
+                f"a picture takes {picture.tokens} tokens, and a sample has {seq_len}: give a longer --seq-len"
             )
-        words = torch.randint(mark, (size, seq_len)) if mark > 1 else _tokens(text, size, seq_len)
-        words[:, :num_tokens] = mark
-        return {"input_ids": words, "pixel_values": _image(vision, size, 0), "labels": words.clone()}
+        words = torch.randint(mark, (size, seq_len)) if mark is not None and mark > 1 else _tokens(text, size, seq_len)
+        if mark is not None:
+            words[:, : picture.tokens] = mark
+        return {"input_ids": words, **picture.tensors(size, seq_len), "labels": words.clone()}
 
     return batch
-
-
-def _picture_token(config: Any) -> Any:
-    return getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-
-
-def _num_picture_tokens(config: Any) -> int | None:
-    """Tokens that stand for one picture; None where that depends on the picture, or on what is not known here."""
-    mark, vision = _picture_token(config), getattr(config, "vision_config", None)
-    by_size = getattr(config, "image_grid_pinpoints", None) is not None
-    if by_size or not isinstance(mark, int) or not isinstance(getattr(vision, "image_size", None), int | list | tuple):
-        return None
-    told = (getattr(config, name, None) for name in ("image_seq_length", "mm_tokens_per_image"))
-    return next((number for number in told if isinstance(number, int)), None)
 
 
 def _is_made_for(architecture: Any, task: str) -> bool:
@@ -264,15 +322,11 @@ def _auto_classes(task: str) -> dict[str, Any]:
 def _tokens(config: Any, size: int, seq_len: int) -> "torch.Tensor":
     import torch
 
-    return torch.randint(config.get_text_config().vocab_size, (size, seq_len))
+    return torch.randint(_text_of(config).vocab_size, (size, seq_len))
 
 
 def _image(config: Any, size: int, seq_len: int) -> "torch.Tensor":
-    import torch
-
-    side = getattr(config, "image_size", 224)
-    height, width = side if isinstance(side, list | tuple) else (side, side)
-    return torch.randn(size, getattr(config, "num_channels", 3), height, width)
+    return pixels(config, size)
 
 
 def _spectrogram(config: Any, size: int, seq_len: int) -> "torch.Tensor":

@@ -115,6 +115,7 @@ class LayerRun:
         self._shapes = shapes
         self._batch = fake.batch(size, seq_len)
         self._cursor = Cursor([layer.last_key for layer in chain.layers])
+        self._began = False
         self._modules: list[str] = []
         self._saved: set[int] = set()
         self._outside: set[int] = set()
@@ -172,7 +173,7 @@ class LayerRun:
             self._saved = set(self.storages.sizes) - self._outside  # what was made may all be kept
         for i, (op, inside) in enumerate(zip(self.recorder.ops, self._inside, strict=True)):
             op.repeated, op.call = inside and i < self.observation.saved_after, self._called_in[i]
-        if loss is not None and self._cursor.layer != self.index:
+        if not self._began or (loss is not None and self._cursor.layer != self.index):
             raise ValueError(
                 f"the forward of {self.fake.loaded.source} runs other operations from one call to the next, so "
                 f"{self.layer.name} was not found again; make it the same for every batch size and call"
@@ -315,6 +316,7 @@ class LayerRun:
         if self._cursor.layer > self.index:
             raise _Stop
         self.recorder.active = self._cursor.layer == self.index
+        self._began |= self.recorder.active
 
     def _start_loss(self) -> None:
         self._start("loss", "loss", 0)

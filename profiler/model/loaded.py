@@ -41,6 +41,12 @@ class LoadedModel:
     make_batch: MakeBatch | None = None
     notes: tuple[str, ...] = ()
     """What of the model is not as its source says."""
+    assumes: tuple[str, ...] = ()
+    """What of a batch nobody said."""
+    fewest_tokens: int = 1
+    """Tokens that a sample has at least, whatever seq_len says."""
+    layout: frozenset[str] = frozenset()
+    """Tensors of a batch whose numbers say how it is laid out: the sizes of its pictures, which of them are there."""
 
     def with_seq_len(self, seq_len: int) -> "LoadedModel":
         """This model with micro-batches of another sequence length. Raises ValueError if it has no sequence."""

@@ -77,6 +77,8 @@ class Op:
     call: int = -1
     """Forward only: the module call in which it ran, as ModuleCalls numbers them."""
     within: str = ""
+    kernels: float = 1.0
+    """How many operators it stands for, whose FLOPs and bytes it has."""
     moment: int = 0
     """Births and deaths of storages until it had run."""
     arguments: tuple[Any, ...] = field(default=(), repr=False)

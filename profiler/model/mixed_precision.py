@@ -14,16 +14,14 @@ from .gpu_kernel_emulation import Mode
 def mixed_precision_problem(fake: FakeModel, chain: LayerChain) -> str:
     """Why it does not run, in a few words; '' if it does. Only the first layer of each class is run."""
     if fake.dtype != torch.bfloat16:
-        fake = fake_model(fake.loaded, torch.bfloat16)
-    mode = fake.mode
-    assert mode is not None
+        fake = fake_model(fake.loaded, torch.bfloat16, fake.knows_layout)
     modules = (fake.module.get_submodule(name) for name in ("", *chain.units.names))
     handles = [
         module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
         for module in modules
         if next(module.parameters(), None) is not None
     ]
-    batch = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, fake.loaded.batch(1))
+    batch = fake.batch(1, fake.loaded.seq_len, cast=False)
     try:
         with fake.buffers_uncast():
             run_first_of_each_class(fake, chain, batch, _OneDtype())

@@ -391,6 +391,7 @@ class ModelProfile(Document):
         default=None, description="tokens per sample for which tables of positions have rows; None: no such table seen"
     )
     notes: tuple[str, ...] = Field(default=(), description="what could not be cut or recognised, in words")
+    assumes: tuple[str, ...] = Field(default=(), description="of its batches what nobody said: the size of pictures")
     other_lengths: tuple["ModelProfile", ...] = Field(default=(), description="the same model at two more lengths")
 
     @model_validator(mode="after")

@@ -24,12 +24,12 @@ class TokenByTokenError(Exception):
     """One module has run at least as many operators, or times, as a sample has tokens."""
 
 
-def few_tokens(loaded: LoadedModel) -> int | None:
+def few_tokens(loaded: LoadedModel, knows_layout: bool = False) -> int | None:
     """Tokens per sample of the longest of three runs from which longer samples follow, as many as a short forward goes
     through; a peak follows if what is largest then is so in longer samples. None if the forward does not run an
     operator for each token.
     """
-    fake = fake_model(loaded, torch.bfloat16)
+    fake = fake_model(loaded, torch.bfloat16, knows_layout)
     at = (_FEWEST_TOKENS // 4, _FEWEST_TOKENS // 2)
     try:
         few, more = (_num_operators(fake, length) for length in at)
@@ -118,7 +118,8 @@ def _sum(operators: Sequence[OpProfile]) -> OpProfile:
         elements=_added([op.moved.elements for op in operators]),
         other_bytes=_added([op.moved.other_bytes for op in operators]),
     )
-    update = {"kernels": float(len(operators)), "flops": _added([op.flops for op in operators]), "moved": moved}
+    kernels = sum(op.kernels for op in operators)
+    update = {"kernels": kernels, "flops": _added([op.flops for op in operators]), "moved": moved}
     return operators[0].model_copy(update=update)
 
 

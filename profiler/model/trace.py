@@ -6,7 +6,7 @@ tensors of the compute dtype can be told from those of a dtype of their own (fp3
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,44 +63,65 @@ def trace(
         loaded = loaded.with_seq_len(seq_len)
     with without_garbage_collection():
         try:
-            try:
-                return _on_fake_tensors(loaded, lengths, progress, may_loop=False)
-            except TokenByTokenError:
-                return _of_few_tokens(loaded, lengths, progress)
-        except DecidesByValuesError as decision:
-            return _on_real_tensors(loaded, str(decision), lengths, progress)
+            return _without_numbers(loaded, lengths, progress)
+        except DecidesByValuesError as error:
+            decision = str(error)
+        try:
+            profile = _without_numbers(loaded, lengths, progress, knows_layout=True)
+        except DecidesByValuesError:
+            return _on_real_tensors(loaded, decision, lengths, progress)
+        note = f"goes the way of its batch function's integers, by which {decision} decides: others may lead elsewhere"
+        return profile.model_copy(update={"notes": (note, *profile.notes)})
+
+
+def _without_numbers(
+    loaded: LoadedModel, lengths: bool, progress: Progress, *, knows_layout: bool = False
+) -> ModelProfile:
+    try:
+        return _on_fake_tensors(loaded, lengths, progress, may_loop=False, knows_layout=knows_layout)
+    except TokenByTokenError:
+        return _of_few_tokens(loaded, lengths, progress, knows_layout)
 
 
 def _on_fake_tensors(
-    loaded: LoadedModel, lengths: bool, progress: Progress, *, may_loop: bool = True, notes: tuple[str, ...] = ()
+    loaded: LoadedModel,
+    lengths: bool,
+    progress: Progress,
+    *,
+    may_loop: bool = True,
+    knows_layout: bool = False,
+    notes: tuple[str, ...] = (),
 ) -> ModelProfile:
     """may_loop: else Raises TokenByTokenError when a module runs operators as many as there are tokens."""
     most = None if may_loop or loaded.seq_len is None else max(FEWEST_OPERATORS, loaded.seq_len)
     try:
-        return _profile(fake_model(loaded, torch.bfloat16), notes, lengths, progress, most)
+        return _profile(fake_model(loaded, torch.bfloat16, knows_layout), notes, lengths, progress, most)
     except ValueError as error:
         note = f"profiled in float32, because it does not run in bfloat16: {error}"
         try:
-            return _profile(fake_model(loaded, torch.float32), (*notes, note), lengths, progress, most)
+            fake = fake_model(loaded, torch.float32, knows_layout)
+            return _profile(fake, (*notes, note), lengths, progress, most)
         except ValueError:
             raise error from None
 
 
-def _of_few_tokens(loaded: LoadedModel, lengths: bool, progress: Progress) -> ModelProfile:
+def _of_few_tokens(loaded: LoadedModel, lengths: bool, progress: Progress, knows_layout: bool) -> ModelProfile:
     """Profile of a model that may go through its tokens one by one: if so, from runs of few, as much shorter."""
-    seq_len, tokens = loaded.seq_len, few_tokens(loaded)
+    seq_len, tokens = loaded.seq_len, few_tokens(loaded, knows_layout)
     if seq_len is None or tokens is None or tokens >= seq_len:
-        return _on_fake_tensors(loaded, lengths, progress)
+        return _on_fake_tensors(loaded, lengths, progress, knows_layout=knows_layout)
     note = (
         "goes through a sequence token by token, in kernels for each token: a fused scan (as mamba-ssm and "
         "flash-linear-attention have them) would be faster than the plan says"
     )
     try:
-        few = merged(_on_fake_tensors(loaded.with_seq_len(tokens), True, progress, notes=(note,)))
+        few = merged(
+            _on_fake_tensors(loaded.with_seq_len(tokens), True, progress, knows_layout=knows_layout, notes=(note,))
+        )
         profile = at_seq_len(few, seq_len)
         others = tuple(at_seq_len(few, seq_len // part) for part in (2, 4)) if lengths else ()
     except ValueError:  # it takes no such few, or runs other layers then
-        return _on_fake_tensors(loaded, lengths, progress, notes=(note,))
+        return _on_fake_tensors(loaded, lengths, progress, knows_layout=knows_layout, notes=(note,))
     return profile.model_copy(update={"other_lengths": others})
 
 
@@ -218,6 +239,7 @@ def _profile_at(
         smallest_micro_batch=2 if sizes.one.refused else 1,
         global_batch=loaded.global_batch,
         longest_seq_len=sizes.longest,
+        assumes=loaded.assumes,
         notes=(
             *notes,
             *loaded.notes,
@@ -361,6 +383,7 @@ def _check_sizes(loaded: LoadedModel, chain: LayerChain, sizes: RunSizes) -> Non
             "torch.randn(size, 512)"
         )
     crossing = {crossing.producer for crossing in chain.crossings}
+    calls = [Counter((p.kind, p.name) for p in shapes.tensors) for shapes in (sizes.one, sizes.two)]
     for producer, other in sizes.two.tensors.items():
         tensor = sizes.one.tensors.get(producer)
         if tensor is None and producer in crossing:
@@ -368,7 +391,8 @@ def _check_sizes(loaded: LoadedModel, chain: LayerChain, sizes: RunSizes) -> Non
                 f"{producer.name} of {loaded.source} makes {list(other.shape)} of two samples, which layers after it "
                 "read, and is not called for one: let the forward call the same functions for any number of samples"
             )
-        seen = producer.kind == "module" or producer in crossing or other.requires_grad
+        is_same = calls[0][producer.kind, producer.name] == calls[1][producer.kind, producer.name]
+        seen = producer.kind == "module" or producer in crossing or (other.requires_grad and is_same)
         if seen and tensor is not None and len(other.shape) != len(tensor.shape):
             raise ValueError(
                 f"{producer.name} of {loaded.source} makes {list(tensor.shape)} of one sample, but {list(other.shape)} "
@@ -403,7 +427,7 @@ def _check_complete(fake: FakeModel, layers: Sequence[LayerProfile]) -> None:
 def _fingerprint(profile: ModelProfile) -> str:
     """Hash of what a plan depends on: layers, classes, tensors, ties and batch; not of names, notes or versions."""
     told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
-    told |= {"context_problem", "coupling", "batch_problem", "sharding_problem"}
+    told |= {"context_problem", "coupling", "batch_problem", "sharding_problem", "assumes"}
     left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
     kernels: dict[str, Any] = {"operators": {"__all__": {"kernels"}}}  # amounts tell them, too
     each = {"whole": kernels, "tensor": kernels, "sequence": kernels}

@@ -1,10 +1,11 @@
 """Name every tensor that a model's forward makes, in the profiler and in the executor alike."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -24,7 +25,9 @@ class Producers(TorchFunctionMode):
 
     A layer module's tensors are (kind "module", its full name, call, leaf of the flattened output). A glue tensor is
     (kind "glue", name of the torch function, the how-manieth glue call of *that* function, leaf): counting per function
-    keeps the names when some other helper is called once more or less. Functions inside layer modules are never
+    keeps the names when some other helper is called once more or less. What is called in another function than a
+    forward (one that makes masks, one that goes through the pictures of a batch) goes by the name of that, too:
+    "make_mask.expand". Functions inside layer modules are never
     counted, so the names stay the same when layer modules are swapped for stubs that return tensors of equal structure.
     Modules without parameters (rotary tables, dropout) are not layer modules: what they call is glue. So is a custom
     torch.autograd.Function, under the name of its class: what its forward calls belongs to it.
@@ -113,7 +116,7 @@ class Producers(TorchFunctionMode):
         """Count `func` if no layer module is running."""
         if self._depth or func is torch._C._set_grad_enabled:
             return func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", str(func))
+        name = _caller() + getattr(func, "__name__", str(func))
         self._start("glue", name)
         with self._uncounted():
             output = func(*args, **(kwargs or {}))
@@ -206,6 +209,24 @@ class Producers(TorchFunctionMode):
                 in_place = any(leaf is x for x in given)
                 leaves[i] = self._hand_over(_producer(kind, name, call, i), leaf, in_place)
         return leaves[0] if tree is None else tree_unflatten(leaves, tree)
+
+
+def _caller() -> str:
+    """The name of the function that calls a torch function, and a dot; '' if that is a forward."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_ABOVE):
+        frame = frame.f_back
+    return "" if frame is None else _named(frame.f_code)
+
+
+_ABOVE = ("torch.", f"{__name__.partition('.')[0]}.")
+"""Beginnings of the names of modules whose functions stand between a model and a torch function: torch's and ours."""
+
+
+@lru_cache(maxsize=10_000)
+def _named(code: CodeType) -> str:
+    names = [name for name in code.co_qualname.split(".") if not name.startswith("<")]
+    return "" if not names or "forward" in names else f"{names[-1]}."
 
 
 def is_wrapped(leaf: Any) -> bool:
