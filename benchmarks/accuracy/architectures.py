@@ -60,7 +60,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 Idefics3's 7 x 7 patches are not merged by 2 x 2; the token of a picture of LLaVA, LLaVA-NeXT and Idefics3 lies outside
 the vocabulary, InstructBLIP-Video has none; DBRX's attention names no rope_theta. The values are those of the published
 google/gemma-3-4b-it, llava-hf/llava-1.5-7b-hf, llava-hf/llava-v1.6-mistral-7b-hf, HuggingFaceM4/Idefics3-8B-Llama3 and
-databricks/dbrx-base, as far as they were known without a network; for InstructBLIP-Video it is the last token of the
+databricks/dbrx-base, from memory: nothing could be looked up; for InstructBLIP-Video it is the last token of the
 vocabulary."""
 
 _TASKS = (
