@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
@@ -99,7 +100,7 @@ class _Reducer:
         return False
 
 
-def _reduced(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _reduced(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     dist.all_reduce(bucket.buffer().div_(dist.get_world_size(group)), group=group)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
