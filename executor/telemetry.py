@@ -5,6 +5,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -151,11 +152,27 @@ class Telemetry:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most that torch allocated on the GPU since the step began, or that the process held on the CPU since it began."""
+    """Most that torch allocated on the GPU, or that the process held on the CPU, since restart_peak_memory; if that was
+    not called, since the step or the process began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, StopIteration):  # Linux; getrusage there counts what began this process, too
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return 1024 * int(line.split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def restart_peak_memory(device: torch.device) -> None:
+    """Forget peaks until now: those of building the model, of warming up. (Only Linux can on the CPU.)"""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        _CLEAR.write_text("5")
+
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class CommunicationClock:
