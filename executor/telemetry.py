@@ -1,5 +1,6 @@
 """Every step of a run as a line of JSON: time, speed, memory of every rank, communication by mesh axis."""
 
+import os
 import resource
 import sys
 import time
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..planner.plan.document import AXES, Plan
 from .parallel.mesh import RankMesh
-from .run_document import AxisSeconds, RunHeader, RunStep
+from .run_document import AxisSeconds, RunHeader, RunRestart, RunStep
 
 _OPERATIONS = (
     "all_gather_single",
@@ -132,6 +133,23 @@ class Telemetry:
             )
         )
 
+    def restarted(self, checkpoint: Path, steps: int, began_s: float) -> None:
+        """A checkpoint was taken over. began_s: when that began, by time.monotonic."""
+        if self._file is None:
+            return
+        load_s = time.monotonic() - began_s
+        age_s = _process_age_s()
+        files = (path for path in checkpoint.rglob("*") if path.is_file())
+        self._write(
+            RunRestart(
+                steps=steps,
+                num_ranks=self._plan.degrees.num_devices,
+                start_s=None if age_s is None else max(0.0, age_s - load_s),
+                load_s=load_s,
+                loaded_bytes=sum(path.stat().st_size for path in files),
+            )
+        )
+
     def close(self) -> None:
         """End the file, and leave torch as it was."""
         self._clock.close()
@@ -173,6 +191,15 @@ def restart_peak_memory(device: torch.device) -> None:
 
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _process_age_s() -> float | None:
+    """Seconds since this process began; None where the system does not say (Linux does)."""
+    try:
+        began = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return float(Path("/proc/uptime").read_text().split()[0]) - began
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 class CommunicationClock:
