@@ -360,7 +360,7 @@ def tuned(
     profile_without = _profiles_without(loaded, waiting)
     first = result.plan
     if place.hosts is not None:
-        first = first_that_can(result, profile, running, profile_without).plan
+        first = first_that_can(result, pins, given, profile, running, profile_without).plan
     check_budget(budget_s, first)
     track = track_of(place, running, str(request.model), memory_for_jobs(running))
     hosts = 0 if place.one_gpu else place.hosts

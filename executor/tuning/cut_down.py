@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
 from ...planner.answers.check import check
 from ...planner.answers.search import prediction_of
 from ...planner.cost.estimate import Estimate, estimate
 from ...planner.plan.document import Axis, Degrees, LayerPlan, Plan, Stage
 from ...planner.plan.making import reference_of
+from ...profiler.document import in_a_sentence
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 
@@ -100,6 +103,9 @@ def cut_down(plan: Plan, profile: ModelProfile, small: ClusterSpec, profile_with
                 break  # nothing is left that could be left out
             try:
                 found = _smaller(plan, profile, small, degrees, stages, profile_without)
+            except ValidationError as error:
+                why = why or in_a_sentence(error)
+                break
             except ValueError as error:
                 why = why or str(error)
                 break

@@ -9,11 +9,12 @@ from ...planner.cost.alone import composed_step_s, kernels_s
 from ...planner.cost.estimate import Estimate, estimate
 from ...planner.cost.refit import MeasuredStep, hosts_with
 from ...planner.plan.document import MeasuredPlan, Plan
+from ...planner.plan.pins import Pins
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
 from ..measuring.measurement import quantile
 from .cut_down import CannotCutError, ProfileWithout, SmallerJob, Unseen, cut_down, unseen
-from .entrants import Entrant, challengers, key_of, on_cluster
+from .entrants import Entrant, Pool, challengers, key_of, on_cluster
 from .jobs import Track
 from .record import EntrantLine, Record, RefitLine, Say, StandInLine
 from .rounds import COLD_LAP_S, LAP_S, WORTH, Contender, Job, StandIn, Tuned, Tuning, knobs_of, refitted, start_s_of
@@ -35,18 +36,25 @@ class _Piece:
 
 
 def first_that_can(
-    result: SearchResult, profile: ModelProfile, small: ClusterSpec, profile_without: ProfileWithout
+    result: SearchResult,
+    pins: Pins,
+    given: Sequence[tuple[str, Plan]],
+    profile: ModelProfile,
+    small: ClusterSpec,
+    profile_without: ProfileWithout,
 ) -> SmallerJob:
-    """A smaller job of the search's plan, or of the first one weighed beside it that has one. Raises CannotCutError,
-    of the plan, where none has."""
-    why: CannotCutError | None = None
-    for plan in (result.plan, *(each.plan for each in result.alternatives if each.plan is not None)):
+    """A smaller job of the search's plan, or of the next fastest that pins allow, or of those that users named. Raises
+    ValueError where none has one, with what is in the way of the fastest."""
+    pool = Pool(profile, pins)
+    pool.add_result(result)
+    others = [each.plan for each in pool.priced(result.plan.cluster)]
+    why = ""
+    for plan in (result.plan, *others, *(plan for _, plan in given)):
         try:
             return cut_down(plan, profile, small, profile_without)
         except CannotCutError as error:
-            why = why or error
-    assert why is not None, "the search found a plan"
-    raise why
+            why = why or str(error)
+    raise ValueError(why)
 
 
 def ranks_alone(plan: Plan) -> dict[int, int]:
