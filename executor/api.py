@@ -5,7 +5,7 @@ Arguments mean what the flags of the same names mean, and what is wrong is said 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .measuring.compare import Comparison
     from .measuring.verify import VerifyReport
     from .reporting.report_facts import Facts
+    from .tuning.cut_down import ProfileWithout
     from .tuning.record import Record
     from .tuning.rounds import Tuned
     from .tuning.sitting import Venue
@@ -338,29 +339,38 @@ def tuned(
         header_of,
         memory_for_jobs,
         open_record,
+        running_hosts,
         track_of,
     )
+    from .tuning.small import SmallTuning, first_that_can
 
     if not isinstance(request.model, str | Path):
         raise ValueError("plan tune starts the ranks of the model's file: give its path")
     machine = request.cluster or inputs.read_cluster(request.job.machine)
     pins = request.choices.pins()
-    check_here(machine, place.launcher)
-    profile, _ = profiled(request, waiting)
-    if json_kind(Path(request.model)) == "meshwright-profile":
+    running = running_hosts(place, machine)
+    check_here(running, place.launcher)
+    is_profile = json_kind(Path(request.model)) == "meshwright-profile"
+    profile, loaded = profiled(request, waiting, needs_model=place.hosts is not None and not is_profile)
+    if is_profile:
         raise ValueError(f"plan tune runs the model, and {request.model} is only its profile: give the model itself")
     stack = request.choices.stack(request.job.stack)
     training, notes = inputs.read_training(profile, machine, request.job.global_batch, stack)
     given, unfit = _given(setups, profile, machine, training)
     result = searched(profile, machine, training, pins, request.time_limit_s, waiting)
-    check_budget(budget_s, result.plan)
-    track = track_of(place, machine, str(request.model), memory_for_jobs(machine))
-    header = header_of(result.plan.model.name, profile.fingerprint, result.plan, machine, place.launcher)
+    profile_without = _profiles_without(loaded, waiting)
+    first = result.plan
+    if place.hosts is not None:
+        first = first_that_can(result, pins, given, profile, running, profile_without).plan
+    check_budget(budget_s, first)
+    track = track_of(place, running, str(request.model), memory_for_jobs(running))
+    hosts = 0 if place.one_gpu else place.hosts
+    header = header_of(result.plan.model.name, profile.fingerprint, result.plan, machine, place.launcher, hosts)
     record = open_record(place, header)
     if place.launcher is not None:
         waiting("asking every rank what it sees")
         try:
-            notes += check_cluster(track.probe(result.plan, min(budget_s, PROBE_S)), machine)
+            notes += check_cluster(track.probe(first, min(budget_s, PROBE_S)), running)
         except BaseException:
             if not place.resume:
                 forget(place)
@@ -368,7 +378,27 @@ def tuned(
     if not place.resume:
         result.plan.save(place.plan)
     job = Job(profile, machine, training, pins, given, budget_s, request.time_limit_s)
-    return Tuning(job, track, record, waiting.say).run(result), record, [*notes, *unfit]
+    tuning = (
+        Tuning(job, track, record, waiting.say)
+        if hosts is None
+        else SmallTuning(job, track, record, waiting.say, None if place.one_gpu else running, profile_without)
+    )
+    return tuning.run(result), record, [*notes, *unfit]
+
+
+def _profiles_without(loaded: "LoadedModel | None", waiting: terminal.Waiting) -> "ProfileWithout":
+    """Profiles of a model without some of its blocks, each made once."""
+
+    @cache
+    def profile_without(blocks: tuple[str, ...]) -> ModelProfile:
+        from ..profiler.model.trace import trace
+        from .tuning.fewer_layers import without_blocks
+
+        assert loaded is not None, "only jobs for fewer hosts leave blocks out"
+        waiting.say(f"profiling the model without {len(blocks)} of its blocks")
+        return trace(without_blocks(loaded, blocks))
+
+    return profile_without
 
 
 def _given(

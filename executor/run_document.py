@@ -1,6 +1,7 @@
 """The file of a run: a header and one line of JSON per step. Needs no torch."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -54,6 +55,33 @@ class RunStep(Frozen):
     """[rank] seconds in which communication was under way, summed over axes: who has least, the others wait for."""
 
 
+class RunRestart(Frozen):
+    """The line that a run writes when it has taken over a checkpoint: what beginning again has cost."""
+
+    kind: Literal["meshwright-restart"] = "meshwright-restart"
+    steps: NonNegativeInt
+    """That the checkpoint has behind it."""
+    num_ranks: PositiveInt
+    start_s: NonNegativeFloat | None
+    """Seconds from the beginning of the first rank's process until it read the checkpoint: imports, the meeting of
+    ranks, the model; None where the system does not say."""
+    load_s: NonNegativeFloat
+    """Seconds until all ranks had read it."""
+    loaded_bytes: NonNegativeInt
+    """Of the checkpoint's files."""
+
+
+def load_restarts(path: Path) -> list[RunRestart]:
+    """What each restart of a run has cost, the last one last. Raises ValueError for files of another kind."""
+    load_run(path)
+    lines = [line for line in path.read_text().splitlines() if '"meshwright-restart"' in line]
+    found = []
+    for line in lines:
+        with suppress(ValidationError):  # a half-written last line
+            found.append(RunRestart.model_validate_json(line))
+    return found
+
+
 def load_run(path: Path) -> tuple[RunHeader, list[RunStep]]:
     """(last header, all steps; of steps that were run again the last) of a run's file.
 
@@ -69,6 +97,8 @@ def load_run(path: Path) -> tuple[RunHeader, list[RunStep]]:
             document = parsed(json.loads, line)
             if document.get("kind") == "meshwright-run":
                 header = RunHeader.model_validate(document)
+            elif document.get("kind") == "meshwright-restart":
+                RunRestart.model_validate(document)
             else:
                 found = RunStep.model_validate(document)
                 steps = {step: known for step, known in steps.items() if step < found.step}

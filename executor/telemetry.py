@@ -1,10 +1,12 @@
 """Every step of a run as a line of JSON: time, speed, memory of every rank, communication by mesh axis."""
 
+import os
 import resource
 import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..planner.plan.document import AXES, Plan
 from .parallel.mesh import RankMesh
-from .run_document import AxisSeconds, RunHeader, RunStep
+from .run_document import AxisSeconds, RunHeader, RunRestart, RunStep
 
 _OPERATIONS = (
     "all_gather_single",
@@ -131,6 +133,23 @@ class Telemetry:
             )
         )
 
+    def restarted(self, checkpoint: Path, steps: int, began_s: float) -> None:
+        """A checkpoint was taken over. began_s: when that began, by time.monotonic."""
+        if self._file is None:
+            return
+        load_s = time.monotonic() - began_s
+        age_s = _process_age_s()
+        files = (path for path in checkpoint.rglob("*") if path.is_file())
+        self._write(
+            RunRestart(
+                steps=steps,
+                num_ranks=self._plan.degrees.num_devices,
+                start_s=None if age_s is None else max(0.0, age_s - load_s),
+                load_s=load_s,
+                loaded_bytes=sum(path.stat().st_size for path in files),
+            )
+        )
+
     def close(self) -> None:
         """End the file, and leave torch as it was."""
         self._clock.close()
@@ -151,11 +170,36 @@ class Telemetry:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most that torch allocated on the GPU since the step began, or that the process held on the CPU since it began."""
+    """Most that torch allocated on the GPU, or that the process held on the CPU, since restart_peak_memory; if that was
+    not called, since the step or the process began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, StopIteration):  # Linux; getrusage there counts what began this process, too
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return 1024 * int(line.split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def restart_peak_memory(device: torch.device) -> None:
+    """Forget peaks until now: those of building the model, of warming up. (Only Linux can on the CPU.)"""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        _CLEAR.write_text("5")
+
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _process_age_s() -> float | None:
+    """Seconds since this process began; None where the system does not say (Linux does)."""
+    try:
+        began = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return float(Path("/proc/uptime").read_text().split()[0]) - began
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 class CommunicationClock:

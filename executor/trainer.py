@@ -598,6 +598,7 @@ class Trainer:
         DamagedError for a checkpoint that is not what was saved, which names the last one that is, and ValueError where
         another job writes to the folder; it is this job's until `close`.
         """
+        began_s = time.monotonic()
         with self._task("in resume", "after resume"):
             writer = self._writer()
             writer.lock(Path(folder), make=missing_ok)
@@ -607,6 +608,8 @@ class Trainer:
                     return 0
                 raise ValueError(f"no checkpoint in {folder}: train with trainer.save({str(folder)!r}) first")
             self.progress = self._read = writer.load(found, stateful)
+            if self._telemetry is not None:
+                self._telemetry.restarted(found, self.progress.steps, began_s)
         self._skip = self.progress.samples
         self._norms = None
         self._looks = True

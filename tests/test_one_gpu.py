@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from benchmarks.one_gpu import proofs
 from benchmarks.one_gpu.__main__ import Failure, Row, markdown, rows_of
-from benchmarks.one_gpu.composed import composed_step_s, kernels_s
 from benchmarks.one_gpu.rank import RankRun, run_rank
 from meshwright.planner.answers.search import price_setup
+from meshwright.planner.cost.alone import composed_step_s, kernels_s
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.setups import parse_setup

@@ -13,16 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import fake_collectives  # noqa: F401  # teaches fake tensors the collectives
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from meshwright.executor import Trainer, apply, parallelize, trainer
+from meshwright.executor.measuring.one_rank import equal_rows, replicas
 from meshwright.executor.parallel import expert_exchange
-from meshwright.executor.parallel.expert_exchange import Rows, count_rows
 from meshwright.executor.state.initialise import Values
-from meshwright.executor.torch_compat import data_parallel
 from meshwright.planner.cost.comm_cost import CollectiveKind
 from meshwright.planner.plan.document import AXES, GroupAxis, Plan
 from meshwright.profiler.model.loaded import LoadedModel
@@ -151,62 +149,6 @@ def _values(fake: FakeTensorMode, model_fn: Callable[[], nn.Module], is_large: b
             return torch.empty(like.shape, dtype=like.dtype)
 
     return Values(lambda name: made(parameters[name]), lambda name: made(buffers[name]))
-
-
-def equal_rows(experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> Rows:
-    """Tokens spread evenly: as many for one rank as for another."""
-    with mock.patch.object(torch.Tensor, "tolist", return_value=[[0], [0]]):
-        arriving = count_rows(experts, count, group).arriving
-    num_ranks = dist.get_world_size(group)
-    each, more = divmod(experts.numel(), num_ranks)
-    rows = [each + (rank < more) for rank in range(num_ranks)]
-    return Rows(rows, rows, arriving)
-
-
-def replicas(*args: Any) -> DistributedDataParallel:
-    """DDP whose reduction is done by a hook (its own takes the result from the process group, and the fake one has
-    none), and which has from the start the buckets that it would make after its first step."""
-    with mock.patch.object(dist, "_compute_bucket_assignment_by_size", _buckets_of_backward):
-        replicas = data_parallel(*args)
-    replicas.register_comm_hook(replicas.process_group, _reduced)
-    replicas.reducer = _Reducer(replicas.reducer)
-    return replicas
-
-
-def _buckets_of_backward(
-    parameters: list[torch.Tensor], limits: list[int], sparse: list[bool]
-) -> tuple[list[list[int]], list[int]]:
-    """Torch's own buckets of gradients that come in the order of the parameters, last first; listed, as DDP expects
-    them, the last bucket first."""
-    last = len(parameters) - 1
-    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, _DDP_BUCKET_BYTES]
-    buckets, sizes = _compute_buckets(parameters[::-1], limits, sparse[::-1])
-    return [[last - place for place in reversed(bucket)] for bucket in reversed(buckets)], sizes[::-1]
-
-
-_compute_buckets = dist._compute_bucket_assignment_by_size
-_DDP_BUCKET_BYTES = 25 * 2**20
-
-
-class _Reducer:
-    """DDP's reducer, but for putting its buckets in the order in which gradients came: for that it would read the
-    numbers of a tensor."""
-
-    def __init__(self, reducer: dist.Reducer) -> None:
-        self._reducer = reducer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-
-def _reduced(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    dist.all_reduce(bucket.buffer().div_(dist.get_world_size(group)), group=group)
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 class Ones(TorchDispatchMode):

@@ -22,9 +22,9 @@ import torch
 
 from benchmarks.accuracy import cases
 from benchmarks.accuracy.played import ranks_to_play
-from benchmarks.one_gpu.composed import composed_step_s, kernels_s
 from benchmarks.one_gpu.rank import RankRun, run_rank
 from meshwright.planner.answers.search import InfeasibleError, price_setup, search
+from meshwright.planner.cost.alone import composed_step_s, kernels_s
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.plan.document import Plan, load_plan
 from meshwright.planner.plan.making import shape_of

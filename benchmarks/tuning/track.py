@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -34,7 +35,7 @@ class EmulatedTrack:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def lap(self, label: str, plan: Plan, steps: int, limit_s: float) -> Lap | Fallen:
+    def lap(self, label: str, plan: Plan, steps: int, limit_s: float, more: Sequence[str] = ()) -> Lap | Fallen:
         """Steps of a candidate, alone."""
         began = time.monotonic()
         if not self._processes:

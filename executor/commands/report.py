@@ -1,7 +1,7 @@
 """The commands `plan report` (one HTML file, a trace) and `plan diff` (two plans)."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,6 +44,7 @@ def _report_command(
     """Draw PLAN as one HTML file that needs no network: who holds what, memory, a step's timeline, where its time goes,
     alternatives, sensitivity and proof."""
     from ...planner.cost.axis_seconds import axis_seconds
+    from ..measuring.replanning import replanning
     from ..reporting.report_facts import facts_document
     from ..reporting.run_report import run_table
 
@@ -52,6 +53,8 @@ def _report_command(
         planned = api.load(plan, model=model, cache=not no_cache, waiting=waiting)
         document, profile = planned.document, planned.profile
         found_run = None if run is None else run_table(document, run, axis_seconds(document, profile))
+        if found_run is not None and run is not None:
+            found_run = replace(found_run, notes=(*found_run.notes, *replanning(document, profile, run)))
         markup = "" if found_run is None else _run_markup(found_run)
         facts, count = planned.draw(output, trace, markup, waiting)
     if as_json:

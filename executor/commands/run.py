@@ -1,6 +1,7 @@
 """The command for a run that is under way: `plan replan`, a plan for the GPUs that are left."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from ...profiler.machine.cluster import ClusterSpec, cluster_of
 from .. import api
 from ..reporting import terminal
 from ..reporting.documents import check_document
+from ..reporting.switching import switching, whether_it_pays
 from ..state.checkpoint_folder import latest_checkpoint, read_progress
 from . import inputs, options
 from .answers import at_work, plan_document, print_plan, searched
@@ -34,6 +36,15 @@ def _replan_command(
     ] = None,
     *,
     devices: options.MachineOptions,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run",
+            metavar="FILE",
+            help="the run's telemetry: what a restart of it took, its steps, and how many are behind the checkpoint",
+            show_default=False,
+        ),
+    ] = None,
     model: options.ModelOfPlan = None,
     pin: options.Pin = None,
     output: options.PlanOutput = Path("plan.json"),
@@ -43,12 +54,17 @@ def _replan_command(
     verbose: options.Verbose = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Plan again for a run that lost GPUs or got more: the job is that of the checkpoint, global batch included."""
+    """Plan again for a run that lost GPUs or got more: the job is that of the checkpoint, global batch included.
+
+    What switching costs is measured: by the run itself where it was resumed before (--run), else by reading its
+    checkpoint here for two seconds.
+    """
     folder = latest_checkpoint(checkpoint)
     if folder is None:
         raise ValueError(f"no checkpoint in {checkpoint}: give the folder that trainer.save() wrote to")
     progress, before = read_progress(folder), load_plan(folder / "plan.json")
     check_document(output, "meshwright-plan")
+    cost = switching(folder, progress.steps, run)
     machine = _machine(before, devices)
     pins = read_pins(pin or ())
     source = model or before.model.source
@@ -63,8 +79,10 @@ def _replan_command(
         result = searched(profile, machine, before.training, pins, time_limit, waiting)
     result.plan.save(output)
     found = api.Planned(result.plan, lambda: profile, result=result)
+    pays = whether_it_pays(before, result.plan, cost)
     if as_json:
-        terminal.write_json(json.dumps(plan_document(found)))
+        told = {**asdict(cost), "seconds": cost.seconds, "pays": pays}
+        terminal.write_json(json.dumps({**plan_document(found), "switching": told}))
         return
     console = terminal.make_console()
     before_words = f"{before.degrees.num_devices} GPUs, {before.label}"
@@ -75,6 +93,7 @@ def _replan_command(
         markup=False,
     )
     print_plan(console, found, output, quiet, verbose)
+    console.print(f"{cost}; {pays}", markup=False)
     console.print(f"then trainer.resume({str(checkpoint)!r}) goes on from {folder.name}", markup=False)
 
 

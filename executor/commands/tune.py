@@ -46,6 +46,22 @@ def _tune_command(
             show_default=False,
         ),
     ] = None,
+    hosts: Annotated[
+        int | None,
+        typer.Option(
+            "--hosts",
+            metavar="COUNT",
+            help="measure on so many hosts only: candidates are cut down to them, each rank with the work it had "
+            "(default: all)",
+            show_default=False,
+        ),
+    ] = None,
+    one_gpu: Annotated[
+        bool,
+        typer.Option(
+            "--one-gpu", help="measure compute and memory alone: one rank of each stage runs, without its peers"
+        ),
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the race that -o has a record of")] = False,
     timeout: Annotated[
         float | None,
@@ -83,6 +99,9 @@ def _tune_command(
 
     Every candidate runs in its own job, a few steps in turn. It ends when the best measured plan is also the best
     predicted one, or the budget is spent; Ctrl-C keeps what was measured, and --resume goes on.
+
+    With --hosts or --one-gpu smaller jobs run in the place of the candidates, and the plan is the one that is predicted
+    to be the fastest after the fit; what no smaller job shows stays predicted, and is named.
     """
     from ...profiler.machine.calibrate import save_device
     from ..reporting.tune_page import tune_page
@@ -98,7 +117,7 @@ def _tune_command(
         raise ValueError(f"--device {job.machine.device} would be written over: give --device-output another name")
     check_writable(page_file, "--report", ".html")
     request = api.Request(model, job, choices, time_limit_s=time_limit, use_cache=not no_cache)
-    place = Venue(output, launcher, resume, timeout)
+    place = Venue(output, launcher, resume, timeout, hosts, one_gpu)
     with at_work(quiet or as_json) as waiting, named_outcomes():
         found, record, notes = api.tuned(request, setup or (), budget_s, place, waiting)
     written = [str(output)]

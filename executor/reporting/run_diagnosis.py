@@ -46,18 +46,33 @@ def _expected(plan: Plan) -> tuple[float | None, float]:
     return plan.prediction.step_time_s, UNKNOWN if band is None else band.high
 
 
-def _explained(steps: Sequence[RunStep], communication_s: Mapping[str, float], excess_s: float) -> str:
-    """Which axis' links took more than predicted, or that compute did."""
+def slower_axis(steps: Sequence[RunStep], communication_s: Mapping[str, float], excess_s: float) -> str | None:
+    """The mesh axis whose communication explains the larger part of a step that is so much longer than expected; None
+    where compute does."""
+    more = _more_s(steps, communication_s)
+    worst = max(more, key=lambda axis: more[axis], default=None)
+    return worst if worst is not None and excess_s > 0 and more[worst] > excess_s / 2 else None
+
+
+def _more_s(steps: Sequence[RunStep], communication_s: Mapping[str, float]) -> dict[str, float]:
+    """Axis -> seconds that its communication was under way beyond what is predicted."""
     more = {}
     for axis in steps[0].communication_s:
         if axis in communication_s:
             measured = quantile(tuple(s.communication_s[axis].mean for s in steps if axis in s.communication_s), 0.5)
             more[axis] = measured - communication_s[axis]
-    worst = max(more, key=lambda axis: more[axis], default=None)
-    if worst is not None and more[worst] > excess_s / 2:
+    return more
+
+
+def _explained(steps: Sequence[RunStep], communication_s: Mapping[str, float], excess_s: float) -> str:
+    """Which axis' links took more than predicted, or that compute did."""
+    more = _more_s(steps, communication_s)
+    axis = slower_axis(steps, communication_s, excess_s)
+    if axis is not None:
         return (
-            f"communication of {worst} is under way {format_seconds(more[worst])} longer than predicted, which is "
+            f"communication of {axis} is under way {format_seconds(more[axis])} longer than predicted, which is "
             "the larger part of it: its links are slower, or a rank that others wait for"
         )
+    worst = max(more, key=lambda each: more[each], default=None)
     told = "" if worst is None else f"; {worst} accounts for {format_seconds(max(0.0, more[worst]))} of it"
     return f"communication does not explain it, so compute does (clocks, another process, a slower device){told}"

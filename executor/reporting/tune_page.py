@@ -7,10 +7,10 @@ from html import escape
 from ...profiler.machine.units import format_seconds
 from ..tuning.race import leader_of
 from ..tuning.record import FallLine, LapLine, Record, RefitLine
-from ..tuning.rounds import Tuned
+from ..tuning.rounds import Contender, StandIn, Tuned
 from .drawing import WIDTH, colour_of, cut, figure, legend, line, rect, table, tag, text, ticks
 from .html_page import job_in_words, page, section, wide
-from .tune_report import HEADINGS, rows_of, sentences
+from .tune_report import MEMORY_HEADINGS, headings_of, memory_rows, rows_of, sentences
 
 _MOST_ROWS = 15
 _SLOWEST = 3.0
@@ -24,8 +24,11 @@ def tune_page(found: Tuned, record: Record) -> str:
     head = f'<p class="kicker">Tuned on the cluster itself</p><h1>{escape(title)}</h1>'
     head += tag("p", escape(job_in_words(plan)), class_="sub")
     head += tag("ul", "".join(tag("li", escape(sentence)) for sentence in sentences(found)), class_="sub")
+    headings = headings_of(found)
     sections = [
-        section("candidates", "Candidates", "The fastest first.", table(HEADINGS, rows_of(found), 1, "", 6)),
+        section(
+            "candidates", "Candidates", "The fastest first.", table(headings, rows_of(found), 1, "", len(headings) - 1)
+        ),
     ]
     if record.laps():
         named = legend([(label, _colour(label, record)) for label in record.laps()])
@@ -43,16 +46,33 @@ def tune_page(found: Tuned, record: Record) -> str:
                 "Hollow: by the constants that the race began with; full: by those fitted to these same laps.",
                 wide(_before_and_after(found)),
             ),
-            section("minutes", "What each minute bought", "", table(*_minutes(record), words_from=4)),
         ]
+        if found.smaller:
+            told = [(each.term, format_seconds(each.seconds)) for each in found.standings[0].unseen]
+            sections.append(
+                section(
+                    "unseen",
+                    "Not seen so small",
+                    f"What {found.standings[0].label} waits for that no smaller job shows: these terms stay predicted.",
+                    table(("term", "predicted"), told or [("none", "")]),
+                )
+            )
+        if found.memory:
+            words = (
+                "The fullest process of each pipeline coordinate, and what is predicted of it before and after the fit."
+            )
+            sections.append(section("memory", "Peak memory", words, table(MEMORY_HEADINGS, memory_rows(found))))
+        if not found.smaller:
+            words = "What each minute bought"
+            sections.append(section("minutes", words, "", table(*_minutes(record), words_from=4)))
     if found.factors:
-        rows = [(name, f"{factor:.3f}") for name, factor in sorted(found.factors.items())]
-        sections.append(section("constants", "Constants", "Factors of the fit.", table(("constant", "factor"), rows)))
+        moved = [(name, f"{factor:.3f}") for name, factor in sorted(found.factors.items())]
+        sections.append(section("constants", "Constants", "Factors of the fit.", table(("constant", "factor"), moved)))
     return page(f"Tuned: {title}", head, [], sections)
 
 
 def _colour(label: str, record: Record) -> str:
-    return colour_of(label, {}, list(record.entrants()))
+    return colour_of(label, {}, list(record.stand_ins() or record.entrants()))
 
 
 def _race(record: Record) -> str:
@@ -103,7 +123,8 @@ def _cross(fall: FallLine, x: float, y: float) -> str:
 
 def _before_and_after(found: Tuned) -> str:
     """A row for each measured candidate: how far the prediction was off, on a logarithmic axis."""
-    rows = [each for each in found.standings if each.measured is not None and each.fitted_s is not None]
+    ran: list[Contender | StandIn] = [one for each in found.standings for one in each.stand_ins]
+    rows = [each for each in ran or found.standings if each.measured is not None and each.fitted_s is not None]
     ratios = []
     for each in rows:
         assert each.measured is not None

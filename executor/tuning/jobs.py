@@ -59,12 +59,14 @@ _RAISED = re.compile(r"^(?:\[?rank\d+\]?:\s*)?([A-Za-z_][\w.]*(?:Error|Exception
 @dataclass(frozen=True)
 class Lap:
     """Steps of a candidate, until the slowest rank had ended, and the peak of every rank. started_s: seconds until the
-    job was ready, its warm-up included; 0 where it ran already."""
+    job was ready, its warm-up included; 0 where it ran already. peak_reserved_bytes: of a GPU, what the allocator held;
+    () on the CPU."""
 
     steps_s: tuple[float, ...]
     started_s: float
     peak_memory_bytes: tuple[int, ...]
     memory_kind: str
+    peak_reserved_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,9 @@ class Track(Protocol):
         """Whether jobs go on running between their laps."""
         ...
 
-    def lap(self, label: str, plan: Plan, steps: int, limit_s: float) -> Lap | Fallen:
+    def lap(self, label: str, plan: Plan, steps: int, limit_s: float, more: Sequence[str] = ()) -> Lap | Fallen:
         """Let a candidate take so many steps, alone; its job is started if it does not run. limit_s: seconds that are
-        left for all of it."""
+        left for all of it. more: what its ranks are told beside the plan, as rank.py takes it."""
         ...
 
     def leave(self, label: str) -> None:
@@ -255,14 +257,14 @@ class LaunchedTrack:
         """Whether jobs go on running between their laps."""
         return self._keeps
 
-    def lap(self, label: str, plan: Plan, steps: int, limit_s: float) -> Lap | Fallen:
+    def lap(self, label: str, plan: Plan, steps: int, limit_s: float, more: Sequence[str] = ()) -> Lap | Fallen:
         """Let a candidate take so many steps, alone; its job is started if it does not run."""
         began = time.monotonic()
         step_limit_s = self._step_limit_s(plan)
         fresh = label not in self._jobs
         if fresh:
             self._make_room(_bytes_of(plan))
-            self._start(label, plan, steps, step_limit_s)
+            self._start(label, plan, steps, step_limit_s, more)
         job, _ = self._jobs[label]
         started_s, has_begun = 0.0, not fresh
         if not fresh:
@@ -293,8 +295,8 @@ class LaunchedTrack:
             elif said["event"] == "lap":
                 if not self._keeps:
                     self._jobs.pop(label)[0].ended()
-                peaks = tuple(said["peak_memory_bytes"])
-                return Lap(tuple(said["steps_s"]), started_s, peaks, said["memory_kind"])
+                peaks, reserved = tuple(said["peak_memory_bytes"]), tuple(said["peak_reserved_bytes"])
+                return Lap(tuple(said["steps_s"]), started_s, peaks, said["memory_kind"], reserved)
 
     def leave(self, label: str) -> None:
         """A candidate takes part no more."""
@@ -336,10 +338,11 @@ class LaunchedTrack:
         while self._jobs and sum(size for _, size in self._jobs.values()) + needed_bytes > self._budget_bytes:
             self.leave(next(iter(self._jobs)))
 
-    def _start(self, label: str, plan: Plan, steps: int, step_limit_s: float) -> None:
+    def _start(self, label: str, plan: Plan, steps: int, step_limit_s: float, more: Sequence[str]) -> None:
         self._count += 1
         log = self._folder / f"{self._count}.log"
-        args = [*self._args(plan, step_limit_s), *([] if self._keeps else ["--laps", "1", "--steps", str(steps)])]
+        laps = [] if self._keeps else ["--laps", "1", "--steps", str(steps)]
+        args = [*self._args(plan, step_limit_s), *laps, *more]
         self._jobs[label] = LaunchedJob(filled(self._words, args), log), _bytes_of(plan)
 
     def _args(self, plan: Plan, step_limit_s: float) -> list[str]:

@@ -2,8 +2,9 @@
 
 `python -m meshwright.executor.tuning.rank --plan FILE --model MODEL`, under torchrun. The first rank reads how many
 steps to take from its standard input, a line for each lap, and prints what they took; at the end of the input the job
-ends, so that no job outlives who began it. With --laps it takes so many laps of --steps and reads nothing. --probe only
-says what this rank sees.
+ends, so that no job outlives who began it. With --laps it takes so many laps of --steps and reads nothing. --without
+leaves blocks of the model out, of which the plan knows nothing. --alone N is rank N of the plan in one process: the
+others are not there, and collectives send nothing. --probe only says what this rank sees.
 """
 
 import argparse
@@ -18,7 +19,11 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ...planner.plan.document import Plan
+    from ...profiler.model.loaded import LoadedModel
 
 MARK = "@meshwright-tune "
 """What a line for `plan tune` begins with."""
@@ -37,6 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a step is a hang")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--laps", type=int, default=None)
+    parser.add_argument("--without", nargs="+", default=(), help="blocks of the model, as in h.3")
+    parser.add_argument("--alone", type=int, default=None, metavar="RANK")
     parser.add_argument("--probe", action="store_true")
     given = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
@@ -51,37 +58,55 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(given: argparse.Namespace, rank: int) -> None:
+    from ...planner.plan.document import load_plan
+    from ...profiler.model.load import load_model
+    from ..measuring.one_rank import without_peers
+    from .fewer_layers import without_blocks
+
+    plan = load_plan(given.plan)
+    loaded = without_blocks(load_model(given.model, plan.training.seq_len), given.without)
+    if given.alone is None:
+        _laps(given, rank, plan, loaded)
+    else:
+        with without_peers(given.alone, plan.degrees.num_devices):
+            _laps(given, rank, plan, loaded)
+
+
+def _laps(given: argparse.Namespace, rank: int, plan: "Plan", loaded: "LoadedModel") -> None:
     import torch
     import torch.distributed as dist
 
-    from ...planner.plan.document import load_plan
-    from ...profiler.model.load import load_model
     from ..measuring.measure import trainer_and_share
     from ..reporting.run_report import WARM_UP_STEPS
-    from ..telemetry import peak_memory_bytes
+    from ..telemetry import peak_memory_bytes, restart_peak_memory
 
-    plan = load_plan(given.plan)
-    loaded = load_model(given.model, plan.training.seq_len)
     trainer, share = trainer_and_share(loaded, plan, given.device, given.timeout)
-    several = plan.degrees.num_devices > 1
+    device = trainer.mesh.device
+    several = plan.degrees.num_devices > 1 and given.alone is None
     words = dist.new_group(backend="gloo") if several else None  # who waits in NCCL's would use the GPU
-    on_gpu = trainer.mesh.device.type == "cuda"
+    on_gpu = device.type == "cuda"
     warm_up_s = [trainer.step(share).step_time_s for _ in range(WARM_UP_STEPS)]
     if rank == 0:
         _say({"event": "ready", "warm_up_s": warm_up_s})
     for count in _orders(given, rank, words):
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(trainer.mesh.device)
-        own = ([_timed(trainer, share) for _ in range(count)], peak_memory_bytes(trainer.mesh.device))
+        restart_peak_memory(device)
+        times = [_timed(trainer, share) for _ in range(count)]
+        own = (times, peak_memory_bytes(device), torch.cuda.max_memory_reserved(device) if on_gpu else None)
         found: list[Any] = [own]
         if several:
             found = [None] * plan.degrees.num_devices
             dist.all_gather_object(found, own, group=words)
         if rank == 0:
-            peaks = [found[process][1] for process in trainer.mesh.processes]
-            steps = [max(taken) for taken in zip(*(times for times, _ in found), strict=True)]
-            kind = "allocated" if on_gpu else "resident"
-            _say({"event": "lap", "steps_s": steps, "peak_memory_bytes": peaks, "memory_kind": kind})
+            told = [found[process] for process in trainer.mesh.processes] if several else found
+            _say(
+                {
+                    "event": "lap",
+                    "steps_s": [max(taken) for taken in zip(*(times for times, _, _ in found), strict=True)],
+                    "peak_memory_bytes": [peak for _, peak, _ in told],
+                    "peak_reserved_bytes": [held for _, _, held in told if held is not None],
+                    "memory_kind": "allocated" if on_gpu else "resident",
+                }
+            )
     trainer.close()
 
 

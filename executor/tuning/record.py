@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from ...planner.plan.document import Plan
 from ...planner.plan.training import TrainingSpec
@@ -33,11 +33,15 @@ class TuneHeader(Frozen):
     cluster: ClusterSpec
     training: TrainingSpec
     launcher: str | None = Field(description="template of the command that starts a job; null: torchrun, here")
+    hosts: NonNegativeInt | None = Field(
+        default=None,
+        description="hosts on which smaller jobs run in place of candidates; 0: one GPU, without peers",
+    )
 
     @property
     def job(self) -> tuple[object, ...]:
         """What must be the same for a record to be gone on with."""
-        return (self.fingerprint, self.cluster.hosts, self.cluster.network, self.training)
+        return (self.fingerprint, self.cluster.hosts, self.cluster.network, self.training, self.hosts)
 
 
 class EntrantLine(Frozen):
@@ -52,6 +56,20 @@ class EntrantLine(Frozen):
     at_s: NonNegativeFloat = Field(description="seconds since the race began, pauses left out; of every line")
 
 
+class StandInLine(Frozen):
+    """What runs in the place of a plan that takes more hosts than there are: a job cut down, or one rank alone. Plans
+    that are cut down to the same job share its label, and its laps."""
+
+    event: Literal["stand-in"] = "stand-in"
+    label: str = Field(description="of its laps")
+    of: str = Field(description="label of the plan")
+    plan: Plan
+    without: tuple[str, ...] = Field(default=(), description="blocks of the model that are left out")
+    rank: NonNegativeInt | None = Field(default=None, description="of the plan, that runs without the others")
+    predicted_s: PositiveFloat = Field(description="by the constants that the race began with")
+    at_s: NonNegativeFloat
+
+
 class LapLine(Frozen):
     """A few steps of a plan, in its turn."""
 
@@ -63,6 +81,7 @@ class LapLine(Frozen):
     started_s: NonNegativeFloat = Field(description="seconds until its job was ready, warm-up included; 0: it was")
     peak_memory_bytes: tuple[int, ...] = Field(description="[rank]")
     memory_kind: Literal["resident", "allocated"]
+    peak_reserved_bytes: tuple[int, ...] = Field(default=(), description="[rank] on GPUs: what the allocator held")
     at_s: NonNegativeFloat
 
     @property
@@ -104,7 +123,7 @@ class EndLine(Frozen):
     at_s: NonNegativeFloat
 
 
-Line = EntrantLine | LapLine | FallLine | RefitLine | EndLine
+Line = EntrantLine | StandInLine | LapLine | FallLine | RefitLine | EndLine
 
 _LINES: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="event")])
 
@@ -149,6 +168,18 @@ class Record:
     def entrants(self) -> dict[str, EntrantLine]:
         """Label -> plan, in the order in which they came."""
         return {line.label: line for line in self.lines if isinstance(line, EntrantLine)}
+
+    def stand_ins(self) -> dict[str, StandInLine]:
+        """Label -> what runs in the place of plans, in the order in which they came."""
+        found: dict[str, StandInLine] = {}
+        for line in self.lines:
+            if isinstance(line, StandInLine):
+                found.setdefault(line.label, line)
+        return found
+
+    def stand_ins_of(self, label: str) -> list[StandInLine]:
+        """What runs in the place of one plan."""
+        return [line for line in self.lines if isinstance(line, StandInLine) and line.of == label]
 
     def laps(self) -> dict[str, list[LapLine]]:
         """Label -> what it ran, of every plan that was measured."""

@@ -5,13 +5,16 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ...planner.answers.alternatives import kept, ordered
 from ...planner.answers.candidate import Candidate
 from ...planner.answers.explain import compared
 from ...planner.answers.infeasible import InfeasibleError
 from ...planner.answers.search import SearchResult, SolverError, search
+from ...planner.cost.estimate import estimate
 from ...planner.cost.refit import COLLECTIVES, KNOBS, MeasuredStep, refit, turned_hosts
+from ...planner.cost.refit_memory import MeasuredMemory, MemoryRefit, refit_memory
 from ...planner.plan.document import MeasuredPlan, Plan
 from ...planner.plan.pins import Pins
 from ...planner.plan.training import TrainingSpec
@@ -20,6 +23,7 @@ from ...profiler.model.model_profile import ModelProfile
 from ..measuring.measurement import quantile
 from ..measuring.significance import Apart, paired
 from ..reporting.run_report import WARM_UP_STEPS
+from .cut_down import Unseen
 from .entrants import (
     NEWCOMERS,
     Entrant,
@@ -81,9 +85,24 @@ class Job:
 
 
 @dataclass(frozen=True)
+class StandIn:
+    """What ran in the place of a candidate that takes more hosts than there are. predicted_s, fitted_s: of what ran,
+    before anything was measured and by the constants at the end."""
+
+    label: str
+    plan: Plan
+    rank: int | None
+    predicted_s: float
+    fitted_s: float
+    measured: MeasuredPlan | None
+    outcome: str
+
+
+@dataclass(frozen=True)
 class Contender:
     """What became of one candidate. predicted_s: before anything was measured; fitted_s: by the constants at the end;
-    outcome: against the leader, or why it was not measured."""
+    outcome: against the leader, or why it was not measured. stand_ins: what was measured in its place; unseen: what of
+    its step that does not show."""
 
     label: str
     by: str
@@ -92,12 +111,28 @@ class Contender:
     fitted_s: float | None
     measured: MeasuredPlan | None
     outcome: str
+    stand_ins: tuple[StandIn, ...] = ()
+    unseen: tuple[Unseen, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Peak memory of the fullest process of a pipeline coordinate, beside what is predicted of it before and after the
+    fit. kind: of the whole process, or of torch's allocator on the GPU."""
+
+    label: str
+    position: int
+    kind: Literal["resident", "allocated", "reserved"]
+    measured_bytes: float
+    predicted_bytes: float
+    fitted_bytes: float
 
 
 @dataclass(frozen=True)
 class Tuned:
     """The outcome: the plan (the best measured one; the best predicted one where none could be measured), constants for
-    the next model, every candidate the fastest first, and how it ended."""
+    the next model, every candidate the fastest first, and how it ended. smaller: what ran in the place of candidates,
+    in words; "" where they ran themselves. memory: of all that ran."""
 
     plan: Plan
     label: str
@@ -109,6 +144,8 @@ class Tuned:
     rounds: int
     elapsed_s: float
     interrupted: bool = False
+    memory: tuple[MemoryRow, ...] = ()
+    smaller: str = ""
 
 
 class Tuning:
@@ -124,6 +161,7 @@ class Tuning:
         self._pool = Pool(job.profile, job.pins)
         self._steps_s: dict[str, float] = {}
         self._result: SearchResult | None = None
+        self._memory: MemoryRefit | None = None
         self._fitted_laps = 0
         self._out: set[str] = set()
         self._random = random.Random(job.seed + len(record.lines))
@@ -214,7 +252,8 @@ class Tuning:
         spent_s = sum(self._cost_s(each) for each in among[: among.index(entrant) + 1])
         return entrant is among[0] or spent_s < self._left_s()
 
-    def _let_in(self, entrants: Sequence[Entrant], number: int) -> None:
+    def _let_in(self, entrants: Sequence[Entrant], number: int) -> bool:
+        """Candidates into the record. Whether any takes part."""
         before = {each.label: each.predicted_s for each in self._pool.priced(self._base)}
         for each in entrants:
             self.record.add(
@@ -227,6 +266,7 @@ class Tuning:
                     at_s=self._at_s(),
                 )
             )
+        return bool(entrants)
 
     def _race(self, number: int, until_s: float) -> str | None:
         """Turns of everyone who may still be the fastest, in random order, until a moment. Why the whole race must end,
@@ -255,25 +295,23 @@ class Tuning:
 
     def _lap(self, label: str, number: int, turn: int) -> str | None:
         """One lap of a candidate, into the record. Why the whole race must end, or None."""
-        line = self.record.entrants()[label]
-        step_s = self._steps_s.get(label, line.predicted_s)
+        plan, predicted_s, more = self._what_runs(label)
+        step_s = self._steps_s.get(label, predicted_s)
         steps = lap_steps(step_s, LAP_S if self.track.keeps else COLD_LAP_S)
         self.say(f"round {number}, turn {turn}: {label}")
         try:
-            found = self.track.lap(label, line.plan, steps, self._left_s())
+            found = self.track.lap(label, plan, steps, self._left_s(), more)
         except OSError as error:
             return f"jobs cannot be started any more: {error.strerror or error}"
         if isinstance(found, Fallen):
             self.say(f"out: {label}, {found.cause}: {found.message}")
-            prediction = line.plan.prediction
-            needed = 0.0 if prediction is None else max(prediction.stage_memory_bytes)
             self.record.add(
                 FallLine(
                     label=label,
                     round=number,
                     cause=found.cause,
                     message=found.message,
-                    predicted_bytes=needed,
+                    predicted_bytes=max(_bytes(plan)),
                     at_s=self._at_s(),
                 )
             )
@@ -289,11 +327,17 @@ class Tuning:
                 started_s=found.started_s,
                 peak_memory_bytes=found.peak_memory_bytes,
                 memory_kind="allocated" if found.memory_kind == "allocated" else "resident",
+                peak_reserved_bytes=found.peak_reserved_bytes,
                 at_s=self._at_s(),
             )
         )
         self._steps_s[label] = quantile(found.steps_s, 0.5)
         return None
+
+    def _what_runs(self, label: str) -> tuple[Plan, float, tuple[str, ...]]:
+        """(plan, predicted seconds of its step, what its ranks are told beside it) of what has this label."""
+        line = self.record.entrants()[label]
+        return line.plan, line.predicted_s, ()
 
     def _refit(self, number: int) -> None:
         """Constants by everything that was measured, from the priors that the race began with, and a search by them."""
@@ -317,7 +361,46 @@ class Tuning:
         self.say("fitting the constants to what was measured")
         self._factors = fitted(self._base, self._runs(), self.job.knobs)
         self._cluster = self._with_known_memory(turned_hosts(self._base, self._factors))
+        seen = self._memory_seen()
+        if seen:
+            self._memory = refit_memory(self._base.device, seen)
+            self._cluster = self._memory.at(self._cluster, len(seen))
         self._fitted_laps = self._num_laps()
+
+    def _memory_seen(self) -> list[MeasuredMemory]:
+        """The fullest process of every pipeline coordinate of all that ran."""
+        found = []
+        for label, laps in self.record.laps().items():
+            plan, profile, rank = self._ran(label)
+            kind: Literal["resident", "reserved"] = "resident" if laps[0].memory_kind == "resident" else "reserved"
+            told = [lap.peak_memory_bytes if kind == "resident" else lap.peak_reserved_bytes for lap in laps]
+            for position, peak in _fullest(plan, told, rank).items():
+                found.append(MeasuredMemory(label, plan, profile, position, kind, peak))
+        return found
+
+    def _memory_rows(self) -> tuple[MemoryRow, ...]:
+        """Measured memory beside predicted, before and after the fit. What the GPU's allocator handed out is
+        counted, so no constant moves it."""
+        seen, fit = self._memory_seen(), self._memory
+        rows = []
+        if fit is not None and len(seen) == len(fit.after):
+            rows = [
+                MemoryRow(each.label, each.position, each.kind, each.bytes, before, after)
+                for each, before, after in zip(seen, fit.before, fit.after, strict=True)
+            ]
+        for label, laps in self.record.laps().items():
+            plan, profile, rank = self._ran(label)
+            if laps[0].memory_kind == "allocated":
+                memory = estimate(plan, profile).memory
+                for position, peak in _fullest(plan, [lap.peak_memory_bytes for lap in laps], rank).items():
+                    size = memory[position].allocated_bytes
+                    rows.append(MemoryRow(label, position, "allocated", peak, size, size))
+        return tuple(rows)
+
+    def _ran(self, label: str) -> tuple[Plan, ModelProfile, int | None]:
+        """(plan on the constants that the race began with, profile, the only rank that ran or None) of a label."""
+        line = self.record.entrants()[label]
+        return line.plan, self.job.profile, None
 
     def _num_laps(self) -> int:
         return sum(map(len, self.record.laps().values()))
@@ -337,7 +420,7 @@ class Tuning:
     def _with_known_memory(self, cluster: ClusterSpec) -> ClusterSpec:
         """With no more memory than plans that ran out of it were predicted to need, unless one that was predicted to
         need more has run."""
-        ran = [max(_bytes(self.record.entrants()[label].plan)) for label in self.record.laps()]
+        ran = [max(_bytes(self._what_runs(label)[0])) for label in self.record.laps()]
         fell = [line.predicted_bytes for line in self.record.falls().values() if line.cause == "memory"]
         fell = [size for size in fell if size > max(ran, default=0.0)]
         if not fell:
@@ -388,7 +471,10 @@ class Tuning:
         device = refitted(self._base, self._cluster, self._factors, len(laps))
         label = self._pool.label_of(result.plan) if first is None else first.label
         rounds = max((line.round for line in self.record.entrants().values()), default=0)
-        return Tuned(plan, label, device, self._factors, standings, agreed, reason, rounds, self._at_s(), interrupted)
+        memory = self._memory_rows()
+        return Tuned(
+            plan, label, device, self._factors, standings, agreed, reason, rounds, self._at_s(), interrupted, memory
+        )
 
     def _standings(self, leader: str | None) -> tuple[Contender, ...]:
         medians, falls = self.record.medians(), self.record.falls()
@@ -396,7 +482,7 @@ class Tuning:
         fitted_s = {each.label: each.predicted_s for each in self._again(self._cluster)}
         found = []
         for label, line in self.record.entrants().items():
-            measured = self._measured(line)
+            measured = self._measured_of(label, line.predicted_s)
             if label in falls:
                 outcome = f"{falls[label].cause}: {falls[label].message}"
             elif measured is None:
@@ -416,12 +502,12 @@ class Tuning:
             return in_words(apart[label])
         return f"{self._measured_s(label) / self._measured_s(leader):.2f}x {leader}, in other turns"
 
-    def _measured(self, line: EntrantLine) -> MeasuredPlan | None:
-        laps = self.record.laps().get(line.label)
+    def _measured_of(self, label: str, predicted_s: float) -> MeasuredPlan | None:
+        laps = self.record.laps().get(label)
         if laps is None:
             return None
         steps = tuple(step for lap in laps for step in lap.steps_s)
-        median_s = self._measured_s(line.label)
+        median_s = self._measured_s(label)
         return MeasuredPlan(
             step_time_s=median_s,
             spread=(quantile(steps, 0.75) - quantile(steps, 0.25)) / 2 / median_s,
@@ -429,7 +515,7 @@ class Tuning:
             turns=len(laps),
             peak_memory_bytes=tuple(map(max, zip(*(lap.peak_memory_bytes for lap in laps), strict=True))),
             memory_kind=laps[0].memory_kind,
-            predicted_before_s=line.predicted_s,
+            predicted_before_s=predicted_s,
         )
 
     def _document(self, first: Contender) -> Plan:
@@ -470,6 +556,16 @@ class Tuning:
         return self._until - time.monotonic()
 
 
+def _fullest(plan: Plan, laps: Sequence[Sequence[int]], rank: int | None) -> dict[int, float]:
+    """Pipeline coordinate -> most bytes of its ranks over laps. rank: the only one that ran."""
+    found: dict[int, float] = {}
+    for peaks in laps:
+        for process, peak in enumerate(peaks):
+            position = plan.coordinates(process if rank is None else rank)["pipeline"]
+            found[position] = max(found.get(position, 0.0), float(peak))
+    return found
+
+
 def start_s_of(step_s: float) -> float:
     """Seconds until a job is warm, by its predicted step."""
     return START_S + WARM_UP_STEPS * step_s
@@ -478,8 +574,13 @@ def start_s_of(step_s: float) -> float:
 def fitted(cluster: ClusterSpec, runs: Sequence[MeasuredStep], knobs: Sequence[str] | None = None) -> dict[str, float]:
     """Factors on the constants of a cluster's devices that its measured steps speak of. knobs: as of Job."""
     links = {"link": cluster.link, "network": cluster.network}
-    names = [knob.name for knob in KNOBS if _speaks(knob.name, cluster)] if knobs is None else knobs
+    names = knobs_of(cluster) if knobs is None else knobs
     return refit(cluster.device.model_copy(update=links), runs, names, noise=NOISE).factors
+
+
+def knobs_of(cluster: ClusterSpec) -> tuple[str, ...]:
+    """Constants that what runs on a cluster speaks of."""
+    return tuple(knob.name for knob in KNOBS if _speaks(knob.name, cluster))
 
 
 def _speaks(knob: str, cluster: ClusterSpec) -> bool:

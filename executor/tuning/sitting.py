@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ...planner.plan.document import Plan
-from ...profiler.machine.cluster import ClusterSpec
+from ...profiler.machine.cluster import ClusterSpec, cluster_of
 from ...profiler.machine.local import local_gpus
 from ..measuring.measurement import MAX_CPU_RANKS
+from .cut_down import fewer_hosts
 from .jobs import LaunchedTrack, read_launcher
 from .record import Record, TuneHeader, load_record
 from .rounds import LAP_S, start_s_of
@@ -24,12 +25,15 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Venue:
-    """Where a race is run and kept. plan: its document, beside which the record, reports and logs lie."""
+    """Where a race is run and kept. plan: its document, beside which the record, reports and logs lie. hosts: that
+    candidates are cut down to; None: all. one_gpu: one rank of each stage of a candidate runs, without its peers."""
 
     plan: Path
     launcher: str | None = None
     resume: bool = False
     timeout_s: float | None = None
+    hosts: int | None = None
+    one_gpu: bool = False
 
     @property
     def record(self) -> Path:
@@ -117,7 +121,15 @@ def _difference(before: TuneHeader, now: TuneHeader) -> str:
         own, other = before.training.model_dump(), now.training.model_dump()
         name = next(name for name in own if own[name] != other[name])
         return f"its {name} is {own[name]}, this one {other[name]}"
+    if before.hosts != now.hosts:
+        return f"it ran {_ran_on(before.hosts)}, this one is to run {_ran_on(now.hosts)}"
     return f"its cluster is {before.cluster.devices} ({before.cluster.name}), this one {now.cluster.devices}"
+
+
+def _ran_on(hosts: int | None) -> str:
+    if hosts is None:
+        return "on all hosts"
+    return "on one GPU (--one-gpu)" if hosts == 0 else f"on {hosts} of them (--hosts {hosts})"
 
 
 def track_of(place: Venue, cluster: ClusterSpec, model: str, budget_bytes: float) -> LaunchedTrack:
@@ -183,9 +195,29 @@ def check_cluster(found: Sequence[dict[str, Any]], cluster: ClusterSpec) -> list
     return []
 
 
-def header_of(model: str, fingerprint: str, plan: Plan, cluster: ClusterSpec, launcher: str | None) -> TuneHeader:
-    """What a record begins with."""
-    return TuneHeader(model=model, fingerprint=fingerprint, cluster=cluster, training=plan.training, launcher=launcher)
+def header_of(
+    model: str, fingerprint: str, plan: Plan, cluster: ClusterSpec, launcher: str | None, hosts: int | None = None
+) -> TuneHeader:
+    """What a record begins with. hosts: as the header says it."""
+    return TuneHeader(
+        model=model, fingerprint=fingerprint, cluster=cluster, training=plan.training, launcher=launcher, hosts=hosts
+    )
+
+
+def running_hosts(place: Venue, cluster: ClusterSpec) -> ClusterSpec:
+    """The ranks that jobs are launched on: the cluster's, those of fewer hosts, or one. Raises ValueError."""
+    if place.hosts is not None and place.one_gpu:
+        raise ValueError("--hosts and --one-gpu go about it differently: give one of them")
+    if place.hosts is not None:
+        return fewer_hosts(cluster, place.hosts)
+    if not place.one_gpu:
+        return cluster
+    if len(cluster.kinds) > 1:
+        raise ValueError(
+            f"--one-gpu: the job is for devices of {len(cluster.kinds)} kinds, and one of each would have to be seen; "
+            "give a cluster of one kind"
+        )
+    return cluster_of(cluster.device, 1)
 
 
 def forget(place: Venue) -> None:

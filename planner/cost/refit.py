@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ...profiler.machine.cluster import ClusterSpec, Device, Link
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import Plan
+from .alone import kernels_s
 from .compute_cost import OPTIMIZER_BYTES
 from .estimate import estimate
 
@@ -42,12 +43,14 @@ class Knob:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A plan that was run, and the seconds of one of its steps."""
+    """A plan that was run, and the seconds of one of its steps. position: the pipeline coordinate of the one rank that
+    ran, without its peers, so that its kernels are all that took time; None: the whole job ran."""
 
     label: str
     plan: Plan
     profile: ModelProfile
     step_s: float
+    position: int | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,13 @@ def turned_hosts(cluster: ClusterSpec, factors: Mapping[str, float]) -> ClusterS
 def _predicted(device: Device, runs: Sequence[MeasuredStep], knobs: Sequence[Knob], point: Floats) -> Floats:
     factors = {knob.name: math.exp(value) for knob, value in zip(knobs, point, strict=True)}
     moved = turned(device, factors)
-    return np.log([estimate(_moved(run.plan, moved, factors), run.profile).step_time_s for run in runs])
+    return np.log([_seconds(_moved(run.plan, moved, factors), run) for run in runs])
+
+
+def _seconds(plan: Plan, run: MeasuredStep) -> float:
+    """What a run is predicted to take by another plan's constants."""
+    found = estimate(plan, run.profile)
+    return found.step_time_s if run.position is None else kernels_s(plan, run.profile, found, run.position)
 
 
 def _moved(plan: Plan, device: Device, factors: Mapping[str, float]) -> Plan:

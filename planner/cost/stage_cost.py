@@ -219,4 +219,4 @@ def budget_bytes(device: Device, training: TrainingSpec) -> float:
 def outside_bytes(shape: Shape, device: Device) -> float:
     """Bytes outside the allocator: context, and one communicator per mesh axis in use."""
     axes: tuple[Axis, ...] = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
-    return device.context + device.communicator * sum(shape.degree(axis) > 1 for axis in axes)
+    return device.context + sum(device.communicator_of(axis) for axis in axes if shape.degree(axis) > 1)

@@ -64,6 +64,9 @@ class Device(Frozen):
     memory: _Size = Field(description="bytes a process can allocate on it")
     context: _Overhead = Field(description="bytes outside the allocator: CUDA context, library workspaces")
     communicator: _Overhead = Field(default=0.0, description="bytes outside the allocator per process group")
+    communicators: dict[str, _Overhead] = Field(
+        default={}, description="the same by mesh axis, with what its collectives keep beside tensors, where measured"
+    )
     fragmentation: float = Field(default=0.0, ge=0, le=10, description="reserved over allocated bytes, minus 1")
     flops: dict[str, _Speed] = Field(description="dense peak FLOP/s by dtype: bf16, fp32, ...")
     matmul_efficiency: float = Field(gt=0, le=1, description="share of peak that a large matmul reaches")
@@ -139,6 +142,10 @@ class Device(Frozen):
     def computes_bf16(self) -> bool:
         """Whether bf16 is worth it: at least as fast as fp32. CPUs without hardware for it emulate it."""
         return self.flops.get("bf16", 0.0) >= self.flops.get("fp32", 0.0)
+
+    def communicator_of(self, axis: str) -> float:
+        """Bytes outside of the allocator for the process group of a mesh axis."""
+        return self.communicators.get(axis, self.communicator)
 
 
 class HostGroup(Frozen):

@@ -1,11 +1,11 @@
-"""What the model predicts of one rank's kernels, and a step made of measured kernels and modelled communication."""
+"""What is predicted of one rank's kernels, and a step made of measured kernels and predicted communication."""
 
 from collections.abc import Mapping
 
-from meshwright.planner.cost.estimate import Estimate, priced_stages
-from meshwright.planner.cost.simulate import simulate
-from meshwright.planner.plan.document import Plan
-from meshwright.profiler.model.model_profile import ModelProfile
+from ...profiler.model.model_profile import ModelProfile
+from ..plan.document import Plan
+from .estimate import Estimate, priced_stages
+from .simulate import simulate
 
 
 def kernels_s(plan: Plan, profile: ModelProfile, found: Estimate, position: int) -> float:
