@@ -626,7 +626,9 @@ class Trainer:
         complete one. wait: False returns when the numbers are copied, and writes beside the following steps; an error
         is raised by the next save or by close. keep: how many checkpoints to keep; None: all. stateful: what else
         (scheduler=..., ema=...) to save: tensors that are named and shaped like parameters of `model` by rank, so that
-        any plan can take them over, and the rest once. Raises ValueError if the rest is not alike on all ranks.
+        any plan can take them over, and the rest once; of a StatefulDataLoader of torchdata the state of each data
+        rank, for plans with as many (where `loader` stands is saved in any case). Raises ValueError if the rest is not
+        alike on all ranks.
         """
         behind = f"after step {self.progress.steps}"
         with self._task(f"in save {behind}", behind):
