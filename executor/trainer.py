@@ -665,7 +665,8 @@ class Trainer:
         model's config if it has one that can save itself. All ranks must call it; all must see the folder.
 
         Names are those of the model's own state_dict, tied parameters under their first. Ranks write a file each, and
-        hold one tensor of it at a time (format="torch": one file). dtype: of what holds real numbers; None: as trained.
+        hold some rows of a tensor at a time (format="torch": one file). dtype: of what holds real numbers; None: as
+        trained.
         """
         behind = f"after step {self.progress.steps}"
         with self._task(f"in save_pretrained {behind}", behind):
