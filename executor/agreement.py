@@ -7,7 +7,7 @@ a pipeline whose stages are given different samples trains on what nobody meant.
 import logging
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -192,6 +192,29 @@ def mark_of_share(mesh: RankMesh, batch: Any) -> torch.Tensor:
     at = mesh.coordinates
     place = (at["tensor"] * degrees.context + at["context"]) * degrees.pipeline + at["pipeline"]
     return total.remainder(_MARKS) * (1 - size if place == 0 else 1)
+
+
+def mark_of_count(mesh: RankMesh, num_microbatches: int) -> torch.Tensor:
+    """A float64 scalar on the device, whose sum over all ranks is 0 where all were given as many micro-batches."""
+    scattered = num_microbatches * 2_654_435_761 % _MARKS  # so that one more here and one fewer there do not cancel
+    size = mesh.plan.degrees.num_devices
+    mark = scattered * (1 - size if mesh.rank == 0 else 1)
+    return torch.full((), mark, dtype=torch.float64, device=mesh.device)
+
+
+def check_lengths(mesh: RankMesh, lengths: Sequence[int]) -> None:
+    """Raise ValueError, on every rank, if ranks were given different lengths of samples, by which each sorts them."""
+    if not peers_answer(mesh):
+        return
+    own = len(lengths), zlib.crc32(repr(list(lengths)).encode())
+    found: list[Any] = [None] * mesh.plan.degrees.num_devices
+    dist.all_gather_object(found, own)
+    other = next((process for process, theirs in enumerate(found) if theirs != found[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"lengths= is another one on process {other} ({found[other][0]} numbers) than on process 0 ({found[0][0]}),"
+            " so that ranks would put samples into other batches: give all ranks the lengths of the same samples"
+        )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,12 @@ from ..planner.plan.document import Plan
 from .apply import AppliedModel
 from .parallel.mesh import RankMesh
 from .parallel.stage_module import stages_in
-from .parallel.whole_matrices import whole_size, whole_tensor
+from .parallel.whole_matrices import whole_rows, whole_size
 from .state.checkpoint import Checkpoints
-from .state.weight_files import WeightFiles, WeightFormat, cast
+from .state.weight_files import Piece, WeightFiles, WeightFormat, cast
+
+PIECE_BYTES = 256 * 2**20
+"""About how much of a parameter ranks gather at a time; what they gather it in takes up to three times as much."""
 
 _Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -26,7 +29,7 @@ def export_model(
     kind: WeightFormat,
     dtype: torch.dtype | None,
 ) -> None:
-    """Write the weights; files are dealt out to the ranks of a stage, which gather one tensor at a time for each other.
+    """Write the weights; files are dealt out to the ranks of a stage, which gather for each other, a piece at a time.
 
     Every rank must call it. Raises OSError on every rank if one of them cannot write, and ValueError for what the
     format cannot hold.
@@ -59,19 +62,20 @@ def export_model(
     files = WeightFiles(folder, cast(every, dtype), kind, begins=begins)
     ranks.from_first(files.begin)
 
-    def tensors(names: list[str]) -> Iterator[torch.Tensor]:
+    def pieces(names: list[str]) -> Iterator[Piece]:
         for name in names:
             if name in own_names:
                 own = own_names[name]
-                yield whole_tensor(model, mesh, own, model.parameters[own].detach())
+                found = whole_rows(model, mesh, own, model.parameters[own].detach(), PIECE_BYTES)
+                yield from ((name, first, rows) for first, rows in found)
             elif is_first:
-                yield buffers[name]
+                yield name, 0, buffers[name]
 
     stage_ranks = [rank for rank in range(plan.degrees.num_devices) if plan.coordinates(rank)["pipeline"] == position]
     error: Exception | None = None
     own_files = {file: names for file, names in files.files.items() if places[names[0]] == position}
     for i, (file, names) in enumerate(own_files.items()):
-        gathered = tensors(names)
+        gathered = pieces(names)
         has_buffers = not own_names.keys() >= set(names)  # of which replicas have their own; the first one's count
         is_writer = is_first if has_buffers else stage_ranks[i % len(stage_ranks)] == mesh.rank
         if is_writer and error is None:

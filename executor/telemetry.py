@@ -51,6 +51,8 @@ class StepMetrics(Protocol):
     @property
     def grad_norm(self) -> float: ...
     @property
+    def tokens_per_s(self) -> float: ...
+    @property
     def step_time_s(self) -> float: ...
 
 
@@ -113,7 +115,8 @@ class Telemetry:
     def _write_step(self, step: int, metrics: StepMetrics, between_s: float, rows: torch.Tensor) -> None:
         step_time_s = metrics.step_time_s
         prediction = self._plan.prediction
-        tokens = self._plan.training.global_batch * (self._plan.training.seq_len or 1)
+        planned = self._plan.training.global_batch * (self._plan.training.seq_len or 1) / step_time_s
+        done = 0.0 if prediction is None else prediction.mfu * prediction.step_time_s / step_time_s
         order = [self._mesh.processes[rank] for rank in range(self._plan.degrees.num_devices)]
         self._write(
             RunStep(
@@ -122,8 +125,8 @@ class Telemetry:
                 grad_norm=metrics.grad_norm,
                 step_time_s=step_time_s,
                 between_s=between_s,
-                tokens_per_s=tokens / step_time_s,
-                mfu=None if prediction is None else prediction.mfu * prediction.step_time_s / step_time_s,
+                tokens_per_s=metrics.tokens_per_s,
+                mfu=None if prediction is None else done * metrics.tokens_per_s / planned,
                 peak_memory_bytes=tuple(int(rows[process, 0]) for process in order),
                 communication_s={
                     axis: AxisSeconds(mean=float(rows[:, 1 + i].mean()), max=float(rows[:, 1 + i].max()))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -15,18 +14,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
 from ..profiler.model.loaded import split_inputs
 from .agreement import (
+    check_lengths,
     check_numbers,
     check_optimizers,
     check_parameters,
     check_shares,
     check_weights,
+    mark_of_count,
     mark_of_share,
     peers_answer,
 )
@@ -47,7 +48,16 @@ from .parallel.checked_loss import CheckedLoss
 from .parallel.compiled import backend_of
 from .parallel.gradients import Gradients, local_gradient, local_gradients
 from .parallel.mesh import RankMesh, check_world_size, connect
-from .parallel.micro_batches import Scale, loss_of, scaled, split_micro_batches
+from .parallel.micro_batches import (
+    Scale,
+    check_length,
+    loss_of,
+    num_microbatches,
+    num_samples,
+    scaled,
+    share_of_batch,
+    split_micro_batches,
+)
 from .parallel.norms import norms_of
 from .parallel.optimizers import MakeOptimizer, keep_attributes
 from .parallel.pipeline import PipelineRunner
@@ -265,9 +275,8 @@ class Trainer:
         self._norms: torch.Tensor | None = None  # of each parameter, after the last step
         self._check_every = 1
         self._unchecked: list[tuple[int, Metrics]] = []  # steps whose numbers nobody has looked at
-        self._given: list[tuple[list[torch.Tensor], list[Scale]]] = []  # since the last optimizer step
+        self._given: list[tuple[list[torch.Tensor], list[Scale]]] = []  # (losses, scales) since the last optimizer step
         self._started = 0.0
-        self._shapes: list[tuple[int, ...]] = []  # of the first step's inputs
         self._skip = 0  # samples that the next `loader` leaves out
         self._looks = True  # whether ranks agree, before the next step
         self._left: torch.Tensor | None = None  # what tells gradients after forward_backward
@@ -285,7 +294,8 @@ class Trainer:
         return self.plan.micro_batch * self.plan.num_microbatches
 
     def step(self, batch: Any) -> Metrics:
-        """One optimizer step on this rank's share of the global batch: samples_per_step samples.
+        """One optimizer step on this rank's share of the global batch: samples_per_step samples, or fewer by whole
+        micro-batches, where the plan's schedule can run so many, as many on all data ranks.
 
         Ranks that differ only in their tensor, context or pipeline coordinate must give the same share (`loader` does).
         Afterwards the gradients, clipped, stay until the next step. Raises NonFiniteError, on every rank, when the loss
@@ -355,8 +365,9 @@ class Trainer:
                 parameter.grad = None
         batch = tree_map(self._to_device, batch)
         scales = [own * scale for own in self._scales(batch)]
-        self._marks.append(mark_of_share(self.mesh, batch))
-        with self._first_step or nullcontext(), self._random.step(self.progress.steps + 1, len(self._given)):
+        self._marks.append(torch.stack([mark_of_share(self.mesh, batch), mark_of_count(self.mesh, len(scales))]))
+        drawn = self._random.step(self.progress.steps + 1, len(self._given), len(scales))
+        with self._first_step or nullcontext(), drawn:
             losses = self._forward_backward(batch, scales, loss or self._loss)
         if self._first_step is not None:
             self._first_step = None
@@ -421,7 +432,8 @@ class Trainer:
             self._whole_matrices.scatter()
         before, self._norms = self._norms, norms_of(self._local_parameters(), self.mesh.device)
         seconds = time.perf_counter() - self._started
-        tokens = len(given) * self.plan.training.global_batch * (self.plan.training.seq_len or 1)
+        samples = sum(len(scales) for _, scales in given) * self.plan.micro_batch * self.data_size
+        tokens = samples * (self.plan.training.seq_len or 1)
         metrics = Metrics(totals, tokens / seconds, seconds)
         self._unchecked.append((step, metrics))
         is_checked = step % self._check_every == 0
@@ -450,7 +462,12 @@ class Trainer:
                     "in the first step: trainer.loader gives every rank its share; a loader of your own must go "
                     "through the samples alike on all ranks that have a share (one seed, nothing skipped by one rank)"
                 )
-            if any(metrics.found[4:]):
+            if peers_answer(self.mesh) and metrics.found[4] != 0:
+                raise ValueError(
+                    f"step {step}: data ranks were given different numbers of samples, which would count differently "
+                    "then: give all of them the same number (trainer.loader does)"
+                )
+            if any(metrics.found[5:]):
                 raise ValueError(
                     "gradients were written to between forward_backward() and optimizer_step(), where a rank has only "
                     "its part of them under this plan (clip_grad_norm_ would clip each rank by another norm): give "
@@ -475,9 +492,10 @@ class Trainer:
     def evaluate(self, batches: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
         """Mean loss over the batches of all data ranks, as "loss", in evaluation mode and without gradients.
 
-        batches: this rank's shares, samples_per_step samples each, as `loader(..., training=False)` gives them; as
-        many on every rank. metrics: name -> function of (output, micro-batch) whose mean is wanted, too; it is called
-        where the output is, with all of it. The mean is over samples, or by what `weight` says. All ranks must call it.
+        batches: this rank's shares, samples_per_step samples each (or fewer, as `step` takes them), as
+        `loader(..., training=False)` gives them; as many on every rank. metrics: name -> function of (output,
+        micro-batch) whose mean is wanted, too; it is called where the output is, with all of it. The mean is over
+        samples, or by what `weight` says. All ranks must call it.
         """
         behind = f"after step {self.progress.steps}"
         chosen = metrics or {}
@@ -514,10 +532,16 @@ class Trainer:
     def _parts(self, batch: Any) -> list[Any]:
         module = stages_in(self.model)[0].model if self._runner is not None else self.model
         whole = (*split_inputs(module, batch, self._loss is not None), batch)
-        if self._runner is not None:
-            self._check_shapes(whole[:2])
-        count, planned = self.plan.num_microbatches, self.plan.model.batch
-        return split_micro_batches(whole, count, self.samples_per_step, planned, batch)
+        return self._split(whole, batch, self._count(batch))
+
+    def _count(self, batch: Any) -> int:
+        """Micro-batches in a batch of this rank. Raises ValueError for what the plan cannot run."""
+        if self.plan.sequence_parallel:
+            check_length(self.plan, batch)
+        return num_microbatches(self.plan, num_samples(batch, self.samples_per_step, self.plan.model.batch))
+
+    def _split(self, tree: Any, batch: Any, count: int) -> list[Any]:
+        return split_micro_batches(tree, count, self.plan.micro_batch * count, self.plan.model.batch, batch)
 
     def _forward(self, parts: list[Any], wants_loss: bool, look: Callable[[Any, Any], Any] | None) -> ForwardResults:
         with evaluating(self.model), self._random.step(0), self._autocast():
@@ -532,6 +556,8 @@ class Trainer:
         workers: int = 0,
         training: bool = True,
         pad: Padding | None = None,
+        lengths: Sequence[int] | None = None,
+        global_batch: Callable[[int], int] | None = None,
     ) -> Iterator[Any]:
         """This rank's share of every global batch of `samples`, collated; the last, incomplete batch is left out.
 
@@ -545,11 +571,26 @@ class Trainer:
         and the epoch, alike on all ranks. workers: processes that read ahead. training: False for data to evaluate on,
         which does not count as progress. pad: fill up sequences to the plan's length, each with its value, as in
         pad={"input_ids": 0, "labels": -100}, or {0: 0, 1: -100} of tuples; let `weight` count what is none of it.
+        lengths: of every sample, so that those of similar length come in one batch, shuffled or not; `pad` then fills
+        up to the longest of the batch (one of 64 lengths), or to the plan's where ranks hold parts of a sequence.
+        global_batch: samples of the batch of a step, by the number of steps before it, for batches that grow:
+        lambda steps: 64 if steps < 1000 else 256; no more than the plan's, and whole micro-batches on each data rank.
         Raises ValueError if samples without numbers are to be shuffled, or one is longer than the plan's.
         """
-        length = self.plan.training.seq_len
+        plan, steps = self.plan, self.progress.steps
+        length = plan.training.seq_len
         if pad is not None and length is None:
             raise ValueError("pad=... needs a length of sequences, but the plan's model has none: pad in collate=...")
+        if lengths is not None:
+            lengths = [int(n) for n in lengths]
+            check_lengths(self.mesh, lengths)
+        splits = plan.sequence_parallel or plan.degrees.context > 1
+
+        def share_of(number: int) -> int:
+            if global_batch is None:
+                return self.samples_per_step
+            return share_of_batch(plan, global_batch(steps + number), f"global_batch=... of {steps + number} steps")
+
         taken = self._skip if training else 0
         if training:
             self._skip = 0
@@ -564,10 +605,12 @@ class Trainer:
             shuffle=self._seed if shuffle else None,
             workers=workers,
             pinned=self.mesh.device.type == "cuda",
-            pad=None if pad is None or length is None else Padded(length, pad),
+            pad=None if pad is None or length is None else Padded(length, pad, always=splits),
+            lengths=lengths,
+            share_of=share_of,
         )
-        for batch in found:
-            taken += self.plan.training.global_batch
+        for number, batch in enumerate(found):
+            taken += share_of(number) * self.data_size
             if training:
                 self._read = self._read.model_copy(update={"samples": taken})
             yield batch
@@ -583,7 +626,9 @@ class Trainer:
         complete one. wait: False returns when the numbers are copied, and writes beside the following steps; an error
         is raised by the next save or by close. keep: how many checkpoints to keep; None: all. stateful: what else
         (scheduler=..., ema=...) to save: tensors that are named and shaped like parameters of `model` by rank, so that
-        any plan can take them over, and the rest once. Raises ValueError if the rest is not alike on all ranks.
+        any plan can take them over, and the rest once; of a StatefulDataLoader of torchdata the state of each data
+        rank, for plans with as many (where `loader` stands is saved in any case). Raises ValueError if the rest is not
+        alike on all ranks.
         """
         behind = f"after step {self.progress.steps}"
         with self._task(f"in save {behind}", behind):
@@ -623,7 +668,8 @@ class Trainer:
         model's config if it has one that can save itself. All ranks must call it; all must see the folder.
 
         Names are those of the model's own state_dict, tied parameters under their first. Ranks write a file each, and
-        hold one tensor of it at a time (format="torch": one file). dtype: of what holds real numbers; None: as trained.
+        hold some rows of a tensor at a time (format="torch": one file). dtype: of what holds real numbers; None: as
+        trained.
         """
         behind = f"after step {self.progress.steps}"
         with self._task(f"in save_pretrained {behind}", behind):
@@ -680,10 +726,10 @@ class Trainer:
 
     def _scales(self, batch: Any) -> Sequence[Scale]:
         """Factor of each micro-batch's loss, such that the mean over data ranks of their sums is the job's loss."""
-        count = self.plan.num_microbatches
+        count = self._count(batch)
         if self._weight is None:
             return [1 / count] * count
-        parts = split_micro_batches(batch, count, self.samples_per_step, self.plan.model.batch)
+        parts = self._split(batch, batch, count)
         weights = torch.stack([torch.as_tensor(self._weight(part)).double() for part in parts]).to(self.mesh.device)
         check_weights(weights, first=self.progress.steps == 0)
         total = weights.sum()
@@ -695,18 +741,15 @@ class Trainer:
 
     def _forward_backward(self, batch: Any, scales: list[Scale], loss_fn: Loss | None) -> list[torch.Tensor]:
         """Losses of the micro-batches (on the last stage); gradients are left on the parameters, averaged."""
-        count = self.plan.num_microbatches
         if self._runner is not None:
             args, kwargs = split_inputs(stages_in(self.model)[0].model, batch, self._loss is not None)
-            self._check_shapes((args, kwargs))
-            given = split_micro_batches((args, kwargs), count, self.samples_per_step, self.plan.model.batch, batch)
+            given = self._split((args, kwargs), batch, len(scales))
             self._random.rehearse(*given[0])
             with with_loss(stages_in(self.model), loss_fn):
                 return self._runner.step(args, kwargs, batch, scales)
         losses = []
         whole = (*split_inputs(self.model, batch, self._loss is not None), batch)
-        planned = self.plan.model.batch
-        parts = split_micro_batches(whole, count, self.samples_per_step, planned, batch)
+        parts = self._split(whole, batch, len(scales))
         self._random.rehearse(*parts[0][:2])
         if self._applied.mechanism == "ddp" and self._replicas is None:
             self._replicate(parts[0], loss_fn)
@@ -719,18 +762,6 @@ class Trainer:
                 scaled(loss, scale).backward()
             losses.append(loss.detach())
         return losses
-
-    def _check_shapes(self, inputs: Any) -> None:
-        """Raise ValueError if a pipeline, which is set up for the shapes of its first step, is given others."""
-        found = _shapes_in(inputs)
-        self._shapes = self._shapes or found
-        if found != self._shapes:
-            first, now = next(pair for pair in zip_longest(self._shapes, found) if pair[0] != pair[1])
-            raise ValueError(
-                f"step {self.progress.steps + 1} was given a tensor of shape {now}, the first step one of {first}: a "
-                "pipeline runs on one shape, for its stages agree beforehand on what they send. Pad or cut every "
-                "sequence to one length, or plan with --pin pipeline=1, where lengths may vary"
-            )
 
     def _loss_of(self, part: tuple[tuple[Any, ...], dict[str, Any], Any], loss_fn: Loss | None) -> torch.Tensor:
         args, kwargs, batch = part
@@ -779,16 +810,16 @@ class Trainer:
         self, given: list[tuple[list[torch.Tensor], list[Scale]]], touched: torch.Tensor | None
     ) -> torch.Tensor:
         """[loss, squared gradient norm, what is finite unless the last step left parameters that are not, 0 where
-        ranks of a share had the same samples, 0 where gradients were left alone] of the whole job, with one small
-        all-reduce."""
+        ranks of a share had the same samples, 0 where data ranks had as many micro-batches, 0 where gradients were left
+        alone] of the whole job, with one small all-reduce."""
         loss = torch.stack([self._loss_share(losses, scales) for losses, scales in given]).sum()
-        marks, self._marks = torch.stack(self._marks).sum(), []
+        marks, self._marks = torch.stack(self._marks).sum(0), []
         totals = torch.stack(
             [
                 loss,
                 self._gradients.squared_norm(),
                 self._spoiled(),
-                marks,
+                *marks,
                 *([] if touched is None else [touched.abs()]),
             ]
         )
@@ -849,10 +880,6 @@ class Trainer:
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the CPU that shares memory with none that is trained."""
     return tensor.detach().to("cpu", copy=True)
-
-
-def _shapes_in(tree: Any) -> list[tuple[int, ...]]:
-    return [tuple(leaf.shape) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _cloned(leaf: Any) -> Any:

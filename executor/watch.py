@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..planner.plan.document import Plan
 from .measuring.local_ranks import is_echo, is_local_rank
+from .processes import is_alive, this_process
 
 HANG_S = 600.0
 """A step that takes longer than this is taken for a hang, unless the user says another time."""
@@ -39,10 +41,11 @@ GRACE_S = 5.0
 """How long a rank may take to end by itself once another one has failed."""
 
 SILENT_S = 60.0
-"""How long a rank may give no sign of life while the one before it waits for others, before that takes it for dead.
-Most waits end by themselves when a connection breaks, but not those for connections that are still to be made."""
+"""How long a rank on another machine may give no sign of life while the one before it waits for others, before that
+takes it for dead; of one on the same machine its process tells at once. Most waits end by themselves when a connection
+breaks, but not those for connections that are still to be made."""
 
-_FAILURE, _BEAT = "failure", "beat"
+_FAILURE, _BEAT, _PROCESS = "failure", "beat", "process"
 
 _LAUNCHED = {"MASTER_ADDR", "MASTER_PORT", "RANK"}
 """Of the environment, where a launcher has started this process."""
@@ -84,6 +87,7 @@ class Watch:
         self._telling, self._told = threading.Lock(), False
         self._count = 0
         self._neighbour, self._neighbour_s = b"", time.monotonic()
+        self._processes: dict[int, dict[str, Any]] = {}  # of ranks that were looked for
         self._lost_store_s: float | None = None
         self._holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._given_store = store
@@ -175,15 +179,28 @@ class Watch:
         if seen != self._neighbour or math.isinf(self._times):
             self._neighbour, self._neighbour_s = seen, time.monotonic()
         silent_s = time.monotonic() - self._neighbour_s
-        if not seen or silent_s <= max(SILENT_S, 3 * self.beat_s):
+        is_dead = bool(seen) and not math.isinf(self._times) and self._is_dead(following)
+        if not seen or (not is_dead and silent_s <= max(SILENT_S, 3 * self.beat_s)):
             return None
-        beat = Beat(**json.loads(seen))
-        if beat.ended:
+        beat = Beat(**json.loads(self._store.get(key)))  # what a dead one has said last was there before it died
+        if beat.ended or self._store.check([_FAILURE]):
             return None
+        if is_dead:
+            process = self._processes[following]["pid"]
+            return (
+                f"rank {following} of {self.num_ranks} has died {beat.what}: process {process} was "
+                "killed (most likely because memory was used up), or ended itself, without a word"
+            )
         return (
             f"rank {following} of {self.num_ranks} gave no sign of life for {silent_s:.0f} s {beat.what}: it was "
             "killed (most likely because memory was used up), or its machine is gone"
         )
+
+    def _is_dead(self, rank: int) -> bool:
+        """Whether a rank's process on this machine has ended; False for one on another, which cannot be seen."""
+        if rank not in self._processes:
+            self._processes[rank] = json.loads(self._store.get(f"{_PROCESS}{rank}"))
+        return is_alive(self._processes[rank]) is False
 
     def _lost_store(self) -> str | None:
         """Words on the rank that holds the store, if nobody is there any more while this one waits for others; None if
@@ -234,6 +251,7 @@ class Watch:
 
     def _use(self, store: Store, run: tuple[str, ...]) -> None:
         self._store = PrefixStore(f"meshwright/{'/'.join(run)}", store)
+        self._store.set(f"{_PROCESS}{self.rank}", json.dumps(this_process()))
         self._put()
         self._connected.set()
 

@@ -229,10 +229,7 @@ def told_by_step(plan: Plan, lengths: tuple[int, ...]) -> str:
 )
 def test_a_batch_of_another_length_than_planned_is_refused(chosen: Shape, lengths: tuple[int, ...]) -> None:
     for message in run_ranks(told_by_step, chosen.degrees.num_devices, planned("llama", chosen), lengths):
-        in_stages = chosen.pipeline > 1 and len(lengths) > 1  # whose shapes are those of the first step
-        assert (
-            "a pipeline runs on one shape" if in_stages else "splits sequences of 16 tokens over 2 ranks"
-        ) in message
+        assert "splits sequences of 16 tokens over 2 ranks" in message
 
 
 def losses(plan: Plan, steps: range, folder: Path | None = None, save: bool = False) -> list[float]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.executor import Trainer, parallelize
+from meshwright.executor import Trainer, export_weights, parallelize
 from meshwright.executor.state import weight_files
 from meshwright.executor.state.weight_files import WeightFiles, cast
 from support import slow
@@ -36,6 +36,7 @@ def everything_in(folder: Path, kind: str = "safetensors") -> dict[str, torch.Te
 
 def _written(name: str, folder: Path, kind: str) -> dict[str, torch.Tensor]:
     weight_files.WeightFiles.__init__.__defaults__ = ("safetensors", 4000, ())  # type: ignore[attr-defined]
+    export_weights.PIECE_BYTES = 200  # a few rows
     trainer = trained(name)
     trainer.save_pretrained(folder, format=kind)  # type: ignore[arg-type]
     trainer.save(folder / "run")
@@ -109,7 +110,7 @@ def test_weights_that_were_there_before_are_replaced_whole(tmp_path: Path) -> No
         files = WeightFiles(tmp_path, tensors, limit=16)
         files.begin()
         for file, names in files.files.items():
-            files.write(file, [torch.full((3,), 7, dtype=tensors[name].dtype) for name in names])
+            files.write(file, [(name, 0, torch.full((3,), 7, dtype=tensors[name].dtype)) for name in names])
         files.finish()
 
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

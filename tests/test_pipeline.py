@@ -409,7 +409,7 @@ def count_buffers(model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any)
     def watch(before: Callable[[StageModule, bool], None]) -> Callable[[StageModule, bool], None]:
         def watched(stage: StageModule, last: bool) -> None:
             nonlocal most
-            most = max(most, count(runner._schedule._stage))
+            most = max(most, count(next(iter(runner._schedules.values()))._stage))
             before(stage, last)
 
         return watched
@@ -420,7 +420,7 @@ def count_buffers(model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any)
     runner = PipelineRunner([stage], plan, mesh, torch.device("cpu"))
     runner._before_backward = watch(runner._before_backward)  # type: ignore[method-assign]
     runner.step(args, kwargs, batch)
-    return most, count(runner._schedule._stage)
+    return most, count(next(iter(runner._schedules.values()))._stage)
 
 
 def test_only_micro_batches_in_flight_have_receive_buffers() -> None:

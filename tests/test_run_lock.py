@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.executor import parallelize
+from meshwright.executor import parallelize, processes
 from meshwright.executor.state import run_lock
 from meshwright.executor.state.run_lock import LOCK, RunLock
 from support.tied_net import TiedNet, adamw, loss, plan_of, samples, tied_profile
@@ -72,7 +72,7 @@ def _elsewhere(folder: Path) -> None:
 def test_an_owner_on_another_machine_is_alive_while_it_counts(
     tmp_path: Path, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_lock, "_machine", lambda: "here")
+    monkeypatch.setattr(processes, "machine", lambda: "here")
 
     with pytest.raises(ValueError, match="in use by another job"):
         RunLock(tmp_path)

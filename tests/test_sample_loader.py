@@ -93,7 +93,7 @@ def test_an_iterable_is_read_by_shard() -> None:
 
 
 def test_samples_without_numbers_are_not_shuffled() -> None:
-    with pytest.raises(ValueError, match="gives its samples one after the other: shuffle= and workers= need"):
+    with pytest.raises(ValueError, match="gives its samples one after the other: shuffle=, lengths= and workers= need"):
         drawn(iter(range(20)), shuffle=1)
 
 

@@ -348,22 +348,6 @@ def test_whole_states_share_no_memory_with_what_is_trained_nor_with_each_other()
     assert torch.equal(state["head.weight"], state["tokens.weight"])
 
 
-def _other_length() -> str:
-    plan = tied_net.plan_of(tied_net.tied_profile(), stages=(2, 2))
-    trainer = parallelize(tied_net.TiedNet, plan, tied_net.adamw, loss=tied_net.loss)
-    tokens, targets = next(trainer.loader(tied_net.samples))
-    trainer.step((tokens, targets))
-    with pytest.raises(ValueError, match="was given a tensor of shape") as caught:
-        trainer.step((tokens[:, :5], targets[:, :5]))
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_another_length_under_a_pipeline_is_told_as_such() -> None:
-    for message in run_ranks(_other_length, 2):
-        assert message.startswith("step 2 was given a tensor of shape (8, 5), the first step one of (8, 8): a pipeline")
-
-
 def test_batch_norms_that_see_micro_batches_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     plan = tied_net.plan_of(tied_net.tied_profile())
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.faults.launched import Ending, launch
-from meshwright.executor import Trainer, parallelize, watch
+from meshwright.executor import Trainer, parallelize, processes, watch
 from meshwright.executor.state import box_files
 from meshwright.executor.watch import Beat
 from meshwright.planner.plan.document import Plan
@@ -92,9 +92,11 @@ def test_a_rank_that_never_comes_is_named(
     assert messages(endings)[0].startswith(message)
 
 
-def _waits(plan: Plan, victim: int) -> None:
-    """One rank is killed in the middle of its start-up, while the other waits for what no connection tells it of."""
-    watch.SILENT_S = 1.0
+def _waits(plan: Plan, victim: int, apart: bool) -> None:
+    """One rank is killed in the middle of its start-up, while the other waits for what no connection tells it of.
+    apart: neither sees the other's process, as on two machines."""
+    if apart:
+        watch.SILENT_S, processes.machine = 1.0, lambda: ""
     rank = int(os.environ["RANK"])
 
     def build() -> TiedNet:
@@ -110,19 +112,20 @@ def _waits(plan: Plan, victim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "message"),
+    ("victim", "apart", "message"),
     slow.but_first(
         [
-            (1, "meshwright: rank 1 of 2 gave no sign of life for"),
-            (0, "meshwright: rank 0 of 2, which holds the store of the job, is gone"),
+            (1, False, "meshwright: rank 1 of 2 has died in its start-up: process"),
+            (1, True, "meshwright: rank 1 of 2 gave no sign of life for"),
+            (0, False, "meshwright: rank 0 of 2, which holds the store of the job, is gone"),
         ],
         1,
     ),
 )
 def test_who_waits_for_a_killed_rank_without_a_connection_to_it_hears_of_it(
-    profile: ModelProfile, tmp_path: Path, victim: int, message: str
+    profile: ModelProfile, tmp_path: Path, victim: int, apart: bool, message: str
 ) -> None:
-    endings = launch(_waits, 2, tmp_path, plan_of(profile, shard=2), victim, timeout_s=60.0)
+    endings = launch(_waits, 2, tmp_path, plan_of(profile, shard=2), victim, apart, timeout_s=45.0)
 
     assert endings[1 - victim].exit_code == 1
     assert [line[: len(message)] for line in messages(endings)] == [message]

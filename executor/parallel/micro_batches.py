@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from ...planner.plan.document import Plan
+from ...planner.plan.schedules import num_microbatches_rule
 from ...profiler.model.model_profile import BatchTensor
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -55,11 +57,73 @@ def split_micro_batches(
     ]
 
 
+def num_samples(batch: Any, most: int, planned: Sequence[BatchTensor] = ()) -> int:
+    """Samples that a batch holds of the `most` that the plan has for it, as far as its tensors tell: those like the
+    planned ones, or their first dims where all are alike."""
+    known = _like_planned(batch, planned)
+    for tensor, leaf in known:
+        growing = [dim for dim, kind in enumerate(tensor.dims) if kind == "batch" and not tensor.counts_rows]
+        if leaf.dim() == len(tensor.dims) and len(growing) == 1:
+            found, rest = divmod(leaf.shape[growing[0]], tensor.shape[growing[0]])
+            if not rest:
+                return found
+    if known:
+        return most
+    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    return sizes.pop() if len(sizes) == 1 else most
+
+
+def check_length(plan: Plan, batch: Any) -> None:
+    """Raise ValueError if a batch's sequences are not of the plan's length, which ranks with slices of them must know:
+    half of it would be taken for the slice of one of two."""
+    for tensor, leaf in _like_planned(batch, plan.model.batch):
+        for dim, kind in enumerate(tensor.dims if leaf.dim() == len(tensor.dims) else ()):
+            if kind == "sequence" and leaf.shape[dim] != tensor.shape[dim]:
+                raise ValueError(
+                    f"{tensor.name} of the batch has {leaf.shape[dim]} tokens, but the plan gives ranks slices of "
+                    f"sequences of {tensor.shape[dim]}: fill it up (trainer.loader(pad=...) does), or plan again with "
+                    f"--seq-len {leaf.shape[dim]}"
+                )
+
+
+def num_microbatches(plan: Plan, samples: int) -> int:
+    """Micro-batches that a data rank's share of a batch makes. Raises ValueError unless they are whole ones, no more
+    than the plan's, and as many as its schedule can run."""
+    count, rest = divmod(samples, plan.micro_batch)
+    most = plan.num_microbatches
+    if rest or not 0 < count <= most:
+        fewer = f", or fewer by whole micro-batches of {plan.micro_batch}" if most > 1 else ""
+        raise ValueError(
+            f"this rank's batch must hold {plan.micro_batch * most} samples (micro_batch x num_microbatches){fewer}, "
+            f"found tensors of {samples} samples"
+        )
+    rule = num_microbatches_rule(plan.schedule, plan.degrees.pipeline, count, plan.degrees.virtual_stages)
+    if rule is not None:
+        raise ValueError(
+            f"{samples} samples are {count} micro-batches of {plan.micro_batch} for each of {plan.degrees.data} data "
+            f"ranks, which the plan's schedule cannot run: {rule}"
+        )
+    return count
+
+
+def share_of_batch(plan: Plan, global_batch: object, said: str) -> int:
+    """Samples of a data rank in a global batch of so many. said: by whom. Raises ValueError unless it is made of whole
+    micro-batches, no more than the plan's, and as many as its schedule can run."""
+    together = plan.micro_batch * plan.degrees.data
+    most = plan.training.global_batch
+    if not isinstance(global_batch, int) or not 0 < global_batch <= most or global_batch % together:
+        raise ValueError(
+            f"{said} is {global_batch!r}: give a multiple of {together} (micro-batches of {plan.micro_batch} on "
+            f"{plan.degrees.data} data ranks) up to the plan's {most}"
+        )
+    share = global_batch // plan.degrees.data
+    num_microbatches(plan, share)
+    return share
+
+
 def _sample_dims(batch: Any, samples: int, planned: Sequence[BatchTensor]) -> dict[int, int | None]:
     """Id of each tensor of a batch -> the dim along which its samples lie; {} if it is not like the planned one."""
-    items: Any = {"0": batch} if isinstance(batch, torch.Tensor) else batch
-    items = items if isinstance(items, dict) else dict(enumerate(items)) if isinstance(items, tuple | list) else {}
-    found = {str(name): leaf for name, leaf in items.items() if isinstance(leaf, torch.Tensor)}
+    found = _named(batch)
     dims: dict[int, int | None] = {}
     if not planned or found.keys() != {tensor.name for tensor in planned}:
         return {}
@@ -74,6 +138,19 @@ def _sample_dims(batch: Any, samples: int, planned: Sequence[BatchTensor]) -> di
             return {}
         dims[id(leaf)] = growing[0] if growing else None
     return dims if any(dim is not None for dim in dims.values()) else {}
+
+
+def _named(batch: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a batch, by the names that the profiler gives them."""
+    items: Any = {"0": batch} if isinstance(batch, torch.Tensor) else batch
+    items = items if isinstance(items, dict) else dict(enumerate(items)) if isinstance(items, tuple | list) else {}
+    return {str(name): leaf for name, leaf in items.items() if isinstance(leaf, torch.Tensor)}
+
+
+def _like_planned(batch: Any, planned: Sequence[BatchTensor]) -> list[tuple[BatchTensor, torch.Tensor]]:
+    """(planned tensor, that of the batch with its name) where there are both."""
+    found = _named(batch)
+    return [(tensor, found[tensor.name]) for tensor in planned if tensor.name in found]
 
 
 def _part(leaf: Any, dim: int | None, index: int, count: int) -> Any:

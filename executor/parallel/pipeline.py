@@ -13,7 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from ...planner.plan.document import Plan
 from ...planner.plan.schedules import ZERO_BUBBLE, stage_of, table
 from ..torch_compat import LeanPipelineStage, custom_schedule, reduce_gradients
-from .micro_batches import MicroBatch, Scale, split_micro_batches
+from .micro_batches import MicroBatch, Scale, shapes_in, split_micro_batches
 from .stage_module import StageModule
 
 _SCALAR = torch.empty((), device="meta")
@@ -36,7 +36,7 @@ class PipelineRunner:
         self._group_ranks = [sorted(processes).index(process) for process in processes]
         self._device = device
         self._splits = plan.schedule in ZERO_BUBBLE
-        self._schedule: Any = None
+        self._schedules: dict[tuple[Any, ...], Any] = {}  # by the shapes of inputs, and how many micro-batches
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, scales: Sequence[Scale] | None = None
@@ -46,9 +46,10 @@ class PipelineRunner:
 
         args, kwargs: the model's inputs for all micro-batches of this data rank, the same on every stage.
         batch: the same, as the loss function takes it.
-        scales: weight of each micro-batch's loss in the gradient; 1 / num_microbatches each, if not given.
+        scales: weight of each micro-batch's loss in the gradient, as many as there are micro-batches; None: the plan's
+        number of them, 1 / num_microbatches each. Shapes may be others in every step.
         """
-        count = self._plan.num_microbatches
+        count = self._plan.num_microbatches if scales is None else len(scales)
         samples, planned = self._plan.micro_batch * count, self._plan.model.batch
         parts = split_micro_batches((args, kwargs, batch), count, samples, planned, batch)
         weights = scales if scales is not None else [1 / count] * count
@@ -57,18 +58,19 @@ class PipelineRunner:
         ]
         for stage in self._stages:
             stage.begin(micro_batches, self._device)
-        if self._schedule is None:
-            self._schedule = self._make_schedule()
+        key = (count, *shapes_in(micro_batches[0]))
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(count)
         last = next((stage for stage in self._stages if stage.is_last), None)
-        self._schedule.step(target=None if last is None else torch.zeros(count), return_outputs=False)
+        self._schedules[key].step(target=None if last is None else torch.zeros(count), return_outputs=False)
         for stage in self._stages:
             for unit, _ in stage.fsdp_units:
                 unit.reshard()  # a stage whose outputs want no gradient has had no backward to do it
         return [] if last is None else last.losses
 
-    def _make_schedule(self) -> Any:
+    def _make_schedule(self, count: int) -> Any:
         plan, stages = self._plan, [self._torch_stage(stage) for stage in self._stages]
-        count, ranks = plan.num_microbatches, plan.degrees.pipeline
+        ranks = plan.degrees.pipeline
         if plan.schedule in ("1f1b", "gpipe"):
             kind = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
             stages[0].stage_index_to_group_rank = dict(enumerate(self._group_ranks))

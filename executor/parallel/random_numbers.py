@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.plan.document import Plan
 from ...profiler.model.known_numbers import knowing_numbers, known
@@ -54,7 +54,9 @@ class RandomNumbers:
         self._plan, self._mesh, self.seed = plan, mesh, seed
         self.drops = may_drop(model)
         self._shapes: dict[tuple[_Place, int], torch.Size] | None = None
+        self._rehearsed: dict[tuple[Any, ...], dict[tuple[_Place, int], torch.Size]] = {}  # by shapes of inputs
         self._whole: nn.Module | None = None
+        self._count = plan.num_microbatches
         if self.drops and plan.degrees.tensor > 1:
             with torch.device("meta"):
                 self._whole = copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -79,10 +81,11 @@ class RandomNumbers:
                 layer.register_forward_hook(partial(self._layer_ends, name))
 
     @contextmanager
-    def step(self, number: int, part: int = 0) -> Iterator[None]:
+    def step(self, number: int, part: int = 0, num_microbatches: int | None = None) -> Iterator[None]:
         """While it lasts, which is forward and backward of a step, or of the next part of it, what is drawn follows the
-        policy."""
+        policy. num_microbatches: of this rank's share; None: the plan's."""
         self._step = number, part
+        self._count = self._plan.num_microbatches if num_microbatches is None else num_microbatches
         self._drawn.clear()
         self._given.clear()
         on_gpu = self._mesh.device.type == "cuda"
@@ -95,24 +98,26 @@ class RandomNumbers:
 
     def micro_batch(self, index: int) -> None:
         """The forward of a micro-batch of this rank's share begins."""
-        plan = self._plan
-        self._first = (self._mesh.data_rank * plan.num_microbatches + index) * plan.micro_batch
+        self._first = (self._mesh.data_rank * self._count + index) * self._plan.micro_batch
         self._calls.clear()
         self._enter(("", 0, False))
 
     def rehearse(self, args: Any, kwargs: Any) -> None:
-        """See in a forward on fake tensors how large masks are before tensor parallelism cuts them. Does so once.
+        """See in a forward on fake tensors how large masks are before tensor parallelism cuts them. Does so once for
+        inputs of the same shapes.
 
         args, kwargs: of a micro-batch.
         """
         if self._whole is None:
             return
-        model, self._whole = self._whole, None
-        with out_of_sight():
-            try:
-                self._shapes = self._seen(model, args, kwargs, torch.float32)
-            except (RuntimeError, ValueError, TypeError):  # some operators have fake versions in bfloat16 only
-                self._shapes = self._seen(model, args, kwargs, torch.bfloat16)
+        key = tuple(leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        if key not in self._rehearsed:
+            with out_of_sight():
+                try:
+                    self._rehearsed[key] = self._seen(self._whole, args, kwargs, torch.float32)
+                except (RuntimeError, ValueError, TypeError):  # some operators have fake versions in bfloat16 only
+                    self._rehearsed[key] = self._seen(self._whole, args, kwargs, torch.bfloat16)
+        self._shapes = self._rehearsed[key]
 
     def _seen(
         self, model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype

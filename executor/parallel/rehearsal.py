@@ -27,7 +27,7 @@ from ...profiler.semantics.producers import Producers
 from ...profiler.semantics.token_marks import Mark, mark_of, set_mark
 from ...profiler.semantics.token_slices import TokenSlices
 from .context import ContextParallel
-from .micro_batches import MicroBatch
+from .micro_batches import MicroBatch, shapes_in
 from .shared_gradients import out_of_sight
 from .synced_norms import normalise_here, synced_norms
 
@@ -73,8 +73,8 @@ class Stub:
 class Rehearsal:
     """One forward of the whole model on fake tensors: what layer modules return, and what crosses the cuts.
 
-    The stages of a rank may share one: it runs once. is_own: the model is for it alone; else it makes a copy, whose
-    hooks write into the original if they are closures over it.
+    The stages of a rank may share one: it runs once for inputs of the same shapes. is_own: the model is for it alone;
+    else it makes a copy, whose hooks write into the original if they are closures over it.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, is_own: bool = False) -> None:
@@ -83,7 +83,7 @@ class Rehearsal:
         self._expert_modules = plan.model.expert_modules
         self._crossing = {tensor.producer for tensor in plan.model.tensors}
         self._knows_batch = False
-        self._found: tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool] | None = None
+        self._found: dict[tuple[Any, ...], tuple[dict[tuple[str, int], Stub], dict[Producer, Like], bool]] = {}
         self._model = model
         for norm in synced_norms(model) if is_own else ():
             normalise_here(norm)
@@ -104,8 +104,9 @@ class Rehearsal:
         bf16_layers: as under fully_shard's mixed precision, parameters and what enters a layer module are bfloat16.
         context: what this rank holds of the sequences, if not all.
         """
-        if self._found is not None:
-            return self._found
+        key = tuple(shapes_in(micro_batch))
+        if key in self._found:
+            return self._found[key]
         with out_of_sight():
             try:
                 with _without_log("torch._subclasses.fake_tensor"):
@@ -115,8 +116,8 @@ class Rehearsal:
                 seen = self._deciding(micro_batch, device, nullcontext(), True, context)
                 seen = seen.recast(torch.bfloat16, torch.bfloat16 if bf16_layers else torch.float32)
         stubs = {key: Stub(leaves, tree, device) for key, (leaves, tree) in seen.outputs.items()}
-        self._found = stubs, seen.tensors, seen.writes_batch
-        return self._found
+        self._found[key] = stubs, seen.tensors, seen.writes_batch
+        return self._found[key]
 
     def _deciding(self, *args: Any) -> "_Seen":
         """What a run shows; with the numbers of the micro-batch, if the model decides by them."""

@@ -66,40 +66,45 @@ class StageModule(nn.Module):
         self.is_last = stage == len(plan.stages) - 1
         own_modules = {name for layer in plan.stages[stage].layers for name in layer.modules}
         foreign = tuple(name for name in plan.model.layer_modules if name not in own_modules)
-        self._rehearsal: Rehearsal | None = rehearsal or Rehearsal(model, plan)
+        self._rehearsal = rehearsal or Rehearsal(model, plan)
         self._stubs: dict[tuple[str, int], Stub] = {}
         self._tensors: dict[Producer, Like] = {}
+        self._sent: tuple[torch.Tensor, ...] = ()
         self._writes_batch = False
-        self._shapes: list[torch.Size] = []
+        self._shapes: list[torch.Size] | None = None
         self._calls: Counter[str] = Counter()
         self._queue: deque[MicroBatch] = deque()
         self._received: tuple[torch.Tensor, ...] = ()
         self._exchange = _NOTHING
         self._autocast: torch.autocast | nullcontext[None] = nullcontext()
+        self._bf16_layers = False
         self._placeholders = strip(model, parameters_of_stages(model, plan)[stage], foreign)
         for name in foreign:
             model.get_submodule(name).forward = partial(self._stub, name)
         self.model = model
 
     def begin(self, micro_batches: Sequence[MicroBatch], device: torch.device) -> None:
-        """Give the micro-batches of the next forwards, which run in this order."""
+        """Give the micro-batches of the next forwards, which run in this order, and are all of the same shapes."""
         self._queue = deque(micro_batches)
         self.losses = []
-        if self._rehearsal is not None:
+        shapes = shapes_in(micro_batches[0])
+        if self._shapes is None:
             mixed = self._plan.training.precision == "bf16"
             sharded = any(isinstance(module, FSDPModule) for module in self.modules())
             if mixed and not sharded:
                 self._autocast = torch.autocast(device.type, torch.bfloat16)
+            self._bf16_layers = mixed and sharded
+            self._placeholders.move(device)
+        elif self._context is not None and shapes != self._shapes:
+            raise self._context.other_length()
+        if shapes != self._shapes:
             crossing = {tensor.producer for tensor in (*self.incoming, *self.outgoing)}
             self._stubs, tensors, self._writes_batch = self._rehearsal.run(
-                micro_batches[0], device, self._autocast, mixed and sharded, self._context
+                micro_batches[0], device, self._autocast, self._bf16_layers, self._context
             )
             self._tensors = {producer: like for producer, like in tensors.items() if producer in crossing}
-            self._rehearsal = None
-            self._shapes = shapes_in(micro_batches[0])
-            self._placeholders.move(device)
-        elif self._context is not None and shapes_in(micro_batches[0]) != self._shapes:
-            raise self._context.other_length()
+            self._sent = tuple(self.on_wire(crossing) for crossing in self.outgoing)
+            self._shapes = shapes
         if self._writes_batch:
             self._queue = deque(own_copy(micro_batch) for micro_batch in micro_batches)
 
@@ -204,10 +209,6 @@ class StageModule(nn.Module):
         own = ("module", name, call)
         arrived = {p.leaf: x for p, x in self._exchange.arrived.items() if (p.kind, p.name, p.call) == own}
         return self._stubs[name, call].output(arrived)
-
-    @cached_property
-    def _sent(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self.on_wire(crossing) for crossing in self.outgoing)
 
     def _checked(self, exchange: "_BoundaryTensors") -> tuple[torch.Tensor, ...]:
         exchange.check_all_seen()

@@ -8,7 +8,7 @@ hands the new parameter to the others. Ranks share the work and the state as eve
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ...planner.plan.document import Plan
 from ..apply import AppliedModel
-from ..torch_compat import own_group
+from ..torch_compat import all_gather_single, own_group
 from .mesh import RankMesh, mechanism
 from .optimizers import JoinedOptimizers, MakeOptimizer, keep_attributes, optimizer_of
 
@@ -99,6 +99,75 @@ def whole_tensor(model: AppliedModel, mesh: RankMesh, name: str, tensor: torch.T
     shards = [torch.empty_like(tensor) for _ in range(cut.degree)]
     dist.all_gather(shards, tensor.contiguous(), group=mesh.group("tensor"))
     return cut.full(shards)
+
+
+def whole_rows(
+    model: AppliedModel, mesh: RankMesh, name: str, tensor: torch.Tensor, most_bytes: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The whole of a parameter in pieces, each as (its first row, rows): of about most_bytes where ranks hold rows of
+    it, else all at once. All ranks of this stage must go through all of them."""
+    cut, size = model.cut(name), whole_size(model, name, model.parameters[name])
+    row_bytes = tensor.element_size() * size[1:].numel()
+    shards = _rows_of_shards(mesh, tensor)
+    if name in model.experts or shards is None or not size or size[0] * row_bytes <= most_bytes:
+        yield 0, whole_tensor(model, mesh, name, tensor)
+        return
+    local, group, places = shards
+    each = -(-tensor.shape[0] // len(places))  # as torch divides them
+    together = len(places) * (cut.degree if cut is not None and cut.dim == 0 else 1)
+    step = max(1, most_bytes // (row_bytes * together))
+    for start in range(0, each, step):
+        count = min(step, each - start)
+        own = local[start : start + count]
+        block = own.new_zeros(count, *tensor.shape[1:])
+        block[: own.shape[0]] = own
+        if group is not None:
+            gathered = block.new_empty(len(places) * count, *block.shape[1:])
+            all_gather_single(gathered, block, group=group)
+            block = gathered
+        blocks = [block]
+        if cut is not None:
+            blocks = [torch.empty_like(block) for _ in range(cut.degree)]
+            dist.all_gather(blocks, block, group=mesh.group("tensor"))
+        for number, place in enumerate(places):
+            first = place * each + start
+            found = min(count, tensor.shape[0] - first)
+            rows = [part[number * count : number * count + found] for part in blocks]
+            if found <= 0:
+                continue
+            if cut is None:
+                yield first, rows[0]
+            elif cut.dim:
+                yield first, cut.full(rows)
+            else:
+                for rank, part in enumerate(rows):
+                    yield from _placed(cut.rows(rank), first, part)
+
+
+def _rows_of_shards(
+    mesh: RankMesh, tensor: torch.Tensor
+) -> tuple[torch.Tensor, dist.ProcessGroup | None, list[int]] | None:
+    """(this rank's rows, the group that holds the others, [rank of it] -> the how-manieth rows it has); None if ranks
+    hold no rows."""
+    if not isinstance(tensor, DTensor):
+        return tensor, None, [0]
+    if any(not (at.is_shard(0) or at.is_replicate()) for at in tensor.placements):
+        return None
+    if not any(at.is_shard() for at in tensor.placements):
+        return tensor.to_local(), None, [0]
+    order = mesh.shard_mesh.mesh.tolist()
+    group = mesh.shard_mesh.get_group()
+    return tensor.to_local(), group, [order.index(process) for process in dist.get_process_group_ranks(group)]
+
+
+def _placed(ranges: Sequence[range], first: int, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Rows of a tensor rank, from its `first` on, by where they lie in the whole. ranges: where all of its rows lie."""
+    begin = 0
+    for where in ranges:
+        low, high = max(first, begin), min(first + rows.shape[0], begin + len(where))
+        if low < high:
+            yield where.start + low - begin, rows[low - first : high - first]
+        begin += len(where)
 
 
 def whole_size(model: AppliedModel, name: str, p: nn.Parameter) -> torch.Size:

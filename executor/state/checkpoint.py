@@ -7,14 +7,15 @@ A run's folder holds one folder per checkpoint, `step-00000120`, which appears b
 The numbers are in the format of torch.distributed.checkpoint: `model.<name>` and `optimizer.<name>.<state>` are whole
 tensors under the model's own names (tied ones under their first), of which every rank writes and reads only the boxes
 that it holds. `optimizer.stage<k>` has what is no tensor (`.<rank>` behind it, of an optimizer of whole matrices),
-`rng.<data rank>.<stage>` the random states, `more.<name>` what the user saves beside.
+`rng.<data rank>.<stage>` the random states, `loader.<name>.<data rank>` that of a data loader, `more.<name>` what else
+the user saves beside.
 """
 
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from .box_files import Writes, read_boxes, write_boxes
 from .boxes import Box
 from .checkpoint_folder import Progress, complete_checkpoints, latest_checkpoint, read_progress
 from .checksums import CHECKSUMS, CheckedReader, DamagedError, damage_in
-from .extra_state import Stateful, check_alike
+from .extra_state import Stateful, check_alike, is_of_data_rank
 from .host_copies import HostCopies
 from .random_state import set_random_state
 from .run_lock import RunLock, hold, let_go
@@ -59,10 +60,12 @@ class Checkpoints:
         """
         self.wait()
         self.lock(folder)
-        extras = self._state.extras(stateful)
+        loaders = {name: source for name, source in stateful.items() if is_of_data_rank(source)}
+        extras = self._state.extras({name: source for name, source in stateful.items() if name not in loaders})
         for name, extra in extras.items():
             check_alike(name, extra, self.on_all)
-        found, objects = self._state.saved_boxes(extras, self.buffers_elsewhere()), self._state.saved_objects(extras)
+        found = self._state.saved_boxes(extras, self.buffers_elsewhere())
+        objects = self._state.saved_objects(extras, loaders)
         if wait:
             self._write(folder, progress, Writes(found, objects), keep)
             return
@@ -209,6 +212,10 @@ class Checkpoints:
         stage = self._mesh.coordinates["pipeline"] if degrees.pipeline == self._plan.degrees.pipeline else 0
         rng = f"rng.{self._mesh.data_rank % degrees.data}.{stage}"
         stages = [key for key in saved.state_dict_metadata if re.fullmatch(r"optimizer\.stage\d+(\.\d+)?", key)]
+        loaders = {name: source for name, source in stateful.items() if is_of_data_rank(source)}
+        _check_loaders(loaders, saved, self._plan, folder)
+        stateful = {name: source for name, source in stateful.items() if name not in loaders}
+        own_loaders = {name: f"loader.{name}.{self._mesh.data_rank}" for name in loaders}
         wanted = {f"more.{name}" for name in stateful}
         if missing := sorted(wanted - saved.state_dict_metadata.keys()):
             raise ValueError(
@@ -218,7 +225,7 @@ class Checkpoints:
         trees = read_boxes(reader, [], wanted)
         refills = [self._state.refill(n, source, trees[f"more.{n}"], saved) for n, source in stateful.items()]
         found += [box for refill in refills for box in refill.boxes]
-        objects = read_boxes(reader, found + own_optimizer, {rng, *stages})
+        objects = read_boxes(reader, found + own_optimizer, {rng, *stages, *own_loaders.values()})
         # What all ranks together have read by now is checked; the rest is small.
         reader.check_items(("model.", "optimizer."), self._mesh.rank, self._plan.degrees.num_devices)
         self._state.begin_anew()
@@ -226,6 +233,8 @@ class Checkpoints:
         set_random_state(objects[rng], self._mesh.device)
         for refill in refills:
             refill.give()
+        for name, key in own_loaders.items():
+            loaders[name].load_state_dict(objects[key])
         return progress
 
     def from_first(self, act: Callable[[], Any]) -> Any:
@@ -281,6 +290,21 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _check_loaders(names: Iterable[str], saved: Metadata, plan: Plan, folder: Path) -> None:
+    for name in names:
+        count = sum(
+            re.fullmatch(rf"loader\.{re.escape(name)}\.\d+", key) is not None for key in saved.state_dict_metadata
+        )
+        if not count:
+            raise ValueError(f"{folder} holds no state of {name}: it was saved without; call resume without it")
+        if count != plan.degrees.data:
+            raise ValueError(
+                f"{folder} holds the state of {name} on each of {count} data ranks, this plan has {plan.degrees.data}: "
+                "what a StatefulDataLoader has read cannot be dealt out anew. Plan with as many data ranks, or read by "
+                "trainer.loader, whose place every plan can go on from"
+            )
 
 
 def _check_saved(wanted: list[Box], saved: Metadata, folder: Path) -> None:

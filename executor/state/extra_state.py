@@ -2,11 +2,14 @@
 
 Averaged weights (`save(ema=...)`) hold this rank's shard of every parameter. They are found in a state_dict as a dict
 that names parameters or buffers as the trainer's model does (`module.` may stand before), or as a list of one tensor
-for each parameter in the model's order. Everything else has to be alike on all ranks, for another plan has other ranks.
+for each parameter in the model's order. Everything else has to be alike on all ranks, for another plan has other ranks;
+but a StatefulDataLoader of torchdata is its data rank's own, and so is its state.
 """
 
 import hashlib
 import io
+import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +35,26 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what was saved."""
         ...
+
+
+def is_of_data_rank(source: Stateful) -> bool:
+    """Whether a source knows where its data rank is in the data: a StatefulDataLoader of torchdata."""
+    module = sys.modules.get("torchdata.stateful_dataloader")  # whoever has one has imported it
+    return module is not None and isinstance(source, module.StatefulDataLoader)
+
+
+def loader_state(name: str, source: Stateful) -> Any:
+    """A copy of what a data loader saves. Raises ValueError if it could not be read again."""
+    buffer = io.BytesIO()
+    torch.save(source.state_dict(), buffer)
+    buffer.seek(0)
+    try:
+        return torch.load(buffer, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{name} cannot be saved: its state holds more than numbers, texts and tensors, which a checkpoint is not "
+            f"read for ({str(error).splitlines()[0]}); let the dataset's state_dict() give such"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ is known at once, one on another machine by a count that stands still; no clocks
 import atexit
 import json
 import os
-import socket
 import threading
 import time
 import uuid
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...profiler.document import replace_file
+from ..processes import is_alive, this_process
 
 LOCK = "run.lock"
 
@@ -38,7 +38,7 @@ class RunLock:
         self._folder, self._path = folder, folder / LOCK
         self._own: dict[str, Any] = {
             "token": uuid.uuid4().hex,
-            **_process(),
+            **this_process(),
             "since": datetime.now().astimezone().isoformat(timespec="seconds"),
             "beat": 0,
         }
@@ -89,7 +89,7 @@ class RunLock:
         while time.monotonic() < end:
             found = _read(self._path)
             if found is not None and first is not None:
-                alive = _is_alive(found)
+                alive = is_alive(found)
                 if alive is False:
                     return found
                 if alive or found["beat"] != first["beat"] or found["token"] != first["token"]:
@@ -151,34 +151,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         return found if {"token", "beat", "pid", "machine", "began"} <= found.keys() else None
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def _process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "began": _began(os.getpid())}
-
-
-def _machine() -> str:
-    """What tells apart machines and containers in which the same number is another process; "" where nothing does."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
-
-
-def _began(pid: int) -> str:
-    """When a process of this machine began, in the system's own words; "" if there is none, or it has ended."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else fields[18]
-    except (OSError, ValueError, IndexError):
-        return ""
-
-
-def _is_alive(owner: dict[str, Any]) -> bool | None:
-    """Whether the owner runs; None if that cannot be seen from here."""
-    if not owner["machine"] or owner["machine"] != _machine():
-        return None
-    return bool(owner["began"]) and _began(owner["pid"]) == owner["began"]
 
 
 def _words(owner: dict[str, Any]) -> str:

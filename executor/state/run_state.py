@@ -15,7 +15,7 @@ from ..apply import AppliedModel
 from ..parallel.mesh import RankMesh
 from ..parallel.whole_matrices import WholeMatrices
 from .boxes import Box, boxes
-from .extra_state import Extra, Place, Refill, Stateful, extra_key, extra_of, like_place, places_of
+from .extra_state import Extra, Place, Refill, Stateful, extra_key, extra_of, like_place, loader_state, places_of
 from .random_state import random_state
 
 
@@ -107,12 +107,15 @@ class State(ModelState):
             return [Box(key, tensor.shape, (0,) * tensor.dim(), tensor)]
         return self._boxes(key, place.own_name, tensor)
 
-    def saved_objects(self, extras: Mapping[str, Extra]) -> dict[str, Any]:
-        """What is no tensor, of the ranks that write it."""
+    def saved_objects(self, extras: Mapping[str, Extra], loaders: Mapping[str, Stateful]) -> dict[str, Any]:
+        """What is no tensor, of the ranks that write it. loaders: of this data rank."""
         stage = self._mesh.coordinates["pipeline"]
         found: dict[str, Any] = {}
         if self._mesh.is_first_of_share:
             found[f"rng.{self._mesh.data_rank}.{stage}"] = random_state(self._mesh.device)
+        states = {name: loader_state(name, source) for name, source in loaders.items()}  # on all: each may raise
+        if self._mesh.is_first_of_share and stage == 0:
+            found |= {f"loader.{name}.{self._mesh.data_rank}": state for name, state in states.items()}
         if (self._mesh.is_first_of_share and self._mesh.data_rank == 0) or self._whole is not None:
             _, scalars = self._optimizer_state()
             owner = "" if self._whole is None else f".{self._mesh.rank}"

@@ -1,8 +1,8 @@
 """Weights as others read them: safetensors with an index, as Hugging Face stores them, or PyTorch state_dicts.
 
-Files are laid out from names and shapes alone, and written one tensor after the other: whoever writes one holds no more
-than a tensor (safetensors), or than a file (torch, which writes a dict at once). Nothing appears under its name before
-all is complete.
+Files are laid out from names and shapes alone, and written piece by piece: whoever writes one holds no more than some
+rows of a tensor (safetensors), or than a file (torch, which writes a dict at once). Nothing appears under its name
+before all is complete.
 """
 
 import json
@@ -21,6 +21,9 @@ from .boxes import Box
 from .checksums import CheckedReader
 
 WeightFormat = Literal["safetensors", "torch"]
+
+Piece = tuple[str, int, torch.Tensor]
+"""(name of a tensor, first of some of its rows, the rows; or all of it)."""
 
 FILE_BYTES = 5 * 10**9
 """Size that a file of several tensors does not exceed: Hugging Face's default until version 5."""
@@ -54,6 +57,11 @@ class Stored:
     def num_bytes(self) -> int:
         """Its size."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Of what lies behind one number of its first dim."""
+        return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
 
 
 class WeightFiles:
@@ -96,15 +104,19 @@ class WeightFiles:
             raise ValueError(f"{self._folder} is a file: give a folder for the weights")
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, file: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Write one file; tensors: those of `files[file]`, in this order."""
+    def write(self, file: str, pieces: Iterable[Piece]) -> None:
+        """Write one file; pieces: of the tensors of `files[file]`, all of their rows once, in any order."""
         path = self._folder / f"{_PARTIAL}{file}"
         names = self.files[file]
         if self._kind == "torch":
-            torch.save({n: self._as_stored(n, t) for n, t in zip(names, tensors, strict=True)}, path)
+            whole = {name: torch.empty(self._tensors[name].shape, dtype=self._tensors[name].dtype) for name in names}
+            for name, first, rows in pieces:
+                held = whole[name]
+                (held[first : first + rows.shape[0]] if held.dim() else held).copy_(rows.detach())
+            torch.save(whole, path)
             return
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
+        end = written = 0
         for name in names:
             stored = self._tensors[name]
             header[name] = {
@@ -117,9 +129,13 @@ class WeightFiles:
         text += b" " * (-len(text) % 8)
         with path.open("wb") as handle:
             handle.write(len(text).to_bytes(8, "little") + text)
-            for name, tensor in zip(names, tensors, strict=True):
-                values = self._as_stored(name, tensor)
-                handle.write(values.reshape(-1).view(torch.uint8).numpy().data)
+            begin = handle.tell()
+            for name, first, rows in pieces:
+                stored = self._tensors[name]
+                values = rows.detach().to("cpu", stored.dtype).contiguous()
+                handle.seek(begin + header[name]["data_offsets"][0] + first * stored.row_bytes)
+                written += handle.write(values.reshape(-1).view(torch.uint8).numpy().data)
+            assert written == end
             os.fsync(handle.fileno())
 
     def finish(self) -> None:
@@ -134,11 +150,6 @@ class WeightFiles:
             places = {name: file for file, names in self.files.items() for name in names}
             document = {"metadata": {"total_size": total}, "weight_map": places}
             replace_file(self._index, json.dumps(document, indent=2).encode() + b"\n")
-
-    def _as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        stored = self._tensors[name]
-        assert tuple(tensor.shape) == stored.shape
-        return tensor.detach().to("cpu", stored.dtype).contiguous()
 
 
 def cast(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype | None) -> dict[str, Stored]:
@@ -173,12 +184,12 @@ def export_checkpoint(
     files = WeightFiles(folder, cast(found, dtype), kind, limit)
     files.begin()
 
-    def read(names: list[str]) -> Iterator[torch.Tensor]:
+    def read(names: list[str]) -> Iterator[Piece]:
         for name in names:
             shape, own = found[name]
             whole = torch.zeros(shape, dtype=own)
             read_boxes(reader, [Box(f"model.{name}", torch.Size(shape), (0,) * len(shape), whole)])
-            yield whole
+            yield name, 0, whole
 
     for file, names in files.files.items():
         if told is not None:

@@ -19,7 +19,7 @@ from ..plan.legality import (
 )
 from ..plan.making import shape_of
 from ..plan.not_run import not_run
-from ..plan.schedules import ZERO_BUBBLE
+from ..plan.schedules import ZERO_BUBBLE, num_microbatches_rule
 from .explain import does_not_fit
 from .verdict import Verdict, VerdictKind, not_legal
 
@@ -82,11 +82,10 @@ def _consistent(plan: Plan) -> list[str]:
             f"{plan.schedule} does a backward in two parts, each of which would recompute a layer again; "
             "use recompute=none, or the schedule 1f1b or interleaved"
         )
-    if plan.schedule == "1f1b" and plan.num_microbatches < plan.degrees.pipeline:
-        found.append(
-            f"1F1B needs at least as many micro-batches as stages: {plan.num_microbatches} < {plan.degrees.pipeline}; "
-            "use gpipe or a smaller micro_batch"
-        )
+    degrees = plan.degrees
+    rule = num_microbatches_rule(plan.schedule, degrees.pipeline, plan.num_microbatches, degrees.virtual_stages)
+    if rule is not None:
+        found.append(rule)
     if plan.degrees.pipeline > 1 and len({layer.reshard for layer in layers}) > 1:
         found.append("in a pipeline either all layers give gathered parameters back or none; the costs know no mix")
     if plan.degrees.sharded_over == 1 and any(layer.reshard for layer in layers):

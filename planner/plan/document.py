@@ -22,7 +22,7 @@ from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.machine.units import format_bytes, format_seconds
 from ...profiler.model.model_profile import BatchTensor, CrossingTensor, Experts, TensorCut, check_crossing
 from .display import Shown
-from .schedules import SCHEDULE_NAMES, Schedule, rank_and_chunk, stage_of
+from .schedules import SCHEDULE_NAMES, Schedule, num_microbatches_rule, rank_and_chunk, stage_of
 from .training import TrainingSpec
 
 Axis = Literal["pipeline", "data_replicate", "data_shard", "context", "tensor"]
@@ -363,13 +363,9 @@ class Plan(Document):
                 f"schedule={self.schedule!r} gives each rank {2 if self.schedule == 'zb-v' else 1} stage(s), not "
                 f"virtual_stages={chunks}; interleaved, zb-h1 and zb-h2 take any number"
             )
-        rounds = max(1, self.num_microbatches // degrees.pipeline)
-        in_rounds = self.schedule == "interleaved" or (self.schedule in ("zb-h1", "zb-h2") and chunks > 1)
-        if in_rounds and self.num_microbatches % rounds:
-            raise ValueError(
-                f"an interleaved schedule takes micro-batches in equal rounds of about pipeline={degrees.pipeline}; "
-                f"{self.num_microbatches} do not make {rounds} such rounds: use a multiple of {degrees.pipeline}"
-            )
+        rule = num_microbatches_rule(self.schedule, degrees.pipeline, self.num_microbatches, chunks)
+        if rule is not None and self.schedule != "1f1b":  # of which plans are told, and exports, where they are checked
+            raise ValueError(rule)
         self._check_layers()
         return self
 

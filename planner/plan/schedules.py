@@ -95,6 +95,23 @@ def microbatches_in_round(num_ranks: int, num_microbatches: int) -> int:
     return -(-num_microbatches // max(1, num_microbatches // num_ranks))
 
 
+def num_microbatches_rule(schedule: Schedule, num_ranks: int, num_microbatches: int, virtual: int) -> str | None:
+    """The rule that excludes so many micro-batches from a schedule, or None if it runs them."""
+    if schedule == "1f1b" and num_microbatches < num_ranks:
+        return (
+            f"1F1B needs at least as many micro-batches as stages: {num_microbatches} < {num_ranks}; use gpipe or a "
+            "smaller micro_batch"
+        )
+    rounds = max(1, num_microbatches // num_ranks)
+    in_rounds = schedule == "interleaved" or (schedule in ("zb-h1", "zb-h2") and virtual > 1)
+    if in_rounds and num_microbatches % rounds:
+        return (
+            f"an interleaved schedule takes micro-batches in equal rounds of about pipeline={num_ranks}; "
+            f"{num_microbatches} do not make {rounds} such rounds: use a multiple of {num_ranks}"
+        )
+    return None
+
+
 @lru_cache(maxsize=4)
 def _in_rounds(num_ranks: int, num_microbatches: int, virtual: int) -> tuple[list[Action], list[Action]]:
     """(forwards, backwards) of a rank, the same for all: each round goes through all chunks before the next begins."""
