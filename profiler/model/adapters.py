@@ -141,26 +141,40 @@ def import_peft() -> Any:
 def _built(build: "Callable[[], nn.Module]", adapters: Adapters, source: str) -> "nn.Module":
     peft = import_peft()
     module = build()
+    linears = _linears(module)
     config = peft.LoraConfig(
         r=adapters.r,
         lora_dropout=adapters.dropout,
-        target_modules=_targets(peft, module, adapters, source),
+        target_modules=_targets(peft, module, linears, adapters, source),
         **({} if adapters.alpha is None else {"lora_alpha": adapters.alpha}),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT reads and transformers renames
+        warnings.simplefilter("ignore")  # of names that transformers renames, and of what PEFT makes of fused experts
         made: nn.Module = called(lambda: peft.get_peft_model(module, config), f"PEFT on {source}")
+    for name, each in made.named_modules():
+        if isinstance(each, peft.tuners.lora.layer.ParamWrapper):
+            raise ValueError(
+                f"--lora {adapters}: of {source} PEFT also adapts parameters that lie in no linear layer ("
+                f"{name}.{each.parameter_name}), by writing into them in each forward, which shards do not allow: name "
+                f"linear layers, as in targets={'+'.join(_ends(linears)[:4])}"
+            )
     return made
 
 
-def _targets(peft: Any, module: "nn.Module", adapters: Adapters, source: str) -> list[str] | str | None:
+def _ends(names: list[str]) -> list[str]:
+    """The last words of names, each once; the names themselves where these are numbers."""
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    return [end for end in ends if not end.isdecimal()] or names
+
+
+def _targets(peft: Any, module: "nn.Module", linears: list[str], adapters: Adapters, source: str) -> list[str] | str:
     """Names of modules as PEFT takes them. Raises ValueError for a name that no linear layer has."""
     from transformers import PreTrainedModel
 
     known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    if not adapters.targets and getattr(getattr(module, "config", None), "model_type", None) in known:
-        return None
-    linears = _linears(module)
+    chosen = known.get(getattr(getattr(module, "config", None), "model_type", None))
+    if not adapters.targets and chosen:
+        return chosen if isinstance(chosen, str) else list(chosen)  # PEFT itself finds none where experts are fused
     if not linears:
         raise ValueError(f"--lora: {source} has no linear layers, beside which adapters would lie")
     if adapters.targets in ((), (ALL_LINEAR,)):
@@ -169,10 +183,9 @@ def _targets(peft: Any, module: "nn.Module", adapters: Adapters, source: str) ->
     names = dict(module.named_modules())
     for target in adapters.targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-            near = difflib.get_close_matches(target, ends, n=1)
+            there = _ends(linears)
+            near = difflib.get_close_matches(target, there, n=1)
             hint = f"Did you mean {near[0]}? " if near else ""
-            there = [name for name in ends if not name.isdecimal()] or linears
             shown = ", ".join(there[:20]) + (f", and {len(there) - 20} more" if len(there) > 20 else "")
             raise ValueError(
                 f"--lora targets={target}: {source} has no such layer. {hint}Its linear layers are {shown}"
