@@ -12,6 +12,7 @@ and what it left open; `text output measured` holds what hangs on this machine. 
 """
 
 import argparse
+import importlib.util
 import inspect
 import os
 import re
@@ -374,7 +375,8 @@ def run_page(page: Path, scratch: Path, outputs: bool = False, compare: bool = T
     """What is wrong with a page's blocks once they are run, in order, in a folder of their own under `scratch`.
 
     outputs: write what they print into the page. compare: or find what is printed otherwise now, which on a slower
-    machine may be another plan, where a search is cut short.
+    machine may be another plan, where a search is cut short. A block that needs=package is left out, with its output,
+    where that is not installed.
     """
     text = page.read_text()
     folder = scratch / page.stem
@@ -382,8 +384,13 @@ def run_page(page: Path, scratch: Path, outputs: bool = False, compare: bool = T
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     environment = _environment(scratch)
     found, printed, edits = [], "", []
+    is_left_out = False
     for block in blocks_of(text):
-        name = block.option("file")
+        name, needed = block.option("file"), block.option("needs")
+        is_output = block.language == "text"
+        is_left_out = is_left_out if is_output else needed is not None and importlib.util.find_spec(needed) is None
+        if is_left_out:
+            continue
         if name is not None:
             (folder / name).write_text(block.content)
         elif block.language in ("sh", "python"):

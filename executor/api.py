@@ -13,6 +13,7 @@ from ..planner.plan.document import Plan
 from ..planner.plan.training import Objective
 from ..profiler.document import write_file
 from ..profiler.machine.cluster import ClusterSpec, Device, device_names, load_device
+from ..profiler.model.adapters import with_lora
 from ..profiler.model.model_profile import ModelProfile
 from ..profiler.model.source import PADDED
 from .commands import inputs
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from .tuning.rounds import Tuned
     from .tuning.sitting import Venue
 
+    Lora = str | Mapping[str, object]
     Model = str | Path | ModelProfile | nn.Module | Callable[[], nn.Module]
     """What can be planned: the path of a model.py, file.py:function, config.json, its folder, the id of a model
     in the Hugging Face cache, or profile.json; a profile; a module, or what builds one."""
@@ -255,6 +257,7 @@ class Request:
 
     cluster: the devices, where they are not in the flags. batch, loss: of a module or of what builds one. setup: a
     layout in words, instead of a search for one. pad_vocab: words of a config.json are padded to a multiple of it.
+    lora: adapters that are put into the model.
     """
 
     model: "Model"
@@ -268,6 +271,7 @@ class Request:
     loss: "Loss | None" = None
     setup: str | None = None
     pad_vocab: int | None = None
+    lora: "Lora | None" = None
 
 
 def planned(request: Request, waiting: terminal.Waiting) -> Planned:
@@ -305,10 +309,13 @@ def profiled(
     if request.pad_vocab is not None:
         model = f"{model}{PADDED}{request.pad_vocab}"
     if isinstance(model, str | Path):
+        model = with_lora(str(model), request.lora)
         if request.batch is not None or request.loss is not None:
             raise ValueError(f"batch= and loss= go with a module; {model} defines its own functions batch and loss")
-        return inputs.read_model(str(model), seq_len, waiting, request.use_cache, needs_model, lengths)
+        return inputs.read_model(model, seq_len, waiting, request.use_cache, needs_model, lengths)
     if isinstance(model, ModelProfile):
+        if request.lora is not None:
+            raise ValueError("the profile has been made, with the adapters that it has: give the model itself to lora=")
         from ..profiler.model.lengths import at_seq_len
 
         return model if seq_len is None else at_seq_len(model, seq_len), None
@@ -316,7 +323,7 @@ def profiled(
     from ..profiler.model.load import load_model
     from ..profiler.model.trace import trace
 
-    loaded = load_model(model, seq_len, request.batch, request.loss)
+    loaded = load_model(model, seq_len, request.batch, request.loss, request.lora)
     waiting("profiling the model on fake tensors")
     return trace(loaded, lengths=lengths), loaded
 
@@ -460,6 +467,7 @@ def plan(
     fits: str | None = None,
     setup: str | None = None,
     pad_vocab: int | None = None,
+    lora: "Lora | None" = None,
     pin: Pinned = (),
     at_most: Pinned = (),
     forbid: str | Iterable[str] = (),
@@ -483,6 +491,7 @@ def plan(
     global_batch: samples per optimizer step, over all GPUs; the same for every candidate.
     fits: megatron, torchtitan, accelerate or deepspeed: only what that framework runs, and what it is told of. setup: a
         layout in words, "tp=2 pp=4 zero=1", instead of a search for one. pad_vocab: pad a config.json's vocabulary.
+    lora: fine-tune with PEFT's adapters, all else frozen: "r=16,alpha=32,targets=q_proj+v_proj", or a dict of the same.
     pin, at_most, forbid, recompute, micro_batch, space: what is decided already, as the flags --pin, --max, ... say it.
     time_limit: seconds the search may take. cache: use the profile that was kept of an unchanged model.
     progress: show a bar on stderr.
@@ -513,7 +522,7 @@ def plan(
         space=_one_of("--space", space, SpaceOf),
     )
     best_at = _one_of("--objective", objective, Objective)
-    request = Request(model, job, choices, best_at, time_limit, cache, known, batch, loss, setup, pad_vocab)
+    request = Request(model, job, choices, best_at, time_limit, cache, known, batch, loss, setup, pad_vocab, lora)
     with terminal.Waiting(quiet=not progress) as waiting:
         return planned(request, waiting)
 
@@ -538,8 +547,9 @@ def load(
     def itself() -> "LoadedModel":
         from ..profiler.model.load import load_model
 
-        inputs.check_source(str(model), "--model says where the model is")
-        return load_model(str(model), document.training.seq_len)
+        source = inputs.model_of(document, str(model))
+        inputs.check_source(source, "--model says where the model is")
+        return load_model(source, document.training.seq_len)
 
     return Planned(document, of_model, model=None if model is None else itself, source=str(path))
 
@@ -551,11 +561,13 @@ def profile(
     lengths: bool = False,
     batch: "MakeBatch | None" = None,
     loss: "Loss | None" = None,
+    lora: "Lora | None" = None,
     cache: bool = True,
 ) -> ModelProfile:
     """The layers of a model with their FLOPs, bytes and cuts, from a run on fake tensors; `save` keeps it, and planning
-    from it needs no torch. lengths: it is to hold at any sequence length."""
-    request = Request(model, JobOptions(seq_len=_count("--seq-len", seq_len)), use_cache=cache, batch=batch, loss=loss)
+    from it needs no torch. lengths: it is to hold at any sequence length. lora: as for `plan`."""
+    job = JobOptions(seq_len=_count("--seq-len", seq_len))
+    request = Request(model, job, use_cache=cache, batch=batch, loss=loss, lora=lora)
     with terminal.Waiting(quiet=True) as waiting:
         return profiled(request, waiting, lengths=lengths)[0]
 

@@ -39,6 +39,14 @@ def test_blocks_are_written_run_and_their_output_kept(tmp_path: Path) -> None:
     assert "page.md:1: exit code 4, not 0" in run_page(page, tmp_path / "again")[0]
 
 
+def test_a_block_that_needs_what_is_not_installed_is_left_out_with_its_output(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```sh needs=pytest\necho b\n```\n```text output\nb\n```\n```sh needs=no_such\nexit 4\n```\n"
+                    "```text output\nc\n```\n```sh\necho d\n```\n```text output\nd\n```\n")  # fmt: skip
+
+    assert run_page(page, tmp_path / "scratch") == []
+
+
 def test_a_quoted_output_that_is_stale_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from ...profiler.model.adapters import with_lora
 from ..reporting import terminal
 from ..reporting.documents import check_document
 from ..reporting.output_files import check_writable
@@ -26,6 +27,7 @@ compare_app = options.new_app()
 @grouped
 def _compare_command(
     model: options.Model,
+    lora: options.Lora = None,
     gpus: options.Gpus = None,
     setup: Annotated[
         list[str] | None,
@@ -86,7 +88,7 @@ def _compare_command(
         if len(setups) != 1:
             raise ValueError(f"-o {output} takes the plan of one --setup; there are {len(setups)}: give one")
     with at_work(quiet or as_json) as waiting:
-        profile, loaded = inputs.read_model(model, job.seq_len, waiting, not no_cache, measure)
+        profile, loaded = inputs.read_model(with_lora(model, lora), job.seq_len, waiting, not no_cache, measure)
         if measure and loaded is None:
             raise ValueError(f"--measure runs the model, and {model} is only its profile: give the model itself")
         training, assumptions = inputs.read_training(profile, machine, job.global_batch, job.stack)

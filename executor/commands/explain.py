@@ -37,6 +37,7 @@ def _explain_command(
     *,
     job: options.JobOptions,
     choices: options.PlanOptions,
+    lora: options.Lora = None,
     time_limit: options.TimeLimit = 60.0,
     as_json: options.Json = False,
     no_cache: options.NoCache = False,
@@ -46,12 +47,15 @@ def _explain_command(
 
     With --why-not: why a layout is not the plan: illegal by which rule, over memory on which stage, or how much slower.
     """
+    is_plan = _is_plan(source)
+    if is_plan and lora is not None:
+        raise ValueError(f"{source} is a plan, which says what adapters its model has: leave out --lora {lora}")
     with at_work(quiet or as_json) as waiting:
-        if _is_plan(source):
+        if is_plan:
             planned = api.load(source, model=model, cache=not no_cache, waiting=waiting)
         else:
             with named_outcomes():
-                request = api.Request(source, job, choices, time_limit_s=time_limit, use_cache=not no_cache)
+                request = api.Request(source, job, choices, time_limit_s=time_limit, use_cache=not no_cache, lora=lora)
                 planned = api.planned(request, waiting)
         waiting("asking")
         explanation = planned.explain(*(why_not or ()), time_limit=time_limit)

@@ -13,6 +13,7 @@ from ...planner.cost.software import load_software
 from ...planner.exchange.targets import NAMES, TARGETS
 from ...planner.plan.training import Precision, TrainingSpec
 from ...profiler.machine.units import format_bytes, format_seconds
+from ...profiler.model.adapters import with_lora
 from .. import api
 from ..reporting import terminal
 from ..reporting.documents import check_document
@@ -62,6 +63,7 @@ def _export_command(
 @grouped
 def _check_command(
     model: options.Model,
+    lora: options.Lora = None,
     gpus: options.Gpus = None,
     megatron: Annotated[
         str | None,
@@ -157,6 +159,7 @@ def _check_command(
         seq_len=seq_len,
         sgd=None if optimizer is None else optimizer is options.Optimizer.SGD,
     )
+    model = with_lora(model, lora)
     with at_work(as_json) as waiting:
         profile, _ = inputs.read_model(model, seq_len, waiting, not no_cache)
         layout = with_flags(given.layout(devices.num_devices, profile), flags)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ...profiler.model.adapters import with_lora
 from .. import api
 from ..reporting import terminal
 from ..reporting.output_files import check_device_output
@@ -38,6 +39,7 @@ def _calibrate_command(
         int, typer.Option("--micro-batch", metavar="N", parser=options.whole_number, help="samples for MODEL")
     ] = 4,
     seq_len: options.SeqLen = None,
+    lora: options.Lora = None,
     quick: Annotated[bool, typer.Option("--quick", help="under a minute instead of two; coarser")] = False,
     steps: Annotated[
         Path | None,
@@ -65,7 +67,7 @@ def _calibrate_command(
     with at_work(quiet or as_json) as waiting:
         profile, loaded = None, None
         if model is not None:
-            profile, loaded = inputs.read_model(model, seq_len, waiting, needs_model=True)
+            profile, loaded = inputs.read_model(with_lora(model, lora), seq_len, waiting, needs_model=True)
             if loaded is None:
                 raise ValueError(f"calibrate runs the model, and {model} is only its profile: give the model itself")
         waiting("measuring")

@@ -16,7 +16,7 @@ from ...profiler.machine.local import local_gpus, preset_of
 from ...profiler.model.cache import ProfileCache
 from ...profiler.model.lengths import at_seq_len
 from ...profiler.model.model_profile import ModelProfile, load_profile
-from ...profiler.model.source import PADDED, file_of, is_hub_name, not_in_cache
+from ...profiler.model.source import LORA, PADDED, file_of, is_hub_name, not_in_cache, with_adapters_of
 from ..reporting import terminal
 from ..reporting.documents import json_kind
 from . import options
@@ -130,6 +130,8 @@ def read_model(
     if kind == "meshwright-profile":
         if PADDED in source:
             raise ValueError(f"{path} is a profile, made with its own vocabulary: give the config.json to --pad-vocab")
+        if LORA in source:
+            raise ValueError(f"{path} is a profile, made with what adapters it has: give the model itself to --lora")
         profile = load_profile(path)
         return profile if seq_len is None else at_seq_len(profile, seq_len), None
     cache = ProfileCache(source, seq_len, lengths) if use_cache else None
@@ -139,6 +141,10 @@ def read_model(
         if not needs_model:
             return kept.profile, None
     waiting("loading torch and the model")
+    if LORA in source:
+        from ...profiler.model.adapters import import_peft
+
+        import_peft()
     from ...profiler.model.load import load_model
     from ...profiler.model.trace import trace
 
@@ -247,11 +253,20 @@ def runs_foreign_code(document: Plan, plan_file: Path) -> bool:
     return not holds_json and not path.resolve().is_relative_to(plan_file.resolve().parent)
 
 
+def model_of(document: Plan, model: str | None) -> str:
+    """The source of a plan's model. model: where it, or its profile, is now, if that has been said."""
+    if model is None:
+        return document.model.source
+    path = file_of(model)
+    is_profile = path.is_file() and json_kind(path) == "meshwright-profile"
+    return model if is_profile else with_adapters_of(model, document.model.source)
+
+
 def profile_of(
     document: Plan, plan_file: Path, model: str | None, waiting: terminal.Waiting, no_cache: bool
 ) -> ModelProfile:
     """The profile of a plan's model. Raises ValueError if it is not found, is not to be run, or has changed since."""
-    source = model or document.model.source
+    source = model_of(document, model)
     check_source(source, "--model says where the model, or its profile.json, is")
     if model is None and runs_foreign_code(document, plan_file):
         raise ValueError(

@@ -117,6 +117,16 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        "--lora",
+        metavar="CHOICES",
+        help="fine-tune with PEFT's adapters, all else frozen: r=16[,alpha=32][,dropout=0.05]"
+        "[,targets=q_proj+v_proj | targets=all-linear]",
+        show_default=False,
+    ),
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json", show_default=False)]
 ModelOfPlan = Annotated[str | None, _model_flag()]
 ModelToRun = Annotated[str | None, _model_flag("the model")]

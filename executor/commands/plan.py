@@ -28,6 +28,7 @@ def _plan_command(
     *,
     job: options.JobOptions,
     choices: options.PlanOptions,
+    lora: options.Lora = None,
     pad_vocab: Annotated[
         int | None,
         typer.Option(
@@ -70,7 +71,9 @@ def _plan_command(
     """
     target = output or (None if as_json else Path("plan.json"))
     check_document(target, "meshwright-plan")
-    request = api.Request(model, job, choices, objective, time_limit, not no_cache, setup=setup, pad_vocab=pad_vocab)
+    request = api.Request(
+        model, job, choices, objective, time_limit, not no_cache, setup=setup, pad_vocab=pad_vocab, lora=lora
+    )
     with at_work(quiet or as_json) as waiting, named_outcomes():
         found = api.planned(request, waiting)
     if target is not None:
@@ -94,6 +97,7 @@ def _profile_command(
     lengths: Annotated[
         bool, typer.Option("--lengths", help="run it at two shorter lengths, too: then `plan -s N` works for any N")
     ] = False,
+    lora: options.Lora = None,
     graph: Annotated[
         Path | None,
         typer.Option(
@@ -115,7 +119,7 @@ def _profile_command(
     if json_kind(inputs.check_source(model, inputs.MODEL_RULE)) == "meshwright-profile":
         raise ValueError(f"{model} is a profile already: plan from it with `plan {model} --gpus 8`")
     with at_work(quiet or as_json) as waiting:
-        request = api.Request(model, options.JobOptions(seq_len=seq_len), use_cache=not no_cache)
+        request = api.Request(model, options.JobOptions(seq_len=seq_len), use_cache=not no_cache, lora=lora)
         profile, _ = api.profiled(request, waiting, lengths=lengths)
     profile.save(output)
     if graph is not None:

@@ -67,7 +67,7 @@ def _replan_command(
     cost = switching(folder, progress.steps, run)
     machine = _machine(before, devices)
     pins = read_pins(pin or ())
-    source = model or before.model.source
+    source = inputs.model_of(before, model)
     inputs.check_source(source, "--model says where the model is")
     with at_work(quiet or as_json) as waiting:
         profile, _ = inputs.read_model(source, before.training.seq_len, waiting, not no_cache)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ...profiler.model.adapters import with_lora
 from .. import api
 from ..reporting import terminal
 from . import options
@@ -19,6 +20,7 @@ sweep_app = options.new_app()
 @grouped
 def _sweep_command(
     model: options.Model,
+    lora: options.Lora = None,
     gpus: Annotated[
         str | None,
         typer.Option(
@@ -78,7 +80,7 @@ def _sweep_command(
     pins = choices.pins()
     with at_work(quiet or as_json) as waiting:
         found = api.swept(
-            model,
+            with_lora(model, lora),
             machine,
             lengths,
             choices.stack(stack),

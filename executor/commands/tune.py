@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ...profiler.model.adapters import with_lora
 from .. import api
 from ..reporting import terminal
 from ..reporting.documents import check_document
@@ -24,6 +25,7 @@ def _tune_command(
     *,
     job: options.JobOptions,
     choices: options.PlanOptions,
+    lora: options.Lora = None,
     budget: Annotated[
         str, typer.Option("--budget", metavar="TIME", help="of the cluster's time: 90s, 10m, 1h")
     ] = "10m",
@@ -116,7 +118,7 @@ def _tune_command(
     if job.machine.device is not None and Path(job.machine.device).resolve() == device_file.resolve():
         raise ValueError(f"--device {job.machine.device} would be written over: give --device-output another name")
     check_writable(page_file, "--report", ".html")
-    request = api.Request(model, job, choices, time_limit_s=time_limit, use_cache=not no_cache)
+    request = api.Request(with_lora(model, lora), job, choices, time_limit_s=time_limit, use_cache=not no_cache)
     place = Venue(output, launcher, resume, timeout, hosts, one_gpu)
     with at_work(quiet or as_json) as waiting, named_outcomes():
         found, record, notes = api.tuned(request, setup or (), budget_s, place, waiting)

@@ -40,7 +40,7 @@ from ...profiler.model.coupling import as_float, upcast
 from ...profiler.model.load import load_model
 from ...profiler.model.loaded import Batch, LoadedModel, split_inputs
 from ...profiler.model.model_profile import ModelProfile
-from ...profiler.model.source import file_of
+from ...profiler.model.source import file_of, with_adapters_of
 from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
 from ..parallel.mesh import RankMesh
@@ -351,7 +351,7 @@ def small_model(plan: Plan, loaded: LoadedModel, folder: Path) -> tuple[LoadedMo
         config = full_config(source)
         shrunken = shrunken_config(config, plan.degrees, MAX_RANKS)
         (folder / "config.json").write_text(json.dumps(shrunken))
-        small = replace(load_model(folder), name=f"{loaded.name}-small")
+        small = replace(load_model(with_adapters_of(str(folder), loaded.source)), name=f"{loaded.name}-small")
         return _short(small, plan), ("its config.json shrunken: fewer and narrower layers, small vocabulary",)
     if plan.model.num_parameters <= MAX_PARAMETERS:
         return _short(loaded, plan), ()

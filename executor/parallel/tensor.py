@@ -77,7 +77,7 @@ def apply_tensor_parallel(
             _cut_parameters(stage, prefix, cut, mesh, layout, replaced, names)
             _divide_attributes(stage, prefix, cut, mesh.size())
             _replace_forwards(stage, prefix, cut, inputs[cut.name], region, sliced)
-        joint = [shared for shared in inputs.values() if shared.num_groups > 1]
+        joint = [shared for shared in inputs.values() if shared.num_rows > 1]
         for part in parts_of(layer.recompute) if joint else ():
             module = _submodule(stage, prefix, part)
             module.forward = _forgetting_behind_repetition(module.forward, joint)
@@ -167,9 +167,10 @@ def _shared_inputs(cuts: Sequence[TensorCut], region: "_Region", sliced: bool) -
     """Cut -> what its columns are given; cuts whose columns read one tensor share it."""
     groups: list[tuple[list[str], set[str]]] = []
     shared: dict[str, SharedInput] = {}
+    num_rows = {cut.name: len(cut.rows or cut.columns) for cut in cuts}
     for cut in cuts:
         if sliced and cut.gather:
-            shared[cut.name] = SharedInput(as_it_is)
+            shared[cut.name] = SharedInput(as_it_is, num_rows[cut.name])
             continue
         read = {tensor for column, tensor in cut.inputs.items() if not cut.has_entered(column)}
         same = [group for group in groups if group[1] & read]
@@ -177,7 +178,7 @@ def _shared_inputs(cuts: Sequence[TensorCut], region: "_Region", sliced: bool) -
         names = [name for members, _ in same for name in members]
         groups.append(([*names, cut.name], read.union(*(tensors for _, tensors in same))))
     for names, _ in groups:
-        shared |= dict.fromkeys(names, SharedInput(region.column_input(sliced), len(names)))
+        shared |= dict.fromkeys(names, SharedInput(region.column_input(sliced), sum(num_rows[n] for n in names)))
     return shared
 
 

@@ -41,11 +41,12 @@ def with_bias(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
 
 
 class SharedInput:
-    """Converts the input of columns once per tensor, though each column of `num_groups` groups asks for it."""
+    """Converts the input of columns once per tensor, though each column asks for it until `num_rows` rows (or heads)
+    of their groups are reached."""
 
-    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor], num_groups: int = 1) -> None:
+    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor], num_rows: int = 1) -> None:
         self._convert = convert
-        self.num_groups = num_groups
+        self.num_rows = num_rows
         self._num_done = 0
         self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -58,9 +59,9 @@ class SharedInput:
         return converted
 
     def done(self) -> None:
-        """A group's row is reached, so its columns have run; after the last one all is forgotten."""
+        """A row is reached, so the columns of its group have run; after the last one all is forgotten."""
         self._num_done += 1
-        if self._num_done == self.num_groups:
+        if self._num_done == self.num_rows:
             self.clear()
 
     def clear(self) -> None:

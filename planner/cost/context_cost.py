@@ -75,15 +75,15 @@ def attention_bytes(
 
 
 def _keys_per_query(layer_class: LayerClass) -> float:
-    """Width of the keys over that of the queries: less than 1 where heads share them. Read off the three projections,
-    or the three parts of a fused one; 1 where there are no such three."""
+    """Width of the keys over that of the queries: less than 1 where heads share them. Read off the three projections
+    (and their adapters, which are as wide), or the three parts of a fused one; 1 where there are no such three."""
     shapes = {parameter.name: parameter.shape for parameter in layer_class.parameters}
     for cut in layer_class.cuts:
         if cut.kind == "attention":
             names = [f"{column}.weight" for column in cut.columns]
             widths = [shapes[name][cut.sharded[name]] for name in names if name in cut.sharded]
             widths = next((list(parts) for parts in cut.parts.values() if len(parts) == 3), widths)
-            if len(widths) == 3:
+            if len(widths) >= 3:
                 return min(widths) / max(widths)
     return 1.0
 

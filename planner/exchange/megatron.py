@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from ...profiler.model.model_profile import ModelProfile
-from ...profiler.model.source import PADDED
+from ...profiler.model.source import LORA, PADDED
 from ..plan.block_row import BlockRow, block_row
 from ..plan.document import AXES, ContextKind, Plan, Recompute, parts_in_words, parts_of, recompute_of_parts
 from ..plan.frameworks import DATA_OUTERMOST
@@ -160,7 +160,7 @@ def megatron_words(plan: Plan, notes: list[str]) -> list[str]:
     words += ["--micro-batch-size", str(plan.micro_batch), "--global-batch-size", str(plan.training.global_batch)]
     if plan.training.seq_len is not None:
         words += ["--seq-length", str(plan.training.seq_len)]
-    multiple = plan.model.source.partition(PADDED)[2]
+    multiple = plan.model.source.partition(PADDED)[2].partition(LORA)[0]
     if multiple.isdecimal() and int(multiple) % degrees.tensor == 0:
         words += ["--make-vocab-size-divisible-by", str(int(multiple) // degrees.tensor)]  # it multiplies by the ranks
     words += _PRECISION[plan.training.precision]

@@ -17,9 +17,20 @@ class Units:
     """Elements of a container that hold blocks of their own, so that these are the units."""
     notes: tuple[str, ...] = ()
 
+    def inside(self, name: str) -> "Units":
+        """Those of a model that has this one as a submodule."""
+        own, opened = (tuple(f"{name}.{each}" for each in names) for names in (self.names, self.opened))
+        return Units(own, frozenset(f"{name}.{each}" for each in self.elements), opened, self.notes)
+
 
 def find_units(root: nn.Module, closed: frozenset[str] = frozenset()) -> Units:
-    """Where the model may be cut, read off its module tree. closed: elements not to be opened."""
+    """Where the model may be cut, read off its module tree. closed: elements not to be opened. A model that PEFT has
+    put adapters into is cut where it is without them."""
+    inner = _wrapped(root)
+    if inner:
+        found = find_units(root.get_submodule(inner), frozenset(name.removeprefix(f"{inner}.") for name in closed))
+        if found.names:
+            return found.inside(inner)
     containers = _containers(root, closed) or _containers(root, closed, fewest=1)
     notes: tuple[str, ...] = ()
     if not containers:
@@ -35,11 +46,27 @@ def find_units(root: nn.Module, closed: frozenset[str] = frozenset()) -> Units:
     return Units(tuple(names), frozenset(elements), held, notes)
 
 
+def _wrapped(root: nn.Module) -> str:
+    """The name of the model inside one of PEFT's; '' of any other."""
+    base = getattr(root, "get_base_model", None)
+    inner = None if base is None else base()
+    return next((name for name, module in root.named_modules() if module is inner), "")
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether it is a layer with an adapter beside it, by PEFT's name for the layer."""
+    return isinstance(module._modules.get("base_layer"), nn.Module)
+
+
 def _containers(root: nn.Module, closed: frozenset[str], fewest: int = 2) -> list[str]:
     """Outermost containers of layers; inside a Sequential root also the containers of blocks that it holds, and inside
     their elements those of blocks of one type."""
     found: list[str] = []
+    adapted = None
     for name, module in root.named_modules():
+        if adapted is not None and name.startswith(adapted):
+            continue
+        adapted = f"{name}." if _is_adapted(module) else None
         outer = [c for c in found if c == "" or name == c or name.startswith(c + ".")]
         element = max(outer, key=len, default="")
         element = ".".join(name.split(".")[: element.count(".") + 2]) if element else name.partition(".")[0]
@@ -72,6 +99,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    module = module.get_submodule("base_layer") if _is_adapted(module) else module
     return [(n, child) for n, child in module.named_children() if next(child.parameters(), None) is not None]
 
 

@@ -19,7 +19,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -27,8 +27,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..document import check_ends
+from .adapters import adapted, read_adapters, with_lora
 from .loaded import Build, LoadedModel, Loss, MakeBatch, called, checked, copy_of
-from .source import PADDED, file_of, is_hub_name, not_in_cache
+from .source import LORA, PADDED, file_of, is_hub_name, not_in_cache
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,16 +52,21 @@ def load_model(
     seq_len: int | None = None,
     batch: MakeBatch | None = None,
     loss: Loss | None = None,
+    lora: str | Mapping[str, object] | None = None,
 ) -> LoadedModel:
     """Model at `source`: model.py, model.py:function, config.json (or its folder, or the id of a model in the Hugging
     Face cache of this machine), a module, or a constructor. config.json@vocab%128 is that of a config.json with its
-    vocabulary padded to a multiple of 128 words.
+    vocabulary padded to a multiple of 128 words; what ends in @lora:r=16 has adapters of that rank.
 
     seq_len: tokens per sample; default: the model's own. batch, loss: only for a module or a constructor, which
-    bring none of their own. Raises ValueError that says what is missing, with an example.
+    bring none of their own. lora: adapters, as --lora says them. Raises ValueError that says what is missing, with an
+    example.
     """
+    if lora is not None and isinstance(source, str | Path):
+        source = with_lora(str(source), lora)
     if not isinstance(source, str | Path):
         loaded = _from_object(source, batch, loss)
+        loaded = loaded if lora is None else adapted(loaded, read_adapters(lora))
     elif batch is not None or loss is not None:
         raise ValueError(f"batch= and loss= go with a module; {source} defines its own functions batch and loss")
     else:
@@ -69,6 +75,10 @@ def load_model(
 
 
 def _from_path(source: str) -> LoadedModel:
+    source, mark, said = source.partition(LORA)
+    if mark:
+        adapters = read_adapters(said)
+        return adapted(_from_path(source), adapters)
     path = file_of(source)
     source, mark, multiple = source.partition(PADDED)
     if mark and not (multiple.isdecimal() and int(multiple) > 0):

@@ -70,7 +70,8 @@ def split_inputs(module: "nn.Module", batch: Batch, has_loss: bool) -> tuple[tup
     """
     if not isinstance(batch, tuple | list | dict):
         return (batch,), {}
-    parameters = list(inspect.signature(module.forward).parameters.values())
+    base = getattr(module, "get_base_model", None)  # of PEFT's models, whose own forwards take anything
+    parameters = list(inspect.signature((module if base is None else base()).forward).parameters.values())
     if isinstance(batch, dict):
         any_key = any(p.kind is p.VAR_KEYWORD for p in parameters) and not has_loss
         names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

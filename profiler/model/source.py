@@ -1,4 +1,4 @@
-"""What a model's source says: which file it is in, and how its vocabulary is padded."""
+"""What a model's source says: which file it is in, how its vocabulary is padded, and what adapters it has."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,16 @@ from pathlib import Path
 PADDED = "@vocab%"
 """Between the path of a config.json and the number of words of which its vocabulary is made a multiple."""
 
+LORA = "@lora:"
+"""Between the rest of a source and what adapters the model has, as --lora says them."""
+
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def file_of(source: str) -> Path:
-    """The file, or folder, of a source: a path, file.py:function, config.json@vocab%128, or the id of a model whose
-    config.json the Hugging Face cache of this machine holds. It need not be there."""
-    name = source.partition(PADDED)[0]
+    """The file, or folder, of a source: a path, file.py:function, config.json@vocab%128, model.py@lora:r=16, or the id
+    of a model whose config.json the Hugging Face cache of this machine holds. It need not be there."""
+    name = _named(source)
     path = Path(name)
     if path.exists():
         return path
@@ -21,16 +24,26 @@ def file_of(source: str) -> Path:
     return _in_cache(name) or path
 
 
+def _named(source: str) -> str:
+    return source.partition(LORA)[0].partition(PADDED)[0]
+
+
+def with_adapters_of(model: str, source: str) -> str:
+    """The model, if it is another place of the one that a source names: with the adapters that it says."""
+    mark, said = source.partition(LORA)[1:]
+    return model if LORA in model else f"{model}{mark}{said}"
+
+
 def is_hub_name(source: str) -> bool:
     """Whether it may be the id of a Hugging Face model, organisation/name, rather than a path."""
-    name = source.partition(PADDED)[0]
+    name = _named(source)
     of_file = name.endswith((".py", ".json")) or ".py:" in name
     return bool(_HUB_NAME.fullmatch(name)) and not of_file and not Path(name).parent.exists()
 
 
 def not_in_cache(source: str) -> str:
     """What to do about a model that the Hugging Face cache does not hold; nothing is downloaded here."""
-    name = source.partition(PADDED)[0]
+    name = _named(source)
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:

@@ -1,9 +1,10 @@
 """Find what tensor parallelism may cut in a layer, from the data flow, and try it on fake tensors.
 
 A group is a row module (it takes a slice of features and gives a partial sum) with the column modules that all its
-input comes from. Whether the layer still works with the group's weights cut is tried, and checked operator by operator:
-nothing between columns and row may reduce over the cut features, and what a fused projection is split into is cut
-part by part. The same trial decides whether the rest of the layer can run on a slice of the sequence.
+input comes from, and with other rows that read the same (a low-rank adapter's first matrix beside its base). Whether
+the layer still works with the group's weights cut is tried, and checked operator by operator: nothing between columns
+and row may reduce over the cut features, and what a fused projection is split into is cut part by part. The same trial
+decides whether the rest of the layer can run on a slice of the sequence.
 """
 
 import itertools
@@ -37,6 +38,8 @@ from .tensor_flow import (
     kind_and_units,
     made_by,
     parts_of,
+    read_directly,
+    rows_of,
     sources,
 )
 from .tensor_modules import features, has_weight, is_convolution, is_linear, is_product, output_dim
@@ -65,9 +68,10 @@ def find_cuts(fake: FakeModel, chain: LayerChain, index: int, shapes: Sequence[S
     flow = probe.flow()
     cuts: list[TensorCut] = []
     problems: dict[str, str] = {}
-    for row, tap in flow.taps.items():
+    products = [row for row, tap in flow.taps.items() if is_product(tap.module)]
+    for row in sorted(products, key=lambda row: bool(read_directly(flow, row))):
         used = {name for cut in cuts for name in (*cut.columns, *cut.rows)}
-        if row in used or not is_product(tap.module):
+        if row in used:
             continue
         outcome = probe.group_of(flow, row, used)
         if isinstance(outcome, TensorCut):
@@ -80,14 +84,19 @@ def find_cuts(fake: FakeModel, chain: LayerChain, index: int, shapes: Sequence[S
             cuts.append(outcome)
         else:
             problems[name] = outcome
-    cut_modules = {name for cut in cuts for name in (*cut.columns, *cut.rows)}
+    noted = problems.keys() - {name for cut in cuts for name in (*cut.columns, *cut.rows, *_first_matrices(flow, cut))}
     notes = tuple(
         f"{probe.where(name)}: not cut by tensor parallelism, {problem}"
         for name, problem in problems.items()
-        if name not in cut_modules
+        if name in noted
     )
     attention = dict.fromkeys(op.module for op in flow.ops if op.kind == "attention")
     return Found(tuple(cuts), notes, tuple(attention))
+
+
+def _first_matrices(flow: Flow, cut: TensorCut) -> set[str]:
+    """Products that columns are given just as they are: of adapters, whose second matrices alone are cut."""
+    return {name for column in cut.columns if column in flow.taps for name in read_directly(flow, column)}
 
 
 def common_degree(cuts: Sequence[TensorCut]) -> int | None:
@@ -99,24 +108,30 @@ def common_degree(cuts: Sequence[TensorCut]) -> int | None:
 def gathering_ways(
     fake: FakeModel, chain: LayerChain, index: int, cuts: Sequence[TensorCut]
 ) -> list[tuple[TensorCut, ...]]:
-    """The cuts with each choice of where the sequence is gathered: before the columns, or before the module around.
+    """The cuts with each choice of where the sequence is gathered: before the columns, or before the module around
+    them, or around them and their rows.
 
     Attention modules that take shapes from their input (Hugging Face's) need the whole sequence at their door.
     """
     modules = layer_modules(fake, chain, index)
 
-    def around(cut: TensorCut) -> TensorCut:
-        parents = [column.split(".")[:-1] for column in cut.columns]
-        shared = ".".join(a[0] for a in itertools.takewhile(lambda a: len(set(a)) == 1, zip(*parents, strict=False)))
+    def around(cut: TensorCut, names: tuple[str, ...]) -> TensorCut:
+        shared = _around_all(names)
         usable = cut.rows and shared and shared in modules
         return cut.model_copy(update={"gather": shared}) if usable else cut
 
-    ways = [
-        tuple(cuts),
-        tuple(around(cut) if cut.kind == "attention" else cut for cut in cuts),
-        tuple(around(cut) for cut in cuts),
-    ]
+    ways = [tuple(cuts)]
+    for with_rows in (False, True):
+        doors = [around(cut, (*cut.columns, *(cut.rows if with_rows else ()))) for cut in cuts]
+        of_attention = (door if cut.kind == "attention" else cut for door, cut in zip(doors, cuts, strict=True))
+        ways += [tuple(of_attention), tuple(doors)]
     return [way for i, way in enumerate(ways) if way not in ways[:i]]
+
+
+def _around_all(names: Sequence[str]) -> str:
+    """The innermost module that all of these are inside of; '' for the layer's root."""
+    parents = [name.split(".")[:-1] for name in names]
+    return ".".join(a[0] for a in itertools.takewhile(lambda a: len(set(a)) == 1, zip(*parents, strict=False)))
 
 
 class _Probe:
@@ -203,14 +218,15 @@ class _Probe:
         if isinstance(group, str):
             return group
         columns, between, entries = group
-        if not columns or used & {*columns, *entries}:
+        rows = rows_of(flow, row, columns, between) if columns else (row,)
+        if not columns or used & {*columns, *entries, *rows}:
             return ""
-        return self.try_group(flow, row, columns, between, entries, by_heads)
+        return self.try_group(flow, rows, columns, between, entries, by_heads)
 
     def try_group(
         self,
         flow: Flow,
-        row: str,
+        rows: tuple[str, ...],
         columns: tuple[str, ...],
         between: set[int],
         entries: tuple[str, ...],
@@ -224,11 +240,12 @@ class _Probe:
                 return found
             if len(found) > 1:
                 parts[column] = found
-        kind, units = kind_and_units(flow, row, columns, parts, between)
+        kind, units = kind_and_units(flow, rows[0], columns, parts, between)
         sharded: dict[str, int] = {}
         for column in columns:
             sharded |= self.sharded(column, output_dim(flow.taps[column].module), bias=True)
-        sharded |= self.sharded(row, 1 - output_dim(flow.taps[row].module), bias=False)
+        for row in rows:
+            sharded |= self.sharded(row, 1 - output_dim(flow.taps[row].module), bias=False)
         norms = group_norms(flow, self.modules, between)
         for name in norms:
             sharded |= self.sharded(name, 0, bias=True)
@@ -236,12 +253,12 @@ class _Probe:
         cut = TensorCut(
             kind=kind,
             columns=columns,
-            rows=(row,),
+            rows=rows,
             parts=parts,
             inputs={column: "" if column in entered else flow.taps[column].like for column in columns},
             entries=entries,
             between=tuple(norms),
-            partial=self._partial(flow, row, between, sharded),
+            partial=self._partial(flow, rows, between, sharded),
             tables=by_heads.tables,
             door=by_heads.door,
             given=by_heads.given,
@@ -251,15 +268,17 @@ class _Probe:
         )
         return self._try_with_attributes(cut)
 
-    def _partial(self, flow: Flow, row: str, between: set[int], sharded: dict[str, int]) -> tuple[str, ...]:
-        """Trained parameters that are joined with what differs between ranks before the row, by themselves or cast."""
+    def _partial(
+        self, flow: Flow, rows: tuple[str, ...], between: set[int], sharded: dict[str, int]
+    ) -> tuple[str, ...]:
+        """Trained parameters that are joined with what differs between ranks before the rows, by themselves or cast."""
         differs = cut_storages(flow, between) - set(flow.parameters)
         prefix = self.layer.root + "." if self.layer.root else ""
         known = {number: {name.removeprefix(prefix)} for number, name in flow.parameters.items()}
         found: set[str] = set()
         for op in flow.ops:
             read = {view.storage for view in op.inputs}
-            if read & differs and op.module != row:
+            if read & differs and op.module not in rows:
                 found |= {name for storage in read for name in known.get(storage, ())}
             elif read and read <= set(known):
                 for storage in made_by(op):
@@ -314,7 +333,7 @@ class _Probe:
         widths = {features(self.modules[column])[1] for column in cut.columns}
         values = widths | set(cut.units) | {width for parts in cut.parts.values() for width in parts}
         found = []
-        for name in dict.fromkeys(column.rpartition(".")[0] for column in cut.columns):
+        for name in dict.fromkeys(module for column in cut.columns for module in _around(column, cut)):
             for attribute, value in vars(self.modules.get(name, nn.Module())).items():
                 if type(value) is int and value in values:
                     found.append((name, attribute))
@@ -347,6 +366,14 @@ class _Probe:
             return head
         gathers = any(collective.kind == "all_gather" for collective in seen.collectives)
         return head if gathers or not any(op.kind == "loss" for op in seen.ops) else apart
+
+
+def _around(column: str, cut: TensorCut) -> list[str]:
+    """The modules around a column, out to the one that is around all of the cut."""
+    found = [column.rpartition(".")[0]]
+    while found[-1] != _around_all((*cut.columns, *cut.rows)):
+        found.append(found[-1].rpartition(".")[0])
+    return found
 
 
 def _head_cuts(probe: _Probe, flow: Flow, cuts: Sequence[TensorCut]) -> list[tuple[str, TensorCut | str]]:

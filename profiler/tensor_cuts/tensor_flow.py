@@ -121,9 +121,37 @@ def columns_of(
     for column in columns:
         if sources(flow, column) & entries:
             between |= _upstream(flow, column)
-    if columns and (leak := _leak(flow, row, between)):
+    for other in rows_of(flow, row, columns, between)[1:]:
+        between |= _made_of(flow, other, {*by_heads, *linears})
+    if columns and (leak := _leak(flow, row, columns, between)):
         return leak
     return tuple(n for n in flow.taps if n in columns), between, tuple(n for n in flow.taps if n in entries)
+
+
+def rows_of(flow: Flow, row: str, columns: Collection[str], between: set[int]) -> tuple[str, ...]:
+    """The row, and other products that read what is cut for it and nothing else, as that of a low-rank adapter beside
+    it does: each gives a partial sum of its own."""
+    linears = _outputs_of_linears(flow)
+    cut = cut_storages(flow, between)
+    read_by = nx.DiGraph(
+        (storage, made) for storage, made in flow.storages.edges if storage in cut or storage not in linears
+    )
+    reached = set().union(*(nx.descendants(read_by, storage) for storage in cut if storage in read_by))
+    others = {linears[storage] for storage in reached & linears.keys()} - {row, *columns}
+    allowed = {storage for storage, name in linears.items() if name in columns}
+
+    def reads_only_them(name: str) -> bool:
+        sources = _made_of(flow, name, linears.keys())
+        return bool(sources & allowed) and sources & linears.keys() <= allowed
+
+    return row, *(name for name in flow.taps if name in others and reads_only_them(name))
+
+
+def read_directly(flow: Flow, name: str) -> set[str]:
+    """The product whose output a module is given as it is, if one is: both are factors of one matrix, as in low-rank
+    adapters. Cut as a pair they save little, so others come first (the second factor is a column of a larger one)."""
+    read = flow.taps[name].input.storage
+    return {found for storage, found in _outputs_of_linears(flow, besides=name).items() if storage == read}
 
 
 def _outputs_of_linears(flow: Flow, besides: str | None = None) -> dict[int, str]:
@@ -159,10 +187,10 @@ def _is_softmax(op: Op) -> bool:
     return op.name in ("_softmax", "_safe_softmax")
 
 
-def _leak(flow: Flow, row: str, between: set[int]) -> str:
-    """Something else than the row reads what is cut."""
+def _leak(flow: Flow, row: str, columns: Collection[str], between: set[int]) -> str:
+    """Something else than the rows reads what is cut."""
     inside = cut_storages(flow, between) - set(flow.parameters)
-    weights = _weights(flow, row)
+    weights = set().union(*(_weights(flow, name) for name in rows_of(flow, row, columns, between)))
     used = {view.storage for op in flow.ops for view in op.inputs}
     used |= {view.storage for door in flow.doors.values() for view in door.returned.values()}
     for op in flow.ops:
@@ -205,7 +233,7 @@ def parts_of(flow: Flow, column: str) -> tuple[int, ...] | str:
     tap = flow.taps[column]
     width = features(tap.module)[1]
     spans = set()
-    for view in _readers(flow.ops, tap.output.storage):
+    for view in _readers(flow.ops, tap.output):
         start = view.offset % width
         sizes = [(s, n) for s, n in zip(view.strides, view.shape, strict=True) if 0 < s < width and n > 1]
         reach = sum(stride * (size - 1) for stride, size in sizes) + 1
@@ -228,7 +256,7 @@ def channels_of(flow: Flow, column: str) -> tuple[int, ...] | str:
     """The width of a convolution's output, which must be read as a whole."""
     tap = flow.taps[column]
     size = math.prod(tap.output.shape)
-    if any(math.prod(view.shape) != size for view in _readers(flow.ops, tap.output.storage)):
+    if any(math.prod(view.shape) != size for view in _readers(flow.ops, tap.output)):
         return f"because {column} is read in parts"
     return (features(tap.module)[1],)
 
@@ -244,9 +272,30 @@ def group_norms(flow: Flow, modules: dict[str, nn.Module], between: set[int]) ->
     return found
 
 
-def _readers(ops: Sequence[Op], storage: int) -> list[View]:
-    """How operators (not views) read a storage."""
-    return [view for op in ops if not op.is_view for view in op.inputs if view.storage == storage]
+def _readers(ops: Sequence[Op], made: View) -> list[View]:
+    """How operators (not views) read a tensor, or what element by element was made of the whole of it."""
+    alike = made_alike(ops, made)
+    reading = (op for op in ops if not op.is_view and not _goes_on(op, alike, math.prod(made.shape)))
+    return [view for op in reading for view in op.inputs if view.storage in alike]
+
+
+def made_alike(ops: Sequence[Op], made: View) -> set[int]:
+    """The storage of a tensor, and those that operators made of the whole of it element by element: what is cut of one
+    is cut of all, at the same place."""
+    alike = {made.storage}
+    for op in ops:
+        if not op.is_view and _goes_on(op, alike, math.prod(made.shape)):
+            alike |= made_by(op)
+    return alike
+
+
+def _goes_on(op: Op, alike: Collection[int], size: int) -> bool:
+    """Whether an operator reads such a storage, all of it, and gives one with each element in the same place."""
+    if op.kind not in ("elementwise", "copy"):
+        return False
+    given = {(view.shape, view.strides) for view in op.outputs}
+    whole = (view for view in op.inputs if view.storage in alike and math.prod(view.shape) == size)
+    return any(given == {(view.shape, view.strides)} for view in whole)
 
 
 def heads_in(flow: Flow, between: set[int]) -> int | None:

@@ -8,6 +8,7 @@ from torch import nn
 from ..model.layer_run import Observation
 from ..model.meters import Op, View
 from ..model.model_profile import TensorCut
+from .tensor_flow import made_alike
 from .tensor_modules import features, is_convolution
 
 
@@ -118,7 +119,12 @@ def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: 
     Otherwise (features viewed as [3, heads, width] and heads divided) each rank would mix queries with keys.
     """
     width_of = {name: features(modules[name])[1] for name in trial.columns}
-    made = {v.storage: op.module for op in whole if op.module in width_of and not op.is_view for v in op.outputs}
+    columns = [(v, op.module) for op in whole if op.module in width_of and not op.is_view for v in op.outputs]
+    made = {
+        storage: column
+        for view, column in columns
+        for storage in ([view.storage] if is_convolution(modules[column]) else made_alike(whole, view))
+    }
     for a, b in zip(whole, cut, strict=True):
         for u, v in zip(a.inputs, b.inputs, strict=True):
             if a.is_view or u.storage not in made or u.shape == v.shape:
@@ -137,7 +143,8 @@ def leading_problem(modules: Mapping[str, nn.Module], whole: Sequence[Op], cut: 
 def order_problem(whole: Sequence[Op], cut: Sequence[Op], trial: TensorCut) -> str:
     """Why a cut fails where a view mixes the cut features with others, or moves them to a place after others, so that a
     contiguous slice before the view is none after it; "" if no view does."""
-    fused = {v.storage for op in whole if op.module in trial.parts and not op.is_view for v in op.outputs}
+    columns = [v for op in whole if op.module in trial.parts and not op.is_view for v in op.outputs]
+    fused = {storage for view in columns for storage in made_alike(whole, view)}
     for a, b in zip(whole, cut, strict=True):
         if a.name not in ("view", "_unsafe_view") or a.inputs[0].storage in fused:
             continue

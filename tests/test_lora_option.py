@@ -1,0 +1,205 @@
+"""--lora: PEFT's adapters in any model, in its profile, its plan and what verifies that; what is wrong is said."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.executor.commands.inputs import model_of
+from meshwright.planner.plan.document import load_plan
+from meshwright.profiler.model.adapters import Adapters, read_adapters, with_lora
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.source import file_of
+from meshwright.profiler.model.trace import trace
+from support.cli import run_plan
+
+NET = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+def net(width):
+    return nn.Sequential(nn.Embedding(64, width), *(Block(width) for _ in range(3)), nn.Linear(width, 64))
+
+def model():
+    return net(32)
+
+def small():
+    return net(16)
+
+def batch(size):
+    tokens = torch.randint(64, (size, 9))
+    return tokens[:, :-1], tokens[:, 1:]
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+"""
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET)
+    return "net.py"
+
+
+@pytest.fixture
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return "config.json"
+
+
+def test_what_is_said_is_read_and_written_alike() -> None:
+    adapters = Adapters(16, 32, 0.05, ("q_proj", "v_proj"))
+
+    assert read_adapters("r=16, alpha=32,dropout=0.05,targets=q_proj+v_proj") == adapters
+    assert read_adapters(str(adapters)) == adapters
+    assert read_adapters({"r": 16, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}) == adapters
+    assert with_lora("a/model.py", "r=4") == "a/model.py@lora:r=4"
+    assert file_of("a/config.json@vocab%128@lora:r=4,targets=a+b") == Path("a/config.json")
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("rank=16", "--lora rank=16: It takes r, alpha, dropout, targets, as in --lora r=16,alpha=32"),
+        ("r=4,alpah=8", "Did you mean alpha?"),
+        ("16", "'16' is no key=value"),
+        ("", "'' is no key=value"),
+        ("alpha=16", "says no r, the rank"),
+        ("r=0", "r=0: give a whole number of at least 1"),
+        ("r=4,r=8", "says r twice: 4 and 8"),
+        ("r=4,dropout=1", "at least 0 and less than 1"),
+        ("r=4,targets=a++b", "names of linear layers with + between them"),
+        ("r=4,targets=all-linear+a", "leave out the other names"),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_an_example(said: str, reason: str) -> None:
+    with pytest.raises(ValueError, match="--lora") as raised:
+        read_adapters(said)
+
+    assert reason in str(raised.value)
+
+
+def test_without_peft_the_command_that_installs_it_is_told(
+    net: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+
+    assert run_plan(net, "--lora", "r=4", "--gpus", "2", "--device", "cpu") == 2
+
+    assert "pip install 'meshwright[lora]'" in " ".join(capsys.readouterr().err.split())
+    assert not Path("plan.json").exists()
+
+
+def test_adapters_go_with_a_model_that_has_not_got_them_yet(net: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    mw.profile(net, lora="r=4", cache=False).save(tmp_path / "profile.json")
+
+    with pytest.raises(ValueError, match=r"what adapters it has: give the model itself to --lora"):
+        mw.plan("profile.json", gpus=2, lora="r=4")
+    with pytest.raises(ValueError, match=r"says its adapters already: leave out --lora"):
+        mw.plan("net.py@lora:r=4", gpus=2, lora="r=8")
+
+
+def test_a_plain_module_gets_adapters_at_all_linear_layers_but_the_last(net: str) -> None:
+    pytest.importorskip("peft")
+    profile = trace(load_model(net, lora="r=4"))
+
+    trained = {p.name for found in profile.classes for p in found.parameters if p.trainable}
+    assert trained == {f"{name}.lora_{which}.default.weight" for name in ("up", "down") for which in "AB"}
+    assert profile.num_parameters - trace(load_model(net)).num_parameters == 3 * 2 * 4 * (32 + 128)
+    assert profile.source == "net.py@lora:r=4"
+
+
+def test_a_target_that_is_not_there_is_told_with_those_that_are(net: str) -> None:
+    pytest.importorskip("peft")
+
+    with pytest.raises(ValueError, match=r"targets=upp: net\.py has no such layer\. Did you mean up\?"):
+        load_model(net, lora="r=4,targets=upp+down").build()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_what_is_trained_of_a_hugging_face_model_is_what_peft_chooses_and_its_layers_are_found(llama: str) -> None:
+    peft = pytest.importorskip("peft")
+    plain, profile = trace(load_model(llama)), trace(load_model(llama, lora="r=4"))
+
+    with torch.device("meta"):
+        made = peft.get_peft_model(load_model(llama).build(), peft.LoraConfig(r=4))
+    assert [f"base_model.model.{layer.name}" for layer in plain.layers[1:-1]] == [
+        layer.name for layer in profile.layers[1:-1]
+    ]
+    assert profile.num_parameters == sum(p.numel() for p in made.parameters())
+    block = profile.classes[profile.layers[2].layer_class]
+    assert [cut.kind for cut in block.cuts] == ["attention", "mlp"]
+    assert "self_attn.q_proj.lora_B.default" in block.cuts[0].columns
+
+
+def test_a_module_gets_adapters_too() -> None:
+    pytest.importorskip("peft")
+
+    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
+    found = mw.plan(model, batch=batch, loss=_squares, gpus=2, device="cpu", global_batch=8, lora={"r": 2})
+
+    assert found.profile.num_parameters == 3 * 72 + 2 * 2 * 16
+    assert not any(hasattr(each, "lora_A") for each in model.modules())
+
+
+def _squares(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return (output - batch[1]).square().mean()
+
+
+def test_a_plan_remembers_its_adapters(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    flags = ("--gpus", "2", "--device", "cpu", "-b", "8", "-q")
+    assert run_plan(net, *flags, "-o", "plain.json") == 0
+    assert run_plan(net, *flags, "--lora", "r=4,targets=up", "-o", "plan.json") == 0
+
+    plan = load_plan(Path("plan.json"))
+    assert plan.model.source == "net.py@lora:r=4,targets=up"
+    assert plan.model.fingerprint != load_plan(Path("plain.json")).model.fingerprint
+    assert mw.load("plan.json").profile.fingerprint == plan.model.fingerprint
+    assert model_of(plan, "elsewhere/net.py") == "elsewhere/net.py@lora:r=4,targets=up"
+    assert run_plan("explain", "plan.json", "--lora", "r=4") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["net", "llama"])
+def test_a_plan_with_adapters_is_verified_as_the_model_that_it_says(model: str, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("peft")
+    source = request.getfixturevalue(model)
+    pins = ("--pin", "tensor=2", "--pin", "data_replicate=2")
+
+    assert run_plan(source, "--lora", "r=4,dropout=0.1", "--gpus", "4", "--device", "cpu", "-b", "8", "-q", *pins) == 0
+
+    report = mw.load("plan.json").verify()
+    assert report.ok, report.lines
+    assert any("lora_B" in difference.what for difference in report.largest.values())
