@@ -52,11 +52,13 @@ def trace(
     *,
     seq_len: int | None = None,
     lengths: bool = False,
+    cuts: bool = True,
     progress: Progress = lambda layer, done, total: None,
 ) -> ModelProfile:
     """Profile of the model at `seq_len` tokens per sample (default: its own length).
 
     lengths: run it at two shorter lengths as well, so that at_seq_len gives the profile at any length.
+    cuts: look for what tensor parallelism may cut, and run layers cut, too, which takes most of the time.
     Raises ValueError in words where the model cannot be built, does not take its batch, or decides by values.
     """
     if seq_len is not None:
@@ -64,7 +66,7 @@ def trace(
     with without_garbage_collection():
         try:
             try:
-                return _on_fake_tensors(loaded, lengths, progress, may_loop=False)
+                return _on_fake_tensors(loaded, lengths, progress, may_loop=False, cuts=cuts)
             except TokenByTokenError:
                 return _of_few_tokens(loaded, lengths, progress)
         except DecidesByValuesError as decision:
@@ -72,16 +74,22 @@ def trace(
 
 
 def _on_fake_tensors(
-    loaded: LoadedModel, lengths: bool, progress: Progress, *, may_loop: bool = True, notes: tuple[str, ...] = ()
+    loaded: LoadedModel,
+    lengths: bool,
+    progress: Progress,
+    *,
+    may_loop: bool = True,
+    cuts: bool = True,
+    notes: tuple[str, ...] = (),
 ) -> ModelProfile:
     """may_loop: else Raises TokenByTokenError when a module runs operators as many as there are tokens."""
     most = None if may_loop or loaded.seq_len is None else max(FEWEST_OPERATORS, loaded.seq_len)
     try:
-        return _profile(fake_model(loaded, torch.bfloat16), notes, lengths, progress, most)
+        return _profile(fake_model(loaded, torch.bfloat16), notes, lengths, progress, most, cuts)
     except ValueError as error:
         note = f"profiled in float32, because it does not run in bfloat16: {error}"
         try:
-            return _profile(fake_model(loaded, torch.float32), (*notes, note), lengths, progress, most)
+            return _profile(fake_model(loaded, torch.float32), (*notes, note), lengths, progress, most, cuts)
         except ValueError:
             raise error from None
 
@@ -130,6 +138,7 @@ def _profile(
     lengths: bool,
     progress: Progress,
     most_operators: int | None = None,
+    cuts: bool = True,
 ) -> ModelProfile:
     loaded = fake.loaded
     _check_trainable(fake)
@@ -138,7 +147,7 @@ def _profile(
     _check_sizes(loaded, chain, sizes)
     _check_positions(loaded, sizes)
     firsts = sorted(set(chain.representatives()))
-    found = _found_cuts(fake, chain, sizes, firsts)
+    found = _found_cuts(fake, chain, sizes, firsts) if cuts else dict.fromkeys(firsts, Found())
     problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
     profile = _profile_at(fake, chain, sizes, found, problem, notes, progress)
     coupling = coupling_of(loaded, profile, sizes)
