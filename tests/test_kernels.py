@@ -149,7 +149,7 @@ def test_casts_to_fp8_move_six_bytes_of_each_activation_and_none_of_weights() ->
 def test_a_product_cut_to_hide_an_exchange_is_a_launch_for_each_piece() -> None:
     operators = (product_op("up", "forward", 4096, 8192, 2048), product_op("down", "backward_input", 4096, 8192, 2048))
     empty = dict.fromkeys(("saved", "inputs", "forward_transient", "backward_transient"), Bytes())
-    cut = TensorCut(kind="mlp", columns=("up",), rows=("down",))
+    cut = TensorCut(kind="mlp", columns=("up",), rows=("down",), units=(8,), sharded={})
 
     found = beside(Costs(operators=operators, **empty), [cut], H100, "bf16", 2, 1, 8)
 
