@@ -42,10 +42,8 @@ def case_of(plan: Plan, measured_s: float) -> Case:
     [
         ("A100: sustained", plan_on("a100-80gb"), True),
         ("A100: sustained", plan_on("h100-80gb"), False),
-        ("CAST_BYTES", plan_on("h100-80gb"), False),
-        ("CAST_BYTES", plan_on("h100-80gb", precision="fp8"), True),
-        ("megatron-core: low_precision", plan_on("b200", "megatron-core"), False),
-        ("megatron-core: low_precision", plan_on("b200", "megatron-core", precision="fp8"), True),
+        ("megatron-core: casts", plan_on("b200", "megatron-core"), False),
+        ("megatron-core: casts", plan_on("b200", "megatron-core", precision="fp8"), True),
         ("megatron-core: fusion", plan_on("h100-80gb", "megatron-core+graphs"), True),
         ("megatron-core: fusion", plan_on("h100-80gb", "megatron-2023"), False),
         ("Omni-Path bandwidth", plan_on("v100-32gb"), False),

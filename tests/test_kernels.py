@@ -26,9 +26,10 @@ from meshwright.planner.cost.kernels import (
     product_s,
     products_s,
 )
+from meshwright.planner.cost.pieces_cost import beside
 from meshwright.planner.cost.software import load_software
 from meshwright.profiler.machine.cluster import Device, Group, Link, device_names, load_device
-from meshwright.profiler.model.model_profile import Bytes, Costs, OpProfile
+from meshwright.profiler.model.model_profile import Bytes, Costs, OpProfile, TensorCut
 from support.synthetic import expert_bank
 
 H100 = load_device("h100-80gb")
@@ -129,6 +130,34 @@ def test_a_fused_attention_operator_is_priced_by_its_heads() -> None:
     assert narrow > 1.2 * wide
     slower = H100.model_copy(update={"sustained": H100.sustained / 2})
     assert operator_s(op(16, 256.0), slower, "bf16", 2, 1, 1) == pytest.approx(2 * wide, rel=0.05)
+
+
+def product_op(module: str, part: str, rows: float, inner: float, columns: float) -> OpProfile:
+    sides = tuple((value, 0.0, 0.0, 0.0) for value in (rows, inner, columns))
+    flops = (2 * rows * inner * columns, 0.0, 0.0, 0.0)
+    return OpProfile(name="mm", module=module, kind="matmul", part=part, flops=flops, shape=sides)  # type: ignore[arg-type]
+
+
+def test_casts_to_fp8_move_six_bytes_of_each_activation_and_none_of_weights() -> None:
+    op = product_op("up", "forward", 4096, 8192, 16384)
+
+    usual, half = (operator_s(op, H100.model_copy(update={"casts": casts}), "fp8", 2, 1, 1) for casts in (1.0, 0.5))
+
+    assert usual - half == pytest.approx(0.5 * 6 * 4096 * 8192 / (H100.bandwidth * H100.bandwidth_efficiency))
+
+
+def test_a_product_cut_to_hide_an_exchange_is_a_launch_for_each_piece() -> None:
+    operators = (product_op("up", "forward", 4096, 8192, 2048), product_op("down", "backward_input", 4096, 8192, 2048))
+    empty = dict.fromkeys(("saved", "inputs", "forward_transient", "backward_transient"), Bytes())
+    cut = TensorCut(kind="mlp", columns=("up",), rows=("down",), units=(8,), sharded={})
+
+    found = beside(Costs(operators=operators, **empty), [cut], H100, "bf16", 2, 1, 8)
+
+    again = 7 * families()["hopper"].products["bf16"].launch
+    assert (found.forward_s, found.backward_s) == pytest.approx((again, again))
+    whole = operator_s(operators[0], H100, "bf16", 2, 1, 8)
+    assert (found.gathers, found.sums) == (pytest.approx((whole,)), (0.0,))
+    assert found.gradient_gathers == pytest.approx((whole,))
 
 
 def fused_attention(heads: float, length: float, width: float) -> OpProfile:

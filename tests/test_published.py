@@ -391,6 +391,17 @@ def test_stages_are_laid_out_as_megatron_writes_them() -> None:
 
 
 @pytest.mark.slow
+def test_a_profile_without_cuts_prices_a_row_that_cuts_nothing_alike() -> None:
+    setting, cluster = setting_of(row(model__n_layers=4)), place(row()).cluster
+
+    fast, plan = Pricer().estimate(setting, cluster)
+    full, planned = Pricer(planning=True).estimate(setting, cluster)
+
+    assert plan.model.fingerprint != planned.model.fingerprint
+    assert (fast.step_time_s, fast.memory) == (full.step_time_s, full.memory)
+
+
+@pytest.mark.slow
 def test_offloaded_layers_are_the_models_first() -> None:
     each = row(config__cpu_offload_layers=3)
 
@@ -432,6 +443,8 @@ def test_the_hybrid_that_is_known_by_name_has_its_parameters() -> None:
     assert profile_of("hybrid", sizes).num_parameters == pytest.approx(31.6e9, rel=0.01)
 
 
+NEMO = {"config__framework": "NeMo/Megatron-Core", "cluster__gpu": "H100-SXM5-80GB", "model__name": "Llama2-7B"}
+
 BEFORE_ZERO_2 = {"config__framework": "Megatron-DeepSpeed", "cluster__gpu": "V100-SXM2-32GB", "software": "2021"}
 
 
@@ -440,6 +453,11 @@ BEFORE_ZERO_2 = {"config__framework": "Megatron-DeepSpeed", "cluster__gpu": "V10
     [
         ({"config__framework": "Megatron-LM", "cluster__gpu": "A100-SXM4-80GB"}, "megatron-2021", "bf16"),
         ({"config__framework": "NeMo/Megatron-Core", "cluster__gpu": "H100-SXM5-80GB"}, "megatron-core", "bf16"),
+        (NEMO | {"software": "NeMo 24.03.01"}, "megatron-core+flash-2", "bf16"),
+        (NEMO | {"software": "NeMo 24.07", "notes": "GPT/Llama attention: TE fused."}, "megatron-core", "bf16"),
+        (NEMO | {"software": "NeMo 24.07", "notes": "GPT attention: TE fused."}, "megatron-core+flash-2", "bf16"),
+        (NEMO | {"software": "NeMo 25.04", "config__precision": "fp8"}, "megatron-core", "fp8"),
+        (NEMO | {"config__precision": "fp8 (TE delayed scaling)"}, "megatron-core+delayed-scaling", "fp8"),
         ({"config__framework": "torchtitan (FSDP2)", "config__precision": "mxfp8"}, "fsdp2-eager+torchtitan", "fp8"),
         ({"config__framework": "torchtitan (FSDP2)", "config__compile": True}, "fsdp2-compile+torchtitan", "bf16"),
         ({"config__framework": "Composer + PyTorch FSDP1", "config__precision": "nvfp4"}, "fsdp1-flash1", "fp4"),

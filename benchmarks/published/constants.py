@@ -72,7 +72,7 @@ CONSTANTS: tuple[Constant, ...] = (
     _stack("megatron-core", "overlap", spread=0.5),
     _stack("megatron-core", "tensor_overlap", spread=0.5),
     _stack("megatron-core", "layer_s", spread=0.7),
-    _stack("megatron-core", "low_precision", spread=0.2),
+    _stack("megatron-core", "casts", spread=0.5),
     _stack("fsdp2-compile", "low_precision", spread=0.2),
     _stack("megatron-core", "step_s", spread=0.7),
     _stack("megatron-core", "routing_s", spread=0.5),
@@ -81,7 +81,6 @@ CONSTANTS: tuple[Constant, ...] = (
     _module("P2P_EXPOSED", 0.5),
     _module("STRAGGLING", 0.5),
     _module("MISALIGNED", 0.3),
-    _module("CAST_BYTES", 0.5),
 )
 
 OMNI_PATH_BELOW = 12e9
@@ -89,7 +88,7 @@ OMNI_PATH_BELOW = 12e9
 
 SHARES = ("sustained", "overlap", "tensor_overlap", "contention", "bandwidth_efficiency")
 """Fields that are shares of something."""
-_OF_LOW_PRECISION = ("low_precision", "CAST_BYTES")
+_OF_LOW_PRECISION = ("low_precision", "casts")
 _MODULES = (columns, compute_cost, layer_cost, software, stage_cost)
 
 

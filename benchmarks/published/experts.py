@@ -179,14 +179,14 @@ def outside_of_space(
 @cache
 def _pricer() -> Pricer:
     """Profiles that a process has made."""
-    return Pricer()
+    return Pricer(planning=True)
 
 
 def answered(asked: Question, time_limit_s: float) -> Beside:
     """Our answer to a question, beside the row's."""
     pricer = _pricer()
     setting, row = asked.setting, asked.row
-    profile = pricer.profile(setting.sizes, setting.name)
+    profile = pricer.profile(setting)
     priced, theirs = pricer.estimate(setting, asked.cluster)
     over = max(stage.over_bytes for stage in priced.memory)
     cluster = _holding(asked.cluster, over)

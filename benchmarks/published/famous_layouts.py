@@ -70,9 +70,9 @@ def measured_s(row: Row) -> float:
 
 def famous(name: str, row: Row, seconds: float) -> Famous:
     """The set-up of a row. seconds: for the search of a plan."""
-    pricer, setting, cluster = Pricer(), setting_of(row), place(row).cluster
+    pricer, setting, cluster = Pricer(planning=True), setting_of(row), place(row).cluster
     predicted, theirs = pricer.estimate(setting, cluster)
-    profile = pricer.profile(setting.sizes, setting.name)
+    profile = pricer.profile(setting)
     margin = margin_at(USUAL_RISK, profile, cluster.device.name) or 0.0
     training = theirs.training.model_copy(update={"memory_margin": margin})
     given = theirs.training

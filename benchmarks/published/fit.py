@@ -87,7 +87,7 @@ def cases_of(rows: Sequence[Row]) -> list[Case]:
             _, plan = pricer.estimate(setting, place(row).cluster)
         except (CannotPriceError, ValueError):
             continue
-        profile = pricer.profile(setting.sizes, setting.name)
+        profile = pricer.profile(setting)
         found.append(Case(row, plan, profile, row.step_s, row.weight, setting.repeated))
     return sorted(found, key=lambda case: case.profile.fingerprint)
 

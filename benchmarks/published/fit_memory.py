@@ -147,7 +147,7 @@ def cases_of(rows: Sequence[Row]) -> list[Case]:
             _, plan = pricer.estimate(setting, place(row).cluster)
         except CannotPriceError:
             continue
-        profile = pricer.profile(setting.sizes, setting.name)
+        profile = pricer.profile(setting)
         cases.append(Case(row, plan, profile, row.weight / math.sqrt(counts[row.file]), setting.repeated))
     return cases
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from meshwright.profiler.model.model_profile import Costs, CrossingTensor, LayerProfile, ModelProfile, OpProfile
@@ -15,12 +16,12 @@ TRACED_BLOCKS = 4
 _BLOCK = re.compile(r"^blocks\.(\d+)(?=\.|$)")
 
 
-def profile_of(name: str, sizes: Sizes) -> ModelProfile:
+def profile_of(name: str, sizes: Sizes, cuts: bool = True) -> ModelProfile:
     """Profile of the model, as tracing all of its blocks and `without_padding` give it, but for its fingerprint (tests
-    compare the two)."""
+    compare the two). cuts: as of `trace`."""
     if sizes.pattern:
-        return trace(loaded(name, sizes))
-    return without_padding(_grown_profile(name, sizes), sizes)
+        return trace(loaded(name, sizes), cuts=cuts)
+    return without_padding(_grown_profile(name, sizes, cuts), sizes)
 
 
 def without_padding(profile: ModelProfile, sizes: Sizes) -> ModelProfile:
@@ -55,11 +56,17 @@ def without_padding(profile: ModelProfile, sizes: Sizes) -> ModelProfile:
     return profile.model_copy(update={"classes": classes})
 
 
-def _grown_profile(name: str, sizes: Sizes) -> ModelProfile:
+def _grown_profile(name: str, sizes: Sizes, cuts: bool) -> ModelProfile:
     dense = sizes.mixture.dense_layers if sizes.mixture else 0
     fewer = min(sizes.num_layers, dense + TRACED_BLOCKS)
-    shallow = trace(loaded(name, replace(sizes, num_layers=fewer)))
+    shallow = _shallow(replace(sizes, num_layers=fewer), cuts).model_copy(update={"name": name})
     return _grown(shallow, dense + 1, sizes.num_layers - fewer)
+
+
+@cache
+def _shallow(sizes: Sizes, cuts: bool) -> ModelProfile:
+    """Profile that models of the same sizes, but for their depth, are grown from."""
+    return trace(loaded("model", sizes), cuts=cuts)
 
 
 def _grown(profile: ModelProfile, block: int, extra: int) -> ModelProfile:

@@ -47,8 +47,10 @@ class Priced:
 class Pricer:
     """Profiles and estimates of one run, each made once."""
 
-    def __init__(self) -> None:
-        self._profiles: dict[Sizes, ModelProfile] = {}
+    def __init__(self, *, planning: bool = False) -> None:
+        """planning: profiles are for other layouts, too, than those that they are asked for."""
+        self._planning = planning
+        self._profiles: dict[tuple[Sizes, bool], ModelProfile] = {}
         self._estimates: dict[tuple[Setting, str], tuple[Estimate, Plan]] = {}
 
     def price(self, row: Row) -> Priced:
@@ -84,17 +86,19 @@ class Pricer:
             return False
         return self.estimate(replace(setting, recompute="full"), cluster)[0].fits
 
-    def profile(self, sizes: Sizes, name: str) -> ModelProfile:
-        """Profile of a model, traced once per run."""
-        if sizes not in self._profiles:
-            self._profiles[sizes] = profile_of(name, sizes)
-        return self._profiles[sizes]
+    def profile(self, setting: Setting) -> ModelProfile:
+        """Profile of a setting's model, traced once per run; with what may be cut only where tensor ranks cut it,
+        as finding that takes most of the time."""
+        key = setting.sizes, self._planning or setting.shape.tensor > 1
+        if key not in self._profiles:
+            self._profiles[key] = profile_of(setting.name, *key)
+        return self._profiles[key]
 
     def estimate(self, setting: Setting, cluster: ClusterSpec) -> tuple[Estimate, Plan]:
         """Estimate and plan of a setting. Recompute that is not said is the least that nearly fits."""
         key = setting, cluster.model_dump_json()
         if key not in self._estimates:
-            profile = self.profile(setting.sizes, setting.name)
+            profile = self.profile(setting)
             if setting.recompute == "if needed":
                 choices = IF_NEEDED[:2] if setting.sizes.mixture else IF_NEEDED
             else:

@@ -491,11 +491,31 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
         "flat-optimizer": framework.startswith("InternEvo"),
         "half-moments": framework.startswith("Megatron-Bridge") and str(row.model["attn_type"]).startswith("MLA"),
         "torchtitan": framework.startswith("torchtitan"),
+        "delayed-scaling": _delays_scales(row),
+        "flash-2": _before_fused_attention(row),
         "token-drop": expert > 1 and any(word in row.notes for word in ("tokendrop", "token dropping")),
         "te-kernels": stack == "fsdp2-eager" and "kernels: TE" in row.notes,
         "compiled-loss": framework.startswith("torchtitan") and config["compile"] is True and _is_since_2025(row),
     }
     return "+".join([stack, *(name for name, on in variants.items() if on and name)])
+
+
+def _before_fused_attention(row: Row) -> bool:
+    """Whether a row is of NeMo before August 2024, when its launcher turned cuDNN's attention off ("until we've tested
+    it more", its configuration for container 24.03.01; on since pull request 422), and says of no model that it ran
+    fused attention all the same. It ran FlashAttention 2 then."""
+    if not re.match(r"NeMo 24\.0[1-7]", str(row.software)):
+        return False
+    told = re.search(r"([\w/]+) attention: TE fused", row.notes)
+    return told is None or not any(str(row.model["name"]).startswith(name) for name in told.group(1).split("/"))
+
+
+def _delays_scales(row: Row) -> bool:
+    """Whether a row's casts to fp8 use the scale of steps before: where it says so, and of Transformer Engine before
+    2025, which knew no other."""
+    before = str(row.software).startswith(("NeMo 24.", "Composer 2023"))
+    told = "delayed scaling" in f"{row.config['precision']} {row.notes}"
+    return row.is_low_precision and (told or before)
 
 
 def _is_since_2025(row: Row) -> bool:

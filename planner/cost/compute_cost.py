@@ -37,9 +37,14 @@ OPTIMIZER_BYTES = {"adamw": 28, "sgd": 12}
 BATCHED = 0.285
 """Speed of batched products (inside attention that is not fused) over that of large ones."""
 
-CAST_BYTES = 2.75
-"""Bytes moved to cast one element of the operands of a product to fp8 or fp4: 4 are read in bf16, written in low
-precision, and written once more transposed for the backward; fusion saves some."""
+CAST_BYTES = {"fp8": 6.0, "fp4": 7.5}
+"""Bytes moved to cast one element of the activations or gradients that a product reads to fp8 or fp4. fp8 with a scale
+of the tensor at hand reads 2 for its largest value and 2 to cast it, and writes 1, and 1 more transposed for the
+gradient of the weights. Measured of Transformer Engine's layers, casts and products less products alone, for each
+operand cast to one of the two, at 0.81 of the bandwidth: 5.5 on H200 and 6.1 on B300; 4.8 with scales of blocks (mxfp8,
+B300); 2.6 to 3.4 with scales of steps before, which read once less; 7.0 in nvfp4. In a layer some are fused with what
+comes before (`Software.casts`). Weights are cast once a step, which is not priced: Transformer Engine keeps them from
+the first micro-batch on, torchao casts shards before it gathers them."""
 
 LOW_PRECISIONS = ("fp8", "fp4")
 
@@ -258,7 +263,8 @@ def _kernels_s(table: OperatorTable, amounts: Amounts, device: Device, precision
     seconds = flops / speed + UNHIDDEN_TRAFFIC * traffic_s * (shows[:, None] & (flops > 0.0))
     seconds = np.maximum(seconds, traffic_s)
     if low:
-        cast = CAST_BYTES * (rows * inner + inner * columns) * (table.is_of_weights * (1.0 - table.parts[2]))[:, None]
+        are_cast = (table.is_of_weights * (1.0 - table.parts[2]))[:, None]
+        cast = CAST_BYTES[precision] * device.casts * rows * inner * are_cast
         seconds = seconds + cast / (device.bandwidth * device.bandwidth_efficiency)
     if precision in device.matmul_samples:  # what moving its operands takes is in the measured share
         for i, j in np.argwhere(table.is_product[:, None] & (flops > 0.0)).tolist():
@@ -328,8 +334,9 @@ def _products_s(
     speed = device.sustained * (device.low_precision_speed if low else device.product_speed)
     seconds = seconds / speed + usual.launch
     if low:
-        cast = groups * (rows * inner + inner * columns) * (1.0 - table.parts[2][mask])[:, None]
-        seconds += CAST_BYTES * cast / (device.bandwidth * device.bandwidth_efficiency) + device.launch
+        cast = CAST_BYTES[dtype] * device.casts * groups * rows * inner
+        cast_s = cast / (device.bandwidth * device.bandwidth_efficiency) + device.launch
+        seconds += cast_s * (1.0 - table.parts[2][mask])[:, None]
     found: Floats = np.where(flops > 0.0, seconds, device.launch)
     return found
 

@@ -39,6 +39,7 @@ from .layer_parts import (
 )
 from .memory_cost import MASTER_BYTES, StateBytes, state_bytes, uses_buffers, uses_fully_shard
 from .peak import Arrivals
+from .pieces_cost import ALONE, Beside, beside
 from .priced_layer import HeldParameter, LayerCost, Traffic
 from .sharding import padded_elements
 from .software import StackMemory, load_software
@@ -355,19 +356,49 @@ class CostModel:
         contexts = [self.context_of(kind, shape, stride) for stride in self.places(shape.context)]
         return min(c.forward_s for c in contexts), min(c.backward_s for c in contexts)
 
-    def tensor_s(self, traffic: TensorTraffic, computed: Seconds, links: GroupLinks) -> Exchanged:
-        """Exposed seconds of a layer's exchanges with tensor ranks over these links. computed: what the layer takes."""
+    def tensor_s(self, kind: Kind, shape: Shape, traffic: TensorTraffic, links: GroupLinks) -> Exchanged:
+        """Exposed seconds of a layer's exchanges with tensor ranks over these links, with what its products take longer
+        that are cut to hide them. Where products are priced by shape, each exchange hides behind the one beside it;
+        else all hide behind the layer."""
         seconds: dict[Part, float] = {"forward": 0.0, "backward": 0.0}
-        repeated_s, hidden = 0.0, self.hidden_tensor(links)
+        hidden_s: dict[Part, float] = {"forward": 0.0, "backward": 0.0}
+        repeated_s = repeated_hidden_s = 0.0
+        share, found, computed = self.hidden_tensor(links), self.beside(kind, shape), self.compute(kind, shape)
+        waiting = {
+            ("forward", "all_gather"): list(found.gathers),
+            ("forward", "reduce_scatter"): list(found.sums),
+            ("backward", "all_gather"): list(found.gradient_gathers),
+            ("backward", "reduce_scatter"): list(found.gradient_sums),
+        }
         for part, repeated, item in traffic:
             item_s = collective_s(item.kind, item.bytes, links)
+            product = waiting.get((part, item.kind))
+            away_s = share * item_s if found is ALONE or not product else min(share * item_s, product.pop(0))
             seconds[part] += item_s
-            repeated_s += item_s if repeated else 0.0
+            hidden_s[part] += away_s
+            if repeated:
+                repeated_s, repeated_hidden_s = repeated_s + item_s, repeated_hidden_s + away_s
+        pieces = found if share else ALONE
         return Exchanged(
-            unhidden_s(seconds["forward"], hidden, computed.forward),
-            unhidden_s(seconds["backward"], hidden, computed.backward),
-            unhidden_s(repeated_s, hidden, computed.forward),
+            seconds["forward"] - min(hidden_s["forward"], computed.forward) + pieces.forward_s,
+            seconds["backward"] - min(hidden_s["backward"], computed.backward) + pieces.backward_s,
+            repeated_s - min(repeated_hidden_s, computed.forward),
         )
+
+    def beside(self, kind: Kind, shape: Shape) -> Beside:
+        """Products of a layer that hide its exchanges with tensor ranks, where the stack cuts them for that."""
+        if shape.tensor == 1 or not self.software.tensor_overlap:
+            return ALONE
+        return self._beside(kind, shape)
+
+    @memo_by(lambda self, kind, shape: (*self._as_run(kind, shape), shape.samples))
+    def _beside(self, kind: Kind, shape: Shape) -> Beside:
+        mode, costs, tensor, chosen = self._mode(kind, shape)
+        if mode != "sequence":
+            return ALONE
+        cuts = [self.layer_class(kind).cuts[i] for i in chosen]
+        precision, element_bytes = self.training.precision, self.training.compute_bytes
+        return beside(costs, cuts, self.device, precision, element_bytes, shape.samples, tensor)
 
     def context_s(self, kind: Kind, shape: Shape, stride: int | None = None) -> Exchanged:
         """Exposed seconds of a layer's exchanges with context ranks; stride: as of `context_of`."""
@@ -465,7 +496,7 @@ class CostModel:
         state = state_bytes(shape, self.training)
         total, trainable = self.spread_of(kind, shape)
         tensor_traffic = self.tensor_traffic(kind, shape, option.recompute)
-        tensor = self.tensor_s(tensor_traffic, seconds, self.axis_links(shape, "tensor"))
+        tensor = self.tensor_s(kind, shape, tensor_traffic, self.axis_links(shape, "tensor"))
         in_root = kind.is_in_root(shape)
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
         own, own_trainable = self.spread_of(kind, shape, kind.held_before(shape))

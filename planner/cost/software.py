@@ -80,7 +80,11 @@ class Software(Frozen):
     name: str
     description: str
     matmul: float = Field(default=1.0, gt=0, le=10, description="speed of matmuls")
-    low_precision: float = Field(default=1.0, gt=0, le=10, description="speed of fp8 and fp4 matmuls, casts included")
+    low_precision: float = Field(default=1.0, gt=0, le=10, description="speed of fp8 and fp4 matmuls, casts aside")
+    casts: float = Field(
+        default=1.0, ge=0.3, le=1.5, description="share of the bytes moved to cast what fp8 and fp4 matmuls read"
+    )
+    delayed_scaling: bool = Field(default=False, description="casts to fp8 use the scales of steps before")
     attention: float = Field(default=1.0, gt=0, le=10, description="speed of fused attention: its kernel's generation")
     attention_kernel: Literal["torch", "flash-1", "flash-2", "cudnn"] = Field(
         default="torch", description="generation of its fused attention's kernels; torch: what torch chooses there"
@@ -160,6 +164,9 @@ class Software(Frozen):
             products = self.matmul * self.low_precision
             changes["low_precision_speed"] = device.low_precision_speed * products
             changes["product_speed"] = device.product_speed * self.matmul
+        casts = self.casts * (DELAYED_CASTS if self.delayed_scaling else 1.0)
+        if casts != 1.0:
+            changes["casts"] = device.casts * casts
         if self.attention != 1.0:
             changes["attention_efficiency"] = device.attention_efficiency * self.attention
             if device.attention_backward_efficiency is not None:
@@ -184,6 +191,9 @@ class Software(Frozen):
         """The network between hosts as this stack uses it."""
         return network.model_copy(update={"bandwidth": network.bandwidth * self.network})
 
+
+DELAYED_CASTS = 2 / 3
+"""Of the bytes of a cast, those that are left where its scale is known before: its input is read once, not twice."""
 
 ISSUING = 0.1
 """Of routing_s, what is left where the host does not wait. Assumption: 40 small kernels of 5 us."""
@@ -245,6 +255,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "overlapped-experts": {"expert_overlap": 0.8},
     "looped-experts": {"expert_s": 30e-6},
     "token-drop": {"drops_tokens": True},
+    "delayed-scaling": {"delayed_scaling": True},
+    "flash-2": {"attention_kernel": "flash-2"},
     "te-kernels": {"attention_kernel": "cudnn", "fusion": 0.42},
     **{name: {} for name in MEMORY_VARIANTS},
 }
@@ -252,9 +264,10 @@ VARIANTS: dict[str, dict[str, object]] = {
 asynchronous tensor parallelism; 0.6 is an assumption, published runs show that not all hides); gradients reduced in
 the 16-bit dtype; CUDA graphs of whole steps, or of parts of layers (half of all launches, an assumption); DeepEP or
 HybridEP; exchanges of tokens behind another micro-batch's work (DualPipe, Megatron's 1F1B with overlapped all-to-all:
-0.8 is an assumption); experts in a Python loop (6 kernels of 5 us for each); experts of a fixed capacity; attention
-by cuDNN and fused norms, rotary and SwiGLU of Transformer Engine in a stack of torch's (as much fused as torch.compile
-is found to do)."""
+0.8 is an assumption); experts in a Python loop (6 kernels of 5 us for each); experts of a fixed capacity; casts to fp8
+by the scales of steps before, which read their input once and not twice; FlashAttention 2's kernels;
+attention by cuDNN and fused norms, rotary and SwiGLU of Transformer Engine in a stack of torch's (as much fused as
+torch.compile is found to do)."""
 
 
 def load_software(name_or_path: str) -> Software:

@@ -387,8 +387,8 @@ class ShapeBounds:
         """What a kind exchanges on an axis whose ranks are so far apart."""
         model = self.model
         if axis == "tensor":
-            traffic, computed = model.tensor_traffic(kind, shape, way), model.compute(kind, shape)
-            return model.tensor_s(traffic, computed, model.links(shape.tensor, stride))
+            traffic = model.tensor_traffic(kind, shape, way)
+            return model.tensor_s(kind, shape, traffic, model.links(shape.tensor, stride))
         return (model.context_s if axis == "context" else model.expert_s)(kind, shape, stride)
 
     def _columns_of(self, family: Family, leaves: Leaves) -> _Columns:

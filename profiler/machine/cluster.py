@@ -102,6 +102,7 @@ class Device(Frozen):
         le=10,
         description="speed of fp8 and fp4 products over that of the family's, beside `sustained`",
     )
+    casts: float = Field(default=1.0, gt=0, le=10, description="share of the bytes moved by casts to fp8 and fp4")
     attention_efficiency: float = Field(gt=0, le=1, description="share of peak that fused attention reaches")
     attention_backward_efficiency: float | None = Field(
         default=None, gt=0, le=1, description="the same of its backward, where it was measured"

@@ -52,22 +52,24 @@ def trace(
     *,
     seq_len: int | None = None,
     lengths: bool = False,
+    cuts: bool = True,
     progress: Progress = lambda layer, done, total: None,
 ) -> ModelProfile:
     """Profile of the model at `seq_len` tokens per sample (default: its own length).
 
     lengths: run it at two shorter lengths as well, so that at_seq_len gives the profile at any length.
+    cuts: look for what tensor parallelism may cut, and run layers cut, too, which takes most of the time.
     Raises ValueError in words where the model cannot be built, does not take its batch, or decides by values.
     """
     if seq_len is not None:
         loaded = loaded.with_seq_len(seq_len)
     with without_garbage_collection():
         try:
-            return _without_numbers(loaded, lengths, progress)
+            return _without_numbers(loaded, lengths, progress, cuts)
         except DecidesByValuesError as error:
             decision = str(error)
         try:
-            profile = _without_numbers(loaded, lengths, progress, knows_layout=True)
+            profile = _without_numbers(loaded, lengths, progress, cuts, knows_layout=True)
         except DecidesByValuesError:
             return _on_real_tensors(loaded, decision, lengths, progress)
         note = f"goes the way of its batch function's integers, by which {decision} decides: others may lead elsewhere"
@@ -75,10 +77,10 @@ def trace(
 
 
 def _without_numbers(
-    loaded: LoadedModel, lengths: bool, progress: Progress, *, knows_layout: bool = False
+    loaded: LoadedModel, lengths: bool, progress: Progress, cuts: bool, *, knows_layout: bool = False
 ) -> ModelProfile:
     try:
-        return _on_fake_tensors(loaded, lengths, progress, may_loop=False, knows_layout=knows_layout)
+        return _on_fake_tensors(loaded, lengths, progress, may_loop=False, cuts=cuts, knows_layout=knows_layout)
     except TokenByTokenError:
         return _of_few_tokens(loaded, lengths, progress, knows_layout)
 
@@ -90,17 +92,18 @@ def _on_fake_tensors(
     *,
     may_loop: bool = True,
     knows_layout: bool = False,
+    cuts: bool = True,
     notes: tuple[str, ...] = (),
 ) -> ModelProfile:
     """may_loop: else Raises TokenByTokenError when a module runs operators as many as there are tokens."""
     most = None if may_loop or loaded.seq_len is None else max(FEWEST_OPERATORS, loaded.seq_len)
     try:
-        return _profile(fake_model(loaded, torch.bfloat16, knows_layout), notes, lengths, progress, most)
+        return _profile(fake_model(loaded, torch.bfloat16, knows_layout), notes, lengths, progress, most, cuts)
     except ValueError as error:
         note = f"profiled in float32, because it does not run in bfloat16: {error}"
         try:
             fake = fake_model(loaded, torch.float32, knows_layout)
-            return _profile(fake, (*notes, note), lengths, progress, most)
+            return _profile(fake, (*notes, note), lengths, progress, most, cuts)
         except ValueError:
             raise error from None
 
@@ -151,6 +154,7 @@ def _profile(
     lengths: bool,
     progress: Progress,
     most_operators: int | None = None,
+    cuts: bool = True,
 ) -> ModelProfile:
     loaded = fake.loaded
     _check_trainable(fake)
@@ -159,7 +163,7 @@ def _profile(
     _check_sizes(loaded, chain, sizes)
     _check_positions(loaded, sizes)
     firsts = sorted(set(chain.representatives()))
-    found = _found_cuts(fake, chain, sizes, firsts)
+    found = _found_cuts(fake, chain, sizes, firsts) if cuts else dict.fromkeys(firsts, Found())
     problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
     profile = _profile_at(fake, chain, sizes, found, problem, notes, progress)
     coupling = coupling_of(loaded, profile, sizes)
