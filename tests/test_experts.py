@@ -66,7 +66,7 @@ def test_their_layout_is_the_answer_where_time_is_up_before_the_space_is_searche
     (asked,) = questions([chosen()])
     pricer = Pricer()
     priced, theirs = pricer.estimate(asked.setting, asked.cluster)
-    explorer = Explorer(pricer.profile(asked.setting.sizes, "small"), asked.cluster, theirs.training)
+    explorer = Explorer(pricer.profile(asked.setting), asked.cluster, theirs.training)
     whole = explorer.explore
 
     def out_of_time(pins: Pins, deadline: float, **more: Any) -> Outcome:
@@ -95,8 +95,8 @@ def test_a_device_is_taken_to_hold_what_ran_on_it() -> None:
 
 def test_what_the_space_does_not_hold_is_named() -> None:
     (asked,) = questions([chosen()])
-    pricer = Pricer()
-    plan, profile = pricer.estimate(asked.setting, asked.cluster)[1], pricer.profile(asked.setting.sizes, "small")
+    pricer = Pricer(planning=True)
+    plan, profile = pricer.estimate(asked.setting, asked.cluster)[1], pricer.profile(asked.setting)
     torn = plan.model_copy(update={"degrees": plan.degrees.model_copy(update={"tensor": 3})})
 
     assert outside_of_space(plan, profile, everything=False) == ()

@@ -164,3 +164,18 @@ def test_what_other_functions_than_a_forward_call_is_counted_apart(size: int) ->
     assert own == [("block", 0), ("add", 0), ("add", 1)]
     assert {"halved.add", "halved.stack"} <= apart
     assert ("_masked.add" in apart) == (size > 1)
+
+
+def test_who_calls_a_sequential_names_nothing() -> None:
+    """Its relu is called by torch's own forward, whoever calls that: a profiler and a trainer do."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    seen: list[str] = []
+    x = torch.ones(1, 4)
+
+    def called_here() -> None:
+        model(x)
+
+    with Producers(model, ["0", "2"], on_produced=lambda producer, tensor: seen.append(producer.name)):
+        called_here()
+
+    assert seen == ["0", "relu", "2"]

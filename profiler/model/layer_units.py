@@ -55,7 +55,7 @@ def _wrapped(root: nn.Module) -> str:
 
 def _is_adapted(module: nn.Module) -> bool:
     """Whether it is a layer with an adapter beside it, by PEFT's name for the layer."""
-    return isinstance(module._modules.get("base_layer"), nn.Module)
+    return any(name == "base_layer" for name, _ in module.named_children())
 
 
 def _containers(root: nn.Module, closed: frozenset[str], fewest: int = 2) -> list[str]:

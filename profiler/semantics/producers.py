@@ -215,6 +215,10 @@ def _caller() -> str:
     """The name of the function that calls a torch function, and a dot; '' if that is a forward."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_ABOVE):
+        if (
+            frame.f_code.co_name == "forward"
+        ):  # of a module of torch's, such as a Sequential: who calls that is not asked
+            return ""
         frame = frame.f_back
     return "" if frame is None else _named(frame.f_code)
 
