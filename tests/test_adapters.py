@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.execution.adapters import with_adapters
+from benchmarks.execution.adapters import LoraLinear, with_adapters
 from meshwright.executor.measuring.verify import Training, VerifyReport, beside_one_process
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.layer_units import find_units
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import LayerClass, ModelProfile
@@ -116,26 +117,37 @@ def test_adapters_are_cut_with_their_bases(build: Callable[[float], nn.Module]) 
     assert not any("lora" in note for note in _model(build)[1].notes)
 
 
-def test_what_is_read_beside_the_rows_keeps_a_layer_whole() -> None:
-    """An adapter whose first matrix reads the cut features, and a sum of them that the stream is given as well."""
+def test_a_wrapped_model_with_adapters_has_the_layers_of_the_model() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
 
-    class Leaking(nn.Module):
+        def get_base_model(self) -> nn.Module:
+            return self.model
+
+    def stages() -> nn.Module:
+        halves = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in "ab")) for _ in "cd"
+        )
+        return nn.Sequential(nn.Linear(8, 8), *halves, nn.Linear(8, 8))
+
+    plain = find_units(stages())
+    assert len(plain.names) == 6
+    assert find_units(Wrapped(with_adapters(stages()))) == plain.inside("model")
+    assert find_units(Wrapped(with_adapters(Net()))) == find_units(Net()).inside("model")
+
+
+def test_a_layer_with_an_adapter_is_no_container_of_layers() -> None:
+    class Loose(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-            self.side = nn.Linear(4 * WIDTH, 4)
-            self.back = nn.Linear(4, WIDTH)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = functional.gelu(self.up(x))
-            return x + self.down(h) + self.back(self.side(h)) + h.mean(-1, keepdim=True)
+    adapted = Loose()
+    adapted.first, adapted.second = LoraLinear(adapted.first), LoraLinear(adapted.second)  # type: ignore[assignment]
 
-    def net() -> nn.Module:
-        return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Leaking(), Leaking(), nn.Linear(WIDTH, VOCABULARY))
-
-    profile = trace(load_model(net, batch=_batch, loss=_loss))
-
-    assert not [cut for found in profile.classes for cut in found.cuts if "down" in cut.rows]
+    assert find_units(adapted) == find_units(Loose())
 
 
 def _report(

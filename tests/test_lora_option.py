@@ -179,7 +179,7 @@ def _squares(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 def test_a_plan_remembers_its_adapters(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
-    flags = ("--gpus", "2", "--device", "cpu", "-b", "8", "-q")
+    flags = ("--gpus", "2", "--device", "cpu", "-b", "8", "-q", "--pin", "pipeline=1")
     assert run_plan(net, *flags, "-o", "plain.json") == 0
     assert run_plan(net, *flags, "--lora", "r=4,targets=up", "-o", "plan.json") == 0
 
@@ -189,6 +189,9 @@ def test_a_plan_remembers_its_adapters(net: str, tmp_path: Path, monkeypatch: py
     assert mw.load("plan.json").profile.fingerprint == plan.model.fingerprint
     assert model_of(plan, "elsewhere/net.py") == "elsewhere/net.py@lora:r=4,targets=up"
     assert run_plan("explain", "plan.json", "--lora", "r=4") == 2
+    assert (
+        "the adapters (r=4,targets=up), which the model must have" in mw.load("plan.json").export("accelerate").notes[0]
+    )
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...profiler.machine.units import format_seconds
+from ...profiler.model.source import LORA
 from ..plan.document import Plan, parts_in_words, parts_of
 from .accelerate import accelerate_settings
 from .deepspeed import deepspeed_settings
@@ -43,7 +44,9 @@ def export(plan: Plan, target: str) -> Export:
         raise ValueError(f"cannot export to {target!r}: choose {', '.join(TARGETS)}")
     chosen: Target = next(name for name in TARGETS if name == target)
     _refuse_everywhere(plan, chosen)
-    notes: list[str] = []
+    adapters = plan.model.source.partition(LORA)[2]
+    notes = [f"the adapters ({adapters}), which the model must have: with all of it trained it needs more memory"]
+    notes = notes if adapters else []
     if chosen == "megatron":
         words = megatron_words(plan, notes)
         text = _command_line(plan, chosen, words, notes, 'pretrain_gpt.py "${MEGATRON_ARGS[@]}"')
