@@ -27,7 +27,7 @@ from meshwright.profiler.machine.cluster import ClusterSpec, Device, Group, Link
 from meshwright.profiler.model.model_profile import ModelProfile
 from support import slow
 from support.strategies import ROUNDING, any_links, clusters, factors, jobs, log_floats, models, plans, priced, sizes
-from support.synthetic import SEQ_LEN, cluster, layer_class, profile
+from support.synthetic import SEQ_LEN, cluster, device, layer_class, profile
 from support.zoo import zoo_profile
 
 GIB = 2**30
@@ -145,6 +145,20 @@ def test_more_of_it_never_makes_the_optimum_slower(
     after_s = optimum_s(model, BETTER[what](on, factor), training)
 
     assert after_s <= before_s * (1 + ROUNDING)
+
+
+def test_what_tensor_ranks_cut_is_chosen_for_every_place_they_can_take() -> None:
+    """With slow links in the host two of three layers were worth cutting, with faster ones all; across a slow network,
+    where the best plan has its tensor ranks, two are best with either: the faster host had the slower plan."""
+    few, many = (layer_class(f"c{i}", 1e10, 1_000_000, 0.0, moved, 1e3, 2) for i, moved in enumerate((1e5, 10**5.5)))
+    model = profile([few, many], [0, 0, 1], 1e7)
+    slow_links = device(memory=0.5e9, link=Link(bandwidth=10**9.5, latency=1e-5))
+    on = cluster(2, 2, slow_links, Link(bandwidth=1e8, latency=1e-3))
+    training = TrainingSpec(global_batch=4, seq_len=SEQ_LEN, memory_margin=0.0)
+
+    before_s = optimum_s(model, on, training)
+
+    assert optimum_s(model, BETTER["link bandwidth"](on, 2.0), training) <= before_s
 
 
 def ideal(on: ClusterSpec) -> ClusterSpec:

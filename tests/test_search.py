@@ -58,7 +58,7 @@ def random_instance(seed: int) -> tuple[ModelProfile, ClusterSpec, TrainingSpec]
 
 def space_of(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> Space:
     """The whole space, with the cuts that are worth trying."""
-    return Space(model, on, training, Pins(), CutChoice(CostModel(model, on, training)).faster)
+    return Space(model, on, training, Pins(), CutChoice(CostModel(model, on, training)).worth_trying)
 
 
 def every_plan(model: ModelProfile, on: ClusterSpec, training: TrainingSpec) -> "itertools.chain[Plan]":

@@ -183,7 +183,7 @@ MOST_CHUNKS = 8
 class Space:
     """All shapes of a model on a cluster for a job, minus what the user pinned away.
 
-    rejected: rule -> shapes it excludes. Pinned-away shapes are not part of the space. faster: the cuts that are worth
+    rejected: rule -> shapes it excludes. Pinned-away shapes are not part of the space. choices: the cuts that are worth
     trying under a shape beside all that its tensor degree divides.
     """
 
@@ -193,10 +193,10 @@ class Space:
         cluster: ClusterSpec,
         training: TrainingSpec,
         pins: Pins,
-        faster: Callable[[Shape], Cuts | None] = lambda shape: None,
+        choices: Callable[[Shape], tuple[Cuts, ...]] = lambda shape: (),
     ) -> None:
         check_parts(profile, pins.recompute)
-        self._faster = faster
+        self._worth_trying = choices
         self.profile = profile
         self.cluster = cluster
         self.training = training
@@ -302,8 +302,8 @@ class Space:
         if key not in self._known_choices:
             whole = Shape(1, split.data, split.tensor, 1, 1, 1, split.sequence, context=split.context)
             shapes = (replace(whole, micro_batch=n, num_microbatches=count) for n, count in self.micro_batches(split))
-            found = dict.fromkeys(map(self._faster, shapes))
-            self._known_choices[key] = tuple(cuts for cuts in found if cuts is not None)
+            found = dict.fromkeys(cuts for shape in shapes for cuts in self._worth_trying(shape))
+            self._known_choices[key] = tuple(found)
         return self._known_choices[key]
 
     def _degree_rule(self, pipeline: int, data: int) -> str | None:

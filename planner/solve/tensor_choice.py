@@ -2,6 +2,7 @@
 
     minimise    sum_w seconds_w x_w + sum_e seconds_e y_e
     subject to  (module)  sum_{w that cut module n} x_w <= 1       each module n that several ways would cut
+                (some)    sum_w x_w >= 1                           unless layers on slices need cuts anyway
                 (entry)   y_e >= x_w                               each tensor e that columns of way w read
 
 x_w in {0, 1}: modules of way w are cut (columns and the row after them, a vocabulary, ...), not left whole; seconds_w:
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 import pulp
 
 from ...profiler.model.model_profile import Costs, ModelProfile
-from ..cost.comm_cost import collective_s
+from ..cost.comm_cost import GroupLinks, collective_s
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..plan.legality import chosen_cuts, runs_on_slices
@@ -49,8 +50,8 @@ class Way:
     entries: tuple[tuple[str, float], ...] = ()
 
 
-def best_ways(ways: Sequence[Way], solver: str | None = None) -> tuple[frozenset[int], float]:
-    """(ways that are cut, by index; what they add to a step) at the least seconds."""
+def best_ways(ways: Sequence[Way], solver: str | None = None, some: bool = False) -> tuple[frozenset[int], float]:
+    """(ways that are cut, by index; what they add to a step) at the least seconds; some: at least one is cut."""
     taken: set[int] = set()
     unclear = [i for i, way in enumerate(ways) if way.seconds < 0.0]
     for i in list(unclear):
@@ -61,6 +62,8 @@ def best_ways(ways: Sequence[Way], solver: str | None = None) -> tuple[frozenset
     unclear = [i for i in unclear if i not in taken and _may_pay(ways, unclear, i)]
     if unclear:
         taken |= _solved(ways, frozenset(taken), unclear, solver)
+    if some and ways and not taken:
+        taken = _solved(ways, frozenset(), range(len(ways)), solver, some)
     return frozenset(taken), added_s(ways, taken)
 
 
@@ -76,7 +79,9 @@ def added_s(ways: Sequence[Way], taken: frozenset[int] | set[int]) -> float:
     return sum(ways[i].seconds for i in taken) + sum(entries.values())
 
 
-def _solved(ways: Sequence[Way], taken: frozenset[int], unclear: Sequence[int], solver: str | None) -> set[int]:
+def _solved(
+    ways: Sequence[Way], taken: frozenset[int], unclear: Sequence[int], solver: str | None, some: bool = False
+) -> set[int]:
     problem = pulp.LpProblem("cuts", pulp.LpMinimize)
     x = {i: problem.add_variable(f"x_{i}", cat="Binary") for i in unclear}
     paid = {name for i in taken for name, _ in ways[i].entries}
@@ -90,6 +95,8 @@ def _solved(ways: Sequence[Way], taken: frozenset[int], unclear: Sequence[int], 
         for name, _ in ways[i].entries:
             if name in y:
                 problem += y[name] >= x[i]
+    if some:
+        problem += pulp.lpSum(x.values()) >= 1
     costs = [MS * ways[i].seconds * x[i] for i in unclear] + [MS * entries[name] * y[name] for name in y]
     problem.setObjective(pulp.lpSum(costs))
     solve(problem, MOST_SOLVER_S, solver)
@@ -101,38 +108,43 @@ class CutChoice:
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
-        self._tables: dict[tuple[int, bool, float], _CutTable | None] = {}
+        self._tables: dict[tuple[int, bool, float, int], _CutTable | None] = {}
         self._tied: dict[tuple[CutOf, ...], list[list[CutOf]]] = {}
         self._kinds: dict[int, Kind] = {}
         self._counts: Counter[int] = Counter(kind.layer_class for kind in model.kinds)
         for kind in model.kinds:
             self._kinds.setdefault(kind.layer_class, kind)
 
-    def faster(self, shape: Shape) -> Cuts | None:
-        """The cuts that make the layers fastest under a shape, if leaving others whole is worth it; None if the best is
-        to cut all that the degree divides. Least time is compute, tensor traffic inside a host, and the optimizer
-        sharded over all data ranks: what the bound of a shape's family counts."""
+    def worth_trying(self, shape: Shape) -> tuple[Cuts, ...]:
+        """For each way in which tensor ranks can sit on the hosts, neighbours first: the cuts that make the layers
+        fastest, if leaving others whole is worth it; none where the best is to cut all that the degree divides."""
         if shape.tensor == 1:
-            return None
-        table = self._table(shape)
+            return ()
+        found = dict.fromkeys(self._fastest(shape, stride) for stride in self.model.places(shape.tensor))
+        return tuple(cuts for cuts in found if cuts is not None)
+
+    def _fastest(self, shape: Shape, stride: int) -> Cuts | None:
+        """Least time is compute, traffic between tensor ranks `stride` apart, and the optimizer sharded over all data
+        ranks: what the bound of a shape's family counts."""
+        table = self._table(shape, stride)
         if table is None:
             return None
         ways = table.ways(shape.num_microbatches, shape.data)
-        taken, seconds = best_ways(ways)
-        if len(taken) == len(ways) or not (taken or table.fixed):
+        taken, seconds = best_ways(ways, some=not table.fixed)
+        if len(taken) == len(ways):
             return None
         saved = added_s(ways, frozenset(range(len(ways)))) - seconds
         return table.cuts(taken) if saved > WORTH * shape.num_microbatches * table.all_cut_s else None
 
-    def _table(self, shape: Shape) -> "_CutTable | None":
-        key = shape.tensor, shape.sequence, shape.samples
+    def _table(self, shape: Shape, stride: int) -> "_CutTable | None":
+        key = shape.tensor, shape.sequence, shape.samples, stride
         if key not in self._tables:
-            self._tables[key] = self._table_of(shape)
+            self._tables[key] = self._table_of(shape, stride)
         return self._tables[key]
 
-    def _table_of(self, shape: Shape) -> "_CutTable | None":
+    def _table_of(self, shape: Shape, stride: int) -> "_CutTable | None":
         """What each way of this shape's layers adds; None if there is nothing to choose."""
-        every = replace(shape, cuts=None)
+        every, links = replace(shape, cuts=None), self.model.links(shape.tensor, stride)
         parts: dict[CutOf, _CutCost] = {}
         fixed: set[CutOf] = set()
         all_cut_s = 0.0
@@ -140,13 +152,13 @@ class CutChoice:
             layer_class = self.model.profile.classes[index]
             legal = chosen_cuts(layer_class, every)
             slices = shape.sequence and layer_class.sequence is not None
-            all_cut_s += self._counts[index] * self._seconds(index, every)
+            all_cut_s += self._counts[index] * self._seconds(index, every, links)
             for i in legal:
                 left = tuple(j for j in legal if j != i) if slices else ()
                 if slices and not (left and runs_on_slices(layer_class, left)):
                     fixed.add((index, i))
                 else:
-                    parts[index, i] = self._part(index, i, left, every)
+                    parts[index, i] = self._part(index, i, left, every, links)
         groups = []
         cuts = *parts, *sorted(fixed)
         if cuts not in self._tied:
@@ -162,18 +174,18 @@ class CutChoice:
             return None
         return _CutTable(groups, parts, tuple(sorted(fixed)), self.model, all_cut_s)
 
-    def _seconds(self, index: int, shape: Shape, without_entries: bool = False) -> float:
+    def _seconds(self, index: int, shape: Shape, links: GroupLinks, without_entries: bool = False) -> float:
         """Compute and collectives of a layer for one micro-batch, forward and backward."""
         kind = self._kinds[index]
         computed = self.model.compute(kind, shape)
-        named = self._collectives_s(self.model.mode(kind, shape)[1], shape)
+        named = self._collectives_s(self.model.mode(kind, shape)[1], shape, links)
         return (
             computed.forward
             + computed.backward
             + sum(seconds for entry, seconds in named if not (entry and without_entries))
         )
 
-    def _part(self, index: int, cut: int, left: tuple[int, ...], shape: Shape) -> "_CutCost":
+    def _part(self, index: int, cut: int, left: tuple[int, ...], shape: Shape, links: GroupLinks) -> "_CutCost":
         """What one cut adds to the layers of a class beside others (of a layer on slices), or alone."""
         layer_class, kind, count = self.model.profile.classes[index], self._kinds[index], self._counts[index]
         own = layer_class.cuts[cut]
@@ -181,23 +193,23 @@ class CutChoice:
         with_it = replace(shape, cuts=Cuts(((layer_class.name, (*beside, own.name)),)))
         without = replace(shape, cuts=Cuts(((layer_class.name, beside),)))
         entries: dict[str, float] = {}
-        for entry, seconds in self._collectives_s(self.model.mode(kind, with_it)[1], with_it):
+        for entry, seconds in self._collectives_s(self.model.mode(kind, with_it)[1], with_it, links):
             if entry in own.inputs.values() or (entry and entry == own.gather):
                 name = f"{index}:{entry}"
                 entries[name] = entries.get(name, 0.0) + count * seconds
         model = self.model
         once_s = model.whole_gradients_s(kind, with_it) - model.whole_gradients_s(kind, without)
         return _CutCost(
-            seconds=count * (self._seconds(index, with_it, True) - self._seconds(index, without, True)),
+            seconds=count * (self._seconds(index, with_it, links, True) - self._seconds(index, without, links, True)),
             once_s=count * once_s,
             elements=count * (model.elements(kind, with_it)[1] - model.elements(kind, without)[1]),
             modules=frozenset(f"{index}:{name}" for name in (*own.columns, *own.rows)),
             entries=tuple(entries.items()),
         )
 
-    def _collectives_s(self, costs: Costs, shape: Shape) -> list[tuple[str, float]]:
+    def _collectives_s(self, costs: Costs, shape: Shape, links: GroupLinks) -> list[tuple[str, float]]:
         """(what enters, seconds) of each collective of a layer, as far as it is not hidden."""
-        links, size = self.model.links(shape.tensor, 1), self.model.training.compute_bytes
+        size = self.model.training.compute_bytes
         shown = 1.0 - self.model.hidden_tensor(links)
         return [
             (c.entry, shown * collective_s(c.kind, c.tensor.at(shape.samples, size, shape.tensor), links))
