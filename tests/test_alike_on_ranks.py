@@ -50,6 +50,7 @@ def told(plan: str, acts: list[Act]) -> list[str]:
             found.append(str(error))
         else:
             found.append("nothing")
+    dist.barrier()  # rank 0 holds the store that the other may still read
     return found
 
 

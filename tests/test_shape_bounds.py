@@ -52,7 +52,7 @@ def asked_of(seed: int) -> Instance:
 
 def families_of(asked: Instance) -> Iterator[tuple[Space, Family, Recompute | None]]:
     """Every family, with what its layers recompute."""
-    space = Space(asked.profile, asked.cluster, asked.training, asked.pins, asked.choice.faster)
+    space = Space(asked.profile, asked.cluster, asked.training, asked.pins, asked.choice.worth_trying)
     for family in list(space.families()):
         yield space, family, "none" if family.schedule in ZERO_BUBBLE else asked.pins.recompute
 

@@ -155,7 +155,7 @@ def agreement(asked: Instance) -> Agreement:
 
 
 def _shapes_of_space(asked: Instance) -> Iterator[Shape]:
-    space = Space(asked.profile, asked.cluster, asked.training, asked.pins, asked.choice.faster)
+    space = Space(asked.profile, asked.cluster, asked.training, asked.pins, asked.choice.worth_trying)
     for family in list(space.families()):
         yield from space.shapes(family)
 
@@ -247,7 +247,7 @@ def _cut_choices(asked: Instance, shape: Shape) -> list[Cuts | None]:
                 whole = Shape(
                     1, shape.data, shape.tensor, 1, size, share // size, shape.sequence, context=shape.context
                 )
-                found[asked.choice.faster(whole)] = None
+                found |= dict.fromkeys(asked.choice.worth_trying(whole))
     return list(found)
 
 
