@@ -20,6 +20,7 @@ from meshwright.planner.answers.explain import reason
 from meshwright.planner.answers.infeasible import closest_plan
 from meshwright.planner.answers.search import InfeasibleError, search
 from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.stage_models import stage_kinds
 from meshwright.planner.plan.document import Plan, placements
 from meshwright.planner.plan.making import make_plan
@@ -31,6 +32,7 @@ from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.ilp import solve_master
 from meshwright.planner.solve.scan import least_by_ranks, scan, simulated_s
 from meshwright.planner.solve.space import Space
+from meshwright.planner.solve.tensor_choice import CutChoice
 from meshwright.profiler.machine.cluster import ClusterSpec, Device, Link
 from meshwright.profiler.model.model_profile import ModelProfile
 from support import slow
@@ -83,7 +85,8 @@ def every_plan(
     model: ModelProfile, on: ClusterSpec, training: TrainingSpec, pins: Pins | None = None
 ) -> Iterator[Plan]:
     """All plans with the kinds in all orders, whatever the search would keep of them."""
-    space = Space(model, on, training, pins or Pins())
+    choices = CutChoice(CostModel(model, on, training)).worth_trying
+    space = Space(model, on, training, pins or Pins(), choices)
     shapes = {replace(s, kind_order=()) for family in list(space.families()) for s in space.shapes(family)}
     orders = list(itertools.permutations(range(len(on.kinds))))
     for shape, order in itertools.product(shapes, orders):
