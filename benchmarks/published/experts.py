@@ -116,8 +116,9 @@ class Beside:
     over_bytes: float
     search_s: float
     proven: bool
-    gap: float
-    """Share by which our pick may be above the fastest of the space; 0 where it is proven to be that."""
+    gap: float | None
+    """Share by which our pick may be above the fastest of the space; 0 where it is proven to be that, None where time
+    ran out before there was a bound."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,11 @@ class Pick:
     complete: bool
 
     @property
-    def gap(self) -> float:
-        """Share by which the plan is above the bound at most."""
-        return 0.0 if self.solved is None else max(0.0, self.solved.seconds / self.bound_s - 1.0)
+    def gap(self) -> float | None:
+        """Share by which the plan is above the bound at most; None where nothing is bounded yet."""
+        if self.solved is None:
+            return 0.0
+        return max(0.0, self.solved.seconds / self.bound_s - 1.0) if self.bound_s > 0.0 else None
 
 
 def questions(rows: Sequence[Row]) -> list[Question]:
@@ -219,7 +222,7 @@ def answered(asked: Question, time_limit_s: float) -> Beside:
         outside=outside_of_space(theirs, profile, everything, setting.repeated),
         over_bytes=max(0.0, over),
         search_s=seconds,
-        proven=pick.solved is not None and pick.gap <= TIE,
+        proven=pick.solved is not None and pick.gap is not None and pick.gap <= TIE,
         gap=pick.gap,
     )
 
@@ -261,7 +264,7 @@ def _label(plan: Plan) -> str:
     kinds = Counter(layer.recompute for stage in plan.stages for layer in stage.layers)
     again = [f"{count} x {kind}" for kind, count in kinds.items() if kind != "none"]
     recompute = f", recompute {' + '.join(again)}" if again else ""
-    return f"{shape_of(plan).label}, micro-batch {plan.micro_batch}{recompute}"
+    return f"{plan.label}, micro-batch {plan.micro_batch}{recompute}"
 
 
 def _why(theirs: Plan, priced: Estimate, ours: Plan, found: Estimate) -> str:
@@ -304,7 +307,7 @@ def summary(found: Sequence[Beside]) -> str:
         ours = (f"{each.our_s:.4g}", f"{each.ratio:.3f}") if each.ratio is not None else ("-", "-")
         lines.append(
             f"| {each.id} | {each.gpus:,} {each.device} | {each.theirs} | {each.ours or 'none'} | {each.their_s:.4g} | "
-            f"{ours[0]} | {ours[1]} | {'0' if each.proven else f'{each.gap:.1%}'} |"
+            f"{ours[0]} | {ours[1]} | {_shown(each)} |"
         )
     lines += ["", "## Where ours differs, and why", ""]
     for each in sorted(with_answer, key=lambda each: each.ratio or 0.0):
@@ -319,10 +322,19 @@ def summary(found: Sequence[Beside]) -> str:
 
 def _stopped(found: Sequence[Beside]) -> str:
     """What is known of the picks whose search ran out of time."""
-    gaps = [each.gap for each in found if not each.proven]
-    if not gaps:
+    stopped = [each.gap for each in found if not each.proven]
+    if not stopped:
         return ""
-    return f"; the search for the other {len(gaps)} was stopped, and they may be up to {max(gaps):.1%} above it"
+    gaps = [gap for gap in stopped if gap is not None]
+    known = f"they may be up to {max(gaps):.1%} above it" if gaps else "how far they are above it is not known"
+    less = len(stopped) - len(gaps) if gaps else 0
+    return f"; the search for the other {len(stopped)} was stopped, and {known}" + f" ({less}: not known)" * bool(less)
+
+
+def _shown(each: Beside) -> str:
+    if each.proven:
+        return "0"
+    return "not known" if each.gap is None else f"{each.gap:.1%}"
 
 
 def main() -> int:
