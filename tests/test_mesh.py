@@ -2,6 +2,7 @@
 
 import os
 import socket
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,20 +12,49 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.executor.parallel.mesh import plan_ranks
+from meshwright.executor.parallel.mesh import mechanism, plan_ranks
 from meshwright.executor.torch_compat import own_group
 from meshwright.executor.trainer import parallelize
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
-from meshwright.planner.plan.training import TrainingSpec
+from meshwright.planner.plan.training import Precision, TrainingSpec
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 from support.ranks import run_ranks
-from support.synthetic import cluster
+from support.synthetic import cluster, layer_class, profile
 from support.synthetic_plans import plan_on
 from support.zoo import zoo_module
+
+
+@pytest.mark.parametrize(
+    ("degrees", "precision", "expected"),
+    [
+        ({"tensor": 2}, "fp32", "plain"),
+        ({"tensor": 2, "pipeline": 2, "schedule": "1f1b"}, "fp32", "plain"),
+        ({"tensor": 2, "data_shard": 2}, "fp32", "fsdp"),
+        ({"tensor": 2, "data_replicate": 2}, "fp32", "fsdp"),  # which averages what tensor ranks hold parts of
+        ({"tensor": 2, "context": 2}, "fp32", "fsdp"),
+        ({"tensor": 2, "sequence": True, "expert": 2}, "fp32", "fsdp"),
+        ({"tensor": 2}, "bf16", "fsdp"),  # which casts
+        ({"pipeline": 2, "schedule": "1f1b"}, "bf16", "fsdp"),
+        ({"pipeline": 2, "schedule": "1f1b"}, "fp32", "plain"),
+        ({}, "bf16", "plain"),
+        ({"data_replicate": 2}, "bf16", "ddp"),
+    ],
+)
+def test_layers_are_wrapped_where_that_buys_something(
+    degrees: dict[str, Any], precision: Precision, expected: str
+) -> None:
+    shape = replace(Shape(1, 1, 1, 1, 1, 2), **degrees)
+    model = profile([layer_class("block", 1e12, 10, 1e6, 1e6, heads=8)], [0, 0])
+    training = TrainingSpec(global_batch=2 * shape.data, seq_len=64, precision=precision)
+    options = [[LayerOption()] * (2 // shape.pipeline)] * shape.pipeline
+    ranks = shape.data * shape.context * shape.tensor * shape.pipeline
+    plan = make_plan(model, cluster(1, ranks), training, shape, options)
+
+    assert mechanism(plan) == expected
 
 
 def test_ranks_in_the_plans_order_stay() -> None:

@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ...planner.cost.expert_place import ExpertPlace, expert_place
+from ...planner.cost.memory_cost import uses_fully_shard
 from ...planner.plan.document import AXES, Axis, Plan
+from ...planner.plan.making import shape_of
 from ...profiler.machine.local import preset_of
 from ..torch_compat import accelerator, joined_axes, side_by_side
 from .expert_mesh import expert_mesh
@@ -32,14 +34,14 @@ Seat = tuple[str, int]
 def mechanism(plan: Plan) -> Mechanism:
     """What averages gradients over data ranks, and over context ranks, which see other tokens of the same samples.
 
-    fsdp: `fully_shard`, whenever parameters are sharded or tensor-parallel (over a one-wide axis if data_shard is 1),
-    and in bf16 pipelines, so that what crosses the cuts is bf16 (autocast keeps much of it in fp32).
-    ddp: DistributedDataParallel, for whole replicas. plain: one data rank, or replicas of pipeline stages, whose
-    gradients are averaged once after the schedule (a pipeline schedule drives backward itself, past DDP's hooks), or
-    of a model that decides by values (DDP would wait for gradients that a replica does not have).
+    fsdp: `fully_shard`, whenever parameters are sharded, and where the planner says that it is needed without that
+    (uses_fully_shard; over a one-wide axis then). ddp: DistributedDataParallel, for whole replicas. plain: one data
+    rank, or replicas of pipeline stages, whose gradients are averaged once after the schedule (a pipeline schedule
+    drives backward itself, past DDP's hooks), or of a model that decides by values (DDP would wait for gradients that a
+    replica does not have).
     """
     degrees = plan.degrees
-    if degrees.sharded_over > 1 or degrees.tensor > 1 or (degrees.pipeline > 1 and plan.training.precision == "bf16"):
+    if uses_fully_shard(shape_of(plan), plan.training):
         return "fsdp"
     replicas = degrees.data_replicate > 1 and degrees.pipeline == 1 and not plan.model.decides_by_values
     return "ddp" if replicas else "plain"

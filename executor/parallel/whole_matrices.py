@@ -263,7 +263,7 @@ def prepare_optimizer(
     ValueError, on every rank, if that cannot be tried.
     """
     optimizer = optimizer_of(make, model.parameters)
-    if mechanism(plan) != "fsdp" or whole is False:
+    if whole is False or (mechanism(plan) != "fsdp" and plan.degrees.tensor == 1):
         return optimizer, None
     found = "no" if not _is_divided(model) else "yes" if whole else looks_at_whole_matrices(optimizer)
     verdict = torch.tensor({"no": 0, "yes": 1}.get(found, 2), device=mesh.device)

@@ -35,18 +35,18 @@ def boxes(
 ) -> list[Box]:
     """The parts of a whole tensor that a rank's shard consists of.
 
-    tensor: a whole tensor, or a DTensor of fully_shard, which divides what tensor parallelism left to this tensor rank
-    along one dim. A fused weight is cut part by part, so that a shard of it is several boxes.
+    tensor: what tensor parallelism left to this tensor rank, or a DTensor of fully_shard, which divides that along one
+    dim. A fused weight is cut part by part, so that a shard of it is several boxes.
     """
-    if not isinstance(tensor, DTensor):
-        return [Box(key, tensor.shape, (0,) * tensor.dim(), tensor.detach())]
-    local = tensor.to_local().detach()
-    if local.numel() == 0:
-        return []
     gathered = tuple(tensor.shape)
-    divided = shard_dim(gathered, num_shards)
-    offsets = [0] * local.dim()
-    offsets[divided] = shard_rank * -(-gathered[divided] // num_shards)
+    offsets = [0] * len(gathered)
+    local = tensor.detach()
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local().detach()
+        if local.numel() == 0:
+            return []
+        divided = shard_dim(gathered, num_shards)
+        offsets[divided] = shard_rank * -(-gathered[divided] // num_shards)
     if cut is None:
         return [Box(key, tensor.shape, tuple(offsets), local)]
     found = []

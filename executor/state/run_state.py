@@ -160,7 +160,8 @@ class State(ModelState):
 
     def _is_whole(self, p: Place) -> bool:
         """Whether the optimizer has all of a parameter, so that its state may have any shape."""
-        return self._whole is not None or not isinstance(p.tensor, DTensor)
+        is_divided = isinstance(p.tensor, DTensor) or self._model.cut(p.own_name) is not None
+        return self._whole is not None or not is_divided
 
     def _optimizer_boxes(self, key: str, p: Place, tensor: torch.Tensor) -> list[Box]:
         if self._is_whole(p):

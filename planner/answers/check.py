@@ -135,7 +135,7 @@ def _divides(plan: Plan, profile: ModelProfile) -> list[str]:
 def _runs(plan: Plan, profile: ModelProfile) -> list[str]:
     """What cannot be run with this model."""
     rules = []
-    if uses_fully_shard(shape_of(plan), plan.training):
+    if uses_fully_shard(shape_of(plan), plan.training) or plan.degrees.tensor > 1:  # as the search has it
         rules.append(sharding_rule(profile, plan.training.precision))
     if plan.sequence_parallel:
         rules.append(sequence_rule(profile, plan.degrees.tensor, plan.degrees.context))

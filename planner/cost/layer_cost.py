@@ -283,7 +283,7 @@ class CostModel:
             return Transients(most, most, most)
         total, trainable = self.spread_of(kind, shape)
         if not uses_fully_shard(shape, self.training):
-            sizes = [p.num_elements for p in self.layer_class(kind).parameters if p.trainable]
+            sizes = [held.elements for held in self.held(kind, shape) if held.trainable]
             new = max(sizes, default=0) * state.new_gradient or trainable.gathered * MASTER_BYTES - kept
             most = max(working.forward, working.backward + (max(0.0, new) if again else 0.0), new)
             return Transients(most, most, -math.inf)

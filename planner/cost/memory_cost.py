@@ -43,13 +43,13 @@ class StateBytes:
 def state_bytes(shape: Shape, training: TrainingSpec) -> StateBytes:
     """Bytes per parameter element under a shape.
 
-    fully_shard (data_shard or tensor above 1, pipelines in bf16): compute copies of gathered layers; fp32 accumulations
-    where gradients are reduced only after the last of several micro-batches. DDP and one device: autocast's compute
-    copies; gradients in place, to which new ones are added: with DDP always (they are views of its buckets), else from
-    the second micro-batch on. AdamW's foreach step makes one fp32 temporary of the shard. An accumulated gradient
-    shrinks to its shard when it is reduced, layer by layer, so both together are never more than the whole of it. Tied
-    weights of one stage stay gathered with fully_shard's root, even where a pipeline gives everything else back: then
-    the layers count no copy, where there is one.
+    fully_shard (see uses_fully_shard): compute copies of gathered layers; fp32 accumulations where gradients are
+    reduced only after the last of several micro-batches. Without it: autocast's compute copies; gradients in place, to
+    which new ones are added: with DDP always (they are views of its buckets), else from the second micro-batch on.
+    AdamW's foreach step makes one fp32 temporary of the shard. An accumulated gradient shrinks to its shard when it is
+    reduced, layer by layer, so both together are never more than the whole of it. Tied weights of one stage stay
+    gathered with fully_shard's root, even where a pipeline gives everything else back: then the layers count no copy,
+    where there is one.
     """
     if uses_buffers(shape, training):
         return _in_buffers(shape, training)
@@ -109,6 +109,12 @@ def uses_buffers(shape: Shape, training: TrainingSpec) -> bool:
 
 
 def uses_fully_shard(shape: Shape, training: TrainingSpec) -> bool:
-    """Whether the executor wraps layers in FSDP2; else plain DDP, or nothing on one data rank."""
-    mixed_pipeline = shape.pipeline > 1 and training.is_mixed
-    return shape.sharded_over > 1 or shape.tensor > 1 or mixed_pipeline
+    """Whether the executor wraps layers in FSDP2; else plain DDP, or nothing on one data rank.
+
+    Where nothing is sharded it still casts, so that layers of a tensor-parallel model and what crosses the cuts of a
+    pipeline are bf16 (autocast keeps much of it in fp32); and it averages gradients of tensor-parallel replicas, and of
+    experts that ranks share.
+    """
+    if shape.sharded_over > 1 or (training.is_mixed and shape.pipeline > 1):
+        return True
+    return shape.tensor > 1 and (training.is_mixed or shape.data_replicate > 1 or shape.expert > 1)

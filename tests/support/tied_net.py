@@ -132,4 +132,5 @@ PLANS: dict[str, dict[str, Any]] = {
     "hsdp": {"replicate": 2, "shard": 2},
     "fsdp and tensor": {"shard": 2, "tensor": 2},
     "ddp in stages": {"replicate": 2, "stages": (2, 2)},
+    "tensor in stages": {"tensor": 2, "stages": (2, 2)},
 }
