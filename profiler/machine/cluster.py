@@ -292,9 +292,10 @@ class ClusterSpec(Frozen):
             count = sum(group.first <= n < group.first + group.count for n in numbers)  # type: ignore[operator]
             if count < group.count:
                 hosts.append(group.model_copy(update={"count": group.count - count, "first": None}))
+        name = f"{self.name} without {len(numbers)} of its {self.num_hosts} hosts"
         if not hosts:
-            raise ValueError(f"without {len(numbers)} of its {self.num_hosts} hosts {self.name} has none left")
-        return self.model_copy(update={"hosts": tuple(hosts)})
+            raise ValueError(f"{name} has none left")
+        return self.model_copy(update={"name": name, "hosts": tuple(hosts)})
 
     def _numbered(self) -> Iterator[HostGroup]:
         """The groups with the number of their first host."""
