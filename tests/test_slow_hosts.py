@@ -161,8 +161,9 @@ def test_a_slow_device_of_the_only_host_is_told_from_the_others(tmp_path: Path) 
 
 
 def test_a_slower_device_takes_so_much_longer_for_every_kernel() -> None:
-    for name in ("cpu", "h100-80gb"):
-        plan = PIPELINE.model_copy(update={"cluster": cluster_of(load_device(name), 4, 2)})
+    measured = load_device("cpu").model_copy(update={"kernel_efficiency": {"adamw": 0.3}})
+    for each in (load_device("cpu"), load_device("h100-80gb"), measured):
+        plan = PIPELINE.model_copy(update={"cluster": cluster_of(each, 4, 2)})
         found = plan.cluster.device
         moved = plan.model_copy(
             update={"cluster": plan.cluster.changed(dict.fromkeys((0, 1), slower(found, THIRD, "by a test")))}
