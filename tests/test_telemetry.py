@@ -137,6 +137,31 @@ def test_waiting_for_a_late_rank_counts_on_the_axis_that_waits(profile: ModelPro
     assert late_s > LATE_S > LATE_S / 2 > max(others_s)
 
 
+SLOWER_S = 0.1
+
+
+def _slow_second(plan: Plan, path: Path) -> None:
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss, telemetry=path)
+    if dist.get_rank() == 1:
+        trainer.model.register_forward_hook(lambda *_: time.sleep(SLOWER_S))
+    for _, share in zip(range(4), trainer.loader(samples), strict=False):
+        trainer.step(share)
+    trainer.close()
+
+
+@pytest.mark.parametrize("degrees", slow.but_first([{"replicate": 2}, {"shard": 2}], 1), ids=["ddp", "fsdp"])
+def test_a_slower_rank_computes_longer_and_the_others_wait(
+    profile: ModelProfile, tmp_path: Path, degrees: dict[str, int]
+) -> None:
+    plan, path = plan_of(profile, **degrees), tmp_path / "run.jsonl"
+    run_ranks(_slow_second, 2, plan, path)
+
+    _, steps = load_run(path)
+
+    more = sorted(step.rank_compute_s[1] - step.rank_compute_s[0] for step in steps[1:])
+    assert more[1] == pytest.approx(plan.num_microbatches * SLOWER_S, rel=0.5)
+
+
 def test_spans_that_overlap_count_once() -> None:
     assert covered_s([(0.0, 2.0), (1.0, 3.0), (1.5, 1.6), (5.0, 6.0)]) == 4.0
     assert covered_s([]) == 0.0
