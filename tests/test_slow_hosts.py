@@ -10,17 +10,20 @@ from pathlib import Path
 import pytest
 
 from meshwright.executor.measuring.slow_hosts import HostSpeeds, SlowHost, host_speeds
-from meshwright.executor.measuring.slower_cluster import slower_cluster, without_slow
+from meshwright.executor.measuring.slower_cluster import slower_cluster, ways_on, without_slow
+from meshwright.executor.reporting.switching import Switching
 from meshwright.executor.run_document import RunHeader, RunStep
 from meshwright.executor.state.checkpoint_folder import Progress
+from meshwright.planner.answers.search import InfeasibleError, SearchResult, search
 from meshwright.planner.cost.alone import kernels_s
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.refit import slower
 from meshwright.planner.plan.document import Plan, load_plan
 from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
-from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
 from support.cli import run_plan, save_profile, small_profile, some_plan
 from support.synthetic import device, mixed
 
@@ -311,3 +314,25 @@ def test_only_steps_since_the_last_start_count(tmp_path: Path) -> None:
 
     assert [host.host for host in host_speeds(REPLICAS, PROFILE, run).slow] == [0]
     assert replace(host_speeds(REPLICAS, PROFILE, run), slow=()).steps == 30
+
+
+def test_a_search_that_ends_early_leaves_the_plan_as_it_is_and_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    speeds = speeds_of(tmp_path, PIPELINE, computed(PIPELINE, {2: THIRD, 3: THIRD}))
+    cost = Switching(1.0, 1.0, 0, None, "assumed")
+
+    def searched(cluster: ClusterSpec) -> SearchResult:
+        if cluster.num_hosts == 1:
+            raise InfeasibleError("does not fit by 6.3 GiB")
+        poor = Pins(tensor=4, micro_batch=1)
+        return search(PROFILE, cluster, PIPELINE.training, pins=poor, time_limit_s=5.0)
+
+    ways = ways_on(PIPELINE, PROFILE, speeds, cost, searched, may_stay=True)
+    kept_to = ways_on(PIPELINE, PROFILE, speeds, cost, searched, may_stay=False)
+
+    assert ways.best.plan.stages == PIPELINE.stages
+    assert ways.chosen.pays.startswith("it does not pay: 2.00 s a step, within 2% of the plan as it is")
+    assert kept_to.best.plan.degrees.tensor == 4
+    assert kept_to.chosen.pays_after is None
+    assert kept_to.chosen.pays.startswith("it does not pay: 4.")
+    assert ways.rows[2].step_s is None
+    assert ways.rows[2].pays == "does not fit by 6.3 GiB"
