@@ -53,6 +53,8 @@ class RunStep(Frozen):
     """Axis, or `all` for what goes over all ranks, to seconds over ranks."""
     rank_communication_s: tuple[NonNegativeFloat, ...] = ()
     """[rank] seconds in which communication was under way, summed over axes: who has least, the others wait for."""
+    rank_compute_s: tuple[NonNegativeFloat, ...] = ()
+    """[rank] seconds of the step in which the rank did not wait for communication; () where that is not known."""
 
 
 class RunRestart(Frozen):
@@ -82,9 +84,10 @@ def load_restarts(path: Path) -> list[RunRestart]:
     return found
 
 
-def load_run(path: Path) -> tuple[RunHeader, list[RunStep]]:
+def load_run(path: Path, from_last_start: bool = False) -> tuple[RunHeader, list[RunStep]]:
     """(last header, all steps; of steps that were run again the last) of a run's file.
 
+    from_last_start: only the steps behind the last header, which are all by its plan.
     A last line that a dying process left half-written is left out. Raises ValueError for files of another kind.
     """
     if not path.is_file():
@@ -97,6 +100,7 @@ def load_run(path: Path) -> tuple[RunHeader, list[RunStep]]:
             document = parsed(json.loads, line)
             if document.get("kind") == "meshwright-run":
                 header = RunHeader.model_validate(document)
+                steps = {} if from_last_start else steps
             elif document.get("kind") == "meshwright-restart":
                 RunRestart.model_validate(document)
             else:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from pydantic import BaseModel
 from torch.nn.parallel import DistributedDataParallel
 
 from ..planner.plan.document import AXES, Plan
-from .parallel.mesh import RankMesh
+from .parallel.mesh import RankMesh, mechanism
 from .run_document import AxisSeconds, RunHeader, RunRestart, RunStep
 
 _OPERATIONS = (
@@ -65,7 +66,7 @@ class Telemetry:
         self._axes = sorted({*self._clock.axes.values()})
         self._ended_s: float | None = None
         self._between_s = 0.0
-        self._ended: list[tuple[int, StepMetrics, float, float, Callable[[], dict[str, float]]]] = []
+        self._ended: list[tuple[int, StepMetrics, float, float, Callable[[], Covered]]] = []
         self._file = path.open("a") if mesh.rank == 0 else None
         on_gpu = mesh.device.type == "cuda"
         self._write(
@@ -105,8 +106,9 @@ class Telemetry:
             return
         own = []
         for *_, peak, read in ended:
-            seconds = read()
-            own.append([peak, *(seconds.get(axis, 0.0) for axis in self._axes)])
+            found = read()
+            computed_s = _UNKNOWN if found.computed_s is None else found.computed_s
+            own.append([peak, computed_s, *(found.axis_s.get(axis, 0.0) for axis in self._axes)])
         rows = self._gathered(torch.tensor(own, dtype=torch.float64, device=self._mesh.device))
         for place, (step, metrics, between_s, *_) in enumerate(ended):
             self._write_step(step, metrics, between_s, rows[:, place])
@@ -118,6 +120,7 @@ class Telemetry:
         planned = self._plan.training.global_batch * (self._plan.training.seq_len or 1) / step_time_s
         done = 0.0 if prediction is None else prediction.mfu * prediction.step_time_s / step_time_s
         order = [self._mesh.processes[rank] for rank in range(self._plan.degrees.num_devices)]
+        computed = tuple(float(rows[process, 1]) for process in order)
         self._write(
             RunStep(
                 step=step,
@@ -129,10 +132,11 @@ class Telemetry:
                 mfu=None if prediction is None else done * metrics.tokens_per_s / planned,
                 peak_memory_bytes=tuple(int(rows[process, 0]) for process in order),
                 communication_s={
-                    axis: AxisSeconds(mean=float(rows[:, 1 + i].mean()), max=float(rows[:, 1 + i].max()))
+                    axis: AxisSeconds(mean=float(rows[:, 2 + i].mean()), max=float(rows[:, 2 + i].max()))
                     for i, axis in enumerate(self._axes)
                 },
-                rank_communication_s=tuple(float(rows[process, 1:].sum()) for process in order) if self._axes else (),
+                rank_communication_s=tuple(float(rows[process, 2:].sum()) for process in order) if self._axes else (),
+                rank_compute_s=computed if min(computed) >= 0.0 else (),
             )
         )
 
@@ -205,15 +209,32 @@ def _process_age_s() -> float | None:
         return None
 
 
+_UNKNOWN = -1.0
+"""Stands for computed seconds that are not known, on the way from rank to rank."""
+
+
+@dataclass(frozen=True)
+class Covered:
+    """Axis -> seconds of a step in which something was under way on it; and the seconds of the step in which this rank
+    waited for none of it, None where that cannot be seen."""
+
+    axis_s: dict[str, float]
+    computed_s: float | None
+
+
 class CommunicationClock:
-    """Seconds of a step in which something was under way on each mesh axis.
+    """Seconds of a step in which something was under way on each mesh axis, and those in which nothing was waited for.
 
     An operation is under way from its call until this rank has waited for it, whether it computes meanwhile or not; on
-    the GPU that is told by events on the streams. axes: name of a process group -> axis.
+    the GPU that is told by events on the streams. It is waited for from the call of `wait` on, or of the operation
+    where that returns nothing to wait for; of gradients that DDP reduces, from the last bucket on, behind which it has
+    nothing left to compute. fully_shard lets streams of a GPU wait for each other where no call tells of it, so what
+    its ranks compute is not known there. axes: name of a process group -> axis.
     """
 
     def __init__(self, mesh: RankMesh) -> None:
         self._on_gpu = mesh.device.type == "cuda"
+        self._sees_waits = not (self._on_gpu and mechanism(mesh.plan) == "fsdp")
         self.axes: dict[str, str] = {}
         if mesh.device_mesh is not None:
             self.axes[dist.group.WORLD.group_name] = "all"  # type: ignore[union-attr]
@@ -227,6 +248,7 @@ class CommunicationClock:
                 if group is not None:
                     self.axes[group.group_name] = axis
         self._intervals: list[tuple[str, Any, Any]] = []
+        self._waits: list[tuple[Any, Any]] = []
         self._pending: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
         self._running = False
         self._started: Any = None
@@ -239,22 +261,28 @@ class CommunicationClock:
 
     def start(self) -> None:
         """A step begins."""
-        self._intervals = []
+        self._intervals, self._waits = [], []
         self._running = True
         self._started = self._now()
 
-    def stop(self) -> Callable[[], dict[str, float]]:
-        """The step is launched. What comes back gives axis -> seconds, and waits for the device to finish the step."""
+    def stop(self) -> Callable[[], Covered]:
+        """The step is launched. What comes back gives its seconds, and waits for the device to finish the step."""
         self._running = False
-        return partial(self._covered, self._started, self._intervals, self._now() if self._on_gpu else None)
+        return partial(self._covered, self._started, self._intervals, self._waits, self._now())
 
-    def _covered(self, started: Any, intervals: list[tuple[str, Any, Any]], end: Any) -> dict[str, float]:
-        if end is not None:
+    def _covered(
+        self, started: Any, intervals: list[tuple[str, Any, Any]], waits: list[tuple[Any, Any]], end: Any
+    ) -> Covered:
+        if self._on_gpu:
             end.synchronize()
         spans: dict[str, list[tuple[float, float]]] = {}
         for axis, begin, stop in intervals:
             spans.setdefault(axis, []).append((self._seconds(started, begin), self._seconds(started, stop)))
-        return {axis: covered_s(found) for axis, found in spans.items()}
+        axis_s = {axis: covered_s(found) for axis, found in spans.items()}
+        if not self._sees_waits:
+            return Covered(axis_s, None)
+        waited = [(self._seconds(started, begin), self._seconds(started, stop)) for begin, stop in waits]
+        return Covered(axis_s, max(0.0, self._seconds(started, end) - covered_s(waited)))
 
     def close(self) -> None:
         """Leave torch as it was."""
@@ -271,12 +299,15 @@ class CommunicationClock:
             state: None,
             bucket: dist.GradBucket,  # type: ignore[name-defined]
         ) -> torch.futures.Future[torch.Tensor]:
-            begin = self._now()
+            begin, is_last = self._now(), bucket.is_last()
             work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
             assert work is not None
 
             def done(future: torch.futures.Future[Any]) -> torch.Tensor:
-                self._intervals.append((axis, begin, self._now()))
+                end = self._now()
+                self._intervals.append((axis, begin, end))
+                if is_last:
+                    self._waits.append((begin, end))
                 reduced: torch.Tensor = future.value()[0]
                 return reduced
 
@@ -298,7 +329,9 @@ class CommunicationClock:
             begin = self._now()
             work = original(group, *args, **kwargs)
             if work is None:
-                self._intervals.append((axis, begin, self._now()))
+                end = self._now()
+                self._intervals.append((axis, begin, end))
+                self._waits.append((begin, end))
             else:
                 self._pending[work] = (axis, begin)
             return work
@@ -307,9 +340,13 @@ class CommunicationClock:
 
     def _waiting(self, original: Any) -> Any:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            if (begun := self._pending.pop(work, None)) is None:
+                return original(work, *args, **kwargs)
+            begin = self._now()
             done = original(work, *args, **kwargs)
-            if (begun := self._pending.pop(work, None)) is not None:
-                self._intervals.append((*begun, self._now()))
+            end = self._now()
+            self._intervals.append((*begun, end))
+            self._waits.append((begin, end))
             return done
 
         return wait

@@ -75,6 +75,8 @@ def test_every_step_is_a_line_with_all_axes(
         assert step.mfu == pytest.approx(0.4 * 0.5 / step.step_time_s)
         assert len(step.peak_memory_bytes) == plan.degrees.num_devices
         assert min(step.peak_memory_bytes) > 50e6
+        assert len(step.rank_compute_s) == plan.degrees.num_devices
+        assert min(step.rank_compute_s) > 0
         assert step.communication_s.keys() == axes
         assert all(0 < axis.mean <= axis.max for axis in step.communication_s.values())
     # The first step of replicas also wraps them; later ones cannot take longer than the step.
@@ -96,9 +98,9 @@ def test_numbers_are_those_of_a_run_without_telemetry(profile: ModelProfile, tmp
 LATE_S = 1.0
 
 
-def _late(plan: Plan, waiting: Any) -> tuple[dict[str, float], dict[str, float], float]:
+def _late(plan: Plan, waiting: Any) -> tuple[dict[str, float], dict[str, float], float, float]:
     """Seconds on the axes where rank 0 comes LATE_S later than rank 1, at least, to one of two all-reduces; the same
-    where nothing is sent; and how long it all took."""
+    where nothing is sent; how long it all took; and how much of it nothing was waited for."""
     trainer = parallelize(TiedNet, plan, adamw, loss=loss)
     clock = CommunicationClock(trainer.mesh)
     dist.barrier()
@@ -114,11 +116,12 @@ def _late(plan: Plan, waiting: Any) -> tuple[dict[str, float], dict[str, float],
     assert work is not None
     work.wait()
     found = clock.stop()()
+    assert found.computed_s is not None
     took_s = time.monotonic() - began
     clock.start()
     nothing = clock.stop()()
     clock.close()
-    return found, nothing, took_s
+    return found.axis_s, nothing.axis_s, took_s, found.computed_s
 
 
 def test_waiting_for_a_late_rank_counts_on_the_axis_that_waits(profile: ModelProfile) -> None:
@@ -128,8 +131,35 @@ def test_waiting_for_a_late_rank_counts_on_the_axis_that_waits(profile: ModelPro
 
     late, beside = ranks[0][0]["tensor"], ranks[1][0]["tensor"]
     assert beside - late > LATE_S / 2
-    assert all(sum(found.values()) <= took_s for found, _, took_s in ranks)
-    assert all(nothing == {} for _, nothing, _ in ranks)
+    assert all(sum(found.values()) <= took_s for found, _, took_s, _ in ranks)
+    assert all(nothing == {} for _, nothing, _, _ in ranks)
+    late_s, *others_s = (computed_s for *_, computed_s in ranks)
+    assert late_s > LATE_S > LATE_S / 2 > max(others_s)
+
+
+SLOWER_S = 0.1
+
+
+def _slow_second(plan: Plan, path: Path) -> None:
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss, telemetry=path)
+    if dist.get_rank() == 1:
+        trainer.model.register_forward_hook(lambda *_: time.sleep(SLOWER_S))
+    for _, share in zip(range(4), trainer.loader(samples), strict=False):
+        trainer.step(share)
+    trainer.close()
+
+
+@pytest.mark.parametrize("degrees", slow.but_first([{"replicate": 2}, {"shard": 2}], 1), ids=["ddp", "fsdp"])
+def test_a_slower_rank_computes_longer_and_the_others_wait(
+    profile: ModelProfile, tmp_path: Path, degrees: dict[str, int]
+) -> None:
+    plan, path = plan_of(profile, **degrees), tmp_path / "run.jsonl"
+    run_ranks(_slow_second, 2, plan, path)
+
+    _, steps = load_run(path)
+
+    more = sorted(step.rank_compute_s[1] - step.rank_compute_s[0] for step in steps[1:])
+    assert more[1] == pytest.approx(plan.num_microbatches * SLOWER_S, rel=0.5)
 
 
 def test_spans_that_overlap_count_once() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from ...planner.answers.landscape import weighed
 from ...planner.cost.axis_seconds import axis_seconds
 from ...planner.cost.estimate import estimate
-from ...planner.cost.refit import COLLECTIVES, MeasuredStep, refit, turned_hosts
+from ...planner.cost.refit import COLLECTIVES, COMPUTE, MeasuredStep, refit, turned_hosts
 from ...planner.plan.document import Plan
 from ...profiler.machine.units import format_seconds
 from ...profiler.model.model_profile import ModelProfile
@@ -15,9 +15,8 @@ from ..reporting.run_report import WARM_UP_STEPS
 from ..reporting.switching import pays_after, restart_of, step_seconds, switching
 from ..run_document import load_run
 
-COMPUTE = ("matmul", "attention", "memory traffic", "optimizer", "launch")
 LINKS = ("link bandwidth", "link latency", "network bandwidth", "network latency", *COLLECTIVES)
-"""Constants that are fitted, by what explains a step that is longer than predicted."""
+"""Constants that are fitted where a link explains a step that is longer than predicted; else those of COMPUTE are."""
 
 WORTH = 0.02
 """Share of a step from which a faster plan is worth a restart: the noise of what is compared."""

@@ -8,7 +8,7 @@ from ...planner.plan.document import GroupAxis, Plan
 from ...planner.plan.making import shape_of
 from ...profiler.machine.units import GIB
 from ..measuring.measurement import quantile
-from ..run_document import RunStep, load_run
+from ..run_document import RunHeader, RunStep, load_run
 from .run_diagnosis import diagnosis
 
 WARM_UP_STEPS = 2
@@ -25,6 +25,15 @@ class RunTable:
     notes: tuple[str, ...]
 
 
+def check_run_of(plan: Plan, header: RunHeader, path: Path) -> None:
+    """Raise ValueError if a run was of another model or layout than the plan's."""
+    layouts = plan.label, shape_of(plan).label  # runs of older versions say its degrees
+    if header.model != plan.model.name or header.layout not in layouts:
+        raise ValueError(
+            f"{path} is a run of {header.model} by {header.layout}, the plan is for {plan.model.name} by {plan.label}"
+        )
+
+
 def run_table(plan: Plan, path: Path, communication_s: Mapping[GroupAxis, float] | None = None) -> RunTable:
     """The run in `path` (parallelize(..., telemetry=path)) beside the plan's prediction.
 
@@ -32,11 +41,7 @@ def run_table(plan: Plan, path: Path, communication_s: Mapping[GroupAxis, float]
     Raises ValueError if the run is of another model or layout, or has too few steps.
     """
     header, steps = load_run(path)
-    layouts = plan.label, shape_of(plan).label  # runs of older versions say its degrees
-    if header.model != plan.model.name or header.layout not in layouts:
-        raise ValueError(
-            f"{path} is a run of {header.model} by {header.layout}, the plan is for {plan.model.name} by {plan.label}"
-        )
+    check_run_of(plan, header, path)
     timed = steps[WARM_UP_STEPS:]
     if not timed:
         raise ValueError(f"{path} has {len(steps)} steps; {WARM_UP_STEPS} to warm up and some more are needed")

@@ -284,13 +284,22 @@ class Tuning:
             if measured and (len(racing) < 2 or (time.monotonic() > until_s and turn > 2)):
                 return None
             turn += 1
-            self._random.shuffle(racing)
-            for label in racing:
-                if self._left_s() <= 0:
-                    return "the budget is spent; --resume goes on"
-                ended = self._lap(label, number, turn)
-                if ended is not None:
-                    return ended
+            ended = self._turn(racing, number, turn)
+            if ended is not None:
+                return ended
+        return None
+
+    def _turn(self, racing: list[str], number: int, turn: int, last: bool = False) -> str | None:
+        """A lap of each in random order. last: after it they leave the track. Why the whole race must end, or None."""
+        self._random.shuffle(racing)
+        for label in racing:
+            if self._left_s() <= 0:
+                return "the budget is spent; --resume goes on"
+            ended = self._lap(label, number, turn)
+            if ended is not None:
+                return ended
+            if last:
+                self.track.leave(label)
         return None
 
     def _lap(self, label: str, number: int, turn: int) -> str | None:

@@ -121,15 +121,9 @@ class SmallTuning(Tuning):
                 for label in record.stand_ins()
                 if label not in record.falls() and len(record.laps().get(label, ())) < turn
             ]
-            self._random.shuffle(racing)
-            for label in racing:
-                if self._left_s() <= 0:
-                    return "the budget is spent; --resume goes on"
-                ended = self._lap(label, number, turn)
-                if ended is not None:
-                    return ended
-                if turn == TURNS_EACH:
-                    self.track.leave(label)
+            ended = self._turn(racing, number, turn, last=turn == TURNS_EACH)
+            if ended is not None:
+                return ended
         return None
 
     def _let_in(self, entrants: Sequence[Entrant], number: int) -> bool:

@@ -120,7 +120,7 @@ def _why_on_kinds(plan: Plan, found: Estimate) -> Iterator[str]:
         return
     held: dict[str, tuple[int, int]] = {}
     for position, kind in enumerate(kinds):
-        name = cluster.kinds[kind].device.name
+        name = cluster.kind_names[kind]
         stages, layers = held.get(name, (0, 0))
         held[name] = stages + 1, layers + blocks_at(plan, position)
     parts = (f"{layers} layers in {n} stage{'s' if n > 1 else ''} on {name}" for name, (n, layers) in held.items())

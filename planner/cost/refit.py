@@ -27,6 +27,9 @@ ROUNDS = 6
 STEP = 0.05
 """Change of a logarithm for its derivative."""
 
+COMPUTE = ("matmul", "attention", "memory traffic", "optimizer", "launch")
+"""Constants of what a device computes."""
+
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
 
 
@@ -113,6 +116,18 @@ def turned(device: Device, factors: Mapping[str, float]) -> Device:
         if knob.name in factors:
             device = knob.turn(device, factors[knob.name])
     return device
+
+
+def slower(device: Device, ratio: float, source: str) -> Device:
+    """A device that takes `ratio` times as long for everything that it computes. source: who says so."""
+    told = f"{ratio:.2f} times slower, {source}"
+    sources = dict(device.sources)
+    for knob in KNOBS:
+        for field in knob.fields if knob.name in COMPUTE else ():
+            sources[field] = f"{device.sources[field]}; {told}" if field in device.sources else told
+    factors = {name: ratio if name == "launch" else 1 / ratio for name in COMPUTE if name != "optimizer"}
+    kernels = {name: share / ratio for name, share in device.kernel_efficiency.items()}  # those of optimizers, too
+    return turned(device, factors).model_copy(update={"kernel_efficiency": kernels, "sources": sources})
 
 
 def on_device(plan: Plan, device: Device) -> Plan:

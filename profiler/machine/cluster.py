@@ -3,8 +3,9 @@
 import difflib
 import math
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -202,8 +203,12 @@ class ClusterSpec(Frozen):
 
     @property
     def device(self) -> Device:
-        """The device that all are treated as: of unequal ones the one with the least peak, with the least memory."""
-        slowest = min((group.device for group in self.hosts), key=lambda d: max(d.flops.values()))
+        """The device that all are treated as: of unequal ones the one with the least peak, of equal peaks the one that
+        reaches the least share of it, with the least memory."""
+        slowest = min(
+            (group.device for group in self.hosts),
+            key=lambda d: (max(d.flops.values()), d.matmul_efficiency * d.product_speed),
+        )
         return slowest.model_copy(update={"memory": min(group.device.memory for group in self.hosts)})
 
     @property
@@ -240,6 +245,16 @@ class ClusterSpec(Frozen):
             return (self,)
         return tuple(self.model_copy(update={"hosts": tuple(found)}) for found in groups)
 
+    @property
+    def kind_names(self) -> tuple[str, ...]:
+        """The device of each of `kinds` by name; of several with one name also its first host: "cpu of host 1"."""
+        kinds = self.kinds
+        names = [kind.hosts[0].device.name for kind in kinds]
+        return tuple(
+            name if names.count(name) == 1 else f"{name} of host {kind.hosts[0].first}"
+            for name, kind in zip(names, kinds, strict=True)
+        )
+
     def in_order(self, kinds: tuple[int, ...]) -> "ClusterSpec":
         """This cluster with its hosts by kind, so that ranks go over one kind after the other. kinds: numbers of the
         kinds in that order; () leaves the hosts as they are."""
@@ -258,6 +273,29 @@ class ClusterSpec(Frozen):
         """This cluster with its groups of hosts in another order. first_hosts: the number of the first host of each."""
         groups = dict(zip(self.first_hosts, self._numbered(), strict=True))
         return self.model_copy(update={"hosts": tuple(groups[first] for first in first_hosts)})
+
+    def changed(self, devices: Mapping[int, Device]) -> "ClusterSpec":
+        """This cluster with other devices in some of its hosts, ranks as they are. devices: number of a host -> its."""
+        hosts: list[HostGroup] = []
+        for group in self._numbered():
+            numbers = range(group.first or 0, (group.first or 0) + group.count)
+            for device, run in groupby(numbers, key=lambda number: devices.get(number, group.device)):
+                own = list(run)
+                hosts.append(group.model_copy(update={"count": len(own), "device": device, "first": own[0]}))
+        return self.model_copy(update={"hosts": tuple(hosts)})
+
+    def without(self, numbers: Collection[int]) -> "ClusterSpec":
+        """This cluster without some of its hosts, the others counted anew in the order of their numbers. Raises
+        ValueError if none is left."""
+        hosts = []
+        for group in sorted(self._numbered(), key=lambda group: group.first or 0):
+            count = sum(group.first <= n < group.first + group.count for n in numbers)  # type: ignore[operator]
+            if count < group.count:
+                hosts.append(group.model_copy(update={"count": group.count - count, "first": None}))
+        name = f"{self.name} without {len(numbers)} of its {self.num_hosts} hosts"
+        if not hosts:
+            raise ValueError(f"{name} has none left")
+        return self.model_copy(update={"name": name, "hosts": tuple(hosts)})
 
     def _numbered(self) -> Iterator[HostGroup]:
         """The groups with the number of their first host."""

@@ -1,0 +1,198 @@
+"""Hosts on which a run computes slower than on the others, by its telemetry. Needs no torch.
+
+What a rank computes in a step (rank_compute_s: the step without what it waits for) is divided by what its kernels are
+predicted to take, so that stages of unequal length compare, and then by the same of the other hosts in the same step:
+what slows all hosts at once, such as a longer batch, cancels. Of these ratios, one a step, the median counts, with the
+interval between two of them in their order that holds the true median with 95% for all ranks together (the sign test's,
+Bonferroni over the ranks); it asks nothing of the noise's shape, and a slow step more or less does not move it.
+
+A rank is slow if the whole interval lies beyond what ranks differ by anyway. Beside ranks of the same layers on the
+same device that is what repeats of one run differ by (refit.NOISE). Where no other host has any, the ratio leans on
+the prediction of different layers, so that it is what that is usually off by. A host is as slow as its slowest rank,
+for which the others of its groups wait.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...planner.cost.alone import kernels_s
+from ...planner.cost.bands import time_band
+from ...planner.cost.estimate import estimate
+from ...planner.cost.refit import NOISE
+from ...planner.plan.document import Plan
+from ...profiler.model.model_profile import ModelProfile
+from ..reporting.run_diagnosis import UNKNOWN
+from ..reporting.run_report import WARM_UP_STEPS, check_run_of
+from ..run_document import load_run
+from .measurement import quantile
+from .significance import CONFIDENCE
+
+Floats = NDArray[np.float64]
+
+Work = tuple[int, int]
+"""What a rank has to do: its pipeline coordinate, and the first rank that has an equal device."""
+
+RECENT = 100
+"""Last steps that are looked at: a host that has become slow is slow now, whatever it was before."""
+
+
+@dataclass(frozen=True)
+class SlowHost:
+    """A host by its number in the cluster, its slow ranks of the plan, and how many times as long the slowest of them
+    computes as the others do, with its interval. beside: whether others compute the same layers."""
+
+    host: int
+    ranks: tuple[int, ...]
+    ratio: float
+    low: float
+    high: float
+    beside: bool
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        how = "beside ranks of the same layers" if self.beside else "by the prediction of their layers"
+        return (
+            f"host {self.host} ({ranks}) computes {self.ratio:.2f} times as long as the others ({self.low:.2f} to "
+            f"{self.high:.2f} at {CONFIDENCE:.0%}, {how})"
+        )
+
+
+@dataclass(frozen=True)
+class HostSpeeds:
+    """What steps of a run say of the speed of hosts. step_s: the median step; most: the ratio of the slowest host, slow
+    or not; threshold: beyond which its interval had to lie; over_predicted: what all ranks compute in the median over
+    what is predicted."""
+
+    steps: int
+    step_s: float
+    slow: tuple[SlowHost, ...]
+    most: float
+    threshold: float
+    over_predicted: float
+
+    def __str__(self) -> str:
+        if self.slow:
+            return f"{'; '.join(map(str, self.slow))}, in {self.steps} steps"
+        return (
+            f"no host computes slower than the others in {self.steps} steps: the slowest takes {self.most:.2f} times "
+            f"as long, {self.threshold:.2f} is what they differ by anyway; all compute {self.over_predicted:.2f} times "
+            "as long as predicted, which `plan learn` fits the device to"
+        )
+
+
+def host_speeds(plan: Plan, profile: ModelProfile, path: Path) -> HostSpeeds:
+    """Which hosts computed slower than the others in the last steps of a run by the plan.
+
+    Raises ValueError if the run is of another plan, was written without what ranks compute, or is too short.
+    """
+    header, steps = load_run(path, from_last_start=True)
+    check_run_of(plan, header, path)
+    if header.plan is not None and _what_ranks_do(header.plan) != _what_ranks_do(plan):
+        raise ValueError(
+            f"{path} is a run of another plan: {plan.label} as well, but with other layers on its ranks or on other "
+            "hosts; give the telemetry of the run that the checkpoint is of"
+        )
+    ranks = plan.degrees.num_devices
+    if ranks == 1:
+        raise ValueError(f"{path} is a run of one rank: there is no other to be slower than")
+    timed = steps[WARM_UP_STEPS:][-RECENT:]
+    known = [step.rank_compute_s for step in timed if len(step.rank_compute_s) == ranks]
+    if timed and not known:
+        raise ValueError(
+            f"{path} does not say what each rank computes (earlier versions did not write it, and on GPUs with sharded "
+            "parameters it is not known), so it shows no slow host: say how many GPUs there are now, as in --gpus 6"
+        )
+    fewest = _fewest(ranks)
+    if len(known) < fewest:
+        raise ValueError(
+            f"{path} has {len(steps)} steps since the run began or was resumed: {WARM_UP_STEPS} to warm up and at least"
+            f" {fewest} more tell a slow one of {ranks} ranks from noise"
+        )
+    step_s = quantile(tuple(step.step_time_s for step in timed), 0.5)
+    return _speeds(plan, profile, known, step_s)
+
+
+def _what_ranks_do(plan: Plan) -> tuple[object, ...]:
+    """Which devices ranks have, and what they compute."""
+    return plan.cluster, plan.mesh_axes, plan.stages, plan.training, plan.micro_batch
+
+
+def _speeds(plan: Plan, profile: ModelProfile, known: Sequence[tuple[float, ...]], step_s: float) -> HostSpeeds:
+    ranks = range(plan.degrees.num_devices)
+    positions = [plan.coordinates(rank)["pipeline"] for rank in ranks]
+    hosts = [plan.cluster.host_of(rank)[0] for rank in ranks]
+    devices = [plan.cluster.device_of(rank) for rank in ranks]
+    work = [(positions[rank], devices.index(devices[rank])) for rank in ranks]
+    told_s = _told_s(plan, profile, work)
+    over = np.maximum(np.array(known), 1e-9) / np.array([told_s[each] for each in work])
+    place = _place(len(known), len(ranks))
+    band = time_band(plan)
+    off = UNKNOWN if band is None else max(band.high, 1 / band.low)
+    slow: dict[int, list[SlowHost]] = {}
+    most, threshold = 0.0, 1 + NOISE
+    others_of: dict[tuple[int, Work], tuple[Floats, bool]] = {}
+    alone = len(set(hosts)) == 1
+    for rank in ranks:
+        key = (rank if alone else hosts[rank], work[rank])
+        if key not in others_of:
+            others_of[key] = _others(over, list(ranks) if alone else hosts, work, *key)
+        others, beside = others_of[key]
+        ratios = np.sort(over[:, rank] / others)
+        ratio, low, high = (float(each) for each in (np.median(ratios), ratios[place], ratios[-1 - place]))
+        least = 1 + NOISE if beside else max(1 + NOISE, off)
+        if ratio > most:
+            most, threshold = ratio, least
+        if low > least:
+            slow.setdefault(hosts[rank], []).append(SlowHost(hosts[rank], (rank,), ratio, low, high, beside))
+    found_slow = tuple(_slowest(slow[host]) for host in sorted(slow))
+    return HostSpeeds(len(known), step_s, found_slow, most, threshold, float(np.median(over)))
+
+
+def _told_s(plan: Plan, profile: ModelProfile, work: Sequence[Work]) -> dict[Work, float]:
+    """What ranks with this to do are predicted to compute on their own device, whatever the others have."""
+    found = {}
+    for first in {first for _, first in work}:
+        own = dict.fromkeys(range(plan.cluster.num_hosts), plan.cluster.device_of(first))
+        moved = plan.model_copy(update={"cluster": plan.cluster.changed(own)})
+        priced = estimate(moved, profile)
+        for position in {position for position, device in work if device == first}:
+            found[position, first] = kernels_s(moved, profile, priced, position)
+    return found
+
+
+def _slowest(found: Sequence[SlowHost]) -> SlowHost:
+    """A host by its slow ranks, one each: as slow as the slowest."""
+    worst = max(found, key=lambda each: each.ratio)
+    return replace(worst, ranks=tuple(rank for each in found for rank in each.ranks))
+
+
+def _others(over: Floats, groups: Sequence[int], work: Sequence[Work], own: int, alike: Work) -> tuple[Floats, bool]:
+    """([step] -> what ranks of the other groups compute over what is predicted, whether they compute the same).
+
+    groups: [rank] -> its host, or itself where there is one host. Of each group the median rank counts, of the groups
+    the middle one, of an even number the faster: slow ones, if they are fewer than half of the others, do not hide.
+    """
+    elsewhere = [rank for rank, group in enumerate(groups) if group != own]
+    same = [rank for rank in elsewhere if work[rank] == alike]
+    by_group: dict[int, list[int]] = {}
+    for rank in same or elsewhere:
+        by_group.setdefault(groups[rank], []).append(rank)
+    each = np.sort(np.stack([np.median(over[:, ranks], axis=1) for ranks in by_group.values()]), axis=0)
+    return each[(len(each) - 1) // 2], bool(same)
+
+
+def _fewest(ranks: int) -> int:
+    """Steps from which the interval of a median is not endless."""
+    return math.ceil(math.log2(2 * ranks / (1 - CONFIDENCE)))
+
+
+def _place(steps: int, ranks: int) -> int:
+    """How many of the smallest ratios lie below the interval of the median, and of the largest above it."""
+    chance = (1 - CONFIDENCE) / ranks
+    missed = np.cumsum([2 * math.comb(steps, i) / 2**steps for i in range(steps)])
+    return max(0, int(np.searchsorted(missed, chance, side="right")) - 1)
