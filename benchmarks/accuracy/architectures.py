@@ -78,7 +78,6 @@ _LONGEST_S = 900.0
 _MOST_WORDS = 300
 """Characters of notes in the table."""
 
-_SITE = re.compile(r"/\S*/site-packages/")
 _BATCH = 512
 """Samples of a step."""
 
@@ -105,7 +104,7 @@ class Row:
             counted += f" (transformers: {self.expected:,})"
         said = "; ".join(self.said).replace("|", "\\|").replace("\n", " ")
         notes = "; ".join(self.notes).replace("|", "\\|") or ("nothing" if self.parameters else "")
-        notes = textwrap.shorten(_SITE.sub("", notes), _MOST_WORDS, placeholder=" ...")
+        notes = textwrap.shorten(notes, _MOST_WORDS, placeholder=" ...")
         outcome = self.outcome + (f", with {self.changed}" if self.changed else "")
         return f"| {self.name} | {outcome} | {counted} | {said} | {self.cpu_s:.1f} | {notes} |"
 
