@@ -127,7 +127,7 @@ class FakeModel:
     def _without_numbers(self) -> AbstractContextManager[Any]:
         if self.mode is None:
             return _same_numbers()
-        return knowing_numbers(self.mode) if self.knows_layout else self.mode
+        return knowing_numbers(self.mode, self.loaded.choices) if self.knows_layout else self.mode
 
     def _known(self, real: torch.Tensor, cast: bool) -> torch.Tensor:
         assert self.mode is not None
@@ -146,7 +146,7 @@ def fake_model(loaded: LoadedModel, dtype: torch.dtype, knows_layout: bool = Fal
     module = on_meta(loaded.build)
     listed, trained_as = _buffers(module), _trained_as(module)
     uncast = _to_fake(module, mode, dtype)
-    knows_layout = knows_layout or bool(loaded.layout)
+    knows_layout = knows_layout or bool(loaded.layout) or bool(loaded.choices)
     return FakeModel(loaded, in_training(module), mode, dtype, listed, uncast, trained_as, knows_layout)
 
 

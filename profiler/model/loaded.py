@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ Batch = Union[tuple[Any, ...], dict[str, Any], "torch.Tensor"]
 Build = Callable[[], "nn.Module"]
 MakeBatch = Callable[..., Any]
 Loss = Callable[[Any, Any], "torch.Tensor"]
+Choices = Literal["", "even", "first"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class LoadedModel:
     """Tokens that a sample has at least, whatever seq_len says."""
     layout: frozenset[str] = frozenset()
     """Tensors of a batch whose numbers say how it is laid out: the sizes of its pictures, which of them are there."""
+    choices: Choices = ""
+    """What it chooses by scores (the experts of a token), where the scores have no numbers: see knowing_numbers."""
 
     def with_seq_len(self, seq_len: int) -> "LoadedModel":
         """This model with micro-batches of another sequence length. Raises ValueError if it has no sequence."""
