@@ -159,6 +159,20 @@ def test_a_model_that_splits_its_batch_by_sizes_in_it_is_profiled_without_number
     assert len(profile.layers) == 5
 
 
+def test_a_cut_module_that_is_called_for_each_picture_moves_as_much_for_each(tmp_path: Path) -> None:
+    inner = "nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))"
+    text = PICTURES.replace("self.inner = nn.Linear(8, 8)", f"self.inner = {inner}")
+    (tmp_path / "pictures.py").write_text(
+        text.replace("(self.inner(part) @ part.T).softmax(-1) @ part", "self.inner(part)")
+    )
+
+    profile = trace(load_model(str(tmp_path / "pictures.py")))
+
+    tensor = profile.classes[0].tensor
+    assert tensor is not None
+    assert [each.tensor.elements for each in tensor.collectives if each.part == "forward"] == [(0.0, 6.0 * 8, 0.0, 0.0)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pin", ["pipeline=2", "data_shard=2"])
 def test_it_trains_in_stages_and_in_shards(pin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
