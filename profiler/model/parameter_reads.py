@@ -13,13 +13,13 @@ from .loaded import LoadedModel
 def parameters_read(loaded: LoadedModel) -> set[str]:
     """Names of the parameters that one forward of one sample reads."""
     fake = fake_model(loaded, torch.bfloat16)
-    batch, reads = fake.batch(1, loaded.seq_len), _Reads()
+    batch, reads = fake.batch(1, loaded.seq_len), _ParameterReads()
     with fake.running(), reads:
         fake.loss(batch)
     return {name for name, parameter in fake.module.named_parameters() if id(parameter) in reads.seen}
 
 
-class _Reads(Mode):
+class _ParameterReads(Mode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[int] = set()
