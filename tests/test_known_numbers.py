@@ -63,6 +63,90 @@ def test_what_is_computed_of_known_numbers_is_known() -> None:
         assert (sizes > 2).nonzero().shape == (3, 2)
 
 
+def test_places_of_a_mask_are_known_however_far_it_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.profiler.model.known_numbers.MOST_KNOWN", 16)
+    mode, real = FakeTensorMode(), torch.tensor([[7, 1, 7], [1, 7, 1]])
+    with knowing_numbers(mode):
+        marked = (known(mode, real) == 7).unsqueeze(-1)
+
+        assert torch.empty(2, 3, 5)[marked.expand(2, 3, 5)].shape == (3 * 5,)
+
+
+EXPERTS = """
+import torch
+from torch import nn
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 8, 32))
+        self.down = nn.Parameter(torch.randn(4, 32, 8))
+
+    def one(self, x, i):
+        return (x @ self.up[i]).relu() @ self.down[i]
+
+class Apart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Sequential(nn.Linear(8, 32, bias=False), nn.ReLU(), nn.Linear(32, 8, bias=False))
+                                   for _ in range(4))
+
+    def one(self, x, i):
+        return self.inner[int(i)](x)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), KIND()
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for i in nn.functional.one_hot(chosen, 4).sum((0, 1)).nonzero()[:, 0]:
+            token, which = torch.where(chosen == i)
+            out.index_add_(0, token, self.experts.one(x[token], i) * weights[token, which, None])
+        return x + out
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+def batch(size):
+    return torch.randn(16 * size, 8), torch.randn(16 * size, 8)
+
+def loss(output, batch):
+    return (output - batch[1]).pow(2).mean()
+"""
+
+
+@pytest.mark.parametrize(("kind", "decides"), [("Experts", False), ("Apart", True)])
+def test_the_loop_over_chosen_experts_of_a_large_model_is_profiled_as_if_they_were_chosen_evenly(
+    kind: str, decides: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.profiler.model.trace._MOST_REAL_ELEMENTS", 50)
+    (tmp_path / "experts.py").write_text(EXPERTS.replace("KIND", kind))
+
+    profile = trace(load_model(str(tmp_path / "experts.py")))
+
+    products = [op for op in profile.classes[0].whole.operators if op.name == "mm" and op.part == "forward"]
+    assert [op.flops[1] for op in products] == [2 * 16 * 2 / 4 * 8 * 32] * 8  # tokens x top-2 / experts
+    assert all(op.flops[0] == 0.0 for op in products)
+    assert "chosen evenly" in profile.notes[0]
+    assert bool(profile.decides_by_values) == decides  # experts that no token of a rank chose have no gradient on it
+
+
+def test_choices_are_even_in_turn_or_the_first_ones() -> None:
+    mode = FakeTensorMode()
+    scores = mode.from_tensor(torch.randn(3, 4, 2))
+    with knowing_numbers(mode, "even"):
+        even = scores.topk(2, dim=1).indices
+        assert even[0].tolist() == [[0, 2], [1, 3]]
+        assert even.flatten().bincount().tolist() == [3, 3, 3, 3]
+        assert scores[..., 0].argmax(-1).tolist() == [0, 1, 2]
+    with knowing_numbers(mode, "first"):
+        assert scores.topk(2, dim=1).indices[2].tolist() == [[0, 0], [1, 1]]
+        assert scores.argmax(1, keepdim=True).flatten().tolist() == [0] * 6
+
+
 def test_a_model_that_splits_its_batch_by_sizes_in_it_is_profiled_without_numbers(tmp_path: Path) -> None:
     (tmp_path / "pictures.py").write_text(PICTURES)
 
@@ -73,6 +157,20 @@ def test_a_model_that_splits_its_batch_by_sizes_in_it_is_profiled_without_number
     assert "goes the way of its batch function's integers" in profile.notes[0]
     assert [sum(op.flops[i] for op in products) for i in range(2)] == [0.0, 2 * 6 * 8 * 8 + 2 * 2 * 6 * 6 * 8]
     assert len(profile.layers) == 5
+
+
+def test_a_cut_module_that_is_called_for_each_picture_moves_as_much_for_each(tmp_path: Path) -> None:
+    inner = "nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))"
+    text = PICTURES.replace("self.inner = nn.Linear(8, 8)", f"self.inner = {inner}")
+    (tmp_path / "pictures.py").write_text(
+        text.replace("(self.inner(part) @ part.T).softmax(-1) @ part", "self.inner(part)")
+    )
+
+    profile = trace(load_model(str(tmp_path / "pictures.py")))
+
+    tensor = profile.classes[0].tensor
+    assert tensor is not None
+    assert [each.tensor.elements for each in tensor.collectives if each.part == "forward"] == [(0.0, 6.0 * 8, 0.0, 0.0)]
 
 
 @pytest.mark.slow

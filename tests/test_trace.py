@@ -1,5 +1,6 @@
 """What a profile says equals what can be derived by hand."""
 
+import importlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,33 @@ def test_a_large_model_that_decides_by_values_is_refused_with_the_line(monkeypat
 
     with pytest.raises(ValueError, match=r"test_trace.py:\d+ .*72 parameters are too many"):
         _of_module(_Decides(), 8)
+
+
+LIBRARY = """
+from torch import nn
+
+class Decides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc(x) if x.sum() > 0 else self.fc(-x)
+"""
+
+
+def test_a_library_that_decides_is_named_by_its_package_not_by_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "a_library"
+    package.mkdir(parents=True)
+    (package / "deciding.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(package.parent))
+
+    profile = _of_module(importlib.import_module("a_library.deciding").Decides(), 8)
+
+    assert profile.decides_by_values.startswith("a_library/deciding.py:10 ")
+    assert not any(str(tmp_path) in note for note in profile.notes)
 
 
 def test_a_batch_of_the_wrong_shape_is_refused_in_words() -> None:

@@ -55,13 +55,14 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "llama", "vocab_size": 128259},
     },
     "instructblipvideo": {"video_token_index": 50271},
+    "minicpmv4_7": {"image_token_id": 248056, "image_start_id": 248053, "image_end_id": 248054},
 }
 """By model type, where the default configuration does not run: Gemma 3's pictures have fewer patches than tokens,
 Idefics3's 7 x 7 patches are not merged by 2 x 2; the token of a picture of LLaVA, LLaVA-NeXT and Idefics3 lies outside
 the vocabulary, InstructBLIP-Video has none; DBRX's attention names no rope_theta. The values are those of the published
 google/gemma-3-4b-it, llava-hf/llava-1.5-7b-hf, llava-hf/llava-v1.6-mistral-7b-hf, HuggingFaceM4/Idefics3-8B-Llama3 and
 databricks/dbrx-base, from memory: nothing could be looked up; for InstructBLIP-Video it is the last token of the
-vocabulary."""
+vocabulary. MiniCPM-V names no tokens of pictures: those are the ones that its text model, Qwen3.5, has for them."""
 
 _TASKS = (
     "CAUSAL_LM",
@@ -78,7 +79,6 @@ _LONGEST_S = 900.0
 _MOST_WORDS = 300
 """Characters of notes in the table."""
 
-_SITE = re.compile(r"/\S*/site-packages/")
 _BATCH = 512
 """Samples of a step."""
 
@@ -105,7 +105,7 @@ class Row:
             counted += f" (transformers: {self.expected:,})"
         said = "; ".join(self.said).replace("|", "\\|").replace("\n", " ")
         notes = "; ".join(self.notes).replace("|", "\\|") or ("nothing" if self.parameters else "")
-        notes = textwrap.shorten(_SITE.sub("", notes), _MOST_WORDS, placeholder=" ...")
+        notes = textwrap.shorten(notes, _MOST_WORDS, placeholder=" ...")
         outcome = self.outcome + (f", with {self.changed}" if self.changed else "")
         return f"| {self.name} | {outcome} | {counted} | {said} | {self.cpu_s:.1f} | {notes} |"
 

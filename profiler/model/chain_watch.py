@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ..semantics.draws import draws
 from ..semantics.producers import Producers, is_wrapped
 from .fake import FakeModel
-from .gpu_kernel_emulation import Mode
+from .gpu_kernel_emulation import Mode, device_of
 from .layer_graph import wired
 from .layer_units import Units
 from .meters import NOTHING, Storages
@@ -210,6 +210,8 @@ class ChainWatch(Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if (device := device_of(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace == "prim" or not self.events:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .batches import named_tensors
 from .building import OF_MODULES, holds_tensors, in_training, on_meta
-from .gpu_kernel_emulation import as_on_gpu
+from .gpu_kernel_emulation import LeanFakeMode, as_on_gpu
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
 from .loaded import Batch, LoadedModel, place_of, split_inputs
 from .model_profile import BufferProfile
@@ -127,7 +127,7 @@ class FakeModel:
     def _without_numbers(self) -> AbstractContextManager[Any]:
         if self.mode is None:
             return _same_numbers()
-        return knowing_numbers(self.mode) if self.knows_layout else self.mode
+        return knowing_numbers(self.mode, self.loaded.choices) if self.knows_layout else self.mode
 
     def _known(self, real: torch.Tensor, cast: bool) -> torch.Tensor:
         assert self.mode is not None
@@ -142,13 +142,12 @@ class FakeModel:
 
 def fake_model(loaded: LoadedModel, dtype: torch.dtype, knows_layout: bool = False) -> FakeModel:
     """The model built on the meta device and turned into fake CPU tensors, in training mode."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = LeanFakeMode(allow_non_fake_inputs=True)
     module = on_meta(loaded.build)
     listed, trained_as = _buffers(module), _trained_as(module)
     uncast = _to_fake(module, mode, dtype)
-    return FakeModel(
-        loaded, in_training(module), mode, dtype, listed, uncast, trained_as, knows_layout or bool(loaded.layout)
-    )
+    knows_layout = knows_layout or bool(loaded.layout) or bool(loaded.choices)
+    return FakeModel(loaded, in_training(module), mode, dtype, listed, uncast, trained_as, knows_layout)
 
 
 def real_model(loaded: LoadedModel) -> FakeModel:

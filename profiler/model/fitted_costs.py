@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from .layer_run import Observation
+from .layer_run import Collective, Observation
 from .meters import NOTHING, Op, Size
 from .model_profile import Amount, Bytes, CollectiveProfile, Costs, Experts, OpPart, OpProfile, PartBytes
 
@@ -186,7 +186,6 @@ def _part_peaks(runs: Sequence[Observation], parts: tuple[str, ...], degree: int
 def _collectives(runs: Sequence[Observation], parts: tuple[str, ...]) -> tuple[CollectiveProfile, ...]:
     if not runs:
         return ()
-    less, more = (run.collectives for run in runs)
     last, calls = runs[0].saved_after, runs[0].calls
     return tuple(
         CollectiveProfile(
@@ -197,5 +196,17 @@ def _collectives(runs: Sequence[Observation], parts: tuple[str, ...]) -> tuple[C
             within="" if calls is None else calls.within(a.call, a.after, parts, last=True),
             entry=a.entry,
         )
-        for a, b in zip(less, more, strict=True)
+        for a, b in _paired(*(run.collectives for run in runs))
     )
+
+
+def _paired(less: Sequence[Collective], more: Sequence[Collective]) -> Iterator[tuple[Collective, Collective]]:
+    """The same collective in both runs. Where a module is called for each sample, all of a kind are one of all their
+    bytes."""
+    if len(less) == len(more):
+        yield from zip(less, more, strict=True)
+        return
+    for kind, part, entry in dict.fromkeys((each.kind, each.part, each.entry) for each in less):
+        alike = [[x for x in run if (x.kind, x.part, x.entry) == (kind, part, entry)] for run in (less, more)]
+        a, b = (replace(same[0], tensor=sum((x.tensor for x in same), NOTHING)) for same in alike)
+        yield a, b

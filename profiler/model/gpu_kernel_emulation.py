@@ -2,13 +2,13 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -131,6 +131,27 @@ class Mode(TorchDispatchMode):
         return False
 
 
+class LeanFakeMode(FakeTensorMode):
+    """Fake tensors without what torch does around each operator for its compiler and its logs."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self.dispatch(func, types, args, kwargs or {})
+
+
+def device_of(func: Any, args: tuple[Any, ...]) -> torch.device | None:
+    """The answer where torch asks a fake tensor for its device, as it does several times for each operator; None where
+    something else is asked. Any mode may answer, without asking those below it."""
+    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    return None
+
+
 class _Results(Mode):
     """What fake kernels return otherwise: the workspace of a fused LSTM has no bytes, a batch norm over one value
     (which the model will not see when it trains) divides by zero, bags of embeddings are noted as on a CPU, some losses
@@ -140,6 +161,8 @@ class _Results(Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if (device := device_of(func, args)) is not None:
+            return device
         if func in _BATCH_NORMS and args[0].numel() == args[0].shape[1]:
             given = args[0]
             return given.new_empty(given.shape), given.new_empty(given.shape[1]), given.new_empty(given.shape[1])

@@ -176,13 +176,16 @@ def _batches(architecture: Any, config: Any, path: Path) -> _Batches:
     if _is_made_for(architecture, "CTC") and main_input == "input_values":
         said = f"recordings of {_SECONDS} s at {_RATE // 1000} kHz in which {_LETTERS} letters are said"
         return _Batches(_sound(config), _ctc_loss(config), assumes=said)
+    if _is_made_for(architecture, "MASK_GENERATION") and {"pixel_values", "input_points"} <= takes.keys():
+        said = f"{_PROMPTS} point in each picture, and the mask of what is there"
+        return _Batches(_pointed_at(config), _mask_loss, assumes=said)
     if "pixel_values" in takes and "input_ids" in takes and "return_loss" in takes:
         return _Batches(_texts_and_pictures(config))
     picture = picture_of(takes.keys(), config) if "input_ids" in takes else None
     if picture is not None:
         _check_mark(config, picture, path)
         make = _text_with_picture(config, picture)
-        return _Batches(make, None, picture.layout, picture.assumes, fewest_tokens=picture.tokens + 1)
+        return _Batches(make, None, picture.layout, picture.assumes, fewest_tokens=picture.around + 1)
     if config.model_type in _IN_CODEBOOKS and main_input == "input_ids":
         return _Batches(_codes(config))
     task = next((task for task in _LABELS if _is_made_for(architecture, task)), None)
@@ -192,8 +195,9 @@ def _batches(architecture: Any, config: Any, path: Path) -> _Batches:
         raise ValueError(
             f'{path} asks for "{architecture.__name__}", whose batches are not known here (known: models that '
             f"take {' or '.join(_INPUTS)} and return a loss of one of {', '.join(_LABELS)}; CTC on recordings; CLIP "
-            "and its like; pictures in text as LLaVA, LLaVA-NeXT, Qwen-VL, Idefics3, InstructBLIP or Kosmos-2.5 take "
-            'them); give another head under "architectures", or write a model.py with model() and batch(size)'
+            "and its like; SAM and its like; pictures in text as LLaVA, LLaVA-NeXT, Qwen-VL, MiniCPM-V, Idefics3, "
+            'InstructBLIP or Kosmos-2.5 take them); give another head under "architectures", or write a model.py with '
+            "model() and batch(size)"
         )
     make_input, make_labels = _INPUTS[main_input], _LABELS[task]
     if make_input is _image and not hasattr(config, "image_size"):
@@ -259,6 +263,45 @@ def _ctc_loss(config: Any) -> Loss:
     return loss
 
 
+_PROMPTS = 1
+"""Things to find in a picture, by one point in each: an assumption."""
+
+
+def _pointed_at(config: Any) -> MakeBatch:
+    """Pictures, a point of each (column, row) and the mask of the thing there, as large as its picture."""
+
+    def batch(size: int) -> Batch:
+        import torch
+
+        seen = pixels(config.vision_config, size)
+        height, width = seen.shape[-2:]
+        points = torch.rand(size, _PROMPTS, 1, 2) * torch.tensor([width, height])
+        masks = (torch.rand(size, _PROMPTS, height, width) < 0.5).float()
+        return {"pixel_values": seen, "input_points": points, "targets": masks}
+
+    return batch
+
+
+def _mask_loss(output: Any, batch: Any) -> "torch.Tensor":
+    """Cross-entropy and dice of the best of the masks that are offered, and the error of the overlap that the model
+    expects of each, as in Segment Anything (Kirillov et al., ICCV 2023, appendix A), which has focal loss for
+    cross-entropy: transformers has no loss for these heads."""
+    import torch
+    from torch.nn import functional
+
+    offered = output.pred_masks.float()
+    wanted = functional.interpolate(batch["targets"].float(), size=offered.shape[-2:], mode="area")
+    wanted = wanted[:, :, None].expand_as(offered)
+    entropy = functional.binary_cross_entropy_with_logits(offered, wanted, reduction="none").mean((-2, -1))
+    shown = offered.sigmoid()
+    dice = 1 - (2 * (shown * wanted).sum((-2, -1)) + 1) / ((shown + wanted).sum((-2, -1)) + 1)
+    inside = (offered.detach() > 0).float()
+    overlap = torch.minimum(inside, wanted).sum((-2, -1)) / torch.maximum(inside, wanted).sum((-2, -1)).clamp(min=1)
+    expected = (output.iou_scores.float() - overlap).square().mean(-1)
+    mean: torch.Tensor = ((entropy + dice).amin(-1) + expected).mean()
+    return mean
+
+
 _IN_CODEBOOKS = ("musicgen_decoder", "musicgen_melody_decoder")
 """Types of models that write several rows of codes, each of its own codebook, at once."""
 
@@ -293,13 +336,14 @@ def _text_with_picture(config: Any, picture: Picture) -> MakeBatch:
     def batch(size: int, seq_len: int) -> Batch:
         import torch
 
-        if seq_len <= picture.tokens:
+        if seq_len <= picture.around:
             raise ValueError(
-                f"a picture takes {picture.tokens} tokens, and a sample has {seq_len}: give a longer --seq-len"
+                f"a picture takes {picture.around} tokens, and a sample has {seq_len}: give a longer --seq-len"
             )
         words = torch.randint(mark, (size, seq_len)) if mark is not None and mark > 1 else _tokens(text, size, seq_len)
         if mark is not None:
-            words[:, : picture.tokens] = mark
+            here = [*picture.begins, *[mark] * picture.tokens, *picture.ends]
+            words[:, : picture.around] = torch.tensor(here)
         return {"input_ids": words, **picture.tensors(size, seq_len), "labels": words.clone()}
 
     return batch

@@ -1,29 +1,33 @@
 """Fake tensors whose numbers are known: those of a batch, and what is computed of nothing else. A model that splits its
-batch by the sizes of the pictures in it, or looks for where they stand, does so on fake tensors as on real ones."""
+batch by the sizes of the pictures in it, or looks for where they stand, does so on fake tensors as on real ones. Where
+asked to, choices of the largest scores are known, too: as even as a router is trained to make them, or all the same."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
 
 from .gpu_kernel_emulation import Mode
+from .loaded import Choices
 
 MOST_KNOWN = 1 << 24
 """Numbers of one tensor that are computed: 2,000 by 2,000 pixels of four samples."""
 
 
 @contextmanager
-def knowing_numbers(mode: FakeTensorMode) -> Iterator[None]:
-    """The fake mode, in which operators on known numbers give known numbers."""
+def knowing_numbers(mode: FakeTensorMode, choices: Choices = "") -> Iterator[None]:
+    """The fake mode, in which operators on known numbers give known numbers. choices: and so do top-k and argmax of
+    unknown ones, which choose each index as often as any other ("even"), or the first ones always ("first")."""
     limit = patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_KNOWN)
-    with limit, mode, _KnownRanges(mode), _KnownLists():
+    chosen = _KnownChoices(mode, choices == "even") if choices else nullcontext()
+    with limit, mode, _KnownRanges(mode), chosen, _KnownLists(mode):
         yield
 
 
@@ -36,7 +40,12 @@ def known(mode: FakeTensorMode, real: torch.Tensor, dtype: torch.dtype | None = 
 
 
 class _KnownLists(TorchFunctionMode):
-    """torch.tensor of a list of tensors, whose numbers it reads where fake ones have none."""
+    """torch.tensor of a list of tensors, whose numbers it reads where fake ones have none; and x[mask] where the mask
+    is expanded over the last dims of x to more numbers than are known, as x[the mask itself] of all of these."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -44,11 +53,31 @@ class _KnownLists(TorchFunctionMode):
         if func is torch.tensor and args and isinstance(args[0], list | tuple):
             numbers = tree_map(lambda x: x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x, args[0])
             args = (numbers, *args[1:])
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], FakeTensor):
+            mask = _before_expanding(self._mode, args[1])
+            if mask is not None:
+                return func(args[0], mask).flatten(0, args[1].dim() - mask.dim())
         return func(*args, **(kwargs or {}))
 
 
+def _before_expanding(mode: FakeTensorMode, mask: FakeTensor) -> torch.Tensor | None:
+    """The known mask of which one of too many numbers repeats each along its last dims; None if there is no such."""
+    real, own = getattr(mask, _EXPANDED, None), mask.dim()
+    while own and mask.stride(own - 1) == 0:
+        own -= 1
+    if real is None or own in (0, mask.dim()):
+        return None
+    with no_dispatch():
+        real = real[(..., *(0,) * (mask.dim() - own))]
+    return known(mode, real) if real.numel() <= MOST_KNOWN else None
+
+
+_EXPANDED = "known_when_expanded"
+"""Attribute of a fake tensor: the real one, where it has more numbers than are computed, all of them repeated."""
+
+
 class _KnownRanges(Mode):
-    """Integers that operators make of no tensor (positions, zeros) are known, too."""
+    """Integers that operators make of no tensor (positions, zeros) are known, too; and masks keep what they repeat."""
 
     _MAKE = ("arange", "zeros", "ones", "full", "scalar_tensor")
 
@@ -59,10 +88,49 @@ class _KnownRanges(Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        before = args[0].constant if func is torch.ops.aten.expand.default and isinstance(args[0], FakeTensor) else None
         made = func(*args, **(kwargs or {}))
+        if before is not None and made.constant is None and before.dtype == torch.bool:
+            with no_dispatch():
+                setattr(made, _EXPANDED, before.expand(args[1]))
+            return made
         is_made = func.overloadpacket.__name__ in self._MAKE and made.device.type != "meta"
         if not is_made or made.is_floating_point() or made.numel() > MOST_KNOWN:
             return made
         with no_dispatch():
             real = func(*args, **(kwargs or {}))
         return known(self._mode, real)
+
+
+class _KnownChoices(Mode):
+    """Indices of the largest scores, known without these: in turn, or the first ones. No row has one of them twice."""
+
+    def __init__(self, mode: FakeTensorMode, in_turn: bool) -> None:
+        super().__init__()
+        self._mode = mode
+        self._in_turn = in_turn
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        dim = args[2 if func is _TOPK else 1] if len(args) > (2 if func is _TOPK else 1) else None
+        if func is _TOPK:
+            values, indices = made
+            return values, self._known(indices, args[0].shape, -1 if dim is None else dim, args[1])
+        if func is _ARGMAX and dim is not None:
+            return self._known(made, args[0].shape, dim, 1)
+        return made
+
+    def _known(self, indices: torch.Tensor, scores: torch.Size, dim: int, chosen: int) -> torch.Tensor:
+        """chosen: indices of one row of scores, whose own dim is `dim`; gone where it is one alone."""
+        if not 0 < indices.numel() <= MOST_KNOWN:
+            return indices
+        shape = torch.empty(scores, device="meta").transpose(dim, -1).shape[:-1]
+        with no_dispatch():
+            row = torch.arange(indices.numel()).remainder(scores[dim] if self._in_turn else chosen)
+            numbers = row.view(*shape, chosen).transpose(dim, -1).reshape(indices.shape)
+        return known(self._mode, numbers)
+
+
+_TOPK, _ARGMAX = torch.ops.aten.topk.default, torch.ops.aten.argmax.default

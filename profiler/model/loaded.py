@@ -3,11 +3,12 @@
 import copy
 import functools
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +18,7 @@ Batch = Union[tuple[Any, ...], dict[str, Any], "torch.Tensor"]
 Build = Callable[[], "nn.Module"]
 MakeBatch = Callable[..., Any]
 Loss = Callable[[Any, Any], "torch.Tensor"]
+Choices = Literal["", "even", "first"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class LoadedModel:
     """Tokens that a sample has at least, whatever seq_len says."""
     layout: frozenset[str] = frozenset()
     """Tensors of a batch whose numbers say how it is laid out: the sizes of its pictures, which of them are there."""
+    choices: Choices = ""
+    """What it chooses by scores (the experts of a token), where the scores have no numbers: see knowing_numbers."""
 
     def with_seq_len(self, seq_len: int) -> "LoadedModel":
         """This model with micro-batches of another sequence length. Raises ValueError if it has no sequence."""
@@ -219,17 +223,27 @@ def called(function: Callable[[], Any], what: str) -> Any:
 
 
 def place_of(error: BaseException) -> str:
-    """file:line of the innermost frame that is neither a library's nor ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if "site-packages" not in frame.filename
-        and not Path(frame.filename).is_relative_to(Path(__file__).parents[1])
-        and not frame.filename.startswith("<")
+    """file:line of the innermost frame that is neither a library's nor ours; of a model that is a library's, of the
+    innermost that is neither torch's nor Python's. A library's file is named from its package on."""
+    frames = [
+        (frame.filename, _in_library(frame.filename), frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not Path(frame.filename).is_relative_to(Path(__file__).parents[1]) and not frame.filename.startswith("<")
     ]
-    frame = (own or list(frames))[-1]
-    return f"{frame.filename}:{frame.lineno}"
+    own = [frame for frame in frames if not frame[1]]
+    models = [frame for frame in frames if not frame[1].startswith(("torch/", "python/"))]
+    file, inside, line = (own or models or frames or [(__file__, Path(__file__).name, 0)])[-1]
+    return f"{inside or file}:{line}"
+
+
+def _in_library(file: str) -> str:
+    """The path of a library's file as it is on every machine, such as torch/nn/functional.py; '' of others."""
+    for folder in ("site-packages", "dist-packages"):
+        _, found, inside = file.rpartition(f"/{folder}/")
+        if found:
+            return inside
+    standard = Path(sysconfig.get_path("stdlib"))
+    return f"python/{Path(file).relative_to(standard)}" if Path(file).is_relative_to(standard) else ""
 
 
 def copy_of(module: "nn.Module") -> "nn.Module":

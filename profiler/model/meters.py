@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..semantics.producers import unwrapped
-from .gpu_kernel_emulation import Mode
+from .gpu_kernel_emulation import Mode, device_of
 from .model_profile import FP32_BYTES, OpKind, OpPart
 
 aten = torch.ops.aten
@@ -188,6 +188,8 @@ class Recorder(Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if (device := device_of(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         if not self.active or func.namespace == "prim":
             return func(*args, **kwargs)

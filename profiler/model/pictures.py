@@ -26,6 +26,7 @@ class Picture:
 
     tokens: that stand for it in the text, each of them `mark` (None: any). tensors: (samples, tokens of each) -> what
     brings it. layout: those whose numbers say where a picture is and how large. assumes: its size in words, if free.
+    begins, ends: tokens that stand before and after it.
     """
 
     tokens: int
@@ -33,6 +34,13 @@ class Picture:
     tensors: "Callable[[int, int], Tensors]"
     layout: frozenset[str] = frozenset()
     assumes: str = ""
+    begins: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+    @property
+    def around(self) -> int:
+        """Tokens of a picture and of what marks its ends."""
+        return len(self.begins) + self.tokens + len(self.ends)
 
 
 def picture_of(takes: Collection[str], config: Any) -> Picture | None:
@@ -69,12 +77,12 @@ def pixels(config: Any, *outer: int) -> "torch.Tensor":
     return torch.randn(*outer, getattr(config, "num_channels", 3), *_side(config))
 
 
-def _in_text(size: int, seq_len: int, tokens: int) -> "torch.Tensor":
-    """[size, seq_len]: 1 where a picture stands, which is where a sample begins."""
+def _in_text(size: int, seq_len: int, tokens: int, after: int = 0) -> "torch.Tensor":
+    """[size, seq_len]: 1 where a picture stands, which is where a sample begins, `after` so many tokens."""
     import torch
 
     here = torch.zeros(size, seq_len, dtype=torch.long)
-    here[:, :tokens] = 1
+    here[:, after : after + tokens] = 1
     return here
 
 
@@ -108,6 +116,29 @@ def _in_a_grid(config: Any, vision: Any) -> Picture | None:
 
     layout = frozenset({"image_grid_thw", "mm_token_type_ids"})
     return Picture(_GRID**2, mark, tensors, layout, _assumed(patch * side, patch * side, _GRID**2))
+
+
+def _in_a_row(config: Any, vision: Any) -> Picture | None:
+    """Patches of all pictures in one row, the grid of each, and a token at both of its ends: MiniCPM-V."""
+    patch, channels, mark = vision.patch_size, vision.num_channels, _mark(config)
+    merged = 2 if config.downsample_mode == "4x" else 4
+    across = config.image_size // (patch * merged)
+    side, ends = across * merged, (config.image_start_id, config.image_end_id)
+    if mark is None or None in ends or across < 1:
+        return None
+
+    def tensors(size: int, seq_len: int) -> "Tensors":
+        import torch
+
+        return {
+            "pixel_values": torch.randn(1, channels, patch, size * side**2 * patch),
+            "target_sizes": torch.tensor([[side, side]] * size),
+            "mm_token_type_ids": _in_text(size, seq_len, across**2, after=1),
+        }
+
+    layout = frozenset({"target_sizes", "mm_token_type_ids"})
+    told = _assumed(patch * side, patch * side, across**2) + ", not cut into slices"
+    return Picture(across**2, mark, tensors, layout, told, ends[:1], ends[1:])
 
 
 def _in_tiles(config: Any, vision: Any) -> Picture | None:
@@ -192,6 +223,7 @@ def _assumed(height: int, width: int, tokens: int) -> str:
 
 _MAKERS: tuple[tuple[set[str], Callable[[Any, Any], Picture | None]], ...] = (
     ({"pixel_values", "image_grid_thw", "mm_token_type_ids"}, _in_a_grid),
+    ({"pixel_values", "target_sizes", "mm_token_type_ids"}, _in_a_row),
     ({"flattened_patches", "image_embeds_position_mask"}, _in_patches),
     ({"pixel_values", "qformer_input_ids"}, _asked_about),
     ({"pixel_values", "pixel_attention_mask"}, _in_one_tile),

@@ -29,6 +29,7 @@ from .lengths import at_seq_len
 from .loaded import LoadedModel
 from .mixed_precision import mixed_precision_problem
 from .model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
+from .parameter_reads import parameters_read
 from .run_sizes import RunSizes
 from .token_loops import FEWEST_OPERATORS, TokenByTokenError, few_tokens, merged
 
@@ -71,7 +72,7 @@ def trace(
         try:
             profile = _without_numbers(loaded, lengths, progress, cuts, knows_layout=True)
         except DecidesByValuesError:
-            return _on_real_tensors(loaded, decision, lengths, progress)
+            return _by_values(loaded, decision, lengths, progress, cuts)
         note = f"goes the way of its batch function's integers, by which {decision} decides: others may lead elsewhere"
         return profile.model_copy(update={"notes": (note, *profile.notes)})
 
@@ -128,15 +129,32 @@ def _of_few_tokens(loaded: LoadedModel, lengths: bool, progress: Progress, knows
     return profile.model_copy(update={"other_lengths": others})
 
 
-def _on_real_tensors(loaded: LoadedModel, decision: str, lengths: bool, progress: Progress) -> ModelProfile:
-    """Profile of the way that real numbers take through a model: one sample, the same in every batch."""
+def _by_values(loaded: LoadedModel, decision: str, lengths: bool, progress: Progress, cuts: bool) -> ModelProfile:
+    """Profile of a model that decides by numbers which nothing but its weights give: of real ones, or (if it is too
+    large for that) of its choices by scores taken as even."""
     elements = sum(parameter.numel() for parameter in fake_model(loaded, torch.float32).module.parameters())
-    if elements > _MOST_REAL_ELEMENTS:
+    if elements <= _MOST_REAL_ELEMENTS:
+        return _on_real_tensors(loaded, decision, lengths, progress)
+    even = replace(loaded, choices="even")
+    try:
+        profile = _without_numbers(even, lengths, progress, cuts, knows_layout=True)
+    except DecidesByValuesError as error:
         raise ValueError(
             f"{loaded.source} decides by the values of its tensors what to compute, at {decision}, so it must be run "
             f"with real numbers; {elements:,} parameters are too many for that (at most {_MOST_REAL_ELEMENTS:,}). Let "
             "the decision depend on shapes or on the configuration, or profile a smaller version: model.py:small"
-        )
+        ) from error
+    note = (
+        f"experts are taken to be chosen evenly, as many tokens for each: by what a router chooses {decision} decides"
+    )
+    update: dict[str, Any] = {"notes": (note, *profile.notes)}
+    if parameters_read(even) != parameters_read(replace(loaded, choices="first")):
+        update["decides_by_values"] = decision
+    return profile.model_copy(update=update)
+
+
+def _on_real_tensors(loaded: LoadedModel, decision: str, lengths: bool, progress: Progress) -> ModelProfile:
+    """Profile of the way that real numbers take through a model: one sample, the same in every batch."""
     seq_len = loaded.seq_len
     if seq_len is not None and seq_len > _LONGEST_REAL:
         loaded, lengths = loaded.with_seq_len(_LONGEST_REAL), True
