@@ -16,12 +16,14 @@ What nothing couples is decided by its sign, so that the solver sees the rest on
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
+import numpy as np
 import pulp
+from numpy.typing import NDArray
 
 from ...profiler.model.model_profile import Costs, ModelProfile
-from ..cost.comm_cost import GroupLinks, collective_s
+from ..cost.comm_cost import CollectiveKind, RingTimes, collective_s, ring_rates, ring_s
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..plan.legality import chosen_cuts, runs_on_slices
@@ -34,6 +36,8 @@ WORTH = 0.01
 """Of the time of all layers: a choice that saves less is not worth the memory that whole weights take."""
 
 MOST_SOLVER_S = 10.0
+
+Floats = NDArray[np.float64]
 
 CutOf = tuple[int, int]
 """(class, cut of it), by index."""
@@ -108,7 +112,8 @@ class CutChoice:
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
-        self._tables: dict[tuple[int, bool, float, int], _CutTable | None] = {}
+        self._tables: dict[tuple[int, bool, float], list[_CutTable]] = {}
+        self._places: dict[int, _Places] = {}
         self._tied: dict[tuple[CutOf, ...], list[list[CutOf]]] = {}
         self._kinds: dict[int, Kind] = {}
         self._counts: Counter[int] = Counter(kind.layer_class for kind in model.kinds)
@@ -120,15 +125,15 @@ class CutChoice:
         fastest, if leaving others whole is worth it; none where the best is to cut all that the degree divides."""
         if shape.tensor == 1:
             return ()
-        found = dict.fromkeys(self._fastest(shape, stride) for stride in self.model.places(shape.tensor))
+        key = shape.tensor, shape.sequence, shape.samples
+        if key not in self._tables:
+            self._tables[key] = self._tables_of(shape)
+        found = dict.fromkeys(self._fastest(shape, table) for table in self._tables[key])
         return tuple(cuts for cuts in found if cuts is not None)
 
-    def _fastest(self, shape: Shape, stride: int) -> Cuts | None:
-        """Least time is compute, traffic between tensor ranks `stride` apart, and the optimizer sharded over all data
+    def _fastest(self, shape: Shape, table: "_CutTable") -> Cuts | None:
+        """Least time is compute, traffic between tensor ranks in one place, and the optimizer sharded over all data
         ranks: what the bound of a shape's family counts."""
-        table = self._table(shape, stride)
-        if table is None:
-            return None
         ways = table.ways(shape.num_microbatches, shape.data)
         taken, seconds = best_ways(ways, some=not table.fixed)
         if len(taken) == len(ways):
@@ -136,29 +141,26 @@ class CutChoice:
         saved = added_s(ways, frozenset(range(len(ways)))) - seconds
         return table.cuts(taken) if saved > WORTH * shape.num_microbatches * table.all_cut_s else None
 
-    def _table(self, shape: Shape, stride: int) -> "_CutTable | None":
-        key = shape.tensor, shape.sequence, shape.samples, stride
-        if key not in self._tables:
-            self._tables[key] = self._table_of(shape, stride)
-        return self._tables[key]
-
-    def _table_of(self, shape: Shape, stride: int) -> "_CutTable | None":
-        """What each way of this shape's layers adds; None if there is nothing to choose."""
-        every, links = replace(shape, cuts=None), self.model.links(shape.tensor, stride)
+    def _tables_of(self, shape: Shape) -> "list[_CutTable]":
+        """What each way of this shape's layers adds, for each place of tensor ranks where there is something to
+        choose."""
+        if shape.tensor not in self._places:
+            self._places[shape.tensor] = _Places(self.model, shape.tensor)
+        every, places = replace(shape, cuts=None), self._places[shape.tensor]
         parts: dict[CutOf, _CutCost] = {}
         fixed: set[CutOf] = set()
-        all_cut_s = 0.0
+        all_cut_s = np.zeros(len(places.links))
         for index in self._kinds:
             layer_class = self.model.profile.classes[index]
             legal = chosen_cuts(layer_class, every)
             slices = shape.sequence and layer_class.sequence is not None
-            all_cut_s += self._counts[index] * self._seconds(index, every, links)
+            all_cut_s += self._counts[index] * self._seconds(index, every, places)
             for i in legal:
                 left = tuple(j for j in legal if j != i) if slices else ()
                 if slices and not (left and runs_on_slices(layer_class, left)):
                     fixed.add((index, i))
                 else:
-                    parts[index, i] = self._part(index, i, left, every, links)
+                    parts[index, i] = self._part(index, i, left, every, places)
         groups = []
         cuts = *parts, *sorted(fixed)
         if cuts not in self._tied:
@@ -169,80 +171,101 @@ class CutChoice:
             else:
                 groups.append(group)
         # Cut weights never make a step's end longer, so no choice saves more than all that costs micro-batches time.
-        most = sum(max(0.0, sum(parts[cut].most_s for cut in group)) for group in groups)
-        if most <= WORTH * all_cut_s:
-            return None
-        return _CutTable(groups, parts, tuple(sorted(fixed)), self.model, all_cut_s)
+        most = np.zeros(len(places.links))
+        for group in groups:
+            most += np.maximum(0.0, sum(parts[cut].most_s for cut in group))
+        return [
+            _CutTable(groups, parts, tuple(sorted(fixed)), self.model, float(all_cut_s[place]), place)
+            for place in np.flatnonzero(most > WORTH * all_cut_s).tolist()
+        ]
 
-    def _seconds(self, index: int, shape: Shape, links: GroupLinks, without_entries: bool = False) -> float:
-        """Compute and collectives of a layer for one micro-batch, forward and backward."""
+    def _seconds(self, index: int, shape: Shape, places: "_Places", without_entries: bool = False) -> Floats:
+        """[place] -> compute and collectives of a layer for one micro-batch, forward and backward."""
         kind = self._kinds[index]
         computed = self.model.compute(kind, shape)
-        named = self._collectives_s(self.model.mode(kind, shape)[1], shape, links)
-        return (
-            computed.forward
-            + computed.backward
-            + sum(seconds for entry, seconds in named if not (entry and without_entries))
-        )
+        total = np.full(len(places.links), computed.forward + computed.backward)
+        for entry, seconds in self._collectives_s(self.model.mode(kind, shape)[1], shape, places):
+            if not (entry and without_entries):
+                total += seconds
+        return total
 
-    def _part(self, index: int, cut: int, left: tuple[int, ...], shape: Shape, links: GroupLinks) -> "_CutCost":
+    def _part(self, index: int, cut: int, left: tuple[int, ...], shape: Shape, places: "_Places") -> "_CutCost":
         """What one cut adds to the layers of a class beside others (of a layer on slices), or alone."""
         layer_class, kind, count = self.model.profile.classes[index], self._kinds[index], self._counts[index]
         own = layer_class.cuts[cut]
         beside = tuple(layer_class.cuts[i].name for i in left)
         with_it = replace(shape, cuts=Cuts(((layer_class.name, (*beside, own.name)),)))
         without = replace(shape, cuts=Cuts(((layer_class.name, beside),)))
-        entries: dict[str, float] = {}
-        for entry, seconds in self._collectives_s(self.model.mode(kind, with_it)[1], with_it, links):
+        entries: dict[str, Floats] = {}
+        for entry, seconds in self._collectives_s(self.model.mode(kind, with_it)[1], with_it, places):
             if entry in own.inputs.values() or (entry and entry == own.gather):
                 name = f"{index}:{entry}"
                 entries[name] = entries.get(name, 0.0) + count * seconds
         model = self.model
         once_s = model.whole_gradients_s(kind, with_it) - model.whole_gradients_s(kind, without)
         return _CutCost(
-            seconds=count * (self._seconds(index, with_it, links, True) - self._seconds(index, without, links, True)),
+            seconds=count * (self._seconds(index, with_it, places, True) - self._seconds(index, without, places, True)),
             once_s=count * once_s,
             elements=count * (model.elements(kind, with_it)[1] - model.elements(kind, without)[1]),
             modules=frozenset(f"{index}:{name}" for name in (*own.columns, *own.rows)),
             entries=tuple(entries.items()),
         )
 
-    def _collectives_s(self, costs: Costs, shape: Shape, links: GroupLinks) -> list[tuple[str, float]]:
-        """(what enters, seconds) of each collective of a layer, as far as it is not hidden."""
+    def _collectives_s(self, costs: Costs, shape: Shape, places: "_Places") -> list[tuple[str, Floats]]:
+        """(what enters, [place] -> seconds) of each collective of a layer, as far as it is not hidden."""
         size = self.model.training.compute_bytes
-        shown = 1.0 - self.model.hidden_tensor(links)
         return [
-            (c.entry, shown * collective_s(c.kind, c.tensor.at(shape.samples, size, shape.tensor), links))
+            (c.entry, places.shown * places.seconds(c.kind, c.tensor.at(shape.samples, size, shape.tensor)))
             for c in costs.collectives
         ]
 
 
+class _Places:
+    """The links of tensor groups of one size in each place that they can take. shown: [place] -> share of a collective
+    that no compute hides."""
+
+    def __init__(self, model: CostModel, size: int) -> None:
+        self.links = [model.links(size, stride) for stride in model.places(size)]
+        self.shown = np.array([1.0 - model.hidden_tensor(links) for links in self.links])
+        self._rates: dict[CollectiveKind, RingTimes[Floats]] = {}
+
+    def seconds(self, kind: CollectiveKind, num_bytes: float) -> Floats:
+        """[place] -> seconds of a collective."""
+        if kind in ("p2p", "all_to_all"):
+            return np.array([collective_s(kind, num_bytes, links) for links in self.links])
+        if kind not in self._rates:
+            self._rates[kind] = RingTimes(*np.array([astuple(ring_rates(kind, links)) for links in self.links]).T)
+        return ring_s(np.full(len(self.links), num_bytes), self._rates[kind])
+
+
 @dataclass(frozen=True)
 class _CutCost:
-    """What one cut adds: seconds of all layers of its class for one micro-batch, seconds and elements once a step."""
+    """What one cut adds: [place] -> seconds of all layers of its class for one micro-batch, and of its entries; seconds
+    and elements once a step."""
 
-    seconds: float
+    seconds: Floats
     once_s: float
     elements: float
     modules: frozenset[str]
-    entries: tuple[tuple[str, float], ...]
+    entries: tuple[tuple[str, Floats], ...]
 
     @property
-    def most_s(self) -> float:
-        """Seconds for one micro-batch with all of its entries."""
-        return self.seconds + sum(seconds for _, seconds in self.entries)
+    def most_s(self) -> Floats:
+        """[place] -> seconds for one micro-batch with all of its entries."""
+        return sum((seconds for _, seconds in self.entries), self.seconds)
 
 
 @dataclass(frozen=True)
 class _CutTable:
     """Groups of tied cuts, what each cut adds, and the cuts that there is no choice about. all_cut_s: seconds of all
-    layers for one micro-batch with everything cut."""
+    layers for one micro-batch with everything cut, where tensor ranks sit in `place`."""
 
     groups: list[list[CutOf]]
     parts: dict[CutOf, _CutCost]
     fixed: tuple[CutOf, ...]
     model: CostModel
     all_cut_s: float
+    place: int
 
     def ways(self, num_microbatches: int, data: int) -> list[Way]:
         """What the groups add to a step of so many micro-batches."""
@@ -253,9 +276,13 @@ class _CutTable:
             update_s = self.model.optimizer_s(abs(elements) / data) * (1.0 if elements > 0.0 else -1.0)
             ways.append(
                 Way(
-                    seconds=num_microbatches * sum(p.seconds for p in parts) + sum(p.once_s for p in parts) + update_s,
+                    seconds=num_microbatches * sum(float(part.seconds[self.place]) for part in parts)
+                    + sum(part.once_s for part in parts)
+                    + update_s,
                     modules=frozenset().union(*(part.modules for part in parts)),
-                    entries=tuple((name, num_microbatches * s) for part in parts for name, s in part.entries),
+                    entries=tuple(
+                        (name, num_microbatches * float(s[self.place])) for part in parts for name, s in part.entries
+                    ),
                 )
             )
         return ways
