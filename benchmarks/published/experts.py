@@ -62,7 +62,7 @@ MOST_SLOWER = 1.01
 CUTOFFS = (1.0 + 1e-6, 1.01, 1.05, float("inf"))
 """Times the step of theirs, below which plans are looked for."""
 
-TIME_LIMIT_S = 12.0
+TIME_LIMIT_S = 30.0
 """Of the search in their layout, and of the one in the whole space."""
 
 
