@@ -1,5 +1,9 @@
 """Every outcome of a solver by its name: optimal, infeasible, late, missing; HiGHS and CBC agree."""
 
+import os
+import subprocess
+import sys
+
 import pulp
 import pytest
 
@@ -82,3 +86,32 @@ def test_a_solver_that_was_asked_for_and_breaks_down_is_named(monkeypatch: pytes
 
     with pytest.raises(SolverError, match="HiGHS failed: broken"):
         solve(knapsack(5), 300, "HiGHS")
+
+
+PROGRAM = """
+import pulp
+from meshwright.planner.solve.solver import solve
+problem = pulp.LpProblem("small", pulp.LpMinimize)
+problem.setObjective(problem.add_variable("x", lowBound=1, upBound=3, cat="Integer"))
+solve(problem, 10.0, "HiGHS")
+"""
+
+
+@pytest.mark.parametrize(
+    "program", [PROGRAM, "from meshwright.planner.solve.solver import silence_highs\nsilence_highs()"]
+)
+def test_the_first_solver_of_a_process_writes_nothing_to_the_standard_output(program: str) -> None:
+    """HiGHS 1.16 writes its version there, which made `plan --json` no document."""
+    said = subprocess.run(
+        [sys.executable, "-c", f"{program}\nimport highspy\nhighspy.Highs()\nprint('done')"],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert said.stdout == "done\n"
+
+
+def test_where_there_is_no_standard_output_the_solver_is_made_all_the_same() -> None:
+    subprocess.run([sys.executable, "-c", f"import os; os.close(1)\n{PROGRAM}"], env=os.environ, check=True)

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from ..cost.simulate import CriticalPath, critical_paths
 from ..plan.schedules import ZERO_BUBBLE, Schedule, stage_of
+from .solver import silence_highs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -306,6 +307,7 @@ class _Program:
         self.unit_s = sum(layers.count * float((layers.forward_s + layers.backward_s).min()) for layers in runs)
         self.unit_s = self.unit_s * table.num_microbatches / table.num_ranks or 1.0
         self.rank = rank_of[self.stage]
+        silence_highs()
         self._model = highspy.Highs()
         self._model.setOptionValue("output_flag", False)
         self._model.setOptionValue("threads", 1)

@@ -1,9 +1,11 @@
 """The only caller of solve(): HiGHS, CBC where HiGHS is missing or fails; every outcome by name."""
 
 import importlib.util
+import os
 import time
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import pulp
@@ -84,8 +86,29 @@ def available_solver() -> str | None:
     return "CBC" if _bundled_cbc().available() else None
 
 
+@cache
+def silence_highs() -> None:
+    """Make the first HiGHS of this process with nowhere to write to. From 1.16 on that one writes its version to the
+    standard output, before it can be told not to, which would stand in front of a document on its way to a pipe."""
+    import highspy
+
+    try:
+        standard = os.dup(1)
+    except OSError:  # there is none
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        highspy.Highs()
+    finally:
+        os.dup2(standard, 1)
+        os.close(standard)
+        os.close(nowhere)
+
+
 def _engine(name: str, time_limit_s: float) -> pulp.LpSolver:
     if name == "HiGHS":
+        silence_highs()
         return pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=GAP, threads=1)
     return _bundled_cbc(timeLimit=max(1, round(time_limit_s)), gapRel=GAP, threads=1)
 
