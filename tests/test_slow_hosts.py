@@ -12,7 +12,7 @@ import pytest
 from meshwright.executor.measuring.slow_hosts import HostSpeeds, SlowHost, host_speeds
 from meshwright.executor.measuring.slower_cluster import slower_cluster, ways_on, without_slow
 from meshwright.executor.reporting.switching import Switching
-from meshwright.executor.run_document import RunHeader, RunStep
+from meshwright.executor.run_document import RunStep
 from meshwright.executor.state.checkpoint_folder import Progress
 from meshwright.planner.answers.search import InfeasibleError, SearchResult, search
 from meshwright.planner.cost.alone import kernels_s
@@ -25,6 +25,7 @@ from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
 from support.cli import run_plan, save_profile, small_profile, some_plan
+from support.runs import header_of, write_lines
 from support.synthetic import device, mixed
 
 PROFILE = small_profile()
@@ -49,16 +50,6 @@ def computed(
 
 def write_run(path: Path, plan: Plan, rows: list[list[float]], step_s: float = 2.0, header: Plan | None = None) -> Path:
     """A run whose ranks compute these seconds, after two steps to warm up."""
-    first = RunHeader(
-        model=plan.model.name,
-        layout=plan.label,
-        num_ranks=plan.degrees.num_devices,
-        device="cpu",
-        torch_version="2",
-        tokens_per_step=1,
-        memory_kind="resident",
-        plan=header or plan,
-    )
     steps = [
         RunStep(
             step=number,
@@ -74,8 +65,7 @@ def write_run(path: Path, plan: Plan, rows: list[list[float]], step_s: float = 2
         )
         for number, row in enumerate([[9.0] * plan.degrees.num_devices] * 2 + rows, 1)
     ]
-    path.write_text("".join(line.model_dump_json() + "\n" for line in (first, *steps)))
-    return path
+    return write_lines(path, header_of(header or plan), *steps)
 
 
 def speeds_of(folder: Path, plan: Plan, rows: list[list[float]]) -> HostSpeeds:

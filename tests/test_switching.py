@@ -8,7 +8,7 @@ import pytest
 from meshwright.executor import parallelize
 from meshwright.executor.measuring.replanning import replanning
 from meshwright.executor.reporting.switching import Switching, pays_after, read_rate, switching, whether_it_pays
-from meshwright.executor.run_document import AxisSeconds, RunHeader, RunRestart, RunStep, load_restarts, load_run
+from meshwright.executor.run_document import AxisSeconds, RunRestart, RunStep, load_restarts, load_run
 from meshwright.executor.state.checkpoint_folder import Progress
 from meshwright.planner.answers.search import SearchResult, search
 from meshwright.planner.cost.refit import turned_hosts
@@ -16,6 +16,7 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from support.cli import run_plan, save_profile, some_plan
+from support.runs import header_of, write_lines
 from support.synthetic import layer_class, profile
 from support.tied_net import TiedNet, adamw, loss, plan_of, samples, tied_profile
 
@@ -45,20 +46,8 @@ def write_run(
     path: Path, plan: Plan, step_s: float, last: int, axis_s: dict[str, float], restart: RunRestart | None
 ) -> Path:
     """The last six steps of a run, resumed before them or not."""
-    header = RunHeader(
-        model=plan.model.name,
-        layout=plan.label,
-        num_ranks=plan.degrees.num_devices,
-        device="cpu",
-        torch_version="2",
-        tokens_per_step=1,
-        memory_kind="resident",
-        plan=plan,
-    )
     steps = [step(last - 5 + i, step_s, axis_s) for i in range(6)]
-    lines = [header, *([] if restart is None else [restart]), *steps]
-    path.write_text("".join(line.model_dump_json() + "\n" for line in lines))
-    return path
+    return write_lines(path, header_of(plan), *([] if restart is None else [restart]), *steps)
 
 
 @pytest.fixture
