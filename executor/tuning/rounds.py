@@ -180,12 +180,17 @@ class Tuning:
         self.record.add(EndLine(reason=reason, agreed=agreed, at_s=self._at_s()))
         return self._outcome(result, reason, agreed, interrupted)
 
-    def _run(self, result: SearchResult) -> tuple[str, bool]:
+    def _begin(self, result: SearchResult) -> int:
+        """The round that is under way: the first, whose candidates are let in, or that of a record that goes on."""
         self._fill(result)
         number = max((line.round for line in self.record.entrants().values()), default=0)
         if number == 0:
             number = 1
             self._let_in(self._first(), number)
+        return number
+
+    def _run(self, result: SearchResult) -> tuple[str, bool]:
+        number = self._begin(result)
         until_s = self._until if number > 1 else self._until - (1 - FIRST_SHARE) * self.job.budget_s
         while True:
             fallen = self._race(number, until_s)

@@ -88,11 +88,7 @@ class SmallTuning(Tuning):
         self._profiles: dict[str, ModelProfile] = {}
 
     def _run(self, result: SearchResult) -> tuple[str, bool]:
-        self._fill(result)
-        number = max((line.round for line in self.record.entrants().values()), default=0)
-        if number == 0:
-            number = 1
-            self._let_in(self._first(), number)
+        number = self._begin(result)
         while True:
             ended = self._turns(number)
             if ended is not None:
