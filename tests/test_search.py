@@ -4,7 +4,9 @@ import gc
 import itertools
 import math
 import random
+from contextlib import ExitStack
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,10 +24,12 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import is_chunked
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
+from meshwright.planner.solve import explore
 from meshwright.planner.solve.bounds import recompute_of
 from meshwright.planner.solve.columns import StagePrices
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.ilp import solve_master
+from meshwright.planner.solve.nodes import FamilyNode, ShapesNode, SplitNode, WorkNode
 from meshwright.planner.solve.scan import scan, simulated_s
 from meshwright.planner.solve.space import Space
 from meshwright.planner.solve.tensor_choice import CutChoice
@@ -218,6 +222,24 @@ def test_time_over_before_the_first_plan_leaves_the_best_rule_of_thumb() -> None
     assert found.certificate.gap > 0
     assert found.plan.degrees.num_devices == 4
     assert check(found.plan, model) == []
+
+
+def test_a_first_plan_is_found_sooner_than_by_bounds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = profile([layer_class("a", 4e11, 2_000_000_000, 1e9, 1e6, heads=16)], [0] * 32)
+    training = TrainingSpec(global_batch=256, seq_len=64)
+
+    def nodes_before_the_first(eager: float) -> int:
+        monkeypatch.setattr(explore, "EAGER", eager)
+        with ExitStack() as patched:
+            opened = [
+                patched.enter_context(mock.patch.object(kind, "children", autospec=True, side_effect=kind.children))
+                for kind in (SplitNode, WorkNode, FamilyNode, ShapesNode)
+            ]
+            found = Explorer(model, cluster(8), training).explore(Pins(), math.inf, near=0, any_will_do=True)
+        assert found.num_solved == 1
+        return sum(each.call_count for each in opened)
+
+    assert nodes_before_the_first(explore.EAGER) < 0.7 * nodes_before_the_first(1.0)
 
 
 def test_time_over_with_pins_that_no_rule_of_thumb_keeps_is_said() -> None:

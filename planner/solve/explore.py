@@ -52,6 +52,10 @@ MAX_SLOW = 60
 SLOWEST = 4.0
 """Layouts that take longer than the best by this factor are no alternatives."""
 
+EAGER = 0.95
+"""While there is no plan, a node is taken as if it took this share of its seconds for each node above it in the tree:
+what is nearly a plan is finished first."""
+
 TIE = 0.001
 """A plan this near the bound counts as optimal."""
 
@@ -288,6 +292,7 @@ class _Search:
         self._cutoff_s, self._any_will_do = cutoff_s, any_will_do
         self._order = itertools.count()
         self._heap: list[tuple[float, int, Node]] = []
+        self._depths: dict[int, int] | None = {} if math.isinf(cutoff_s) else None
         self._rest: list[Node] = []
         self._layouts: set[tuple[object, ...]] = set()
         self._best, self._extra = cutoff_s, 0
@@ -345,6 +350,8 @@ class _Search:
         first = self._heap[0][0] if self._heap else 0.0
         started_s = time.monotonic()
         while self._heap:
+            if math.isfinite(self._best):
+                self._take_time()
             likely = self._heap[0][0]
             nearer = (
                 (likely - first) / (self._best - first) if math.isfinite(self._best) and self._best > first else 0.0
@@ -359,7 +366,8 @@ class _Search:
                 self._out.complete = False
                 return
             cutoff = best * (SLOWEST if few else 1 + window)
-            _, _, node = heapq.heappop(self._heap)
+            _, order, node = heapq.heappop(self._heap)
+            depth = 0 if self._depths is None else self._depths.pop(order)
             if isinstance(node, ShapeNode):
                 self._extra += likely >= best
                 self._solve(node, cutoff)
@@ -369,13 +377,25 @@ class _Search:
             for child in node.children(cutoff, cutoff):
                 child.bound = max(child.bound, node.bound)
                 if child.bound < cutoff:
-                    self._put(child, cutoff)
+                    self._put(child, cutoff, depth + 1)
 
-    def _put(self, node: Node, cutoff_s: float) -> None:
-        if node.guess < cutoff_s:
-            heapq.heappush(self._heap, (max(node.guess, node.bound), next(self._order), node))
-        else:
+    def _take_time(self) -> None:
+        """From now on depths do not count: there is a plan."""
+        if self._depths is not None:
+            self._depths = None
+            self._heap = [(max(node.guess, node.bound), order, node) for _, order, node in self._heap]
+            heapq.heapify(self._heap)
+
+    def _put(self, node: Node, cutoff_s: float, depth: int = 0) -> None:
+        """Put a node with so many above it where it is taken in its turn, or with those that are left for the proof."""
+        if node.guess >= cutoff_s:
             self._rest.append(node)
+            return
+        likely, order = max(node.guess, node.bound), next(self._order)
+        if self._depths is not None:
+            self._depths[order] = depth
+            likely *= EAGER**depth
+        heapq.heappush(self._heap, (likely, order, node))
 
     def _solve(self, node: ShapeNode, cutoff: float) -> None:
         """Find the best plan of a shape, and keep the shape for the proof."""
