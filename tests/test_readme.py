@@ -99,6 +99,21 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
     assert link_problems("[a](nowhere.md) [b](https://example.org)", tmp_path) == ["nowhere.md"]
 
 
+def test_the_errors_that_are_quoted_are_those_of_the_fit() -> None:
+    fit = (ROOT / "benchmarks" / "published" / "fitted" / "fit.md").read_text()
+    quoted = (ROOT / "benchmarks" / "README.md").read_text()
+
+    for name, here in (
+        ("dense 16 bit", "dense, bf16 and fp16"),
+        ("dense low precision", "dense, fp8 and fp4"),
+        ("moe 16 bit", "mixtures, bf16"),
+        ("moe low precision", "mixtures, fp8"),
+    ):
+        found = re.search(rf"^\| {name} \|(.*)\|[^|]*\|$", fit, re.M)  # the last column is the bias
+        assert found is not None
+        assert f"| {here} |{found[1]}|" in quoted, name
+
+
 @pytest.mark.slow
 def test_the_certificate_that_is_explained_is_the_one_that_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
