@@ -17,9 +17,11 @@ from meshwright.planner.cost.compute_cost import (
     optimizer_s,
     tile_efficiency,
 )
+from meshwright.planner.cost.crossing_cost import P2P_EXPOSED
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.simulate import simulated_step_s
+from meshwright.planner.cost.software import STAGE_S
 from meshwright.planner.cost.stage_cost import closed_form_s
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan
@@ -333,6 +335,33 @@ def test_in_flight_counts_of_shapes_are_those_of_the_schedules_table(
     counted = [in_flight(actions) for actions in table(shape.schedule, stages, microbatches)]
 
     assert counted == [shape.in_flight(stage) for stage in range(stages)]
+
+
+def test_the_host_s_call_of_a_stage_shows_where_the_stage_computes_for_less() -> None:
+    shape = Shape(1, 1, 1, 2, micro_batch=1, num_microbatches=4, schedule="1f1b")
+    on, training = cluster(1, 2), TrainingSpec(global_batch=4, seq_len=64)
+    forward_s, prices = [], []
+    for flops in (1e9, 20e9, 200e9):
+        model = CostModel(profile([layer_class("a", flops, 1000, 1e5, 1e4)], [0, 0]), on, training)
+        forward_s.append(model.compute(model.kinds[0], shape).forward)  # of the one layer of each stage
+        prices.append(model.crossings(shape))
+
+    assert forward_s[0] < forward_s[1] < STAGE_S < forward_s[2]
+    assert [cuts[1].call_s for cuts in prices] == pytest.approx([STAGE_S - forward_s[0], STAGE_S - forward_s[1], 0.0])
+    assert prices[0][1].waited_s == pytest.approx(P2P_EXPOSED * prices[0][1].seconds + STAGE_S - forward_s[0])
+    assert prices[0][0].waited_s == prices[0][2].waited_s == 0.0
+
+
+def test_cuda_graphs_take_the_host_s_call_of_a_stage_away() -> None:
+    model = profile([layer_class("a", 1e9, 1000, 1e5, 1e4)], [0, 0])
+    shape = Shape(1, 1, 1, 2, micro_batch=1, num_microbatches=4, schedule="1f1b")
+    eager, replayed = (
+        CostModel(model, cluster(1, 2), TrainingSpec(global_batch=4, seq_len=64, software=name)).crossings(shape)[1]
+        for name in ("fsdp2-eager", "fsdp2-eager+graphs")
+    )
+
+    assert eager.call_s > 0.0
+    assert replayed.call_s == 0.0
 
 
 def test_equal_stages_take_m_plus_p_minus_1_rounds() -> None:

@@ -1,7 +1,9 @@
 """What crosses from one pipeline stage to the next: seconds and bytes at every place of the chain."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -12,9 +14,11 @@ from ..plan.document import Axis
 from ..plan.shape import Shape
 from ..plan.training import TrainingSpec
 from .comm_cost import GroupLinks, collective_s
+from .compute_cost import Seconds
 from .kept import kept, memo_by
 from .kinds import Kind, kept_with_last
 from .peak import Arrivals
+from .software import Software
 
 P2P_EXPOSED = 0.216
 """Share of a transfer between stages that its receiver waits for. Fit to published runs, see
@@ -23,10 +27,22 @@ benchmarks/published/fitted/fit.md."""
 
 @dataclass(frozen=True)
 class Cut:
-    """What crosses one place of the chain for one micro-batch: seconds until the next stage has it, and bytes."""
+    """What crosses one place of the chain for one micro-batch: seconds until the next stage has it, bytes, and seconds
+    of the host's call of a stage that its work does not hide."""
 
     seconds: float
     bytes: float
+    call_s: float = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the stage on either side loses to it in a pass: the one after in the forward, the one before in
+        the backward."""
+        return P2P_EXPOSED * self.seconds + self.call_s
+
+
+NOTHING = Cut(0.0, 0.0)
+"""At the ends of the chain."""
 
 
 class CrossingModel(Protocol):
@@ -41,6 +57,10 @@ class CrossingModel(Protocol):
         """The job."""
 
     @property
+    def software(self) -> Software:
+        """The training stack."""
+
+    @property
     def kinds(self) -> Sequence[Kind]:
         """[layer] -> its kind."""
 
@@ -50,6 +70,9 @@ class CrossingModel(Protocol):
     def axis_links(self, shape: Shape, axis: Axis) -> GroupLinks:
         """Links of a mesh axis."""
 
+    def compute(self, kind: Kind, shape: Shape) -> Seconds:
+        """Compute seconds of a layer for one micro-batch."""
+
 
 class Crossings:
     """What crosses between the layers of one model on one cluster, with caches."""
@@ -57,14 +80,26 @@ class Crossings:
     def __init__(self, model: CrossingModel) -> None:
         self._model = model
 
-    @memo_by(lambda _, shape: (shape.samples, _slices_of(shape), shape.cuts, shape.pipeline, shape.stride("pipeline")))
+    @cached_property
+    def _counts(self) -> Counter[Kind]:
+        """How many layers are of each kind."""
+        return Counter(self._model.kinds)
+
+    @memo_by(lambda _, shape: (_work_of(shape), shape.pipeline, shape.virtual_stages, shape.stride("pipeline")))
     def cuts(self, shape: Shape) -> list[Cut]:
         """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
         between layers, after the last."""
         links = self._model.axis_links(shape, "pipeline")
-        sizes = self._bytes(shape)
-        cuts = {size: Cut(collective_s("p2p", size, links) if size else 0.0, size) for size in set(sizes)}
+        sizes, call_s = self._bytes(shape), self._call_s(shape)
+        cuts = {size: Cut(collective_s("p2p", size, links), size, call_s) if size else NOTHING for size in set(sizes)}
         return [cuts[size] for size in sizes]
+
+    @memo_by(lambda _, shape: (_work_of(shape), shape.pipeline, shape.virtual_stages))
+    def _call_s(self, shape: Shape) -> float:
+        """Seconds that a device waits for the host to send a micro-batch through a stage: none where an average stage
+        computes as long, for then the host is ahead of it."""
+        pass_s = sum(count * self._model.compute(kind, shape).forward for kind, count in self._counts.items())
+        return max(0.0, self._model.software.host_stage_s - pass_s / (shape.pipeline * shape.virtual_stages))
 
     def _on_slices(self, kind: Kind, shape: Shape) -> bool:
         return self._model.mode(kind, shape)[0] == "sequence"
@@ -121,6 +156,11 @@ class Crossings:
             for last, item in kept_with_last(self._model.profile)
         ]
         return np.array(whole), np.array(counted)
+
+
+def _work_of(shape: Shape) -> tuple[object, ...]:
+    """What a micro-batch computes and sends depends on."""
+    return shape.samples, shape.tensor, shape.sequence, shape.cuts, shape.context, shape.context_kind, shape.expert
 
 
 def _slices_of(shape: Shape) -> int:

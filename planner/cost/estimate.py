@@ -203,7 +203,6 @@ def _stages(plan: Plan, models: Sequence[CostModel], shape: Shape) -> list[_Pric
     """models: [pipeline coordinate] -> of its devices."""
     model, chain = models[0], Chain(models[0])
     shared, waiting = chain.shared_weights(shape), chain.waiting_bytes(shape)
-    crossings = model.crossings(shape)
     ends = np.cumsum([len(stage.layers) for stage in plan.stages])
     arrivals = model.arrivals(shape, ends - [len(stage.layers) for stage in plan.stages], ends)
     state = state_bytes(shape, plan.training)
@@ -212,6 +211,7 @@ def _stages(plan: Plan, models: Sequence[CostModel], shape: Shape) -> list[_Pric
     for index, stage in enumerate(plan.stages):
         costs: list[LayerCost] = []
         model = models[plan.position_of(index)]
+        crossings = model.crossings(shape)
         for offset, layer in enumerate(stage.layers):
             kind = model.kinds[first + offset]
             passes = waiting[chain.run_of[first + offset]]

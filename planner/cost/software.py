@@ -21,6 +21,11 @@ INDEXING = ("index", "index_add", "index_select", "index_put", "scatter", "gathe
 """Operators that sort tokens by expert and bring them back: they move all that they move, whatever is fused."""
 
 
+STAGE_S = 0.5e-3
+"""Seconds of the host for each pass of a micro-batch through a stage of torch.distributed.pipelining: its schedule,
+sends and receives, and autograd. Measured: benchmarks/execution/results/host_time.md."""
+
+
 class StackMemory(Frozen):
     """What a training stack holds, where that differs from FSDP2 and eager kernels: bytes per element, and shares."""
 
@@ -104,6 +109,13 @@ class Software(Frozen):
         default=4, ge=1, le=8, description="bytes of one element of gradients when they are reduced"
     )
     layer_s: float = Field(default=0.0, ge=0, le=60, description="seconds that the host adds to each pass of a layer")
+    stage_s: float = Field(
+        default=STAGE_S,
+        ge=0,
+        le=60,
+        description="seconds that the host takes for each pass of a micro-batch through a pipeline stage; hidden where "
+        "the stage computes as long",
+    )
     step_s: float = Field(default=0.0, ge=0, le=3600, description="seconds that the host adds to each step")
     graphed: float = Field(default=0.0, ge=0, le=1, description="share of launches that are replayed from CUDA graphs")
     routing_s: float = Field(
@@ -136,6 +148,11 @@ class Software(Frozen):
     def host_layer_s(self) -> float:
         """Seconds that the host adds to each pass of a layer, where launches are not replayed."""
         return self.layer_s * (1 - self.graphed)
+
+    @property
+    def host_stage_s(self) -> float:
+        """Seconds that the host takes for each pass of a micro-batch through a stage, where it is not replayed."""
+        return self.stage_s * (1 - self.graphed)
 
     def host_routing_s(self, num_experts: float, expert: int) -> float:
         """Seconds that the host adds to each pass of a bank of experts, of which a rank holds so many. It only issues

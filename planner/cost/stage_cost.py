@@ -8,7 +8,7 @@ from ..plan.document import Axis
 from ..plan.shape import Shape
 from ..plan.training import TrainingSpec
 from .compute_cost import host_optimizer_s, optimizer_s
-from .crossing_cost import P2P_EXPOSED, Cut
+from .crossing_cost import Cut
 from .memory_cost import StateBytes
 from .peak import Arrivals, Moment, behind_of, highest, moments_of
 from .priced_layer import LayerCost
@@ -84,8 +84,8 @@ def combine(
     end_bytes = trainable * state.sharded_gradients + max(root, trainable * state.optimizer_temporaries)
     items["transient"] += max(0.0, end_bytes - found.total)
     return StageCost(
-        forward_s=forward_s + P2P_EXPOSED * receives.seconds,
-        backward_s=backward_s + P2P_EXPOSED * sends.seconds,
+        forward_s=forward_s + receives.waited_s,
+        backward_s=backward_s + sends.waited_s,
         weight_s=weight_s,
         once_s=once_s + update_s,
         optimizer_s=update_s,

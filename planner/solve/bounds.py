@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.chain import Chain
-from ..cost.crossing_cost import P2P_EXPOSED
 from ..cost.memory_cost import state_bytes
 from ..cost.simulate import even_step_s
 from ..cost.stage_cost import allocatable_bytes
@@ -400,7 +399,7 @@ def fluid_layers(prices: StagePrices) -> tuple[list[Layers], list[float], float,
         )
         for group, costs in ((group, prices.costs[group[0]]) for group in chain.alike)
     ]
-    wait_s = P2P_EXPOSED * min((crossings[i].seconds for i in inner), default=0.0)
+    wait_s = min((crossings[i].waited_s for i in inner), default=0.0)
     return runs, rooms, wait_s, -shared * update_s
 
 

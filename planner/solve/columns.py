@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.chain import Chain, Fastest
-from ..cost.crossing_cost import P2P_EXPOSED, Cut
+from ..cost.crossing_cost import Cut
 from ..cost.memory_cost import StateBytes, state_bytes
 from ..cost.peak import Arrivals, Moment, moments_of, running
 from ..cost.priced_layer import LayerCost
@@ -182,19 +182,19 @@ class StagePrices:
     def _fastest_microbatch_s(self) -> Floats:
         """[composition] -> seconds per micro-batch with the fastest options, memory ignored: a lower bound."""
         per_run = np.array([min(c.microbatch_s for c in costs) for costs in self.costs])
-        seconds: Floats = self.chain.counts @ per_run + P2P_EXPOSED * self._waits
+        seconds: Floats = self.chain.counts @ per_run + self._waits
         return seconds
 
     @cached_property
     def received_s(self) -> Floats:
-        """[composition] -> seconds of the transfer before it."""
-        seconds: Floats = np.array([cut.seconds for cut in self._receives])[self.chain.first_runs]
+        """[composition] -> seconds waited for the transfer before it."""
+        seconds: Floats = np.array([cut.waited_s for cut in self._receives])[self.chain.first_runs]
         return seconds
 
     @cached_property
     def _waits(self) -> Floats:
-        """[composition] -> seconds of the transfers before and after it."""
-        sends = np.array([cut.seconds for cut in self._sends])
+        """[composition] -> seconds waited for the transfers before and after it."""
+        sends = np.array([cut.waited_s for cut in self._sends])
         seconds: Floats = self.received_s + sends[self.chain.last_runs]
         return seconds
 
@@ -256,7 +256,7 @@ class StagePrices:
         if not fits[may_stand].all():
             may_stand &= fits | self._may_fit(in_flight)
             if shape.pipeline > 1:
-                least = self._weight_bounds(in_flight) + P2P_EXPOSED * self._waits
+                least = self._weight_bounds(in_flight) + self._waits
                 seconds = np.where(fits, fastest, np.maximum(fastest, least * (1 - ROUNDING)))
                 may_stand &= self._balanced(cutoff_s, seconds)
         return np.where(may_stand, seconds, np.inf), np.where(may_stand, self._once_s, np.inf), fits | ~may_stand

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost.crossing_cost import P2P_EXPOSED
 from ..cost.simulate import alone_s, simulated_step_s
 from ..cost.stage_cost import closed_form_s
 from ..plan.schedules import ZERO_BUBBLE, Schedule, first_forwards, rank_and_chunk
@@ -236,7 +235,7 @@ class _RankedStage:
         there = table >= 0
         per_run = [np.array([pick(c.forward_total_s for c in costs) for costs in on.costs]) for pick in (max, min)]
         weight = np.array([min(c.weight_s for c in costs) for costs in on.costs])
-        receives = P2P_EXPOSED * on.received_s
+        receives = on.received_s
         most, least = (np.where(there, (chain.counts @ per + receives)[table], 0.0) for per in per_run)
         both = np.where(there, seconds[table], np.inf)
         put_off = np.where(there, (chain.counts @ weight)[table], 0.0) if shape.schedule in ZERO_BUBBLE else 0.0

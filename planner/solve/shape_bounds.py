@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ..cost.chain import Chain
 from ..cost.comm_cost import CollectiveKind, Exchanged, RingTimes, ring_rates
-from ..cost.crossing_cost import P2P_EXPOSED
 from ..cost.data_cost import DataRates, added_elements, added_share, exposed_data_s, gather_s, reduce_s
 from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes
@@ -229,10 +228,10 @@ class ShapeBounds:
         """([place of the chain][stride] -> seconds waited for what crosses there, [shape] -> which stride)."""
         strides = self._columns_of(family, leaves).pipeline
         examples = dict(zip(strides, leaves.each, strict=True))
-        key = leaves, family.sequence, family.cuts, family.micro_batch
+        key = leaves, family.sequence, family.cuts, family.micro_batch, family.virtual_stages
         if key not in self._waits:
             crossings = [self.model.crossings(family.shape(leaf)) for leaf in examples.values()]
-            table = P2P_EXPOSED * np.array([[cut.seconds for cut in cuts] for cuts in crossings]).T
+            table = np.array([[cut.waited_s for cut in cuts] for cuts in crossings]).T
             place = {stride: i for i, stride in enumerate(examples)}
             self._waits[key] = table, np.array([place[stride] for stride in strides])
         return self._waits[key]
