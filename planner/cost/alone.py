@@ -11,10 +11,18 @@ from .simulate import simulate
 def kernels_s(plan: Plan, profile: ModelProfile, found: Estimate, position: int) -> float:
     """Seconds of a step that a rank at this pipeline coordinate computes: all passes, what is run again, and the
     optimizer (that of the busiest stage). Communication and waiting are left out."""
+    return all_kernels_s(plan, profile, found)[position]
+
+
+def all_kernels_s(plan: Plan, profile: ModelProfile, found: Estimate) -> tuple[float, ...]:
+    """[pipeline coordinate] -> kernels_s there."""
     stages = priced_stages(plan, profile)
-    layers = [layer for stage in plan.stages_of(position) for layer in stages[stage][1]]
-    passes_s = sum(layer.forward_s + layer.backward_s + layer.recompute_s for layer in layers)
-    return plan.num_microbatches * passes_s + found.breakdown["optimizer"]
+    kernels = []
+    for position in range(plan.degrees.pipeline):
+        layers = [layer for stage in plan.stages_of(position) for layer in stages[stage][1]]
+        passes_s = sum(layer.forward_s + layer.backward_s + layer.recompute_s for layer in layers)
+        kernels.append(plan.num_microbatches * passes_s + found.breakdown["optimizer"])
+    return tuple(kernels)
 
 
 def composed_step_s(plan: Plan, profile: ModelProfile, found: Estimate, ratios: Mapping[int, float]) -> float | None:
