@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwright.planner.cost.alone import all_kernels_s
+from meshwright.planner.cost.alone import kernels_s
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.refit import MeasuredStep, on_device, refit, turned
 from meshwright.planner.plan.making import make_plan
@@ -79,11 +79,12 @@ def test_a_share_that_is_told_to_be_one_is_lowered() -> None:
 
 
 def test_a_launch_that_is_told_too_short_to_show_is_found() -> None:
-    shows = next(
-        seconds
-        for seconds in np.geomspace(1e-6, 1.0, 100)
-        if runs(turned(PRESET.model_copy(update={"launch": seconds}), {}))[0].step_s > 1.001 * runs(PRESET)[0].step_s
-    )
+    first = runs(PRESET)[0]
+
+    def step_s(launch: float) -> float:
+        return estimate(on_device(first.plan, PRESET.model_copy(update={"launch": launch})), first.profile).step_time_s
+
+    shows = next(seconds for seconds in np.geomspace(1e-6, 1.0, 100) if step_s(seconds) > 1.001 * first.step_s)
     told = PRESET.model_copy(update={"launch": 0.8 * shows})
 
     found = refit(told, runs(turned(told, {"launch": 2.5}))[:1], ["launch"])
@@ -108,7 +109,7 @@ def test_what_ranks_compute_tells_slow_links_from_slow_kernels() -> None:
 def kernels_on(on: Device, each: MeasuredStep) -> tuple[float, ...]:
     """[pipeline coordinate] what ranks compute of a step there."""
     plan = on_device(each.plan, on)
-    return all_kernels_s(plan, each.profile, estimate(plan, each.profile))
+    return tuple(kernels_s(plan, each.profile, estimate(plan, each.profile), i) for i in range(plan.degrees.pipeline))
 
 
 def test_only_constants_that_may_move_are_fitted() -> None:

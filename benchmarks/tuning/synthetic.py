@@ -27,6 +27,7 @@ from meshwright.executor.tuning.rounds import NOISE
 from meshwright.planner.answers.search import search
 from meshwright.planner.cost.alone import all_kernels_s
 from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.refit import MeasuredStep, refit, turned_hosts
 from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.pins import Pins
@@ -97,7 +98,8 @@ def fitted(field: Field, noise: float, with_compute: bool, seed: int = 0) -> dic
         moved, _ = on_cluster(field.plans[label], truth, field.profile)
         found = estimate(moved, field.profile)
         step_s = found.step_time_s * draw.lognormvariate(0.0, noise)
-        computed = all_kernels_s(moved, field.profile, found) if with_compute else ()
+        model = CostModel(field.profile, moved.cluster, moved.training)
+        computed = all_kernels_s(model, moved, found) if with_compute else ()
         compute_s = tuple(seconds * draw.lognormvariate(0.0, noise) for seconds in computed)
         runs.append(MeasuredStep(label, field.plans[label], field.profile, step_s, compute_s=compute_s))
     return refit(device, runs, KNOBS, noise=NOISE).factors

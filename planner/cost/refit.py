@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from ...profiler.machine.cluster import ClusterSpec, Device, Link
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import Plan
-from .alone import all_kernels_s, kernels_s
+from .alone import all_kernels_s
 from .compute_cost import OPTIMIZER_BYTES
-from .estimate import estimate
+from .estimate import check_model_of, priced_by
+from .layer_cost import CostModel
 
 Floats = NDArray[np.float64]
 
@@ -23,7 +24,7 @@ NOISE = 0.05
 HUBER = 2.0
 """Residual, in units of the noise, from which a run pulls no harder: one slow run must not bend the rest."""
 
-ROUNDS = 10
+ROUNDS = 8
 STEP = 0.05
 """Change of a logarithm for its derivative, at least. The first rounds look as far as a constant's spread, for some are
 seen only from afar: a launch counts where it is longer than its kernel."""
@@ -81,10 +82,13 @@ def refit(
     Minimises sum rho((log predicted - log measured) / noise) + sum (log factor / spread)^2 by Gauss-Newton, rho being
     Huber's, over steps and what ranks computed of them. Slopes are taken from above and below in turn: a share that is
     told to be 1 cannot grow, and shows from below only. All plans must be for clusters of this device, or of hosts of
-    several kinds, each of which is moved by the same factors. Raises ValueError without runs.
+    several kinds, each of which is moved by the same factors. Raises ValueError without runs, and for plans of another
+    model than their profile's.
     """
     if not runs:
         raise ValueError("there is no measured step to fit to; give at least one run")
+    for run in runs:
+        check_model_of(run.plan, run.profile)
     measured = np.log([seconds for run in runs for seconds in (run.step_s, *run.compute_s)])
     steps = np.cumsum([0, *(1 + len(run.compute_s) for run in runs[:-1])])
     knobs = [knob for knob in KNOBS if names is None or knob.name in names]
@@ -166,11 +170,11 @@ def _predicted(device: Device, runs: Sequence[MeasuredStep], knobs: Sequence[Kno
 
 def _seconds(plan: Plan, run: MeasuredStep) -> tuple[float, ...]:
     """What a run is predicted to take by another plan's constants: its step, then what is known of its compute."""
-    found = estimate(plan, run.profile)
+    model = CostModel(run.profile, plan.cluster, plan.training)
+    found = priced_by(model, plan)
     if run.position is not None:
-        return (kernels_s(plan, run.profile, found, run.position),)
-    computed = all_kernels_s(plan, run.profile, found) if run.compute_s else ()
-    return (found.step_time_s, *computed)
+        return (all_kernels_s(model, plan, found)[run.position],)
+    return (found.step_time_s, *(all_kernels_s(model, plan, found) if run.compute_s else ()))
 
 
 def _moved(plan: Plan, device: Device, factors: Mapping[str, float]) -> Plan:
