@@ -85,9 +85,10 @@ def load_restarts(path: Path) -> list[RunRestart]:
 
 
 def load_run(path: Path, from_last_start: bool = False) -> tuple[RunHeader, list[RunStep]]:
-    """(last header, all steps; of steps that were run again the last) of a run's file.
+    """(last header, all steps by its plan; of steps that were run again the last) of a run's file.
 
-    from_last_start: only the steps behind the last header, which are all by its plan.
+    Steps before a header that says something else, such as another plan after a restart, are left out.
+    from_last_start: only the steps behind the last header.
     A last line that a dying process left half-written is left out. Raises ValueError for files of another kind.
     """
     if not path.is_file():
@@ -99,8 +100,8 @@ def load_run(path: Path, from_last_start: bool = False) -> tuple[RunHeader, list
         try:
             document = parsed(json.loads, line)
             if document.get("kind") == "meshwright-run":
-                header = RunHeader.model_validate(document)
-                steps = {} if from_last_start else steps
+                before, header = header, RunHeader.model_validate(document)
+                steps = {} if from_last_start or header != before else steps
             elif document.get("kind") == "meshwright-restart":
                 RunRestart.model_validate(document)
             else:

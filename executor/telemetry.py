@@ -176,6 +176,41 @@ class Telemetry:
             self._file.flush()
 
 
+class ComputedSeconds:
+    """What this rank computed in each step, without what it waited for: in memory, in the place of a run's file."""
+
+    def __init__(self, mesh: RankMesh) -> None:
+        self._clock = CommunicationClock(mesh)
+        self._ended: list[Callable[[], Covered]] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._clock.start()
+
+    def replicated(self, replicas: DistributedDataParallel) -> None:
+        """DDP communicates out of C++: let it be seen."""
+        self._clock.watch_replicas(replicas)
+
+    def end(self, step: int, metrics: StepMetrics) -> None:
+        """All of the step is launched."""
+        self._ended.append(self._clock.stop())
+
+    def flush(self) -> None:
+        """Nothing is written."""
+
+    def restarted(self, checkpoint: Path, steps: int, began_s: float) -> None:
+        """Nothing is written."""
+
+    def close(self) -> None:
+        """Leave torch as it was."""
+        self._clock.close()
+
+    def taken(self) -> list[float | None]:
+        """[step] since the last call -> seconds computed; None where that cannot be seen. Waits for the device."""
+        ended, self._ended = self._ended, []
+        return [read().computed_s for read in ended]
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Most that torch allocated on the GPU, or that the process held on the CPU, since restart_peak_memory; if that was
     not called, since the step or the process began."""

@@ -73,7 +73,7 @@ from .state.initialise import empty_values
 from .state.run_state import ModelState, State
 from .state.weight_files import WeightFormat
 from .state.weights import Loading, Weights
-from .telemetry import Telemetry
+from .telemetry import ComputedSeconds, Telemetry
 from .torch_compat import accelerator, data_parallel, remove_replication
 from .watch import GRACE_S, HANG_S, LONGER, Watch, watched
 
@@ -221,6 +221,12 @@ def parallelize(
     return trainer
 
 
+def computed_seconds(trainer: "Trainer") -> ComputedSeconds:
+    """Let a trainer without telemetry tell what this rank computes in each step. To be asked for before the first."""
+    trainer._telemetry = found = ComputedSeconds(trainer.mesh)
+    return found
+
+
 class Trainer:
     """Steps of one rank. data_rank, data_size: which share of every global batch it takes.
 
@@ -271,7 +277,7 @@ class Trainer:
         self.progress = Progress()
         self._read = Progress()  # how far `loader` is ahead
         self._watch: Watch | None = None
-        self._telemetry: Telemetry | None = None
+        self._telemetry: Telemetry | ComputedSeconds | None = None
         self._norms: torch.Tensor | None = None  # of each parameter, after the last step
         self._check_every = 1
         self._unchecked: list[tuple[int, Metrics]] = []  # steps whose numbers nobody has looked at

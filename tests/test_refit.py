@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from meshwright.planner.cost.alone import kernels_s
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.refit import MeasuredStep, on_device, refit, turned
 from meshwright.planner.plan.making import make_plan
@@ -67,6 +68,48 @@ def test_runs_as_predicted_change_nothing() -> None:
 
     assert found.factors == {}
     assert found.device.matmul_efficiency == PRESET.matmul_efficiency
+
+
+def test_a_share_that_is_told_to_be_one_is_lowered() -> None:
+    told = PRESET.model_copy(update={"matmul_efficiency": 1.0})
+
+    found = refit(told, runs(turned(told, {"matmul": 0.7})), ["matmul", "memory traffic", "optimizer"])
+
+    assert found.device.matmul_efficiency == pytest.approx(0.7, rel=0.02)
+
+
+def test_a_launch_that_is_told_too_short_to_show_is_found() -> None:
+    first = runs(PRESET)[0]
+
+    def step_s(launch: float) -> float:
+        return estimate(on_device(first.plan, PRESET.model_copy(update={"launch": launch})), first.profile).step_time_s
+
+    shows = next(seconds for seconds in np.geomspace(1e-6, 1.0, 100) if step_s(seconds) > 1.001 * first.step_s)
+    told = PRESET.model_copy(update={"launch": 0.8 * shows})
+
+    found = refit(told, runs(turned(told, {"launch": 2.5}))[:1], ["launch"])
+
+    assert max(map(abs, found.before)) > 0.3
+    assert max(map(abs, found.after)) < 0.02
+
+
+def test_what_ranks_compute_tells_slow_links_from_slow_kernels() -> None:
+    truth = turned(PRESET, {"link bandwidth": 0.5})
+    step = runs(truth)[7]
+    known = replace(step, compute_s=kernels_on(truth, step))
+
+    by_step, by_both = (refit(PRESET, [each]) for each in (step, known))
+
+    off = [abs(kernels_on(found.device, step)[0] / known.compute_s[0] - 1) for found in (by_step, by_both)]
+    assert off[0] > 0.05
+    assert off[1] < 0.01
+    assert abs(by_both.after[0]) < 0.02
+
+
+def kernels_on(on: Device, each: MeasuredStep) -> tuple[float, ...]:
+    """[pipeline coordinate] what ranks compute of a step there."""
+    plan = on_device(each.plan, on)
+    return tuple(kernels_s(plan, each.profile, estimate(plan, each.profile), i) for i in range(plan.degrees.pipeline))
 
 
 def test_only_constants_that_may_move_are_fitted() -> None:

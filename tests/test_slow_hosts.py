@@ -1,5 +1,6 @@
 """Hosts that a run's telemetry shows as slow, and what plan replan --run plans because of them."""
 
+import html
 import json
 import random
 import re
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.executor.measuring.replanning import replanning
 from meshwright.executor.measuring.slow_hosts import HostSpeeds, SlowHost, host_speeds
 from meshwright.executor.measuring.slower_cluster import slower_cluster, ways_on, without_slow
+from meshwright.executor.reporting.run_report import run_table
 from meshwright.executor.reporting.switching import Switching
-from meshwright.executor.run_document import RunStep
+from meshwright.executor.run_document import RunRestart, RunStep
 from meshwright.executor.state.checkpoint_folder import Progress
 from meshwright.planner.answers.search import InfeasibleError, SearchResult, search
 from meshwright.planner.cost.alone import kernels_s
@@ -248,6 +251,72 @@ def test_the_ways_to_go_on_are_told_as_data(tmp_path: Path, capsys: pytest.Captu
     assert without["step_s"] < min(stay["step_s"], slowed["step_s"])
     assert load_plan(tmp_path / "new.json").degrees.num_devices == 2  # all would wait for it
     assert told["switching"]["pays"] == without["pays"]
+
+
+def report(folder: Path, plan: Plan, *more: str) -> int:
+    plan.save(folder / "plan.json")
+    words = ["report", str(folder / "plan.json"), "--model", str(save_profile(folder))]
+    return run_plan(*words, "--run", str(folder / "run.jsonl"), "-o", str(folder / "report.html"), *more)
+
+
+def test_the_report_of_a_run_tells_of_a_slow_host_as_replan_does_and_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run.jsonl", PIPELINE, computed(PIPELINE, {2: THIRD, 3: THIRD}))
+    finding = str(host_speeds(PIPELINE, PROFILE, run))
+
+    assert report(tmp_path, PIPELINE) == 0
+
+    page = re.search(r'<section id="run">.*?</section>', (tmp_path / "report.html").read_text(), re.DOTALL)
+    assert page is not None
+    for shown in (capsys.readouterr().out, page.group()):
+        words = " ".join(re.sub(r"<[^>]*>", " ", html.unescape(shown)).split())
+        assert "host 1 (ranks 2, 3) computes 1.50 times as long as the others" in words
+        assert finding in words
+        assert re.search(r"with host 1 by .*? on 4 GPUs: it would bring [\d.]+ m?s a step: ", words)
+        assert re.search(r"without host 1 by .*? on 2 GPUs: it ", words)
+        assert "`plan replan --checkpoint DIR --run run.jsonl`, DIR being the run's folder, searches for both" in words
+
+
+def test_a_run_that_was_resumed_says_after_how_many_steps_a_plan_around_the_slow_host_pays(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run.jsonl", PIPELINE, computed(PIPELINE, {2: THIRD, 3: THIRD}))
+    restart = RunRestart(steps=0, num_ranks=4, start_s=31.0, load_s=12.5, loaded_bytes=10**9)
+    first, *steps = run.read_text().splitlines()
+    run.write_text("\n".join([first, restart.model_dump_json(), *steps]) + "\n")
+
+    _, with_it, _, cost, _ = replanning(PIPELINE, PROFILE, run)
+
+    assert re.search(r"with host 1 by .* on 4 GPUs: it pays after \d+ steps: ", with_it)
+    assert cost.startswith("switching costs about 43.5 s")
+
+
+def test_a_report_says_that_hosts_are_alike_or_why_it_does_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rows, words in (
+        (computed(REPLICAS, {}), "no host computes slower than the others in 30 steps"),
+        ([[]] * 30, "slow hosts are not looked for: "),
+    ):
+        write_run(tmp_path / "run.jsonl", REPLICAS, rows)
+
+        assert report(tmp_path, REPLICAS, "--json") == 0
+
+        notes = json.loads(capsys.readouterr().out)["run"]["notes"]
+        assert any(words in note for note in notes)
+        assert not any("plan replan --checkpoint" in note for note in notes)
+
+
+def test_steps_of_another_plan_before_a_restart_are_left_out_of_the_report(tmp_path: Path) -> None:
+    larger = some_plan(replicate=4, shard=2, per_host=2)
+    run = write_run(tmp_path / "run.jsonl", larger, computed(larger, {}), step_s=9.0)
+    then = write_run(tmp_path / "then.jsonl", REPLICAS, computed(REPLICAS, {}), step_s=2.0)
+    header, *steps = then.read_text().splitlines()
+    later = [json.loads(line) | {"step": 100 + number} for number, line in enumerate(steps)]
+    run.write_text(run.read_text() + "\n".join([header, *map(json.dumps, later)]) + "\n")
+
+    rows = {row[0]: row for row in run_table(REPLICAS, run).rows}
+
+    assert rows["step time, ms"][2] == "2,000.0"
 
 
 @pytest.mark.parametrize(

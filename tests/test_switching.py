@@ -157,10 +157,10 @@ def test_a_run_whose_links_became_slow_is_told_of_a_layout_that_needs_them_less(
     unknown = replanning(chosen.plan, PROFILE, write_run(tmp_path / "a.jsonl", chosen.plan, step_s, 60, axis_s, None))
     known = replanning(chosen.plan, PROFILE, write_run(tmp_path / "b.jsonl", chosen.plan, step_s, 60, axis_s, RESTART))
 
-    assert "replanning would bring" in unknown[0]
-    assert "was not resumed" in unknown[0]
-    assert "it pays after" in known[0]
-    assert "switching costs about" in known[0]
+    assert "it would bring" in unknown[-1]
+    assert "was not resumed" in unknown[-1]
+    assert "it pays after" in known[-1]
+    assert "switching costs about" in known[-1]
 
 
 def test_a_run_whose_compute_became_slow_is_told_that_no_layout_helps(tmp_path: Path, chosen: SearchResult) -> None:
@@ -168,7 +168,7 @@ def test_a_run_whose_compute_became_slow_is_told_that_no_layout_helps(tmp_path: 
 
     told = replanning(chosen.plan, PROFILE, write_run(tmp_path / "a.jsonl", chosen.plan, step_s, 60, axis_s, None))
 
-    assert told == [
+    assert told[1:] == [
         "replanning would not pay: with compute as this run has them no layout that was weighed beside the plan is "
         "more than 2% faster"
     ]

@@ -13,6 +13,7 @@ from meshwright.executor import parallelize
 from meshwright.executor.reporting.run_report import run_table
 from meshwright.executor.run_document import load_run
 from meshwright.executor.telemetry import CommunicationClock, covered_s
+from meshwright.executor.trainer import computed_seconds
 from meshwright.planner.plan.document import Plan, Prediction
 from meshwright.profiler.model.model_profile import ModelProfile
 from support import slow
@@ -160,6 +161,26 @@ def test_a_slower_rank_computes_longer_and_the_others_wait(
 
     more = sorted(step.rank_compute_s[1] - step.rank_compute_s[0] for step in steps[1:])
     assert more[1] == pytest.approx(plan.num_microbatches * SLOWER_S, rel=0.5)
+
+
+def _computed(plan: Plan) -> tuple[list[float | None], list[float | None], float]:
+    """What a rank computes in each of three steps, what is told of none after them, and the longest step."""
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss)
+    computed = computed_seconds(trainer)
+    longest_s = max(
+        trainer.step(share).step_time_s for _, share in zip(range(3), trainer.loader(samples), strict=False)
+    )
+    found = computed.taken(), computed.taken(), longest_s
+    trainer.close()
+    assert dist.ProcessGroup.allreduce.__name__ == "allreduce"  # torch is as it was
+    return found
+
+
+def test_without_a_file_a_trainer_tells_what_its_rank_computes(profile: ModelProfile) -> None:
+    for computed, nothing, longest_s in run_ranks(_computed, 2, plan_of(profile, replicate=2)):
+        assert len(computed) == 3
+        assert all(seconds is not None and 0 < seconds < longest_s for seconds in computed)
+        assert nothing == []
 
 
 def test_spans_that_overlap_count_once() -> None:

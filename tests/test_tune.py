@@ -275,6 +275,7 @@ def seen(count: int, ranks: int = 2, **changes: Any) -> list[dict[str, Any]]:
         (seen(1, ranks=1), "know of no others"),
         (seen(4, ranks=4), "starts 4 ranks, 4 of which answered, and 2 are announced: give --gpus 4"),
         (seen(1), "starts 2 ranks, 1 of which answered"),
+        (seen(2, plan="other"), "ranks 0 and 1 see different files for the plan's file"),
         (seen(2, model="other"), "ranks 0 and 1 see different files for the model's file"),
         (seen(2, meshwright="other"), "see different files for the code of meshwright"),
         (seen(2, plan="", host="b"), "rank 1 on b does not see the plan's file"),
@@ -357,6 +358,36 @@ global_batch = 32
 """
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--budget", "5s"], "--budget 5s is too short for one candidate: its ranks take some 15 s to start"),
+        (
+            ["--launcher", "torchrun --nproc-per-node 2"],
+            "has no {args}, which the program of each rank takes the place",
+        ),
+        (["--launcher", "no-such-launcher {args}"], "there is no command no-such-launcher here"),
+        (["--launcher", "srun 'half {args}"], "cannot be read: No closing quotation"),
+    ],
+    ids=["budget", "no args", "no command", "no quote"],
+)
+def test_a_race_that_cannot_begin_is_refused_and_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(FAULTS)
+    monkeypatch.setattr("subprocess.Popen", None)
+
+    assert run_plan("tune", "net.py", "--gpus", "2", "--device", "cpu", "--time-limit", "2", *flags) == 2
+
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert {path.name for path in tmp_path.iterdir()} <= {"net.py", "__pycache__"}
+
+
 def processes_of(model: Path) -> list[str]:
     """Command lines of ranks of a model that are still there."""
     found = []
@@ -431,6 +462,27 @@ def test_a_launcher_that_starts_another_cluster_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.slow
+def test_ranks_that_see_different_files_are_refused_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(FAULTS)
+    (tmp_path / "other.py").write_text(FAULTS + "# of another host\n")
+    (tmp_path / "two.sh").write_text(
+        f'RANK=0 WORLD_SIZE=2 {sys.executable} "$@" &\n'
+        f'RANK=1 WORLD_SIZE=2 {sys.executable} "${{@/net.py/other.py}}" &\nwait\n'
+    )
+
+    words = ["--gpus", "2", "--device", "cpu", "--budget", "5m", "--launcher", "bash two.sh {args}"]
+    assert run_plan("tune", "net.py", *words) == 2
+
+    assert "ranks 0 and 1 see different files for the model's file" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "plan.json").exists()
+    assert not (tmp_path / "plan.tune.jsonl").exists()
+    assert processes_of(tmp_path / "net.py") == []
+
+
+@pytest.mark.slow
 def test_a_launchers_own_job_for_every_lap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(FAULTS)
@@ -442,4 +494,7 @@ def test_a_launchers_own_job_for_every_lap(tmp_path: Path, monkeypatch: pytest.M
 
     laps = [line for line in load_record(tmp_path / "plan.tune.jsonl").lines if isinstance(line, LapLine)]
     assert all(lap.started_s > 0 for lap in laps)
+    for lap in laps:
+        assert len(lap.rank_compute_s) == 2
+        assert 0 < min(lap.rank_compute_s) <= max(lap.steps_s)
     assert len(laps) >= 2  # at least one of each plan; a slow machine may need no second turn to part them

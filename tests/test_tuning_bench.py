@@ -1,10 +1,14 @@
 """The benchmark of plan tune: what the planner is told wrong, and the figures of its table."""
 
+import statistics
+
 import pytest
 
 from benchmarks.planned_vs_manual.jobs import Task, at_speed
+from benchmarks.planned_vs_manual.models import CASES
 from benchmarks.tuning.bench import CLUSTERS, WRONG, _everything_s, announced, true_device
 from benchmarks.tuning.report import markdown, untried
+from benchmarks.tuning.synthetic import field_of, fitted
 from meshwright.executor.tuning.record import LapLine
 
 
@@ -25,6 +29,19 @@ def test_a_slow_hosts_devices_take_longer_for_everything() -> None:
     assert [task.device_of(rank, 4) == device for rank in range(4)] == [True, True, False, False]
     assert task.device_of(3, 4) == at_speed(device, 2 / 3)
     assert at_speed(device, 0.5).launch == 2 * device.launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [0, 3])
+@pytest.mark.parametrize("case", [0, 1])
+def test_where_the_model_is_right_untried_plans_are_predicted_within_the_target(case: int, cluster: int) -> None:
+    field = field_of(CASES[case], CLUSTERS[cluster])
+
+    by_steps, by_both = (field.errors(fitted(field, 0.01, with_compute)) for with_compute in (False, True))
+
+    assert statistics.median(field.errors({})) > 0.2
+    assert statistics.median(by_both) < 0.03
+    assert max(by_both) < min(0.1, max(by_steps))
 
 
 def lap(label: str, turn: int, started_s: float, steps: int = 2) -> LapLine:

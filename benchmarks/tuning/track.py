@@ -4,6 +4,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 import warnings
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from benchmarks.planned_vs_manual.jobs import STEP_LIMIT_S, Task, before_others, join_hosts, padded_trainer
 from benchmarks.planned_vs_manual.padded import Clock
 from meshwright.executor.telemetry import peak_memory_bytes
+from meshwright.executor.trainer import computed_seconds
 from meshwright.executor.tuning.jobs import Fallen, Lap
 from meshwright.planner.plan.document import Plan
 
@@ -60,7 +62,8 @@ class EmulatedTrack:
                     self.close()
                     return Fallen("crash", f"rank {rank}: {answers[rank]}")
         taken = tuple(max(step) for step in zip(*(own[1] for own in answers), strict=True))
-        return Lap(taken, max(own[0] for own in answers), tuple(own[2] for own in answers), "resident")
+        peaks, computed_s = (tuple(own[i] for own in answers) for i in (2, 3))
+        return Lap(taken, max(own[0] for own in answers), peaks, "resident", rank_compute_s=computed_s)
 
     def leave(self, label: str) -> None:
         """Its trainer waits, which costs no time."""
@@ -95,7 +98,7 @@ def _serve(rank: int, ranks: int, task: Task, pipe: Connection) -> None:
         file.write("1000")
     try:
         join_hosts(task.hosts)
-        clock, trainers = Clock(), {}
+        clock, trainers, computed = Clock(), {}, {}
         gc.disable()  # what Python's collector does in the middle of a step would be waited for by all ranks
         while True:
             label, plan, steps = pipe.recv()
@@ -104,12 +107,14 @@ def _serve(rank: int, ranks: int, task: Task, pipe: Connection) -> None:
             started_s = 0.0
             if label not in trainers:
                 trainers[label] = padded_trainer(plan, task, clock)
+                computed[label] = computed_seconds(trainers[label][0])
                 for _ in range(_WARM_UPS):
                     trainers[label][0].step(trainers[label][1])
                 before_others()
                 started_s = time.monotonic() - began
             trainer, share = trainers[label]
             taken = []
+            computed[label].taken()
             for _ in range(steps):
                 gc.collect()
                 dist.barrier()
@@ -118,7 +123,8 @@ def _serve(rank: int, ranks: int, task: Task, pipe: Connection) -> None:
                 trainer.step(share)
                 taken.append(time.perf_counter() - before)
             faulthandler.cancel_dump_traceback_later()
-            pipe.send((True, (started_s, taken, peak_memory_bytes(torch.device("cpu")))))
+            own_s = statistics.median(each for each in computed[label].taken() if each is not None)
+            pipe.send((True, (started_s, taken, peak_memory_bytes(torch.device("cpu")), own_s)))
     except EOFError:
         pass
     except BaseException as error:

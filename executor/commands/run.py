@@ -133,14 +133,15 @@ def _replan_command(
 
 def _slow_hosts(before: Plan, profile: ModelProfile, run: Path) -> "HostSpeeds":
     """The hosts that a run shows as slow. Raises ValueError if there are none."""
-    from ..measuring.slow_hosts import host_speeds
+    from ..measuring.slow_hosts import SpeedsUnknownError, host_speeds
 
-    speeds = host_speeds(before, profile, run)
+    way_out = "say how many GPUs there are now, for example --gpus 6 (or give a --cluster file)"
+    try:
+        speeds = host_speeds(before, profile, run)
+    except SpeedsUnknownError as error:
+        raise ValueError(f"{error}; give the telemetry of the run that the checkpoint is of, or {way_out}") from None
     if not speeds.slow:
-        raise ValueError(
-            f"{speeds}. There is nothing to plan around: say how many GPUs there are now, for example --gpus 6 (or "
-            "give a --cluster file)"
-        )
+        raise ValueError(f"{speeds}. There is nothing to plan around: {way_out}")
     return speeds
 
 

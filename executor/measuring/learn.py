@@ -11,6 +11,7 @@ from ...profiler.machine.units import format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_report import WARM_UP_STEPS
 from ..run_document import RunStep, load_run
+from .measured_steps import computed_s
 from .measurement import quantile
 
 FEWEST = 3
@@ -66,7 +67,9 @@ def _learned(path: Path, profile_of: Callable[[Plan], ModelProfile]) -> LearnedR
         )
     usual = inliers(tuple(step.step_time_s for step in timed))
     label = f"{header.model}, {header.plan.label}"
-    measured = MeasuredStep(label, header.plan, profile_of(header.plan), quantile(usual, 0.5))
+    known = [step.rank_compute_s for step in timed if step.rank_compute_s]
+    compute_s = computed_s(header.plan, known)
+    measured = MeasuredStep(label, header.plan, profile_of(header.plan), quantile(usual, 0.5), compute_s=compute_s)
     notes = tuple(f"{path.name}: {note}" for note in what_to_say(timed))
     return LearnedRun(path, measured, len(usual), len(timed) - len(usual), notes)
 

@@ -1,7 +1,7 @@
 """Measured steps of one's own cluster, read from JSON Lines for `plan calibrate --from`. Needs no torch."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import PositiveFloat, ValidationError
@@ -74,3 +74,15 @@ def _step_s(line: _Line, folder: Path, where: str) -> float:
     if not timed:
         raise ValueError(f"{where}: {line.run} has {len(steps)} steps; more than {WARM_UP_STEPS} are needed")
     return quantile(timed, 0.5)
+
+
+def computed_s(plan: Plan, measured: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """[pipeline coordinate] -> seconds of a step that its slowest rank computes, each rank by its median. measured: of
+    laps or steps, [rank]; () where one does not tell, or a rank is said to compute nothing."""
+    if not measured or any(len(found) != plan.degrees.num_devices for found in measured):
+        return ()
+    slowest = [0.0] * plan.degrees.pipeline
+    for rank, seconds in enumerate(zip(*measured, strict=True)):
+        position = plan.coordinates(rank)["pipeline"]
+        slowest[position] = max(slowest[position], quantile(seconds, 0.5))
+    return tuple(slowest) if min(slowest) > 0.0 else ()

@@ -1,35 +1,81 @@
-"""Whether a running job would be faster under another plan, by constants fitted to its own steps, and when that would
-pay for the restart. Needs no torch."""
+"""What keeps a running job from being faster, a slow host or constants that are off, and whether another plan would pay
+for the restart. Needs no torch."""
 
 from pathlib import Path
 
+from ...planner.answers.infeasible import InfeasibleError
 from ...planner.answers.landscape import weighed
+from ...planner.answers.search import search
 from ...planner.cost.axis_seconds import axis_seconds
 from ...planner.cost.estimate import estimate
 from ...planner.cost.refit import COLLECTIVES, COMPUTE, MeasuredStep, refit, turned_hosts
 from ...planner.plan.document import Plan
+from ...planner.solve.solver import SolverError
 from ...profiler.machine.units import format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..reporting.run_diagnosis import slower_axis
 from ..reporting.run_report import WARM_UP_STEPS
-from ..reporting.switching import pays_after, restart_of, step_seconds, switching
-from ..run_document import load_run
+from ..reporting.switching import WORTH, Switching, pays_after, restart_of, step_seconds, switching
+from ..run_document import RunStep, load_run
+from .slow_hosts import HostSpeeds, SpeedsUnknownError, host_speeds
+from .slower_cluster import ways_on
 
 LINKS = ("link bandwidth", "link latency", "network bandwidth", "network latency", *COLLECTIVES)
 """Constants that are fitted where a link explains a step that is longer than predicted; else those of COMPUTE are."""
 
-WORTH = 0.02
-"""Share of a step from which a faster plan is worth a restart: the noise of what is compared."""
-
 _WEIGHED_S = 8.0
+"""Seconds to weigh other layouts: in all, and with slow hosts for each way on."""
 
 
 def replanning(plan: Plan, profile: ModelProfile, run: Path) -> list[str]:
-    """What another plan would bring to a run of `plan`, in sentences; of the layouts that were weighed beside it."""
+    """Which hosts of a run of `plan` compute slower than the others, and what another plan would bring, in sentences: a
+    plan for hosts as slow as those are and one without them, else a layout that was weighed beside the plan."""
     _, steps = load_run(run)
     step_s = step_seconds(steps)
     if step_s is None:
         return []
+    cost = None if restart_of(run) is None else switching(None, steps[-1].step, run)
+    if plan.degrees.num_devices == 1:
+        return _by_constants(plan, profile, steps, step_s, cost)
+    try:
+        speeds = host_speeds(plan, profile, run)
+    except SpeedsUnknownError as error:
+        return [f"slow hosts are not looked for: {error}", *_by_constants(plan, profile, steps, step_s, cost)]
+    if not speeds.slow:
+        return [str(speeds), *_by_constants(plan, profile, steps, step_s, cost)]
+    return [str(speeds), *_around_slow_hosts(plan, profile, speeds, cost, run)]
+
+
+def _around_slow_hosts(
+    plan: Plan, profile: ModelProfile, speeds: HostSpeeds, cost: Switching | None, run: Path
+) -> list[str]:
+    """Whether a plan with the slow hosts, or one without them, pays for the restart, and how to get it."""
+    way_out = (
+        f"`plan replan --checkpoint DIR --run {run.name}`, DIR being the run's folder, searches for both and writes "
+        "the better plan"
+    )
+    try:
+        ways = ways_on(
+            plan,
+            profile,
+            speeds,
+            cost,
+            lambda cluster: search(profile, cluster, plan.training, time_limit_s=_WEIGHED_S),
+            may_stay=True,
+        )
+    except (InfeasibleError, SolverError) as error:
+        return [f"whether another plan pays is not known: {error}", way_out]
+    told = []
+    for way in ways.rows[1:]:
+        by = "" if way.step_s is None else f" by {way.layout} on {way.num_devices} GPUs"
+        told.append(f"{way.what}{by}: {way.pays}")
+    return [*told, _in_words(cost), way_out]
+
+
+def _by_constants(
+    plan: Plan, profile: ModelProfile, steps: list[RunStep], step_s: float, cost: Switching | None
+) -> list[str]:
+    """What the fastest layout that was weighed beside the plan would bring with constants as the run has them."""
     timed = steps[WARM_UP_STEPS:]
     expected_s = estimate(plan, profile).step_time_s
     told = {str(axis): seconds for axis, seconds in axis_seconds(plan, profile).items()}
@@ -51,10 +97,10 @@ def replanning(plan: Plan, profile: ModelProfile, run: Path) -> list[str]:
         ]
     now_s = step_s * best.estimate.step_time_s / own.step_time_s
     faster = f"with {what} as this run has them {best.label} is predicted to take {format_seconds(now_s)} a step"
-    if restart_of(run) is None:
-        return [
-            f"replanning would bring {format_seconds(step_s - now_s)} a step: {faster}; what a restart costs is not "
-            "known, for this run was not resumed (plan replan times its checkpoint)"
-        ]
-    cost = switching(None, steps[-1].step, run)
-    return [f"{faster}: {pays_after(step_s, now_s, cost, measured=True)}; {cost}"]
+    return [f"{faster}: {pays_after(step_s, now_s, cost, measured=True)}; {_in_words(cost)}"]
+
+
+def _in_words(cost: Switching | None) -> str:
+    if cost is None:
+        return "what a restart costs is not known, for this run was not resumed (plan replan times its checkpoint)"
+    return str(cost)

@@ -41,6 +41,10 @@ RECENT = 100
 """Last steps that are looked at: a host that has become slow is slow now, whatever it was before."""
 
 
+class SpeedsUnknownError(ValueError):
+    """A run does not tell how fast the hosts of a plan compute."""
+
+
 @dataclass(frozen=True)
 class SlowHost:
     """A host by its number in the cluster, its slow ranks of the plan, and how many times as long the slowest of them
@@ -88,28 +92,29 @@ class HostSpeeds:
 def host_speeds(plan: Plan, profile: ModelProfile, path: Path) -> HostSpeeds:
     """Which hosts computed slower than the others in the last steps of a run by the plan.
 
-    Raises ValueError if the run is of another plan, was written without what ranks compute, or is too short.
+    Raises SpeedsUnknownError if the run is of other layers or hosts, was written without what ranks compute, or is too
+    short; ValueError if it is of another model or layout.
     """
     header, steps = load_run(path, from_last_start=True)
     check_run_of(plan, header, path)
     if header.plan is not None and _what_ranks_do(header.plan) != _what_ranks_do(plan):
-        raise ValueError(
+        raise SpeedsUnknownError(
             f"{path} is a run of another plan: {plan.label} as well, but with other layers on its ranks or on other "
-            "hosts; give the telemetry of the run that the checkpoint is of"
+            "hosts, so it shows no slow host"
         )
     ranks = plan.degrees.num_devices
     if ranks == 1:
-        raise ValueError(f"{path} is a run of one rank: there is no other to be slower than")
+        raise SpeedsUnknownError(f"{path} is a run of one rank: there is no other to be slower than")
     timed = steps[WARM_UP_STEPS:][-RECENT:]
     known = [step.rank_compute_s for step in timed if len(step.rank_compute_s) == ranks]
     if timed and not known:
-        raise ValueError(
+        raise SpeedsUnknownError(
             f"{path} does not say what each rank computes (earlier versions did not write it, and on GPUs with sharded "
-            "parameters it is not known), so it shows no slow host: say how many GPUs there are now, as in --gpus 6"
+            "parameters it is not known), so it shows no slow host"
         )
     fewest = _fewest(ranks)
     if len(known) < fewest:
-        raise ValueError(
+        raise SpeedsUnknownError(
             f"{path} has {len(steps)} steps since the run began or was resumed: {WARM_UP_STEPS} to warm up and at least"
             f" {fewest} more tell a slow one of {ranks} ranks from noise"
         )

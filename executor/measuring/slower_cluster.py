@@ -13,8 +13,7 @@ from ...planner.plan.document import Plan
 from ...profiler.machine.cluster import ClusterSpec, Device
 from ...profiler.machine.units import format_seconds
 from ...profiler.model.model_profile import ModelProfile
-from ..reporting.switching import Switching, pays_after
-from .replanning import WORTH
+from ..reporting.switching import WORTH, Switching, pays_after
 from .slow_hosts import HostSpeeds, SlowHost
 
 
@@ -22,7 +21,7 @@ from .slow_hosts import HostSpeeds, SlowHost
 class WayOn:
     """One way to go on. predicted_s: of its step on the hosts as they are now; step_s: the same, put right by what the
     run has measured of its own plan; both None where there is no plan. pays_after: steps that make up for switching,
-    None if none do; pays: the same in words, or why there is no plan."""
+    None if none do or its cost is not known; pays: the same in words, or why there is no plan."""
 
     what: str
     layout: str
@@ -82,13 +81,13 @@ def ways_on(
     plan: Plan,
     profile: ModelProfile,
     speeds: HostSpeeds,
-    cost: Switching,
+    cost: Switching | None,
     search: Callable[[ClusterSpec], SearchResult],
     may_stay: bool,
 ) -> WaysOn:
     """What a run can do about its slow hosts. search: the best plan for a cluster; raises InfeasibleError. speeds: with
-    a slow host. may_stay: whether the plan as it is may be the best, where the search found none that is faster in its
-    time. Raises InfeasibleError if no plan fits on all hosts."""
+    a slow host. cost: None where it is not known. may_stay: whether the plan as it is may be the best, where the search
+    found none that is faster in its time. Raises InfeasibleError if no plan fits on all hosts."""
     now, rest = slower_cluster(plan.cluster, speeds.slow), without_slow(plan.cluster, speeds.slow)
     on_now = plan.model_copy(update={"cluster": now})
     stay = estimate(on_now, profile)
@@ -114,7 +113,7 @@ def ways_on(
     return WaysOn(tuple(rows), best, chosen, slow)
 
 
-def _searched(what: str, found: SearchResult, stay_s: float, measured_s: float, cost: Switching) -> WayOn:
+def _searched(what: str, found: SearchResult, stay_s: float, measured_s: float, cost: Switching | None) -> WayOn:
     """A plan beside staying: its step as long beside the measured one as it is predicted to be."""
     predicted_s = found.estimate.step_time_s
     step_s = measured_s * predicted_s / stay_s
@@ -123,6 +122,6 @@ def _searched(what: str, found: SearchResult, stay_s: float, measured_s: float, 
         after = None
         pays = f"it does not pay: {format_seconds(step_s)} a step, within {WORTH:.0%} of the plan as it is"
     else:
-        after = cost.seconds / gain_s if gain_s > 0 else None
+        after = cost.seconds / gain_s if cost is not None and gain_s > 0 else None
         pays = pays_after(measured_s, step_s, cost, measured=True)
     return WayOn(what, found.plan.label, found.plan.degrees.num_devices, predicted_s, step_s, after, pays)

@@ -13,6 +13,9 @@ from ..run_document import RunRestart, RunStep, load_restarts, load_run
 from ..tuning.rounds import START_S
 from .run_report import WARM_UP_STEPS
 
+WORTH = 0.02
+"""Share of a step from which a faster plan is worth a restart: the noise of what is compared."""
+
 READ_S = 2.0
 """Seconds for which a checkpoint is read to time it."""
 
@@ -104,13 +107,16 @@ def whether_it_pays(before: Plan, after: Plan, cost: Switching) -> str:
     return pays_after(before_s, now_s, cost, measured=cost.step_s is not None)
 
 
-def pays_after(before_s: float, now_s: float, cost: Switching, measured: bool) -> str:
-    """After how many steps a faster plan has made up for the restart, or that it never does."""
+def pays_after(before_s: float, now_s: float, cost: Switching | None, measured: bool) -> str:
+    """After how many steps a faster plan has made up for the restart, or that it never does. cost: None where it is not
+    known."""
     gain_s = before_s - now_s
     how = "measured" if measured else "predicted"
     beside = f"{format_seconds(now_s)} a step beside {format_seconds(before_s)} {how} before"
     if gain_s <= 0:
         return f"it does not pay: {beside}"
+    if cost is None:
+        return f"it would bring {format_seconds(gain_s)} a step: {beside}"
     return f"it pays after {cost.seconds / gain_s:,.0f} steps: {beside}"
 
 

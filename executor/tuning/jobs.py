@@ -60,13 +60,15 @@ _RAISED = re.compile(r"^(?:\[?rank\d+\]?:\s*)?([A-Za-z_][\w.]*(?:Error|Exception
 class Lap:
     """Steps of a candidate, until the slowest rank had ended, and the peak of every rank. started_s: seconds until the
     job was ready, its warm-up included; 0 where it ran already. peak_reserved_bytes: of a GPU, what the allocator held;
-    () on the CPU."""
+    () on the CPU. rank_compute_s: of each rank the median seconds of a step in which it did not wait for others; ()
+    where that is not known."""
 
     steps_s: tuple[float, ...]
     started_s: float
     peak_memory_bytes: tuple[int, ...]
     memory_kind: str
     peak_reserved_bytes: tuple[int, ...] = ()
+    rank_compute_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,8 @@ class LaunchedTrack:
                 if not self._keeps:
                     self._jobs.pop(label)[0].ended()
                 peaks, reserved = tuple(said["peak_memory_bytes"]), tuple(said["peak_reserved_bytes"])
-                return Lap(tuple(said["steps_s"]), started_s, peaks, said["memory_kind"], reserved)
+                computed = tuple(said["rank_compute_s"])
+                return Lap(tuple(said["steps_s"]), started_s, peaks, said["memory_kind"], reserved, computed)
 
     def leave(self, label: str) -> None:
         """A candidate takes part no more."""

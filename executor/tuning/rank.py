@@ -77,10 +77,13 @@ def _laps(given: argparse.Namespace, rank: int, plan: "Plan", loaded: "LoadedMod
     import torch.distributed as dist
 
     from ..measuring.measure import trainer_and_share
+    from ..measuring.measurement import quantile
     from ..reporting.run_report import WARM_UP_STEPS
     from ..telemetry import peak_memory_bytes, restart_peak_memory
+    from ..trainer import computed_seconds
 
     trainer, share = trainer_and_share(loaded, plan, given.device, given.timeout)
+    computed = None if given.alone is not None else computed_seconds(trainer)
     device = trainer.mesh.device
     several = plan.degrees.num_devices > 1 and given.alone is None
     words = dist.new_group(backend="gloo") if several else None  # who waits in NCCL's would use the GPU
@@ -90,8 +93,12 @@ def _laps(given: argparse.Namespace, rank: int, plan: "Plan", loaded: "LoadedMod
         _say({"event": "ready", "warm_up_s": warm_up_s})
     for count in _orders(given, rank, words):
         restart_peak_memory(device)
+        if computed is not None:
+            computed.taken()  # of the warm-up, or of nothing
         times = [_timed(trainer, share) for _ in range(count)]
-        own = (times, peak_memory_bytes(device), torch.cuda.max_memory_reserved(device) if on_gpu else None)
+        peak, reserved = peak_memory_bytes(device), torch.cuda.max_memory_reserved(device) if on_gpu else None
+        seconds = [each for each in (computed.taken() if computed else ()) if each is not None]
+        own = (times, peak, reserved, quantile(tuple(seconds), 0.5) if len(seconds) == count else None)
         found: list[Any] = [own]
         if several:
             found = [None] * plan.degrees.num_devices
@@ -101,9 +108,10 @@ def _laps(given: argparse.Namespace, rank: int, plan: "Plan", loaded: "LoadedMod
             _say(
                 {
                     "event": "lap",
-                    "steps_s": [max(taken) for taken in zip(*(times for times, _, _ in found), strict=True)],
-                    "peak_memory_bytes": [peak for _, peak, _ in told],
-                    "peak_reserved_bytes": [held for _, _, held in told if held is not None],
+                    "steps_s": [max(taken) for taken in zip(*(times for times, *_ in found), strict=True)],
+                    "peak_memory_bytes": [peak for _, peak, _, _ in told],
+                    "peak_reserved_bytes": [held for _, _, held, _ in told if held is not None],
+                    "rank_compute_s": [taken for *_, taken in told if taken is not None],
                     "memory_kind": "allocated" if on_gpu else "resident",
                 }
             )

@@ -82,6 +82,9 @@ class LapLine(Frozen):
     peak_memory_bytes: tuple[int, ...] = Field(description="[rank]")
     memory_kind: Literal["resident", "allocated"]
     peak_reserved_bytes: tuple[int, ...] = Field(default=(), description="[rank] on GPUs: what the allocator held")
+    rank_compute_s: tuple[NonNegativeFloat, ...] = Field(
+        default=(), description="[rank] median seconds of a step without waiting for others; empty: not known"
+    )
     at_s: NonNegativeFloat
 
     @property

@@ -20,6 +20,7 @@ from ...planner.plan.pins import Pins
 from ...planner.plan.training import TrainingSpec
 from ...profiler.machine.cluster import ClusterSpec, Device
 from ...profiler.model.model_profile import ModelProfile
+from ..measuring.measured_steps import computed_s
 from ..measuring.measurement import quantile
 from ..measuring.significance import Apart, paired
 from ..reporting.run_report import WARM_UP_STEPS
@@ -342,6 +343,7 @@ class Tuning:
                 peak_memory_bytes=found.peak_memory_bytes,
                 memory_kind="allocated" if found.memory_kind == "allocated" else "resident",
                 peak_reserved_bytes=found.peak_reserved_bytes,
+                rank_compute_s=found.rank_compute_s,
                 at_s=self._at_s(),
             )
         )
@@ -469,7 +471,13 @@ class Tuning:
         """What was measured, as the fit takes it."""
         laps = self.record.laps()
         return [
-            MeasuredStep(each.label, each.plan, self.job.profile, self._measured_s(each.label))
+            MeasuredStep(
+                each.label,
+                each.plan,
+                self.job.profile,
+                self._measured_s(each.label),
+                compute_s=computed_s(each.plan, [lap.rank_compute_s for lap in laps[each.label]]),
+            )
             for each in self._again(self._base)
             if each.label in laps
         ]

@@ -12,12 +12,25 @@ from ...planner.plan.document import MeasuredPlan, Plan
 from ...planner.plan.pins import Pins
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
+from ..measuring.measured_steps import computed_s
 from ..measuring.measurement import quantile
 from .cut_down import CannotCutError, ProfileWithout, SmallerJob, Unseen, cut_down, unseen
 from .entrants import Entrant, Pool, challengers, key_of, on_cluster
 from .jobs import Track
 from .record import EntrantLine, Record, RefitLine, Say, StandInLine
-from .rounds import COLD_LAP_S, LAP_S, WORTH, Contender, Job, StandIn, Tuned, Tuning, knobs_of, refitted, start_s_of
+from .rounds import (
+    COLD_LAP_S,
+    LAP_S,
+    WORTH,
+    Contender,
+    Job,
+    StandIn,
+    Tuned,
+    Tuning,
+    knobs_of,
+    refitted,
+    start_s_of,
+)
 
 TURNS_EACH = 3
 """Laps of everything that runs: smaller jobs are measured for the fit, not told apart."""
@@ -202,7 +215,9 @@ class SmallTuning(Tuning):
         for label in self.record.laps():
             plan, profile, rank = self._ran(label)
             position = None if rank is None else plan.coordinates(rank)["pipeline"]
-            found.append(MeasuredStep(label, plan, profile, self._measured_s(label), position))
+            laps = [lap.rank_compute_s for lap in self.record.laps()[label]]
+            known = computed_s(plan, laps) if rank is None else ()
+            found.append(MeasuredStep(label, plan, profile, self._measured_s(label), position, known))
         return found
 
     def _refit(self, number: int) -> None:

@@ -4,17 +4,26 @@ from collections.abc import Mapping
 
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import Plan
-from .estimate import Estimate, priced_stages
+from .estimate import Estimate, priced_stages, stages_by
+from .layer_cost import CostModel
 from .simulate import simulate
 
 
 def kernels_s(plan: Plan, profile: ModelProfile, found: Estimate, position: int) -> float:
     """Seconds of a step that a rank at this pipeline coordinate computes: all passes, what is run again, and the
     optimizer (that of the busiest stage). Communication and waiting are left out."""
-    stages = priced_stages(plan, profile)
-    layers = [layer for stage in plan.stages_of(position) for layer in stages[stage][1]]
-    passes_s = sum(layer.forward_s + layer.backward_s + layer.recompute_s for layer in layers)
-    return plan.num_microbatches * passes_s + found.breakdown["optimizer"]
+    return all_kernels_s(CostModel(profile, plan.cluster, plan.training), plan, found)[position]
+
+
+def all_kernels_s(model: CostModel, plan: Plan, found: Estimate) -> tuple[float, ...]:
+    """[pipeline coordinate] -> kernels_s there. model: of the plan's cluster and job."""
+    stages = stages_by(model, plan)
+    kernels = []
+    for position in range(plan.degrees.pipeline):
+        layers = [layer for stage in plan.stages_of(position) for layer in stages[stage][1]]
+        passes_s = sum(layer.forward_s + layer.backward_s + layer.recompute_s for layer in layers)
+        kernels.append(plan.num_microbatches * passes_s + found.breakdown["optimizer"])
+    return tuple(kernels)
 
 
 def composed_step_s(plan: Plan, profile: ModelProfile, found: Estimate, ratios: Mapping[int, float]) -> float | None:

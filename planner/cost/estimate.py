@@ -119,12 +119,17 @@ class _PricedStage:
 
 def estimate(plan: Plan, profile: ModelProfile) -> Estimate:
     """Price a plan. Raises ValueError when the plan is for another model."""
+    check_model_of(plan, profile)
+    return priced_by(CostModel(profile, plan.cluster, plan.training), plan)
+
+
+def check_model_of(plan: Plan, profile: ModelProfile) -> None:
+    """Raise ValueError when a plan is for another model."""
     if plan.model.fingerprint != profile.fingerprint:
         raise ValueError(
             f"the plan was made for {plan.model.name} ({plan.model.fingerprint[:12]}), this is {profile.name} "
             f"({profile.fingerprint[:12]}); make the plan again"
         )
-    return priced_by(CostModel(profile, plan.cluster, plan.training), plan)
 
 
 def priced_by(model: CostModel, plan: Plan) -> Estimate:
@@ -318,6 +323,10 @@ def _traffic(ranks: list[_PricedStage], model: CostModel, shape: Shape, plan: Pl
 
 def priced_stages(plan: Plan, profile: ModelProfile) -> list[tuple[StageCost, tuple[LayerCost, ...]]]:
     """[stage] -> its cost, with that of each of its layers: what the plan's schedule is played with."""
-    model = CostModel(profile, plan.cluster, plan.training)
+    return stages_by(CostModel(profile, plan.cluster, plan.training), plan)
+
+
+def stages_by(model: CostModel, plan: Plan) -> list[tuple[StageCost, tuple[LayerCost, ...]]]:
+    """The same by a cost model that there is already."""
     shape = shape_of(plan)
     return [(stage.cost, stage.layers) for stage in _stages(plan, stage_models(model, shape), shape)]

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from ...profiler.machine.cluster import ClusterSpec, Device, Link
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import Plan
-from .alone import kernels_s
+from .alone import all_kernels_s
 from .compute_cost import OPTIMIZER_BYTES
-from .estimate import estimate
+from .estimate import check_model_of, priced_by
+from .layer_cost import CostModel
 
 Floats = NDArray[np.float64]
 
@@ -23,9 +24,10 @@ NOISE = 0.05
 HUBER = 2.0
 """Residual, in units of the noise, from which a run pulls no harder: one slow run must not bend the rest."""
 
-ROUNDS = 6
+ROUNDS = 8
 STEP = 0.05
-"""Change of a logarithm for its derivative."""
+"""Change of a logarithm for its derivative, at least. The first rounds look as far as a constant's spread, for some are
+seen only from afar: a launch counts where it is longer than its kernel."""
 
 COMPUTE = ("matmul", "attention", "memory traffic", "optimizer", "launch")
 """Constants of what a device computes."""
@@ -47,13 +49,15 @@ class Knob:
 @dataclass(frozen=True)
 class MeasuredStep:
     """A plan that was run, and the seconds of one of its steps. position: the pipeline coordinate of the one rank that
-    ran, without its peers, so that its kernels are all that took time; None: the whole job ran."""
+    ran, without its peers, so that its kernels are all that took time; None: the whole job ran. compute_s: [pipeline
+    coordinate] seconds of the step in which its slowest rank did not wait for others; () where that is not known."""
 
     label: str
     plan: Plan
     profile: ModelProfile
     step_s: float
     position: int | None = None
+    compute_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,23 +80,29 @@ def refit(
     around a right model, for runs that were measured better than those of others.
 
     Minimises sum rho((log predicted - log measured) / noise) + sum (log factor / spread)^2 by Gauss-Newton, rho being
-    Huber's. All plans must be for clusters of this device, or of hosts of several kinds, each of which is moved by the
-    same factors. Raises ValueError without runs.
+    Huber's, over steps and what ranks computed of them. Slopes are taken from above and below in turn: a share that is
+    told to be 1 cannot grow, and shows from below only. All plans must be for clusters of this device, or of hosts of
+    several kinds, each of which is moved by the same factors. Raises ValueError without runs, and for plans of another
+    model than their profile's.
     """
     if not runs:
         raise ValueError("there is no measured step to fit to; give at least one run")
-    measured = np.log([run.step_s for run in runs])
+    for run in runs:
+        check_model_of(run.plan, run.profile)
+    measured = np.log([seconds for run in runs for seconds in (run.step_s, *run.compute_s)])
+    steps = np.cumsum([0, *(1 + len(run.compute_s) for run in runs[:-1])])
     knobs = [knob for knob in KNOBS if names is None or knob.name in names]
     spreads = np.array([knob.spread for knob in knobs])
     point = np.zeros(len(knobs))
     first = here = _predicted(device, runs, knobs, point)
-    for _ in range(ROUNDS):
-        slopes = np.stack(
-            [(_predicted(device, runs, knobs, point + step) - here) / STEP for step in STEP * np.eye(len(knobs))], 1
-        )
+    for number in range(ROUNDS):
+        widths = np.maximum(STEP, spreads / 2**number)
+        changes = -widths if number % 2 else widths
+        there = [_predicted(device, runs, knobs, point + change) for change in np.diag(changes)]
+        slopes = np.stack([(seen - here) / change for seen, change in zip(there, changes, strict=True)], 1)
         move = _move(here - measured, slopes, point, spreads, noise)
         here, point = _best_on_the_way(device, runs, knobs, measured, point, move, spreads, here, noise)
-        if np.abs(move).max() < 1e-3:
+        if np.abs(move).max() < 1e-3 and widths.max() == STEP:
             break
     found = {knob: math.exp(value) for knob, value in zip(knobs, point, strict=True) if abs(value) > 1e-3}
     factors = {knob.name: factor for knob, factor in found.items()}
@@ -105,8 +115,8 @@ def refit(
         turned(device, factors).model_copy(update={"sources": sources}),
         tuple(runs),
         factors,
-        tuple((first - measured).tolist()),
-        tuple((here - measured).tolist()),
+        tuple((first - measured)[steps].tolist()),
+        tuple((here - measured)[steps].tolist()),
     )
 
 
@@ -155,13 +165,16 @@ def turned_hosts(cluster: ClusterSpec, factors: Mapping[str, float]) -> ClusterS
 def _predicted(device: Device, runs: Sequence[MeasuredStep], knobs: Sequence[Knob], point: Floats) -> Floats:
     factors = {knob.name: math.exp(value) for knob, value in zip(knobs, point, strict=True)}
     moved = turned(device, factors)
-    return np.log([_seconds(_moved(run.plan, moved, factors), run) for run in runs])
+    return np.log([seconds for run in runs for seconds in _seconds(_moved(run.plan, moved, factors), run)])
 
 
-def _seconds(plan: Plan, run: MeasuredStep) -> float:
-    """What a run is predicted to take by another plan's constants."""
-    found = estimate(plan, run.profile)
-    return found.step_time_s if run.position is None else kernels_s(plan, run.profile, found, run.position)
+def _seconds(plan: Plan, run: MeasuredStep) -> tuple[float, ...]:
+    """What a run is predicted to take by another plan's constants: its step, then what is known of its compute."""
+    model = CostModel(run.profile, plan.cluster, plan.training)
+    found = priced_by(model, plan)
+    if run.position is not None:
+        return (all_kernels_s(model, plan, found)[run.position],)
+    return (found.step_time_s, *(all_kernels_s(model, plan, found) if run.compute_s else ()))
 
 
 def _moved(plan: Plan, device: Device, factors: Mapping[str, float]) -> Plan:
