@@ -28,6 +28,7 @@ from .agreement import (
     check_shares,
     check_weights,
     mark_of_count,
+    mark_of_options,
     mark_of_share,
     peers_answer,
 )
@@ -467,7 +468,13 @@ class Trainer:
                     f"step {step}: data ranks were given different numbers of samples, which would count differently "
                     "then: give all of them the same number (trainer.loader does)"
                 )
-            if any(metrics.found[5:]):
+            if peers_answer(self.mesh) and metrics.found[5] != 0:
+                raise ValueError(
+                    f"step {step}: the optimizer's options (lr, weight_decay, ...) are not those of other ranks any "
+                    "more, which hold copies or shards of the same parameters: change them alike on all ranks; a "
+                    "scheduler that looks at a loss must be given that of the job (metrics.loss, or evaluate's)"
+                )
+            if any(metrics.found[6:]):
                 raise ValueError(
                     "gradients were written to between forward_backward() and optimizer_step(), where a rank has only "
                     "its part of them under this plan (clip_grad_norm_ would clip each rank by another norm): give "
@@ -810,8 +817,8 @@ class Trainer:
         self, given: list[tuple[list[torch.Tensor], list[Scale]]], touched: torch.Tensor | None
     ) -> torch.Tensor:
         """[loss, squared gradient norm, what is finite unless the last step left parameters that are not, 0 where
-        ranks of a share had the same samples, 0 where data ranks had as many micro-batches, 0 where gradients were left
-        alone] of the whole job, with one small all-reduce."""
+        ranks of a share had the same samples, 0 where data ranks had as many micro-batches, 0 where ranks of a stage
+        step alike, 0 where gradients were left alone] of the whole job, with one small all-reduce."""
         loss = torch.stack([self._loss_share(losses, scales) for losses, scales in given]).sum()
         marks, self._marks = torch.stack(self._marks).sum(0), []
         totals = torch.stack(
@@ -820,6 +827,7 @@ class Trainer:
                 self._gradients.squared_norm(),
                 self._spoiled(),
                 *marks,
+                mark_of_options(self.mesh, self.optimizer),
                 *([] if touched is None else [touched.abs()]),
             ]
         )
