@@ -368,7 +368,7 @@ class Trainer:
         scales = [own * scale for own in self._scales(batch)]
         self._marks.append(torch.stack([mark_of_share(self.mesh, batch), mark_of_count(self.mesh, len(scales))]))
         drawn = self._random.step(self.progress.steps + 1, len(self._given), len(scales))
-        with self._first_step or nullcontext(), drawn:
+        with self._first_step or nullcontext(), drawn, self._applied.computing():
             losses = self._forward_backward(batch, scales, loss or self._loss)
         if self._first_step is not None:
             self._first_step = None
@@ -551,7 +551,7 @@ class Trainer:
         return split_micro_batches(tree, count, self.plan.micro_batch * count, self.plan.model.batch, batch)
 
     def _forward(self, parts: list[Any], wants_loss: bool, look: Callable[[Any, Any], Any] | None) -> ForwardResults:
-        with evaluating(self.model), self._random.step(0), self._autocast():
+        with evaluating(self.model), self._random.step(0), self._autocast(), self._applied.computing():
             return self._forwards.run(parts, self._random.micro_batch, wants_loss, look)
 
     def loader(
@@ -794,8 +794,8 @@ class Trainer:
             self._telemetry.replicated(self._replicas)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """bf16 where fully_shard, which has its own mixed precision, is not used."""
-        if self.plan.training.precision == "bf16" and self._applied.mechanism != "fsdp":
+        """bf16 where parameters are not cast by themselves."""
+        if self.plan.training.precision == "bf16" and self._applied.mechanism not in ("fsdp", "cast"):
             return torch.autocast(self.mesh.device.type, torch.bfloat16)
         return nullcontext()
 
