@@ -124,15 +124,24 @@ def peers_answer(mesh: RankMesh) -> bool:
     return mesh.device_mesh is not None and dist.get_backend() != "fake"
 
 
-def check_shares(mesh: RankMesh, batch: Any, step: int) -> None:
-    """Raise ValueError, on every rank, if ranks that work on the same samples were given different ones; warn, on the
-    first rank, where all data ranks were given the same ones. Every rank must call it."""
+def check_shares(mesh: RankMesh, batch: Any, step: int, read: str) -> None:
+    """Raise ValueError, on every rank, if ranks that work on the same samples were given different ones, or deal out
+    samples differently; warn, on the first rank, where all data ranks were given the same ones. read: how this rank
+    called loader, in words. Every rank must call it."""
     if not peers_answer(mesh):
         return
     found: list[Any] = [None] * mesh.plan.degrees.num_devices
-    dist.all_gather_object(found, (mesh.data_rank, mesh.rank, _fingerprint(batch)))
+    dist.all_gather_object(found, (mesh.data_rank, mesh.rank, _fingerprint(batch), read))
     firsts: dict[int, Any] = {}
-    for share, rank, tensors in sorted(found, key=lambda each: int(each[1])):
+    in_order = sorted(found, key=lambda each: int(each[1]))
+    for _, rank, _, their_read in in_order:
+        if their_read != in_order[0][3]:
+            raise ValueError(
+                f"step {step}: rank {rank} called loader with {their_read or 'nothing'}, rank 0 with "
+                f"{in_order[0][3] or 'nothing'}, so that some samples would be trained on twice and others never: give "
+                "all ranks the same samples, whole, of which each takes its share"
+            )
+    for share, rank, tensors, _ in in_order:
         _, first, expected = firsts.setdefault(share, (share, rank, tensors))
         if tensors != expected:
             raise ValueError(

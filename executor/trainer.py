@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -279,6 +279,7 @@ class Trainer:
         self._given: list[tuple[list[torch.Tensor], list[Scale]]] = []  # (losses, scales) since the last optimizer step
         self._started = 0.0
         self._skip = 0  # samples that the next `loader` leaves out
+        self._dealt = ""  # how `loader` was called last, in words
         self._looks = True  # whether ranks agree, before the next step
         self._left: torch.Tensor | None = None  # what tells gradients after forward_backward
         self._marks: list[torch.Tensor] = []  # of the shares since the last optimizer step
@@ -384,7 +385,7 @@ class Trainer:
         if not self._looks:
             return
         check_parameters(self.mesh, self._applied, self._dtypes)
-        check_shares(self.mesh, batch, self.progress.steps + 1)
+        check_shares(self.mesh, batch, self.progress.steps + 1, self._dealt)
         self._looks = False
 
     def _see_frozen(self) -> None:
@@ -601,6 +602,8 @@ class Trainer:
         taken = self._skip if training else 0
         if training:
             self._skip = 0
+            count = f"{len(samples)} samples" if isinstance(samples, Sized) else "samples without a length"
+            self._dealt = f"{count}, shuffle={bool(shuffle)}"
         found = shares(
             samples,
             share=self.samples_per_step,
