@@ -35,8 +35,7 @@ def check_optimizers(mesh: RankMesh, optimizer: Optimizer) -> None:
     """Raise ValueError, on every rank, if ranks that hold the same parameters would step them differently."""
     if not peers_answer(mesh):
         return
-    groups = [{k: v for k, v in g.items() if isinstance(v, str | Number | tuple)} for g in optimizer.param_groups]
-    own: Any = (mesh.coordinates["pipeline"], mesh.rank, type(optimizer).__name__, groups)
+    own: Any = (mesh.coordinates["pipeline"], mesh.rank, type(optimizer).__name__, _options(optimizer))
     found: list[Any] = [None] * mesh.plan.degrees.num_devices
     dist.all_gather_object(found, own)
     firsts: dict[int, Any] = {}
@@ -56,6 +55,11 @@ def check_optimizers(mesh: RankMesh, optimizer: Optimizer) -> None:
                         f"{name}={b.get(name)} on rank {first}: these ranks hold copies or shards of the same "
                         "parameters, so it must make the same on both"
                     )
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """How each parameter group is stepped, as far as numbers and words say it."""
+    return [{k: v for k, v in g.items() if isinstance(v, str | Number | tuple)} for g in optimizer.param_groups]
 
 
 def check_parameters(mesh: RankMesh, model: AppliedModel, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -120,15 +124,24 @@ def peers_answer(mesh: RankMesh) -> bool:
     return mesh.device_mesh is not None and dist.get_backend() != "fake"
 
 
-def check_shares(mesh: RankMesh, batch: Any, step: int) -> None:
-    """Raise ValueError, on every rank, if ranks that work on the same samples were given different ones; warn, on the
-    first rank, where all data ranks were given the same ones. Every rank must call it."""
+def check_shares(mesh: RankMesh, batch: Any, step: int, read: str) -> None:
+    """Raise ValueError, on every rank, if ranks that work on the same samples were given different ones, or deal out
+    samples differently; warn, on the first rank, where all data ranks were given the same ones. read: how this rank
+    called loader, in words. Every rank must call it."""
     if not peers_answer(mesh):
         return
     found: list[Any] = [None] * mesh.plan.degrees.num_devices
-    dist.all_gather_object(found, (mesh.data_rank, mesh.rank, _fingerprint(batch)))
+    dist.all_gather_object(found, (mesh.data_rank, mesh.rank, _fingerprint(batch), read))
     firsts: dict[int, Any] = {}
-    for share, rank, tensors in sorted(found, key=lambda each: int(each[1])):
+    in_order = sorted(found, key=lambda each: int(each[1]))
+    for _, rank, _, their_read in in_order:
+        if their_read != in_order[0][3]:
+            raise ValueError(
+                f"step {step}: rank {rank} called loader with {their_read or 'nothing'}, rank 0 with "
+                f"{in_order[0][3] or 'nothing'}, so that some samples would be trained on twice and others never: give "
+                "all ranks the same samples, whole, of which each takes its share"
+            )
+    for share, rank, tensors, _ in in_order:
         _, first, expected = firsts.setdefault(share, (share, rank, tensors))
         if tensors != expected:
             raise ValueError(
@@ -199,6 +212,15 @@ def mark_of_count(mesh: RankMesh, num_microbatches: int) -> torch.Tensor:
     scattered = num_microbatches * 2_654_435_761 % _MARKS  # so that one more here and one fewer there do not cancel
     size = mesh.plan.degrees.num_devices
     mark = scattered * (1 - size if mesh.rank == 0 else 1)
+    return torch.full((), mark, dtype=torch.float64, device=mesh.device)
+
+
+def mark_of_options(mesh: RankMesh, optimizer: Optimizer) -> torch.Tensor:
+    """A float64 scalar on the device, whose sum over all ranks is 0 where those of a stage step alike."""
+    degrees = mesh.plan.degrees
+    is_first = all(at == 0 for axis, at in mesh.coordinates.items() if axis != "pipeline")
+    mark = zlib.crc32(repr(_options(optimizer)).encode()) % _MARKS
+    mark *= 1 - degrees.num_devices // degrees.pipeline if is_first else 1
     return torch.full((), mark, dtype=torch.float64, device=mesh.device)
 
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +18,7 @@ from ..planner.plan.document import LayerPlan, Plan
 from ..profiler.model.building import in_training, is_lazy, on_meta, with_dense_gradients, without_compiler
 from ..profiler.model.loaded import without_cache
 from ..profiler.semantics.token_marks import unseen
+from .parallel.casts import Casts
 from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers
 from .parallel.context import ContextParallel
 from .parallel.expert import HeldExperts, shard_experts, spread_experts
@@ -39,7 +41,7 @@ class AppliedModel:
     module: what to call, and what holds the parameters; `prefix` stands before their original names. model: the
     user's module in it. layout: what tensor parallelism did. units: (fully_shard unit, gives parameters back). experts:
     parameters of which this rank has only some experts. context: this rank's tokens, where sequences are split.
-    compiled: forwards of layers, to be switched on.
+    compiled: forwards of layers, to be switched on. casts: copies to compute with, with mechanism "cast".
     Replicas (mechanism "ddp") are not wrapped yet: what DDP must leave out is seen in the first forward.
     """
 
@@ -52,6 +54,7 @@ class AppliedModel:
     experts: dict[str, HeldExperts]
     compiled: list[CompiledForward]
     context: ContextParallel | None = None
+    casts: Casts | None = None
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -62,6 +65,10 @@ class AppliedModel:
         """Begin to gather the parameters that the backward needs first, if they were given back."""
         for unit, _ in self.units[-2:-1]:
             unit.unshard(async_op=True)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Around forwards and their backwards."""
+        return nullcontext() if self.casts is None else self.casts.in_place()
 
     def cut(self, name: str) -> ParameterCut | None:
         """How tensor parallelism divided a parameter; None if it is whole."""
@@ -207,7 +214,7 @@ def _part(
     if context is not None:
         context.leave_alone(model, plan.model.expert_modules)
 
-    if mechanism(plan) == "fsdp" and plan.training.precision == "bf16":
+    if mechanism(plan) in ("fsdp", "cast") and plan.training.precision == "bf16":
         _keep_norms_in_fp32(model)
 
     compiled = [] if backend is None else compile_layers(model, layers, backend)
@@ -226,18 +233,24 @@ def _part(
     materialise = Materialiser(model, values, layout.cuts, mesh.coordinates["tensor"], mesh.device, experts)
     kind = mechanism(plan)
     units: list[tuple[FSDPModule, bool]] = []
+    casts: Casts | None = None
     if kind == "fsdp":
         units = _shard(module, model, plan, layers, mesh, materialise)
     else:
         materialise([module])
+    if kind == "cast":
+        casts = Casts(module, torch.bfloat16)
+        readers = _Readers(model, layers)
+        for owner in (*(own for layer in layers for own in _owned(model, layer, readers)), module):
+            casts.cast_inputs(owner)
     for passage in passages:
         passage.around()
     in_training(model)
-    return AppliedModel(module, model, prefix, kind, layout, units, experts, compiled, context)
+    return AppliedModel(module, model, prefix, kind, layout, units, experts, compiled, context, casts)
 
 
 def _keep_norms_in_fp32(model: nn.Module) -> None:
-    """Let batch norms scale by fp32, as their running statistics are, though fully_shard gathers parameters in bf16."""
+    """Let batch norms scale by fp32, as their running statistics are, though layers are given parameters in bf16."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             module.forward = partial(_forward_in_fp32, module, module.forward)
@@ -282,13 +295,9 @@ def _shard(
         for bank in shard_experts(model, plan, layer, mesh, policy, materialise):
             bank.register_forward_hook(_without_views)
             units.append((bank, layer.reshard))  # type: ignore[arg-type]
-        found = {name: model.get_submodule(name) for name in layer.modules}
-        found = {n: m for n, m in found.items() if next(m.parameters(), None) is not None}
-        found = {n: m for n, m in found.items() if not isinstance(m, FSDPModule)}
-        names = [f"{n}.{own}" for n, m in found.items() for own, _ in m.named_parameters()]
-        if not found or any(readers.outside(name, layer) for name in names):
+        owned = _owned(model, layer, readers)
+        if not owned:
             continue
-        owned = list(found.values())
         materialise(owned)
         for owner in owned:
             owner.register_forward_hook(_without_views)
@@ -304,6 +313,15 @@ def _shard(
     if plan.degrees.pipeline == 1:
         _prefetch_in_backward([unit for unit, _ in units])
     return units
+
+
+def _owned(model: nn.Module, layer: LayerPlan, readers: "_Readers") -> list[nn.Module]:
+    """Modules of a layer that are its own unit; none if others read their parameters, or there are no parameters."""
+    found = {name: model.get_submodule(name) for name in layer.modules}
+    found = {n: m for n, m in found.items() if next(m.parameters(), None) is not None}
+    found = {n: m for n, m in found.items() if not isinstance(m, FSDPModule)}
+    names = [f"{n}.{own}" for n, m in found.items() for own, _ in m.named_parameters()]
+    return [] if any(readers.outside(name, layer) for name in names) else list(found.values())
 
 
 def _prefetch_in_backward(units: list[FSDPModule]) -> None:

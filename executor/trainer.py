@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +28,7 @@ from .agreement import (
     check_shares,
     check_weights,
     mark_of_count,
+    mark_of_options,
     mark_of_share,
     peers_answer,
 )
@@ -284,6 +285,7 @@ class Trainer:
         self._given: list[tuple[list[torch.Tensor], list[Scale]]] = []  # (losses, scales) since the last optimizer step
         self._started = 0.0
         self._skip = 0  # samples that the next `loader` leaves out
+        self._dealt = ""  # how `loader` was called last, in words
         self._looks = True  # whether ranks agree, before the next step
         self._left: torch.Tensor | None = None  # what tells gradients after forward_backward
         self._marks: list[torch.Tensor] = []  # of the shares since the last optimizer step
@@ -373,7 +375,7 @@ class Trainer:
         scales = [own * scale for own in self._scales(batch)]
         self._marks.append(torch.stack([mark_of_share(self.mesh, batch), mark_of_count(self.mesh, len(scales))]))
         drawn = self._random.step(self.progress.steps + 1, len(self._given), len(scales))
-        with self._first_step or nullcontext(), drawn:
+        with self._first_step or nullcontext(), drawn, self._applied.computing():
             losses = self._forward_backward(batch, scales, loss or self._loss)
         if self._first_step is not None:
             self._first_step = None
@@ -389,7 +391,7 @@ class Trainer:
         if not self._looks:
             return
         check_parameters(self.mesh, self._applied, self._dtypes)
-        check_shares(self.mesh, batch, self.progress.steps + 1)
+        check_shares(self.mesh, batch, self.progress.steps + 1, self._dealt)
         self._looks = False
 
     def _see_frozen(self) -> None:
@@ -473,7 +475,13 @@ class Trainer:
                     f"step {step}: data ranks were given different numbers of samples, which would count differently "
                     "then: give all of them the same number (trainer.loader does)"
                 )
-            if any(metrics.found[5:]):
+            if peers_answer(self.mesh) and metrics.found[5] != 0:
+                raise ValueError(
+                    f"step {step}: the optimizer's options (lr, weight_decay, ...) are not those of other ranks any "
+                    "more, which hold copies or shards of the same parameters: change them alike on all ranks; a "
+                    "scheduler that looks at a loss must be given that of the job (metrics.loss, or evaluate's)"
+                )
+            if any(metrics.found[6:]):
                 raise ValueError(
                     "gradients were written to between forward_backward() and optimizer_step(), where a rank has only "
                     "its part of them under this plan (clip_grad_norm_ would clip each rank by another norm): give "
@@ -550,7 +558,7 @@ class Trainer:
         return split_micro_batches(tree, count, self.plan.micro_batch * count, self.plan.model.batch, batch)
 
     def _forward(self, parts: list[Any], wants_loss: bool, look: Callable[[Any, Any], Any] | None) -> ForwardResults:
-        with evaluating(self.model), self._random.step(0), self._autocast():
+        with evaluating(self.model), self._random.step(0), self._autocast(), self._applied.computing():
             return self._forwards.run(parts, self._random.micro_batch, wants_loss, look)
 
     def loader(
@@ -600,6 +608,8 @@ class Trainer:
         taken = self._skip if training else 0
         if training:
             self._skip = 0
+            count = f"{len(samples)} samples" if isinstance(samples, Sized) else "samples without a length"
+            self._dealt = f"{count}, shuffle={bool(shuffle)}"
         found = shares(
             samples,
             share=self.samples_per_step,
@@ -793,8 +803,8 @@ class Trainer:
             self._telemetry.replicated(self._replicas)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """bf16 where fully_shard, which has its own mixed precision, is not used."""
-        if self.plan.training.precision == "bf16" and self._applied.mechanism != "fsdp":
+        """bf16 where parameters are not cast by themselves."""
+        if self.plan.training.precision == "bf16" and self._applied.mechanism not in ("fsdp", "cast"):
             return torch.autocast(self.mesh.device.type, torch.bfloat16)
         return nullcontext()
 
@@ -816,8 +826,8 @@ class Trainer:
         self, given: list[tuple[list[torch.Tensor], list[Scale]]], touched: torch.Tensor | None
     ) -> torch.Tensor:
         """[loss, squared gradient norm, what is finite unless the last step left parameters that are not, 0 where
-        ranks of a share had the same samples, 0 where data ranks had as many micro-batches, 0 where gradients were left
-        alone] of the whole job, with one small all-reduce."""
+        ranks of a share had the same samples, 0 where data ranks had as many micro-batches, 0 where ranks of a stage
+        step alike, 0 where gradients were left alone] of the whole job, with one small all-reduce."""
         loss = torch.stack([self._loss_share(losses, scales) for losses, scales in given]).sum()
         marks, self._marks = torch.stack(self._marks).sum(0), []
         totals = torch.stack(
@@ -826,6 +836,7 @@ class Trainer:
                 self._gradients.squared_norm(),
                 self._spoiled(),
                 *marks,
+                mark_of_options(self.mesh, self.optimizer),
                 *([] if touched is None else [touched.abs()]),
             ]
         )

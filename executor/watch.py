@@ -40,6 +40,9 @@ PATIENCE = 6
 GRACE_S = 5.0
 """How long a rank may take to end by itself once another one has failed."""
 
+STORE_S = 30.0
+"""How long the store may take to answer."""
+
 SILENT_S = 60.0
 """How long a rank on another machine may give no sign of life while the one before it waits for others, before that
 takes it for dead; of one on the same machine its process tells at once. Most waits end by themselves when a connection
@@ -142,7 +145,8 @@ class Watch:
         self._ended.set()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
-        self._thread.join(GRACE_S)  # Python aborts where it ends while a thread is inside of the store
+        # Python aborts ("terminate called without an active exception") where it ends while a thread is in the store.
+        self._thread.join(STORE_S + GRACE_S)
         if self._connected.is_set() and not self._thread.is_alive():
             with suppress(dist.DistError):  # the rank that holds the store may have ended before
                 self._put(ended=True)
@@ -242,7 +246,7 @@ class Watch:
             host,
             port,
             is_master=self._holds_store,
-            timeout=timedelta(seconds=30),
+            timeout=timedelta(seconds=STORE_S),
             wait_for_workers=False,
             multi_tenant=True,  # init_process_group makes the same one, or has made it
         )
@@ -372,7 +376,7 @@ def watched(plan: Plan, hang_s: float) -> Watch | None:
     if dist.is_initialized():
         try:
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            store.set_timeout(timedelta(seconds=30))
+            store.set_timeout(timedelta(seconds=STORE_S))
         except (RuntimeError, AttributeError):  # kinds of stores that can be had only once
             return None
         _current = Watch(dist.get_rank(), plan.degrees.num_devices, hang_s, store)

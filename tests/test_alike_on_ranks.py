@@ -59,6 +59,25 @@ def other_rates(plan: str) -> None:
     trainer_of(plan, optimizer=lambda p: torch.optim.AdamW(p, lr=rate))
 
 
+def shuffled_on_one_rank(plan: str) -> None:
+    trainer = trainer_of(plan)
+    trainer.step(next(trainer.loader(samples(), shuffle=dist.get_rank() == 1)))
+
+
+def own_part_of_the_samples(plan: str) -> None:
+    trainer = trainer_of(plan)
+    trainer.step(next(trainer.loader(samples()[dist.get_rank() * 20 :])))
+
+
+def other_rates_later(plan: str) -> None:
+    trainer = trainer_of(plan)
+    shares = trainer.loader(samples)
+    trainer.step(next(shares))
+    for group in trainer.optimizer.param_groups:
+        group["lr"] /= 1 + dist.get_rank()  # as ReduceLROnPlateau, which was given this rank's own loss
+    trainer.step(next(shares))
+
+
 def doubled_on_one_rank(plan: str) -> None:
     trainer = trainer_of(plan)
     with torch.no_grad():
@@ -104,6 +123,9 @@ EVERY: dict[str, list[tuple[Act, str]]] = {
     "ddp": [
         (lambda plan: trainer_of(plan, seed=dist.get_rank()), r"rank 1 was given seed=1, rank 0 seed=0"),
         (other_rates, r"lr=0.002 on rank 1 and with lr=0.001 on rank 0"),
+        (shuffled_on_one_rank, r"rank 1 called loader with 160 samples, shuffle=True, rank 0 with 160 samples, shuff"),
+        (own_part_of_the_samples, r"rank 1 called loader with 140 samples"),
+        (other_rates_later, r"step 2: the optimizer's options"),
         (doubled_on_one_rank, r"hold copies of it"),
         (another_head, r"would not be trained"),
         (by_hand, r"optimizer.step\(\) was called by hand"),

@@ -1,7 +1,9 @@
 """Checkpoints: any plan resumes what another one saved, and what is not complete is never taken for a checkpoint."""
 
+import atexit
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.faults.launched import launch
 from meshwright.executor import parallelize
 from meshwright.executor.state import checkpoint
 from meshwright.executor.state.boxes import Box
@@ -187,6 +190,34 @@ def _disk_fills(plan: Plan, folder: Path) -> tuple[str, int]:
     except RuntimeError as error:
         return str(error), trainer.resume(folder)
     return "", -1
+
+
+def _ends_without_close(plan: Plan, folder: Path, fails: bool) -> None:
+    """A script whose last save is being written when it ends. fails: one rank cannot write."""
+    trainer = parallelize(TiedNet, plan, adamw, loss=loss)
+    trainer.step(next(trainer.loader(samples)))
+    write = dcp.FileSystemWriter.write_data
+
+    def slowly(*args: Any) -> Any:
+        threading.Event().wait(0.5)
+        if fails and trainer.mesh.rank == 1:
+            raise OSError(28, "No space left on device")
+        return write(*args)
+
+    dcp.FileSystemWriter.write_data = slowly  # type: ignore[method-assign]
+    trainer.save(folder, wait=False)
+    atexit._run_exitfuncs()  # as where a script ends; a process that is forked runs them not
+
+
+@pytest.mark.parametrize("fails", slow.but_first([False, True], 1))
+def test_a_script_that_ends_without_close_ends_with_its_checkpoint_or_fails(
+    profile: ModelProfile, tmp_path: Path, fails: bool
+) -> None:
+    endings = launch(_ends_without_close, 2, tmp_path, plan_of(profile, shard=2), tmp_path / "run", fails)
+
+    assert [ending.exit_code for ending in endings] == [int(fails)] * 2
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ([] if fails else ["step-00000001"])
+    assert ("No space left" in endings[1].stderr) == fails
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(profile: ModelProfile, tmp_path: Path) -> None:

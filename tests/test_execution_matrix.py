@@ -20,6 +20,15 @@ def test_draws_differ_from_each_other_and_not_from_run_to_run() -> None:
     assert len({plan.plan.degrees.pipeline for plan in plans}) > 1
 
 
+def test_batches_grow_up_to_those_of_the_plan() -> None:
+    (plan,) = drawn.draw("gpt", 4, 1, "growing")
+
+    sizes = matrix._sizes(plan)
+
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1] == drawn.GLOBAL_BATCH
+
+
 @pytest.mark.parametrize(
     ("model", "ranks", "kind"),
     slow.but_first(
@@ -35,6 +44,7 @@ def test_draws_differ_from_each_other_and_not_from_run_to_run() -> None:
             ("gpt", 4, "adapters"),
             ("gpt", 4, "Adafactor"),
             ("gpt2", 4, "dropout"),
+            ("gpt", 4, "growing"),
         ],
         2,
     ),
@@ -62,6 +72,10 @@ def test_what_has_been_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.
     assert ran == [plans[0].label]
     assert rows[1] == first
     assert len(rows) == 2
+
+    *_, rows = matrix.run_all(plans, file, since="2999-01-01")
+
+    assert ran == [plans[0].label, *(plan.label for plan in plans)]
 
 
 def test_a_plan_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,9 @@ from support.zoo import zoo_module
         ({"tensor": 2, "data_replicate": 2}, "fp32", "fsdp"),  # which averages what tensor ranks hold parts of
         ({"tensor": 2, "context": 2}, "fp32", "fsdp"),
         ({"tensor": 2, "sequence": True, "expert": 2}, "fp32", "fsdp"),
-        ({"tensor": 2}, "bf16", "fsdp"),  # which casts
+        ({"tensor": 2}, "bf16", "cast"),
+        ({"tensor": 2, "data_shard": 2}, "bf16", "fsdp"),
+        ({"tensor": 2, "pipeline": 2, "schedule": "1f1b"}, "bf16", "fsdp"),
         ({"pipeline": 2, "schedule": "1f1b"}, "bf16", "fsdp"),
         ({"pipeline": 2, "schedule": "1f1b"}, "fp32", "plain"),
         ({}, "bf16", "plain"),

@@ -86,6 +86,8 @@ CASES = {
     "zero-1, last": Case(shard=2),
     "hsdp": Case(2, 2, reshard=True, num_microbatches=1),
     "tensor 2": Case(tensor=2),
+    "tensor 2, bf16": Case(tensor=2, precision="bf16"),
+    "tensor 2 + sequence, bf16, recompute": Case(tensor=2, precision="bf16", recompute="full", more={"sequence": True}),
     "tensor 2 + sequence": Case(tensor=2, more={"sequence": True}),
     "tensor 2 + sequence, recompute": Case(tensor=2, recompute="full", more={"sequence": True}),
     "tensor 2, parts": Case(tensor=2, recompute="parts:attention"),

@@ -202,6 +202,26 @@ def test_a_rank_that_stops_early_is_told_as_such(profile: ModelProfile, tmp_path
     assert "killed" not in messages(endings)[0]
 
 
+def test_closing_waits_for_a_store_that_is_slow_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python aborts where it ends while the thread is in there."""
+    is_in_store, put = threading.Event(), watch.Watch._put
+
+    def slow_put(own: watch.Watch, ended: bool = False) -> None:
+        if own._connected.is_set() and not ended:
+            is_in_store.set()
+            threading.Event().wait(2.0)
+        put(own, ended)
+
+    monkeypatch.setattr(watch.Watch, "_put", slow_put)
+    own = watch.Watch(0, 1, store=dist.HashStore())
+    assert is_in_store.wait(60.0)
+
+    own.close()
+
+    assert not own._thread.is_alive()
+    assert own._beats()[0].ended  # type: ignore[union-attr]
+
+
 def _impatient(trainer: Trainer, folder: Path) -> None:
     """Let a task of this rank be late as soon as it waits for one that hangs."""
     own = trainer._watch

@@ -70,8 +70,14 @@ def _clipped(
     return norm
 
 
-def _accumulated(model: nn.Module, num_microbatches: int, tensor: dist.ProcessGroup | None = None) -> Step:
-    """The loop around a sharded model. tensor: the group that all but norms are cut over, too."""
+def _accumulated(
+    model: nn.Module,
+    num_microbatches: int,
+    tensor: dist.ProcessGroup | None = None,
+    precision: torch.dtype | None = None,
+) -> Step:
+    """The loop around a sharded model. tensor: the group that all but norms are cut over, too. precision: of
+    autocast."""
     parameters = list(model.parameters())
     norms = [p for n, p in model.named_parameters() if "norm" in n] if tensor is not None else []
     optimizer = adamw(parameters)
@@ -85,7 +91,8 @@ def _accumulated(model: nn.Module, num_microbatches: int, tensor: dist.ProcessGr
                 model.set_requires_gradient_sync(is_last)
             waits = isinstance(model, DistributedDataParallel) and not is_last
             with model.no_sync() if waits else nullcontext():
-                loss = loss_of(model(input_ids=part, use_cache=False).logits, part) / num_microbatches
+                with nullcontext() if precision is None else torch.autocast("cpu", precision):
+                    loss = loss_of(model(input_ids=part, use_cache=False).logits, part) / num_microbatches
                 loss.backward()
             total += loss.detach()
         norm = _clipped(parameters, tensor, norms)
@@ -197,9 +204,11 @@ def styles_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int) -> 
     return _accumulated(model, num_microbatches)
 
 
-def collectives_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int) -> Step:
+def collectives_and_fsdp(
+    config: LlamaConfig, num_microbatches: int, tensor: int, precision: torch.dtype | None = None
+) -> Step:
     """Tensor parallelism by collectives of one's own on plain tensors, as Megatron has it, with fully_shard around
-    where there are other ranks to shard over."""
+    where there are other ranks to shard over. precision: of autocast, over forward and loss."""
     model = _built(config)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
     group = mesh.get_group("tensor")
@@ -221,7 +230,7 @@ def collectives_and_fsdp(config: LlamaConfig, num_microbatches: int, tensor: int
         layer.post_attention_layernorm.register_forward_hook(lambda _, args, y: _Alike.apply(y, group))
     if mesh["data"].size() > 1:
         _shard(model, mesh["data"])
-    return _accumulated(model, num_microbatches, group)
+    return _accumulated(model, num_microbatches, group, precision)
 
 
 class _Stage(nn.Module):

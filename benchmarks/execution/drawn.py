@@ -21,7 +21,7 @@ from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.document import AXES, EXECUTABLE_RECOMPUTES, Plan, Recompute, parts_of
 from meshwright.planner.plan.making import make_plan, shape_of
 from meshwright.planner.plan.pins import Pins
-from meshwright.planner.plan.schedules import ZERO_BUBBLE
+from meshwright.planner.plan.schedules import ZERO_BUBBLE, num_microbatches_rule
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import COMPILING, TrainingSpec
 from meshwright.planner.solve.space import Family, Space
@@ -50,13 +50,25 @@ _LETTERS: dict[str, str] = {"none": "n", "full": "f", "selective": "s", "attenti
 
 
 Kind = Literal[
-    "plain", "bf16", "frozen", "compiled", "unequal", "parts", "dropout", "adapters", "lengths", "Muon", "Adafactor"
+    "plain",
+    "bf16",
+    "frozen",
+    "compiled",
+    "unequal",
+    "parts",
+    "dropout",
+    "adapters",
+    "lengths",
+    "Muon",
+    "Adafactor",
+    "growing",
 ]
 """plain: fp32 on equal devices. frozen: the first half of the parameters, and every other bias or norm, is not trained.
 compiled: layers by torch.compile, with what needs no C++ compiler. unequal: hosts of two kinds of devices. parts: each
 layer recomputes some of its parts. dropout: a tenth of what the model's dropouts see. adapters: only LoRA's low-rank
 matrices beside every linear layer are trained. lengths: samples of all lengths, padded, weighed by their valid tokens.
-Muon, Adafactor: that optimizer of the matrices, AdamW of the rest."""
+Muon, Adafactor: that optimizer of the matrices, AdamW of the rest. growing: global batches that grow up to the
+plan's."""
 
 _CHANGED: tuple[Kind, ...] = ("frozen", "dropout", "adapters", "lengths")
 """Kinds whose model or data is another one."""
@@ -244,7 +256,18 @@ def plans(draw: Callable[[st.SearchStrategy[Any]], Any], model: str, num_devices
     shape = pick(list(space.shapes(family)))
     plan = make_plan(space.profile, space.cluster, space.training, shape, _stages(pick, costs, shape, kind == "parts"))
     assert check(plan, space.profile) == [], plan
+    assume(kind != "growing" or len(global_batches(plan)) > 1)
     return plan
+
+
+def global_batches(plan: Plan) -> list[int]:
+    """All global batches that a plan can run, the smallest first."""
+    degrees = plan.degrees
+    return [
+        count * plan.micro_batch * degrees.data
+        for count in range(1, plan.num_microbatches + 1)
+        if num_microbatches_rule(plan.schedule, degrees.pipeline, count, degrees.virtual_stages) is None
+    ]
 
 
 def _stages(

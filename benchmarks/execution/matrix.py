@@ -1,13 +1,14 @@
 """Plans at random of the whole zoo, each beside one process: loss, gradient norm, every gradient and parameter, and
 the loss that `evaluate` gives afterwards.
 
-    python -m benchmarks.execution.matrix --plans 250
+    python -m benchmarks.execution.matrix --plans 263
 
 Small versions of the models on 2, 4 and 8 gloo ranks, five AdamW steps. Half are in fp32 on equal devices; the rest, by
 turns, in bf16 (held against bands), with frozen parameters, with compiled layers, for unequal devices, with dropout,
-with adapters, with samples of all lengths, by Muon, or by Adafactor; some more recompute parts of layers. What has been
-run is kept in results/matrix.json, and the table is written after every plan, so that a run that was broken off goes
-on; --again begins anew.
+with adapters, with samples of all lengths, by Muon, or by Adafactor; some more recompute parts of layers, or are given
+global batches that grow. What has been run is kept in results/matrix.json with the minute it was run in, and the table
+is written after every plan, so that a run that was broken off goes on; --since runs anew what was run before a minute,
+--again all.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from meshwright.executor.measuring.verify import (
     beside_one_process,
 )
 
-from .drawn import GLOBAL_BATCH, Drawn, Kind, draw, names
+from .drawn import GLOBAL_BATCH, Drawn, Kind, draw, global_batches, names
 
 RESULTS = Path(__file__).parent / "results"
 RANKS = (2, 4, 8)
@@ -75,6 +76,23 @@ IN_PARTS = (
 )
 """(model, ranks) of which one more plan recomputes parts of layers."""
 
+GROWING = (
+    ("bert_large", 4),
+    ("deepseek_v3", 4),
+    ("dit_xl2", 2),
+    ("gpt", 4),
+    ("gpt2", 8),
+    ("llama31_405b", 4),
+    ("lstm", 4),
+    ("mamba2", 8),
+    ("mixtral_8x7b", 8),
+    ("qwen3_30b_a3b", 2),
+    ("t5_3b", 4),
+    ("vit_large", 2),
+    ("whisper_large_v3", 2),
+)
+"""(model, ranks) of which one more plan is given global batches that grow."""
+
 BANDS = {"loss": 0.03, "gradient norm": 0.1, "evaluation": 0.03}
 """What bf16 may differ by from one process in fp32, relatively. Single gradients say nothing: one process in bf16 has
 those of whisper's norms, sums over 1,500 frames, off by nine tenths of their largest element."""
@@ -85,7 +103,7 @@ Row = dict[str, Any]
 def chosen(num_plans: int) -> list[Drawn]:
     """So many plans, about as many of each model on each number of ranks; fewer where a model has not so many."""
     places = [(name, ranks) for name in names() for ranks in RANKS]
-    each, rest = divmod(max(num_plans - len(IN_PARTS), len(places)), len(places))
+    each, rest = divmod(max(num_plans - len(IN_PARTS) - len(GROWING), len(places)), len(places))
     kinds = cycle(OTHER_KINDS)
     found: list[Drawn] = []
     for place, (name, ranks) in enumerate(places):
@@ -95,7 +113,8 @@ def chosen(num_plans: int) -> list[Drawn]:
             if len(others) < count // 2:
                 others += draw(name, ranks, 1, next(kinds))
         found += others + draw(name, ranks, count - len(others))
-    return found + [drawn for place in IN_PARTS if each > 1 for drawn in draw(*place, 1, "parts")]
+    more: tuple[tuple[Kind, tuple[tuple[str, int], ...]], ...] = (("parts", IN_PARTS), ("growing", GROWING))
+    return found + [drawn for kind, at in more if each > 1 for place in at for drawn in draw(*place, 1, kind)]
 
 
 def _optimizers(kind: Kind, eps: float) -> NamedOptimizers:
@@ -131,7 +150,7 @@ def run(drawn: Drawn) -> Row:
     loaded = drawn.loaded
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        batches = [loaded.batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
+        batches = [loaded.batch(size) for size in _sizes(drawn)]
     training = Training(
         compile="aot_eager" if drawn.kind == "compiled" else False,
         optimizers=lambda eps: _optimizers(drawn.kind, eps),
@@ -157,8 +176,15 @@ def run(drawn: Drawn) -> Row:
         "where": None if worst is None else worst.what,
         "failure": failure,
         "seconds": round(time.perf_counter() - started, 2),
+        "run": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "key": key_of(drawn),
     }
+
+
+def _sizes(drawn: Drawn) -> list[int]:
+    """Global batch of each step: the plan's, or growing up to it from the smallest that the plan can run."""
+    able = global_batches(drawn.plan) if drawn.kind == "growing" else [GLOBAL_BATCH]
+    return [able[step * (len(able) - 1) // (NUM_STEPS - 1)] for step in range(NUM_STEPS)]
 
 
 def key_of(drawn: Drawn) -> str:
@@ -175,11 +201,11 @@ def key_of(drawn: Drawn) -> str:
     return hashlib.sha256(f"{drawn.model} {drawn.kind} evaluated {told}".encode()).hexdigest()[:16]
 
 
-def run_all(plans: Sequence[Drawn], file: Path, words: Sequence[str] = ()) -> Iterator[list[Row]]:
+def run_all(plans: Sequence[Drawn], file: Path, words: Sequence[str] = (), since: str = "") -> Iterator[list[Row]]:
     """All rows known so far, in order, again and again: at first, and after each plan that had to be run.
 
     Plans that `file` has already are not run again, others are put there at once. words: only plans whose lines hold
-    all of them are run.
+    all of them are run. since: a minute in ISO 8601, UTC; what was run before it is run again.
     """
     keys = [key_of(drawn) for drawn in plans]
     known: dict[str, Row] = {}
@@ -188,7 +214,9 @@ def run_all(plans: Sequence[Drawn], file: Path, words: Sequence[str] = ()) -> It
         known = {row["key"]: row for row in found if row["failure"] is None and row["key"] in keys}
     yield [known[key] for key in keys if key in known]
     for drawn, key in zip(plans, keys, strict=True):
-        if key in known or not all(word in f"{drawn.model} {drawn.label}" for word in words):
+        if key in known and known[key]["run"] >= since:
+            continue
+        if not all(word in f"{drawn.model} {drawn.label}" for word in words):
             continue
         known[key] = run(drawn)
         rows = [known[key] for key in keys if key in known]
@@ -210,11 +238,12 @@ def summary(rows: list[Row]) -> str:
     worst = max((row["worst"] for row in rows if row["worst"] is not None and row["kind"] != "bf16"), default=0.0)
     of_models, of_ranks = len({row["model"] for row in rows}), sorted({row["ranks"] for row in rows})
     bands = ", ".join(f"{kind} {most:g}" for kind, most in BANDS.items())
+    kinds = {kind: sum(row["kind"] == kind for row in rows) for kind in (*OTHER_KINDS, "parts", "growing")}
     return (
         f"{good} of {len(rows)} plans of {of_models} models on {', '.join(map(str, of_ranks))} ranks give the numbers "
         f"of one process after {NUM_STEPS} steps, and in an evaluation behind them (largest difference in fp32 "
-        f"{worst:.1e}, allowed {TOLERANCE:g}; {sum(row['kind'] == 'bf16' for row in rows)} of them in bf16, bands: "
-        f"{bands}); " + ", ".join(f"{sum(row['kind'] == kind for row in rows)} {kind}" for kind in OTHER_KINDS)
+        f"{worst:.1e}, allowed {TOLERANCE:g}; {kinds['bf16']} of them in bf16, bands: {bands}); "
+        + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     )
 
 
@@ -231,27 +260,29 @@ def _markdown(rows: list[Row], num_plans: int) -> str:
         "process rounding alone changes its own numbers by more than is allowed (`python -m "
         "benchmarks.execution.kinks`). Muon orthogonalises in fp32, in both runs.",
         "",
-        "| model | ranks | plan | largest difference |",
-        "|---|---:|---|---:|",
+        "| model | ranks | plan | largest difference | run, UTC |",
+        "|---|---:|---|---:|---|",
     ]
     for row in rows:
         found = row["failure"] or f"{row['worst']:.1e}"
-        lines.append(f"| {row['model']} | {row['ranks']} | {row['plan'].replace('|', '/')} | {found} |")
+        plan, minute = row["plan"].replace("|", "/"), row["run"][:16].replace("T", " ")
+        lines.append(f"| {row['model']} | {row['ranks']} | {plan} | {found} | {minute} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     """Run them, and write the table; 1 if one differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", type=int, default=250, help="so many")
+    parser.add_argument("--plans", type=int, default=263, help="so many")
     parser.add_argument("--again", action="store_true", help="run all, known or not")
+    parser.add_argument("--since", default="", metavar="MINUTE", help="run again what was run before it (UTC)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only plans whose lines hold these words")
     arguments = parser.parse_args()
     file = RESULTS / "matrix.json"
     if arguments.again:
         file.unlink(missing_ok=True)
     rows: list[Row] = []
-    for rows in run_all(chosen(arguments.plans), file, arguments.only):
+    for rows in run_all(chosen(arguments.plans), file, arguments.only, arguments.since):
         if rows:
             (RESULTS / "matrix.md").write_text(_markdown(rows, arguments.plans))
     print(summary(rows))

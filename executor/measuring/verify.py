@@ -44,7 +44,7 @@ from ...profiler.model.source import file_of, with_adapters_of
 from ...profiler.model.trace import trace
 from ...profiler.semantics.draws import SameDraws
 from ..parallel.mesh import RankMesh
-from ..parallel.micro_batches import loss_of, split_micro_batches
+from ..parallel.micro_batches import loss_of, num_microbatches, num_samples, split_micro_batches
 from ..parallel.random_numbers import KEEPS_ALL, RandomNumbers
 from ..parallel.synced_norms import normalise_here, normalised, synced_norms
 from ..trainer import parallelize
@@ -207,7 +207,7 @@ def beside_one_process(
 ) -> VerifyReport:
     """The report with what differs when a model is trained by the plan as it stands and in one process.
 
-    batches: one global batch per step.
+    batches: one global batch per step, smaller than the plan's if the plan can run it.
     """
     ranks = plan.degrees.num_devices
     try:
@@ -688,15 +688,16 @@ class SharesApart(tuple[Batch, ...]):
 
 
 def _shares(batch: "Batch | SharesApart", plan: Plan) -> list[Any]:
-    """[data rank] -> its share of a global batch."""
+    """[data rank] -> its share of a global batch, which may be smaller than the plan's."""
     if isinstance(batch, SharesApart):
         return list(batch)
-    return split_micro_batches(batch, plan.degrees.data, plan.training.global_batch, plan.model.batch)
+    samples = num_samples(batch, plan.training.global_batch, plan.model.batch)
+    return split_micro_batches(batch, plan.degrees.data, samples, plan.model.batch)
 
 
 def _micro_batches(share: Any, plan: Plan) -> list[Any]:
-    count = plan.num_microbatches
-    return split_micro_batches(share, count, plan.micro_batch * count, plan.model.batch)
+    samples = num_samples(share, plan.micro_batch * plan.num_microbatches, plan.model.batch)
+    return split_micro_batches(share, num_microbatches(plan, samples), samples, plan.model.batch)
 
 
 def _accumulate(

@@ -25,7 +25,7 @@ from ...profiler.machine.local import preset_of
 from ..torch_compat import accelerator, joined_axes, side_by_side
 from .expert_mesh import expert_mesh
 
-Mechanism = Literal["plain", "ddp", "fsdp"]
+Mechanism = Literal["plain", "cast", "ddp", "fsdp"]
 
 Seat = tuple[str, int]
 """(host, local rank) of a process."""
@@ -35,14 +35,16 @@ def mechanism(plan: Plan) -> Mechanism:
     """What averages gradients over data ranks, and over context ranks, which see other tokens of the same samples.
 
     fsdp: `fully_shard`, whenever parameters are sharded, and where the planner says that it is needed without that
-    (uses_fully_shard; over a one-wide axis then). ddp: DistributedDataParallel, for whole replicas. plain: one data
-    rank, or replicas of pipeline stages, whose gradients are averaged once after the schedule (a pipeline schedule
-    drives backward itself, past DDP's hooks), or of a model that decides by values (DDP would wait for gradients that a
-    replica does not have).
+    (uses_fully_shard; over a one-wide axis then). cast: only what fully_shard casts, for tensor-parallel layers on one
+    data rank (not in pipelines, whose zero-bubble schedules look for gradients on the parameters of a stage). ddp:
+    DistributedDataParallel, for whole replicas. plain: one data rank, or replicas of pipeline stages, whose gradients
+    are averaged once after the schedule (a pipeline schedule drives backward itself, past DDP's hooks), or of a model
+    that decides by values (DDP would wait for gradients that a replica does not have).
     """
     degrees = plan.degrees
     if uses_fully_shard(shape_of(plan), plan.training):
-        return "fsdp"
+        only_casts = degrees.sharded_over == degrees.data_replicate == degrees.expert == degrees.pipeline == 1
+        return "cast" if only_casts else "fsdp"
     replicas = degrees.data_replicate > 1 and degrees.pipeline == 1 and not plan.model.decides_by_values
     return "ddp" if replicas else "plain"
 

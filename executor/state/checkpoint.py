@@ -11,9 +11,11 @@ that it holds. `optimizer.stage<k>` has what is no tensor (`.<rank>` behind it, 
 the user saves beside.
 """
 
+import atexit
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -81,6 +83,16 @@ class Checkpoints:
 
         self._writing = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._writing.start()
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        """Let a script that ends without `close` end with its last checkpoint, or fail with it."""
+        try:
+            self.wait()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stdout.flush()
+            os._exit(1)  # Python would end as if nothing were wrong
 
     def wait(self) -> None:
         """Return when no checkpoint is being written any more. Raises what went wrong with it."""
@@ -88,6 +100,7 @@ class Checkpoints:
             with nullcontext() if self._watch is None else self._watch.seeing(self._writing):
                 self._writing.join()
             self._writing = None
+            atexit.unregister(self._at_exit)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
