@@ -15,7 +15,7 @@ from .gpu_kernel_emulation import Mode
 from .loaded import LoadedModel
 from .model_profile import Amount, Bytes, Costs, LayerClass, ModelProfile, OpProfile
 
-_FEWEST_TOKENS, _MOST_TOKENS = 16, 64
+_FEWEST_TOKENS, _MOST_TOKENS = 8, 32
 _FULL_PIECES = (128, 512)
 """Tokens in two pieces of a scan or more: the first of these from which on more tokens are as many more operators.
 Runs are of twice as many and more: with fewer, what is as large as weights is larger than what grows with tokens."""
@@ -46,6 +46,15 @@ class FewTokens:
     shorter: tuple[int, int]
     note: str
 
+    @classmethod
+    def of(cls, tokens: int, how: str, each: str) -> "FewTokens":
+        """Runs of so many, three quarters and half: what is largest in the shortest is to be so in the longest."""
+        note = (
+            f"goes through a sequence {how}, in kernels for each {each}: a fused scan (as mamba-ssm and "
+            "flash-linear-attention have them) would be faster than the plan says"
+        )
+        return cls(tokens, (3 * tokens // 4, tokens // 2), note)
+
 
 def few_tokens(loaded: LoadedModel, knows_layout: bool = False, module: str = "") -> FewTokens | None:
     """As many tokens as a short forward goes through; a peak follows if what is largest then is so in longer samples.
@@ -54,25 +63,17 @@ def few_tokens(loaded: LoadedModel, knows_layout: bool = False, module: str = ""
     """
     counting = _Counting(fake_model(loaded, torch.bfloat16, knows_layout), module)
     try:
-        for_each = counting.for_each_token(_FEWEST_TOKENS // 4)
+        for_each = counting.for_each_token(_FEWEST_TOKENS // 2)
         if for_each >= 1:
             tokens = min(_MOST_TOKENS, max(_FEWEST_TOKENS, int(_MOST_OPERATORS / for_each)))
-            tokens = 1 << (tokens.bit_length() - 1)
-            return FewTokens(tokens, (tokens // 2, tokens // 4), _told("token by token", "token"))
+            return FewTokens.of(1 << (tokens.bit_length() - 1), "token by token", "token")
         for length in _FULL_PIECES:
             for_each = counting.for_each_token(length)
             if for_each > 0 and for_each == counting.for_each_token(2 * length):
-                return FewTokens(4 * length, (3 * length, 2 * length), _told("piece by piece", "piece"))
+                return FewTokens.of(4 * length, "piece by piece", "piece")
     except ValueError:
         pass
     return None
-
-
-def _told(how: str, each: str) -> str:
-    return (
-        f"goes through a sequence {how}, in kernels for each {each}: a fused scan (as mamba-ssm and "
-        "flash-linear-attention have them) would be faster than the plan says"
-    )
 
 
 class _Counting:

@@ -201,7 +201,7 @@ def _profile(
             "notes": (*_slight(coupling), *profile.notes),
         }
     )
-    if not lengths or loaded.seq_len is None or loaded.seq_len < _SHORTEST:
+    if not lengths or loaded.seq_len is None or (loaded.seq_len < _SHORTEST and not other_lengths):
         return profile
     others = []
     for seq_len in other_lengths or (loaded.seq_len // 2, loaded.seq_len // 4):
