@@ -72,7 +72,9 @@ def test_a_scan_is_profiled_from_runs_of_a_few_tokens(
     loaded = load_model(tmp_path / "scan.py")
     monkeypatch.setattr(token_loops, "_MOST_TOKENS", 16)
     monkeypatch.setattr(tracing, "FEWEST_OPERATORS", 48)
-    assert few_tokens(loaded) == 16
+    short = few_tokens(loaded)
+    assert short is not None
+    assert short.tokens == 16
 
     profile = trace(loaded)
 
@@ -89,6 +91,52 @@ def test_a_scan_is_profiled_from_runs_of_a_few_tokens(
             peaks = (costs.whole.backward_transient.at(2, 2) for costs in (few, every))
             assert next(peaks) == pytest.approx(next(peaks), rel=1e-6)
     assert sum(len(c.whole.operators) for c in whole.classes) > 500
+
+
+PIECES = """
+class Scan(nn.Module):
+    def __init__(self, width=32, piece=16):
+        super().__init__()
+        self.out, self.piece = nn.Linear(width, width), piece
+
+    def forward(self, x):
+        state, rows = torch.zeros_like(x[:, :1]), []
+        for values in x.split(self.piece, 1):
+            scores = (values @ values.transpose(1, 2)).tril()
+            rows.append(scores @ values + state)
+            state = state + values.sum(1, keepdim=True)
+        return x + self.out(torch.cat(rows, 1))
+
+"""
+
+
+def test_a_scan_in_pieces_is_profiled_from_runs_of_a_few_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = SCAN.index("class Scan"), SCAN.index("class Cells")
+    text = (
+        SCAN[:before]
+        + PIECES.lstrip()
+        + SCAN[after:].replace("LAYER()", "nn.Tanh()").replace("seq_len=64", "seq_len=256")
+    )
+    (tmp_path / "pieces.py").write_text(text)
+    loaded = load_model(tmp_path / "pieces.py")
+    monkeypatch.setattr(token_loops, "_FULL_PIECES", (8, 32))
+    monkeypatch.setattr(tracing, "OPERATORS_OF_LOOPS", 64)
+
+    profile = trace(loaded)
+
+    monkeypatch.setattr(tracing, "few_tokens", lambda *_: None)
+    whole = trace(loaded)
+    device = load_device("h100-80gb").model_copy(update={"launch": 1e-9})
+    assert any("piece by piece" in note for note in profile.notes)
+    assert not any("piece by piece" in note for note in whole.notes)
+    for few, every in zip(profile.classes, whole.classes, strict=True):
+        assert len(few.whole.operators) < 100
+        assert sums(few.whole) == pytest.approx(sums(every.whole), rel=1e-6)
+        times = (sum(operator_s(op, device, "bf16", 2, 4, 1) for op in c.whole.operators) for c in (few, every))
+        assert next(times) == pytest.approx(next(times), rel=1e-6)
+    assert sum(len(c.whole.operators) for c in whole.classes) > 200
 
 
 def test_kernels_of_a_token_are_priced_one_by_one(tmp_path: Path) -> None:

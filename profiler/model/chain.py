@@ -151,7 +151,13 @@ def _dice() -> str:
 def _observe(
     fake: FakeModel, units: Units, size: int, seq_len: int | None, most_operators: int | None = None
 ) -> LayerChain:
-    def watched(hooks: AbstractContextManager[Any]) -> LayerChain:
+    saved: list[tuple[torch.Tensor, int]] = []
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        saved.append((tensor, tensor._version))
+        return saved[-1]
+
+    def watched(hooks: AbstractContextManager[Any], saves: bool) -> LayerChain:
         batch = fake.batch(size, seq_len)
         with fake.running(), hooks:
             watch = ChainWatch(fake, units, most_operators)
@@ -159,16 +165,16 @@ def _observe(
             grads = patch.object(torch.autograd, "grad", _noting(torch.autograd.grad, watch))
             with watch, watch.producers, grads, swaps:
                 loss = fake.loss(batch, before_loss=watch.start_loss)
-            if watch.inputs.overwrites:
+            if watch.inputs.overwrites and (not saves or any(x._version != version for x, version in saved)):
                 _check_backward(fake, loss)
         return _build_chain(fake, units, watch)
 
     try:
-        return watched(saved_tensors_hooks(lambda tensor: (tensor, tensor._version), partial(_as_saved, fake)))
+        return watched(saved_tensors_hooks(pack, partial(_as_saved, fake)), True)
     except ValueError as error:
         if "saved tensor hooks" not in str(error):
             raise
-        return replace(watched(nullcontext()), hookless=True)
+        return replace(watched(nullcontext(), False), hookless=True)
 
 
 def _check_backward(fake: FakeModel, loss: torch.Tensor) -> None:

@@ -245,12 +245,13 @@ class ChainWatch(Mode):
                     if tainted:
                         self.from_parameters.add(number)
         event.operators.append((func, tuple(shapes)))
-        self._check_loop(len(event.operators))
+        kind, name, _ = event.key
+        self._check_loop(len(event.operators), name if kind == "module" else "")
         return out
 
-    def _check_loop(self, number: int) -> None:
+    def _check_loop(self, number: int, module: str = "") -> None:
         if self._most_operators is not None and number >= self._most_operators:
-            raise TokenByTokenError
+            raise TokenByTokenError(module)
 
     def _start(self, kind: str, name: str, call: int) -> None:
         self._check_loop(call)

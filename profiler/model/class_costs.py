@@ -17,9 +17,10 @@ _Like = Callable[[tuple[TensorCut, ...]], Sequence[Observation]]
 
 
 def layer_class_of(
-    fake: FakeModel, chain: LayerChain, sizes: RunSizes, index: int, found: Found
+    fake: FakeModel, chain: LayerChain, sizes: RunSizes, index: int, found: Found, slices: bool = True
 ) -> tuple[LayerClass, Observation]:
-    """The class of layer `index`, and what the layer did in its first run. found: what tensor parallelism may cut."""
+    """The class of layer `index`, and what the layer did in its first run. found: what tensor parallelism may cut.
+    slices: try whether the rest runs on a slice of the sequence."""
     layer = chain.layers[index]
     whole = _whole_runs(fake, chain, sizes, index)
     tensor = sequence = None
@@ -39,7 +40,8 @@ def layer_class_of(
         tensor = costs(cuts)
         if len(cuts) > 1:
             alone = tuple(costs((cut,)) for cut in cuts)
-        cuts, sequence, without = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole, like, names)
+        if slices:
+            cuts, sequence, without = _sequence_costs(fake, chain, sizes, index, cuts, degree, whole, like, names)
     layer_class = LayerClass(
         name=_class_name(fake, layer),
         parameters=_parameters(fake, layer),
@@ -143,13 +145,16 @@ def _sequence_costs(
     sequence_dims = {producer: dim for producer, dim in dims.items() if dim is not None}
 
     def tried(way: tuple[TensorCut, ...]) -> Costs | None:
+        def runs(of: Sequence[Observation]) -> list[Observation]:
+            return _cut_runs(fake, chain, sizes, index, way, degree, of, sequence_dims)
+
         try:
-            runs = _cut_runs(fake, chain, sizes, index, way, degree, whole, sequence_dims)
+            first = runs(whole[:1])
+            if sequence_problem(like(way)[0], first[0], way, degree, leaving):
+                return None
+            return fitted_costs(like(way), [*first, *runs(whole[1:])], degree, parts)
         except ValueError:
             return None
-        if sequence_problem(like(way)[0], runs[0], way, degree, leaving):
-            return None
-        return fitted_costs(like(way), runs, degree, parts)
 
     for way in gathering_ways(fake, chain, index, cuts):
         found = tried(way)

@@ -3,50 +3,125 @@ their operators, as many as there are tokens, one row each."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from .fake import FakeModel, fake_model
 from .gpu_kernel_emulation import Mode
 from .loaded import LoadedModel
 from .model_profile import Amount, Bytes, Costs, LayerClass, ModelProfile, OpProfile
 
-_FEWEST_TOKENS, _MOST_TOKENS = 16, 64
+_FEWEST_TOKENS, _MOST_TOKENS = 8, 32
+_FULL_PIECES = (128, 512)
+"""Tokens in two pieces of a scan or more: the first of these from which on more tokens are as many more operators.
+Runs are of twice as many and more: with fewer, what is as large as weights is larger than what grows with tokens."""
+
 _MOST_OPERATORS = 10_000
 """Of one forward: what a second or two go through."""
 
-FEWEST_OPERATORS = 256
-"""Operators of one module, or calls of it, before it is asked whether they are as many as there are tokens."""
+FEWEST_OPERATORS, OPERATORS_OF_LOOPS = 256, 2048
+"""Operators of one module, or calls of it, before it is asked whether they are as many as there are tokens; and by
+which it is asked in any case, as of a long sequence in pieces."""
 
 
 class TokenByTokenError(Exception):
-    """One module has run at least as many operators, or times, as a sample has tokens."""
+    """One module has run at least as many operators, or times, as a sample has tokens, or very many. module: the name
+    of one whose operators these are; '' where it is called so many times, or they belong to none."""
+
+    def __init__(self, module: str = "") -> None:
+        super().__init__(module)
+        self.module = module
 
 
-def few_tokens(loaded: LoadedModel, knows_layout: bool = False) -> int | None:
-    """Tokens per sample of the longest of three runs from which longer samples follow, as many as a short forward goes
-    through; a peak follows if what is largest then is so in longer samples. None if the forward does not run an
-    operator for each token.
+@dataclass(frozen=True)
+class FewTokens:
+    """tokens: per sample, of the longest of three runs from which longer samples follow. shorter: of the other two.
+    note: how the model goes through its sequence, in words."""
+
+    tokens: int
+    shorter: tuple[int, int]
+    note: str
+
+    @classmethod
+    def of(cls, tokens: int, how: str, each: str) -> "FewTokens":
+        """Runs of so many, three quarters and half: what is largest in the shortest is to be so in the longest."""
+        note = (
+            f"goes through a sequence {how}, in kernels for each {each}: a fused scan (as mamba-ssm and "
+            "flash-linear-attention have them) would be faster than the plan says"
+        )
+        return cls(tokens, (3 * tokens // 4, tokens // 2), note)
+
+
+def few_tokens(loaded: LoadedModel, knows_layout: bool = False, module: str = "") -> FewTokens | None:
+    """As many tokens as a short forward goes through; a peak follows if what is largest then is so in longer samples.
+    None if the forward does not run operators for each token, or each piece of so many. module: the one that is looked
+    at, with others of its type taken to be like it; '': all.
     """
-    fake = fake_model(loaded, torch.bfloat16, knows_layout)
-    at = (_FEWEST_TOKENS // 4, _FEWEST_TOKENS // 2)
+    counting = _Counting(fake_model(loaded, torch.bfloat16, knows_layout), module)
     try:
-        few, more = (_num_operators(fake, length) for length in at)
+        for_each = counting.for_each_token(_FEWEST_TOKENS // 2)
+        if for_each >= 1:
+            tokens = min(_MOST_TOKENS, max(_FEWEST_TOKENS, int(_MOST_OPERATORS / for_each)))
+            return FewTokens.of(1 << (tokens.bit_length() - 1), "token by token", "token")
+        for length in _FULL_PIECES:
+            for_each = counting.for_each_token(length)
+            if for_each > 0 and for_each == counting.for_each_token(2 * length):
+                return FewTokens.of(4 * length, "piece by piece", "piece")
     except ValueError:
-        return None
-    for_each = (more - few) / (at[1] - at[0])
-    if for_each < 1:
-        return None
-    tokens = min(_MOST_TOKENS, max(_FEWEST_TOKENS, int(_MOST_OPERATORS / for_each)))
-    return 1 << (tokens.bit_length() - 1)
+        pass
+    return None
 
 
-def _num_operators(fake: FakeModel, seq_len: int) -> int:
-    batch, counter = fake.batch(1, seq_len), _Counter()
-    with fake.running(), counter:
-        fake.loss(batch)
-    return counter.operators
+class _Counting:
+    """Counts operators of a forward: of one module, times the modules of its type, or of all."""
+
+    def __init__(self, fake: FakeModel, module: str) -> None:
+        self._fake = fake
+        self._module = fake.module.get_submodule(module) if module else None
+        self._times = sum(type(other) is type(self._module) for other in fake.module.modules()) if module else 1
+        self._known: dict[int, int] = {}
+
+    def for_each_token(self, length: int) -> float:
+        """Operators that each token more of a sample of this length brings, up to twice the length."""
+        if length < self._fake.loaded.fewest_tokens:
+            return 0.0
+        return self._times * (self._at(2 * length) - self._at(length)) / length
+
+    def _at(self, seq_len: int) -> int:
+        if seq_len not in self._known:
+            batch, counter = self._fake.batch(1, seq_len), _Counter()
+            with self._fake.running(), counter, self._counted_alone(counter), suppress(_Counted):
+                self._fake.loss(batch)
+            self._known[seq_len] = counter.operators
+        return self._known[seq_len]
+
+    @contextmanager
+    def _counted_alone(self, counter: "_Counter") -> Iterator[None]:
+        """The first call of the module is what is counted, if not all is; the forward ends with it."""
+        if self._module is None:
+            yield
+            return
+
+        def begin(module: nn.Module, args: Any) -> None:
+            counter.operators = 0
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            raise _Counted
+
+        handles = (self._module.register_forward_pre_hook(begin), self._module.register_forward_hook(end))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Counted(BaseException):
+    """The rest of the forward need not run. Not an Exception, so that no model catches it."""
 
 
 class _Counter(Mode):
@@ -86,27 +161,45 @@ def _merged_classes(same: Sequence[LayerClass]) -> list[LayerClass]:
 def _merged_costs(same: Sequence[Costs | None]) -> list[Costs | None]:
     """[run] -> the costs; None where one run has none."""
     known = [costs for costs in same if costs is not None]
-    counts = [Counter(map(_alike, costs.operators)) for costs in known]
-    keys = {key for count in counts for key in count if any(count[key] != other[key] for other in counts)}
-    if not keys or len(known) < len(same):
+    if len(known) < len(same):
         return list(same)
-    return [costs.model_copy(update={"operators": tuple(_rows(costs.operators, keys))}) for costs in known]
+    constant = set[_Sized].intersection(*({_sized(op) for op in costs.operators} for costs in known))
+    counts = [Counter(_key(op, constant) for op in costs.operators) for costs in known]
+    merges = {key for count in counts for key in count if any(count[key] != other[key] for other in counts)}
+    if not merges:
+        return list(same)
+    return [costs.model_copy(update={"operators": tuple(_rows(costs.operators, constant, merges))}) for costs in known]
 
 
-_Key = tuple[str, str, str, str, bool, bool, str]
+_Alike = tuple[str, str, str, str, bool, bool, str]
+_Sized = tuple[_Alike, Amount, Bytes]
+_Key = _Sized | _Alike
 
 
-def _alike(op: OpProfile) -> _Key:
+def _alike(op: OpProfile) -> _Alike:
     return op.name, op.module, op.kind, op.part, op.repeated, op.core, op.within
 
 
-def _rows(operators: Sequence[OpProfile], merges: Collection[_Key]) -> Iterator[OpProfile]:
+def _sized(op: OpProfile) -> _Sized:
+    return _alike(op), op.flops, op.moved
+
+
+def _key(op: OpProfile, constant: Collection[_Sized]) -> _Key:
+    """What is one row, if it is: those of a token or a piece, as large in every run, apart from those of the whole
+    sequence, whose kernels take another time."""
+    sized = _sized(op)
+    return sized if sized in constant else sized[0]
+
+
+def _rows(
+    operators: Sequence[OpProfile], constant: Collection[_Sized], merges: Collection[_Key]
+) -> Iterator[OpProfile]:
     """The operators in order, those of a key that merges as one, where the first of them is."""
     of_key: dict[_Key, list[OpProfile]] = defaultdict(list)
     for op in operators:
-        of_key[_alike(op)].append(op)
+        of_key[_key(op, constant)].append(op)
     for op in operators:
-        key = _alike(op)
+        key = _key(op, constant)
         if key not in merges:
             yield op
         elif of_key[key][0] is op:

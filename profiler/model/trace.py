@@ -31,7 +31,7 @@ from .mixed_precision import mixed_precision_problem
 from .model_profile import LayerClass, LayerProfile, ModelProfile, TensorCut
 from .parameter_reads import parameters_read
 from .run_sizes import RunSizes
-from .token_loops import FEWEST_OPERATORS, TokenByTokenError, few_tokens, merged
+from .token_loops import FEWEST_OPERATORS, OPERATORS_OF_LOOPS, TokenByTokenError, few_tokens, merged
 
 _SHORTEST = 16
 """Below this many tokens a quarter of the sequence is too short to run."""
@@ -82,8 +82,8 @@ def _without_numbers(
 ) -> ModelProfile:
     try:
         return _on_fake_tensors(loaded, lengths, progress, may_loop=False, cuts=cuts, knows_layout=knows_layout)
-    except TokenByTokenError:
-        return _of_few_tokens(loaded, lengths, progress, knows_layout)
+    except TokenByTokenError as error:
+        return _of_few_tokens(loaded, lengths, progress, knows_layout, error.module)
 
 
 def _on_fake_tensors(
@@ -95,37 +95,45 @@ def _on_fake_tensors(
     knows_layout: bool = False,
     cuts: bool = True,
     notes: tuple[str, ...] = (),
+    other_lengths: tuple[int, ...] = (),
 ) -> ModelProfile:
-    """may_loop: else Raises TokenByTokenError when a module runs operators as many as there are tokens."""
-    most = None if may_loop or loaded.seq_len is None else max(FEWEST_OPERATORS, loaded.seq_len)
+    """other_lengths: if not a half and a quarter. may_loop: else Raises TokenByTokenError when a module
+    runs operators as many as there are tokens, or very many."""
+    most = None
+    if loaded.seq_len is not None and not may_loop:
+        most = min(max(FEWEST_OPERATORS, loaded.seq_len), OPERATORS_OF_LOOPS)
     try:
-        return _profile(fake_model(loaded, torch.bfloat16, knows_layout), notes, lengths, progress, most, cuts)
+        return _profile(
+            fake_model(loaded, torch.bfloat16, knows_layout), notes, lengths, progress, most, cuts, other_lengths
+        )
     except ValueError as error:
         note = f"profiled in float32, because it does not run in bfloat16: {error}"
         try:
             fake = fake_model(loaded, torch.float32, knows_layout)
-            return _profile(fake, (*notes, note), lengths, progress, most, cuts)
+            return _profile(fake, (*notes, note), lengths, progress, most, cuts, other_lengths)
         except ValueError:
             raise error from None
 
 
-def _of_few_tokens(loaded: LoadedModel, lengths: bool, progress: Progress, knows_layout: bool) -> ModelProfile:
-    """Profile of a model that may go through its tokens one by one: if so, from runs of few, as much shorter."""
-    seq_len, tokens = loaded.seq_len, few_tokens(loaded, knows_layout)
-    if seq_len is None or tokens is None or tokens >= seq_len:
+def _of_few_tokens(
+    loaded: LoadedModel, lengths: bool, progress: Progress, knows_layout: bool, module: str
+) -> ModelProfile:
+    """Profile of a model that may go through its tokens one by one, or in pieces: if so, from runs of few, as much
+    shorter. module: where it may do so, '' if anywhere."""
+    seq_len, short = loaded.seq_len, few_tokens(loaded, knows_layout, module)
+    if seq_len is None or short is None or short.tokens >= seq_len:
         return _on_fake_tensors(loaded, lengths, progress, knows_layout=knows_layout)
-    note = (
-        "goes through a sequence token by token, in kernels for each token: a fused scan (as mamba-ssm and "
-        "flash-linear-attention have them) would be faster than the plan says"
-    )
+    notes = (short.note,)
     try:
-        few = merged(
-            _on_fake_tensors(loaded.with_seq_len(tokens), True, progress, knows_layout=knows_layout, notes=(note,))
+        of_few = loaded.with_seq_len(short.tokens)
+        runs = _on_fake_tensors(
+            of_few, True, progress, knows_layout=knows_layout, notes=notes, other_lengths=short.shorter
         )
+        few = merged(runs)
         profile = at_seq_len(few, seq_len)
         others = tuple(at_seq_len(few, seq_len // part) for part in (2, 4)) if lengths else ()
     except ValueError:  # it takes no such few, or runs other layers then
-        return _on_fake_tensors(loaded, lengths, progress, knows_layout=knows_layout, notes=(note,))
+        return _on_fake_tensors(loaded, lengths, progress, knows_layout=knows_layout, notes=notes)
     return profile.model_copy(update={"other_lengths": others})
 
 
@@ -173,6 +181,7 @@ def _profile(
     progress: Progress,
     most_operators: int | None = None,
     cuts: bool = True,
+    other_lengths: tuple[int, ...] = (),
 ) -> ModelProfile:
     loaded = fake.loaded
     _check_trainable(fake)
@@ -192,13 +201,13 @@ def _profile(
             "notes": (*_slight(coupling), *profile.notes),
         }
     )
-    if not lengths or loaded.seq_len is None or loaded.seq_len < _SHORTEST:
+    if not lengths or loaded.seq_len is None or (loaded.seq_len < _SHORTEST and not other_lengths):
         return profile
     others = []
-    for seq_len in (loaded.seq_len // 2, loaded.seq_len // 4):
+    for seq_len in other_lengths or (loaded.seq_len // 2, loaded.seq_len // 4):
         try:
             shorter = RunSizes(fake, chain, seq_len, shapes_at(fake, chain, 2, seq_len), sizes)
-            others.append(_profile_at(fake, chain, shorter, found, problem, (), progress))
+            others.append(_profile_at(fake, chain, shorter, found, problem, (), progress, profile))
         except ValueError as error:
             told = f"holds one sequence length only, because at {seq_len} tokens: {error}"
             return profile.model_copy(update={"notes": (*profile.notes, told)})
@@ -219,14 +228,18 @@ def _profile_at(
     mixed_precision: str,
     notes: tuple[str, ...],
     progress: Progress,
+    like: ModelProfile | None = None,
 ) -> ModelProfile:
+    """like: the profile at another length, if there is one; what ran on no slices of the sequence there is not tried on
+    them here."""
     loaded = fake.loaded
     firsts = sorted(found)
     class_of = {first: i for i, first in enumerate(firsts)}
     costed, seen = [], {}
     for done, first in enumerate(firsts):
         progress(chain.layers[first].name, done, len(firsts))
-        layer_class, seen[first] = layer_class_of(fake, chain, sizes, first, found[first])
+        slices = like is None or like.classes[done].sequence is not None
+        layer_class, seen[first] = layer_class_of(fake, chain, sizes, first, found[first], slices)
         costed.append(layer_class)
     classes = _uniquely_named(costed)
     layers = tuple(
