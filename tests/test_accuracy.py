@@ -37,6 +37,7 @@ def test_parameters_and_ties_are_those_of_the_module(name: str) -> None:
     assert row["profile"] == row["module"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_flops_of_whole_models_are_their_closed_forms(name: str) -> None:
     (row,) = flops.closed_form_rows([cases.MODELS / name])

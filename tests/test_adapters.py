@@ -97,6 +97,7 @@ def _block(build: Callable[[float], nn.Module]) -> LayerClass:
     return profile.classes[profile.layers[2].layer_class]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [by_hand, by_peft])
 def test_adapters_are_cut_with_their_bases(build: Callable[[float], nn.Module]) -> None:
     attention, mlp = _block(build).cuts

@@ -15,6 +15,7 @@ from meshwright.executor import parallelize
 from meshwright.executor.parallel.tensor_forwards import embedding_forward
 from meshwright.executor.parallel.tensor_loss import RanksOfGroup
 from meshwright.profiler.semantics.logit_shards import shard_logits
+from support import slow
 from support.ranks import run_ranks
 from support.tied_net import GLOBAL_BATCH, TiedNet, adamw, loss, plan_of, samples, tied_profile
 
@@ -140,7 +141,7 @@ EVERY: dict[str, list[tuple[Act, str]]] = {
 }
 
 
-@pytest.mark.parametrize("plan", EVERY)
+@pytest.mark.parametrize("plan", slow.but_these(EVERY, {"ddp"}))
 def test_ranks_that_do_not_agree_are_told(plan: str) -> None:
     acts, words = zip(*EVERY[plan], strict=True)
 

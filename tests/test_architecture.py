@@ -232,7 +232,14 @@ def test_what_is_allowed_passes(tmp_path: Path, line: str) -> None:
     assert violations(tmp_path) == []
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["devices"], ["compare", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        pytest.param(["devices"], marks=pytest.mark.slow),
+        pytest.param(["compare", "--help"], marks=pytest.mark.slow),
+    ],
+)
 def test_help_needs_no_torch(tmp_path: Path, arguments: list[str]) -> None:
     loaded = modules_after(f"from meshwright.executor.cli import main\nmain({arguments!r})", tmp_path)
 

@@ -339,6 +339,7 @@ def test_the_command_writes_a_device_that_plans_are_made_for(
     assert run_plan("model.py", "--gpus", "1", "--device", "here.toml", "--quiet") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_effort")
 def test_layers_of_a_model_are_priced_and_timed(tmp_path: Path) -> None:
     from meshwright.profiler.model.load import load_model

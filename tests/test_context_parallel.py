@@ -223,7 +223,7 @@ def told_by_step(plan: Plan, lengths: tuple[int, ...]) -> str:
     return told
 
 
-@pytest.mark.parametrize("lengths", [(8,), (16, 8)])
+@pytest.mark.parametrize("lengths", [(8,), pytest.param((16, 8), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "chosen", slow.but_first([shape(), shape(pipeline=2, schedule="1f1b")], 1), ids=["alone", "pipeline"]
 )
@@ -272,7 +272,7 @@ def test_runs_go_on_with_and_without_context_ranks(tmp_path: Path) -> None:
         pytest.param("mixtral", "", marks=pytest.mark.slow),
         pytest.param("mask", "", marks=pytest.mark.slow),
         pytest.param("auxiliary", "", marks=pytest.mark.slow),
-        ("gpt2", "attention drops out 0.1 of its weights"),
+        pytest.param("gpt2", "attention drops out 0.1 of its weights", marks=pytest.mark.slow),
         ("lstm", "lstm is not known to treat the tokens of a sequence alike"),
         ("stock", "multi_head_attention_forward is not known"),
     ],

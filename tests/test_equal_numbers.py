@@ -223,7 +223,6 @@ QUICK = {
     "interleaved 2x2",
     "zb-h1 2, tied across stages",
     "zb-v 2x2, tied on one rank",
-    "zero-3 x4, reduced every micro-batch",
     "hsdp 2x2, recompute, permuted",
     "pipeline x tensor + sequence, cut between slices",
 }

@@ -53,6 +53,7 @@ def test_rows_that_no_time_ranks_are_each_asked() -> None:
     assert sorted(each.row.id for each in asked) == ["one", "other", "timed"]
 
 
+@pytest.mark.slow
 def test_our_pick_is_no_slower_and_says_why_it_differs(found: Beside) -> None:
     assert found.proven
     assert 0.0 <= found.gap <= 1e-3

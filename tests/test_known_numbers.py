@@ -118,7 +118,7 @@ def loss(output, batch):
 """
 
 
-@pytest.mark.parametrize(("kind", "decides"), [("Experts", False), ("Apart", True)])
+@pytest.mark.parametrize(("kind", "decides"), [("Experts", False), pytest.param("Apart", True, marks=pytest.mark.slow)])
 def test_the_loop_over_chosen_experts_of_a_large_model_is_profiled_as_if_they_were_chosen_evenly(
     kind: str, decides: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

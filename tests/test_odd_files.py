@@ -52,7 +52,7 @@ def test_what_no_plan_runs_is_refused_when_it_is_profiled(name: str, words: str)
         ("hypernetwork", "functional_call"),
         ("straight_through", "gathers codes.weight when its module runs"),
         ("lstm", "None"),
-        ("transposed_tie", "None"),
+        pytest.param("transposed_tie", "None", marks=pytest.mark.slow),
         ("weights_read", "None"),
     ],
 )
@@ -80,9 +80,9 @@ def test_bounds_of_rows_are_not_cut() -> None:
     ("name", "pins"),
     [
         ("one_object", {"pipeline": 2}),
-        ("reentrant", {"data_replicate": 2}),
+        pytest.param("reentrant", {"data_replicate": 2}, marks=pytest.mark.slow),
         ("ragged", {"pipeline": 2, "schedule": "gpipe"}),
-        ("complex_weights", {"data_replicate": 2}),
+        pytest.param("complex_weights", {"data_replicate": 2}, marks=pytest.mark.slow),
         ("penalty", {"data_replicate": 2}),
     ],
 )

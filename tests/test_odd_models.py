@@ -108,6 +108,7 @@ def test_a_layer_of_several_modules_is_gathered_anew_once_a_pipeline_has_reduced
     assert report.ok, report.lines
 
 
+@pytest.mark.slow
 def test_recompute_repeats_a_forward_with_the_buffers_it_had() -> None:
     report = verified("spectral norm", _plan("spectral norm", [[REPEATED] * 2, [REPEATED, KEPT]]))
 

@@ -45,7 +45,13 @@ def plan_of(words: str, device: str = "cpu") -> Plan:
 
 @pytest.mark.parametrize(
     ("words", "rank", "stage"),
-    [("ddp", 0, 0), ("fsdp", 3, 0), ("tp=2 sp=on fsdp", 1, 0), ("cp=2 fsdp", 0, 0), ("pp=2 schedule=1f1b", 2, 1)],
+    [
+        pytest.param("ddp", 0, 0, marks=pytest.mark.slow),
+        pytest.param("fsdp", 3, 0, marks=pytest.mark.slow),
+        ("tp=2 sp=on fsdp", 1, 0),
+        pytest.param("cp=2 fsdp", 0, 0, marks=pytest.mark.slow),
+        ("pp=2 schedule=1f1b", 2, 1),
+    ],
 )
 def test_a_rank_steps_without_its_peers(words: str, rank: int, stage: int) -> None:
     run = run_rank(gpt()[0], plan_of(words), rank, "cpu", steps=1)

@@ -209,7 +209,7 @@ def check_equal_to_one_process(
         pytest.param("llama", [1, 3], "gpipe", 2, marks=pytest.mark.slow),
         pytest.param("t5", [1, 1, 3], "1f1b", 4, marks=pytest.mark.slow),
         pytest.param("t5", [4], "gpipe", 2, marks=pytest.mark.slow),
-        ("unet", [2, 1, 3], "1f1b", 5),
+        pytest.param("unet", [2, 1, 3], "1f1b", 5, marks=pytest.mark.slow),
         ("unet", [5], "gpipe", 2),
         ("mlp", [1, 1], "1f1b", 3),
     ],
@@ -306,6 +306,7 @@ def frozen(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, build=build)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "virtual"), slow.but_first([("zb-v", 2), ("interleaved", 2), ("zb-h1", 1)], 1))
 def test_frozen_parameters_get_no_gradient_under_any_schedule(schedule: str, virtual: int) -> None:
     plan = plan_with("unet, frozen", [2, 1, 3], schedule, 4, virtual=virtual)
@@ -375,7 +376,7 @@ def fsdp_step(
 
 
 @pytest.mark.parametrize("gradient_sync", slow.but_first(["last", "every"], 1))
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", slow.but_first([True, False], 1))
 def test_sharded_stages_reduce_as_often_as_the_plan_says(gradient_sync: str, reshard: bool) -> None:
     loaded = load("unet")
     plan = plan_with("unet", [5], num_microbatches=3, reshard=reshard, data_shard=2, gradient_sync=gradient_sync)

@@ -247,6 +247,7 @@ def test_names_of_layers_change_neither_memory_nor_time(
     assert after.step_time_s == pytest.approx(before.step_time_s)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(plans(), log_floats(0.01, 100.0))
 def test_a_plan_on_a_cluster_c_times_as_fast_takes_1_over_c_of_the_time(

@@ -126,6 +126,7 @@ def test_how_far_replicas_hide_their_reduction_is_found() -> None:
     assert found.device.replica_overlap == pytest.approx(0.6, rel=0.1)
 
 
+@pytest.mark.slow
 def test_one_wild_run_bends_nothing() -> None:
     calm = runs(turned(PRESET, TRUTH))
     wild = [replace(calm[0], step_s=20 * calm[0].step_s), *calm[1:]]

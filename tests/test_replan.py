@@ -41,6 +41,7 @@ def test_a_run_that_lost_two_gpus_gets_a_plan_for_six(
     assert "goes on from step-00000120" in shown
 
 
+@pytest.mark.slow
 def test_replanning_from_a_saved_profile_needs_no_torch(run: Path, tmp_path: Path) -> None:
     words = ["replan", "--checkpoint", str(run), "--gpus", "6", "--model", str(save_profile(tmp_path))]
 

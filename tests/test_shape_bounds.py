@@ -166,6 +166,7 @@ def test_shapes_that_are_left_out_for_memory_have_no_assignment(seed: int) -> No
             assert explorer.solved(prices, family, None, float("inf"), float("inf")) is None
 
 
+@pytest.mark.slow
 def test_a_family_anywhere_takes_no_more_than_any_of_its_shapes_and_comes_near_some() -> None:
     shares: dict[bool, list[float]] = {False: [], True: []}
 

@@ -50,7 +50,13 @@ def test_five_thousand_layers_are_planned_each_on_one_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [[0] * 5000, [i % 2 for i in range(5000)], [0, 1, 0, 0] * 1250], ids=["same", "in turn", "of four"]
+    "order",
+    [
+        pytest.param([0] * 5000, marks=pytest.mark.slow),
+        [i % 2 for i in range(5000)],
+        pytest.param([0, 1, 0, 0] * 1250, marks=pytest.mark.slow),
+    ],
+    ids=["same", "in turn", "of four"],
 )
 def test_intervals_of_long_chains_stay_few(order: list[int]) -> None:
     model = profile([SMALL, OTHER], order)

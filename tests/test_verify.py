@@ -94,6 +94,7 @@ def test_a_forgotten_tie_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert f"{report.first.plan:.7g}" in report.lines[-1]
 
 
+@pytest.mark.slow
 def test_gradients_of_a_wrong_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, _ = small_gpt()
     forward = StageModule.forward

@@ -254,7 +254,7 @@ def _save(plan: Plan, folder: Path, happens: Callable[[Path], None], waits: bool
 @pytest.mark.parametrize(
     ("happens", "message"),
     [
-        (hangs, "rank 1 of 2 hangs: for"),
+        pytest.param(hangs, "rank 1 of 2 hangs: for", marks=pytest.mark.slow),
         (is_killed, "rank 1 of 2"),
         (raises, "no checkpoint of step 2 was written to"),
     ],
@@ -288,9 +288,9 @@ def _resume(plan: Plan, folder: Path, happens: Callable[[Path], None]) -> None:
 @pytest.mark.parametrize(
     ("happens", "message"),
     [
-        (hangs, "rank 1 of 2 hangs: for"),
+        pytest.param(hangs, "rank 1 of 2 hangs: for", marks=pytest.mark.slow),
         (raises, "reading the checkpoint failed: OSError: no space left"),
-        (is_killed, "rank 1 of 2"),
+        pytest.param(is_killed, "rank 1 of 2", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_fails_in_resume_is_named(
