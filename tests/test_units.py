@@ -64,6 +64,16 @@ def test_printed_values_have_three_digits_and_a_unit() -> None:
     assert format_count(512) == "512"
 
 
+def test_what_rounds_up_to_the_next_unit_is_printed_in_it() -> None:
+    assert format_seconds(0.9996e-3) == "1.00 ms"
+    assert format_seconds(0.9994e-3) == "999 us"
+    assert format_seconds(0.9996) == "1.00 s"
+    assert format_bytes(1023.7 * 2**20) == "1.00 GiB"
+    assert format_count(999.7e6) == "1.00 B"
+    assert format_flops_per_s(9.997e12) == "10.0 TFLOP/s"
+    assert format_seconds(0.09997) == "100 ms"
+
+
 @pytest.mark.parametrize("num_bytes", [1.0, 1024.0, 5e6, 7.5e11])
 def test_what_is_printed_can_be_read_again(num_bytes: float) -> None:
     assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.005)

@@ -45,7 +45,7 @@ def format_bytes(num_bytes: float) -> str:
     sign = "-" if num_bytes < 0 else ""
     size = abs(num_bytes)
     for unit, scale in (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
-        if size >= scale:
+        if _rounds_up_to(size, scale, 1024):
             return f"{sign}{_three_digits(size / scale)} {unit}"
     return f"{sign}{size:.0f} B"
 
@@ -58,7 +58,7 @@ def format_flops_per_s(rate: float) -> str:
 def format_count(count: float) -> str:
     """Count for people: 8.03 B, 124 M, 512."""
     for unit, scale in ((" T", 1e12), (" B", 1e9), (" M", 1e6), (" K", 1e3)):
-        if count >= scale:
+        if _rounds_up_to(count, scale):
             return f"{_three_digits(count / scale)}{unit}"
     return f"{count:.0f}"
 
@@ -71,7 +71,7 @@ def format_dollars(amount: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Time for people: 1.25 s, 820 ms, 12.0 us."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
+        if _rounds_up_to(seconds, scale):
             return f"{_three_digits(seconds / scale)} {unit}"
     return f"{_three_digits(seconds / 1e-6)} us"
 
@@ -95,10 +95,16 @@ def _parse(text: str | int | float, scale_of, example: str) -> float:  # type: i
 
 def _decimal(value: float) -> str:
     for prefix in ("P", "T", "G", "M", "K"):
-        if value >= _PREFIX[prefix]:
+        if _rounds_up_to(value, _PREFIX[prefix]):
             return f"{_three_digits(value / _PREFIX[prefix])} {prefix}"
     return f"{value:.0f} "
 
 
+def _rounds_up_to(value: float, scale: float, step: float = 1000) -> bool:
+    """Whether a value is at least one of a unit, as it is printed: 999.6 us are 1.00 ms. step: of the next smaller
+    unit."""
+    return value >= scale * (1 - 0.5 / step)
+
+
 def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
