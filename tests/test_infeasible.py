@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.planner.answers import infeasible
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.infeasible import (
     PRECISE,
@@ -191,6 +192,16 @@ def test_no_plan_of_any_kind_is_over_by_less_than_the_closest(model: ModelProfil
     assert check(search(model, on(enough * 1.0001), job(), pins=pins).plan, model) == []
     with pytest.raises(InfeasibleError):
         search(model, on(enough / (1 + 2 * PRECISE)), job(), pins=pins)
+
+
+def test_the_closest_is_only_called_so_where_all_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, on = units(3, 3, 1, 1), cluster(1, 2, device(memory=1e8))
+
+    with pytest.raises(InfeasibleError, match=r"\. The closest, "):
+        search(model, on, job(), pins=PIPELINE_ONLY)
+    monkeypatch.setattr(infeasible, "SEARCHED_S", 0.0)
+    with pytest.raises(InfeasibleError, match=r"\. The closest that 0 s found, "):
+        search(model, on, job(), pins=PIPELINE_ONLY)
 
 
 @pytest.mark.slow

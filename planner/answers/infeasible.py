@@ -72,10 +72,11 @@ PRECISE = 0.005
 
 @dataclass(frozen=True)
 class Closest:
-    """The plan that misses the budget by least."""
+    """The plan that misses the budget by least, or by least of those that were found in time."""
 
     plan: Plan
     estimate: Estimate
+    in_time: bool = True
 
     @property
     def stage(self) -> int:
@@ -120,7 +121,7 @@ def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: floa
     """The plan of the whole space, with uneven stages and chunked schedules, that needs least memory of its devices,
     to PRECISE: by halving between devices on which nothing fits and such on which something does.
 
-    even: a plan that does not fit. deadline: time.monotonic() from which the closest so far does.
+    even: a plan that does not fit. deadline: time.monotonic() from which the closest so far does, and says so.
     """
     closest, fails, does = even, 1.0, even.more_memory
     while does > fails * (1 + PRECISE):
@@ -136,7 +137,7 @@ def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: floa
         elif found.complete:
             fails = middle
         else:
-            break
+            return replace(closest, in_time=False)
     return closest
 
 
@@ -253,7 +254,8 @@ def explain_infeasible(explorer: Explorer, pins: Pins, rejected: dict[str, int])
     all_tried = time.monotonic() < deadline
     changes = tuple(_changes(explorer, pins, smallest, all_tried, closest))
     message = (
-        f"{explorer.profile.name} fits on no layout of {explorer.cluster.name}. The closest, "
+        f"{explorer.profile.name} fits on no layout of {explorer.cluster.name}. The closest"
+        f"{', ' if closest.in_time else f' that {SEARCHED_S:g} s found, '}"
         f"{closest.plan.label} with micro-batch {closest.plan.micro_batch} and {_recomputed(closest.plan)} "
         f"recomputed, is over by {format_bytes(closest.over_bytes)} on {closest.where}: it needs "
         f"{format_bytes(memory.device_bytes)} and may use {format_bytes(memory.budget_bytes)} ("
