@@ -128,14 +128,11 @@ def test_a_scan_in_pieces_is_profiled_from_runs_of_a_few_of_them(
 
     monkeypatch.setattr(tracing, "few_tokens", lambda *_: None)
     whole = trace(loaded)
-    device = load_device("h100-80gb").model_copy(update={"launch": 1e-9})
     assert any("piece by piece" in note for note in profile.notes)
     assert not any("piece by piece" in note for note in whole.notes)
     for few, every in zip(profile.classes, whole.classes, strict=True):
         assert len(few.whole.operators) < 100
         assert sums(few.whole) == pytest.approx(sums(every.whole), rel=1e-6)
-        times = (sum(operator_s(op, device, "bf16", 2, 4, 1) for op in c.whole.operators) for c in (few, every))
-        assert next(times) == pytest.approx(next(times), rel=1e-6)
     assert sum(len(c.whole.operators) for c in whole.classes) > 200
 
 

@@ -161,45 +161,27 @@ def _merged_classes(same: Sequence[LayerClass]) -> list[LayerClass]:
 def _merged_costs(same: Sequence[Costs | None]) -> list[Costs | None]:
     """[run] -> the costs; None where one run has none."""
     known = [costs for costs in same if costs is not None]
-    if len(known) < len(same):
+    counts = [Counter(map(_alike, costs.operators)) for costs in known]
+    keys = {key for count in counts for key in count if any(count[key] != other[key] for other in counts)}
+    if not keys or len(known) < len(same):
         return list(same)
-    constant = set[_Sized].intersection(*({_sized(op) for op in costs.operators} for costs in known))
-    counts = [Counter(_key(op, constant) for op in costs.operators) for costs in known]
-    merges = {key for count in counts for key in count if any(count[key] != other[key] for other in counts)}
-    if not merges:
-        return list(same)
-    return [costs.model_copy(update={"operators": tuple(_rows(costs.operators, constant, merges))}) for costs in known]
+    return [costs.model_copy(update={"operators": tuple(_rows(costs.operators, keys))}) for costs in known]
 
 
-_Alike = tuple[str, str, str, str, bool, bool, str]
-_Sized = tuple[_Alike, Amount, Bytes]
-_Key = _Sized | _Alike
+_Key = tuple[str, str, str, str, bool, bool, str]
 
 
-def _alike(op: OpProfile) -> _Alike:
+def _alike(op: OpProfile) -> _Key:
     return op.name, op.module, op.kind, op.part, op.repeated, op.core, op.within
 
 
-def _sized(op: OpProfile) -> _Sized:
-    return _alike(op), op.flops, op.moved
-
-
-def _key(op: OpProfile, constant: Collection[_Sized]) -> _Key:
-    """What is one row, if it is: those of a token or a piece, as large in every run, apart from those of the whole
-    sequence, whose kernels take another time."""
-    sized = _sized(op)
-    return sized if sized in constant else sized[0]
-
-
-def _rows(
-    operators: Sequence[OpProfile], constant: Collection[_Sized], merges: Collection[_Key]
-) -> Iterator[OpProfile]:
+def _rows(operators: Sequence[OpProfile], merges: Collection[_Key]) -> Iterator[OpProfile]:
     """The operators in order, those of a key that merges as one, where the first of them is."""
     of_key: dict[_Key, list[OpProfile]] = defaultdict(list)
     for op in operators:
-        of_key[_key(op, constant)].append(op)
+        of_key[_alike(op)].append(op)
     for op in operators:
-        key = _key(op, constant)
+        key = _alike(op)
         if key not in merges:
             yield op
         elif of_key[key][0] is op:
