@@ -113,5 +113,9 @@ def test_the_first_solver_of_a_process_writes_nothing_to_the_standard_output(pro
     assert said.stdout == "done\n"
 
 
-def test_where_there_is_no_standard_output_the_solver_is_made_all_the_same() -> None:
-    subprocess.run([sys.executable, "-c", f"import os; os.close(1)\n{PROGRAM}"], env=os.environ, check=True)
+def test_where_there_is_no_standard_output_the_solver_answers_all_the_same() -> None:
+    program = f"import os, sys\nos.close(1)\n{PROGRAM}\nprint(problem.objective.value(), file=sys.stderr)"
+
+    said = subprocess.run([sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, check=True)
+
+    assert said.stderr == "1.0\n"

@@ -293,36 +293,6 @@ def test_ranks_on_fewer_hosts_than_announced_are_said() -> None:
     assert check_cluster(seen(2, host="b"), two_hosts) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--budget", "soon"], "give a time, as in 90s, 10m or 1h"),
-        (["--gpus", "17", "--device", "cpu"], "more than 16"),
-        (["--gpus", "2", "--device", "h100-80gb"], "this machine has 0 GPUs"),
-        (["--gpus", "2", "--device", "cpu", "-o", "none/plan.json"], "none does not exist"),
-        (["--gpus", "2", "--device", "cpu", "--report", "tune.pdf"], "ends in .html"),
-        (["--gpus", "2", "--device", "device.toml"], "would be written over"),
-        (["--gpus", "2", "--device", "cpu"], "is only its profile: give the model itself"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_launched(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    message: str,
-) -> None:
-    save_profile(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("meshwright.executor.tuning.sitting.local_gpus", list)
-    monkeypatch.setattr("subprocess.Popen", None)
-
-    assert run_plan("tune", "profile.json", *flags) == 2
-
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
-
-
 FAULTS = """
 import os, signal, time
 import torch
@@ -358,34 +328,45 @@ global_batch = 32
 """
 
 
+TWO = ["--gpus", "2", "--device", "cpu"]
+
+
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("model", "flags", "message"),
     [
-        (["--budget", "5s"], "--budget 5s is too short for one candidate: its ranks take some 15 s to start"),
-        (
-            ["--launcher", "torchrun --nproc-per-node 2"],
-            "has no {args}, which the program of each rank takes the place",
-        ),
-        (["--launcher", "no-such-launcher {args}"], "there is no command no-such-launcher here"),
-        (["--launcher", "srun 'half {args}"], "cannot be read: No closing quotation"),
+        ("profile.json", ["--budget", "soon"], "give a time, as in 90s, 10m or 1h"),
+        ("profile.json", ["--gpus", "17", "--device", "cpu"], "more than 16"),
+        ("profile.json", ["--gpus", "2", "--device", "h100-80gb"], "this machine has 0 GPUs"),
+        ("profile.json", [*TWO, "-o", "none/plan.json"], "none does not exist"),
+        ("profile.json", [*TWO, "--report", "tune.pdf"], "ends in .html"),
+        ("profile.json", ["--gpus", "2", "--device", "device.toml"], "would be written over"),
+        ("profile.json", TWO, "is only its profile: give the model itself"),
+        ("net.py", [*TWO, "--budget", "5s"], "--budget 5s is too short for one candidate: its ranks take some 15 s"),
+        ("net.py", [*TWO, "--launcher", "torchrun"], "has no {args}, which the program of each rank takes the place"),
+        ("net.py", [*TWO, "--launcher", "no-such-launcher {args}"], "there is no command no-such-launcher here"),
+        ("net.py", [*TWO, "--launcher", "srun 'half {args}"], "cannot be read: No closing quotation"),
     ],
-    ids=["budget", "no args", "no command", "no quote"],
 )
-def test_a_race_that_cannot_begin_is_refused_and_leaves_nothing(
+def test_bad_input_is_refused_before_anything_is_launched_and_leaves_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    model: str,
     flags: list[str],
     message: str,
 ) -> None:
+    if model == "profile.json":
+        save_profile(tmp_path)
+    else:
+        (tmp_path / model).write_text(FAULTS)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "net.py").write_text(FAULTS)
+    monkeypatch.setattr("meshwright.executor.tuning.sitting.local_gpus", list)
     monkeypatch.setattr("subprocess.Popen", None)
 
-    assert run_plan("tune", "net.py", "--gpus", "2", "--device", "cpu", "--time-limit", "2", *flags) == 2
+    assert run_plan("tune", model, "--time-limit", "2", *flags) == 2
 
     assert message in " ".join(capsys.readouterr().err.split())
-    assert {path.name for path in tmp_path.iterdir()} <= {"net.py", "__pycache__"}
+    assert {path.name for path in tmp_path.iterdir()} <= {model, "__pycache__"}
 
 
 def processes_of(model: Path) -> list[str]:
