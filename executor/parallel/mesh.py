@@ -22,7 +22,7 @@ from ...planner.cost.memory_cost import uses_fully_shard
 from ...planner.plan.document import AXES, Axis, Plan
 from ...planner.plan.making import shape_of
 from ...profiler.machine.local import preset_of
-from ..torch_compat import accelerator, joined_axes, side_by_side
+from ..torch_compat import accelerator, end_after_gloo, joined_axes, side_by_side
 from .expert_mesh import expert_mesh
 
 Mechanism = Literal["plain", "cast", "ddp", "fsdp"]
@@ -171,6 +171,7 @@ def connect(
             timeout=timedelta(seconds=max(timeout_s, default_pg_timeout.total_seconds())),
             device_id=device if on_gpu else None,  # else NCCL guesses the device, and connects only when it first sends
         )
+    end_after_gloo()
     found: list[tuple[Seat, str, dict[str, Any]]] = [(("", 0), "", {})] * plan.degrees.num_devices
     seat = socket.gethostname(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     document = hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16]
