@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.executor import parallelize
 from meshwright.executor.parallel import tensor_collectives
@@ -181,6 +183,20 @@ def _watched(**how: bool) -> set[str]:
 
 def test_parameter_between_columns_and_row_is_found() -> None:
     assert _watched() == {"scale"}
+
+
+def test_weights_whose_gradient_is_put_off_are_not_taken_for_shared_where_a_mode_sees_operators() -> None:
+    module, layout = _Gated(), TensorLayout()
+    module.up.forward = unwatched(module.up.forward, differs=True)  # type: ignore[method-assign]
+    module.down.forward = unwatched(module.down.forward, differs=False)  # type: ignore[method-assign]
+
+    with FlopCounterMode(display=False), SharedGradients(module, layout):  # type: ignore[no-untyped-call]
+        y = module(torch.ones(2, 4))
+        # As zero-bubble schedules do, from a node of the graph.
+        start, end = (get_gradient_edge(x) for x in (y, module.down.weight))
+        (module.down.weight.grad,) = torch.autograd.grad([start], [end], [torch.ones_like(y)])
+
+    assert layout.partial == {"scale"}
 
 
 def test_activation_that_enters_between_columns_and_row_is_refused() -> None:

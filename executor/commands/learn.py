@@ -55,6 +55,7 @@ def _learn_command(
         return
     console = terminal.make_console()
     if not quiet:
-        print_steps(console, checks, f"{device.name}, learned from {len(found)} runs", "predicted before")
+        runs_in_words = f"{len(found)} run{'s' if len(found) > 1 else ''}"
+        print_steps(console, checks, f"{device.name}, learned from {runs_in_words}", "predicted before")
         terminal.print_notes(console, notes)
     terminal.print_next(console, [str(output)], [(f"plan MODEL --device {output}", "plans with what was learned")])

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..torch_compat import in_backward
 from .tensor_layout import TensorLayout
 
 _watch: "SharedGradients | None" = None
@@ -81,7 +82,8 @@ class SharedGradients(TorchFunctionMode):
     ) -> Any:
         """Run `func`, and follow what goes in and out."""
         output = func(*args, **(kwargs or {}))
-        if self._is_muted:
+        # A mode that sees operators (to count FLOPs, say) brings those of backward here, too.
+        if self._is_muted or in_backward():
             return output
         read = args[1:] if func is torch.Tensor.copy_ else args  # what is written over counts no more
         given = [x for x in tree_leaves((read, kwargs)) if isinstance(x, torch.Tensor)]
