@@ -118,6 +118,8 @@ def _run(
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
+    # In a forked process autograd's engine is made anew by the first who needs it; two threads at once would crash.
+    torch.ones((), requires_grad=True).backward()
     warnings.simplefilter("ignore")  # each would come from every rank
     try:
         if device_type == "cpu" and num_ranks > 1:
