@@ -777,3 +777,16 @@ def test_what_people_call_ddp_splits_neither_sequences_nor_experts() -> None:
     rules = rules_of_thumb(cluster(2, 8), TrainingSpec(global_batch=64))
 
     assert {(pins.context, pins.expert) for rule in rules for pins in rule.attempts} == {(1, 1)}
+
+
+def test_a_weight_that_keeps_a_model_on_one_stage_is_named() -> None:
+    block = layer_class("block", 1e11, 1000, 1e6, 1e6)
+    layers = chain().layers[:4]
+    shared = [
+        layer.model_copy(update={"layer_class": 0, "parameters": (f"{i % 3}.weight",)})
+        for i, layer in enumerate(layers)
+    ]
+    model = profile([block], [0, 0, 0, 0]).model_copy(update={"layers": tuple(shared)})
+
+    with pytest.raises(ValueError, match=rf"\(1\): 0.weight is read by {layers[0].name} and by {layers[3].name}, so"):
+        search(model, cluster(1, 8), job(), pins=Pins(pipeline=2))

@@ -228,7 +228,25 @@ def pipeline_rule(profile: ModelProfile, pipeline: int, most_stages: int) -> str
             f"pipeline: {profile.decides_by_values} decides by values, which the other stages have not; replicas (DDP) "
             "are fine"
         )
-    return f"pipeline={pipeline} has more stages than the model can be cut into ({most_stages})"
+    return (
+        f"pipeline={pipeline} has more stages than the model can be cut into ({most_stages}){_held_together(profile)}"
+    )
+
+
+def _held_together(profile: ModelProfile) -> str:
+    """The weight that keeps most layers on one stage, in words to follow a rule; "" if there is none."""
+    readers: dict[str, list[int]] = {}
+    for place, layer in enumerate(profile.layers):
+        for name in layer.parameters:
+            readers.setdefault(name, []).append(place)
+    name, places = max(readers.items(), key=lambda item: item[1][-1] - item[1][0], default=("", [0]))
+    if places[0] == places[-1]:
+        return ""
+    first, last = (profile.layers[place].name for place in (places[0], places[-1]))
+    return (
+        f": {name} is read by {first} and by {last}, so one stage has both and all between them; two modules whose "
+        "weights are tied (head.weight = embedding.weight) may be on two"
+    )
 
 
 def micro_batch_rule(profile: ModelProfile, data: int, count: int, pinned: bool) -> str | None:
