@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
-from ..plan.legality import expert_rule, pipeline_rule, sharding_rule, stage_starts, tensor_rule
+from ..plan.legality import expert_rule, held_together, pipeline_rule, sharding_rule, stage_starts, tensor_rule
 from ..plan.pin_texts import in_words
 from ..plan.pins import Pins
 from ..plan.setups import nearest_divisors
@@ -68,7 +68,7 @@ def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins) -> str 
         if places < stages:
             return (
                 f"{left.schedule} on {ranks} pipeline ranks takes at least {stages} stages, and the model can be cut "
-                f"into {places}"
+                f"into {places}{held_together(profile)}"
             )
     if left.tensor not in (None, 1) and (by_tensor := tensor_rule(profile, left.tensor)) is not None:
         return by_tensor

@@ -228,12 +228,10 @@ def pipeline_rule(profile: ModelProfile, pipeline: int, most_stages: int) -> str
             f"pipeline: {profile.decides_by_values} decides by values, which the other stages have not; replicas (DDP) "
             "are fine"
         )
-    return (
-        f"pipeline={pipeline} has more stages than the model can be cut into ({most_stages}){_held_together(profile)}"
-    )
+    return f"pipeline={pipeline} has more stages than the model can be cut into ({most_stages}){held_together(profile)}"
 
 
-def _held_together(profile: ModelProfile) -> str:
+def held_together(profile: ModelProfile) -> str:
     """The weight that keeps most layers on one stage, in words to follow a rule; "" if there is none."""
     readers: dict[str, list[int]] = {}
     for place, layer in enumerate(profile.layers):

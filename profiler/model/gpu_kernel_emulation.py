@@ -170,7 +170,7 @@ class _Results(Mode):
             rows, samples, _ = args[0].shape
             return args[0].new_empty(samples), args[0].new_empty(samples, rows, 2 * args[1].shape[-1] + 1)
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mkldnn_rnn_layer.default:
+        if func is torch.ops.aten.mkldnn_rnn_layer.default and isinstance(args[0], FakeTensor):
             output, hidden, cell, _ = out
             return output, hidden, cell, output.new_empty(RNN_SAVED_PER_OUTPUT * output.numel())
         if func is torch.ops.aten._embedding_bag.default:
