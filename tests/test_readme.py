@@ -102,16 +102,24 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
 def test_the_errors_that_are_quoted_are_those_of_the_fit() -> None:
     fit = (ROOT / "benchmarks" / "published" / "fitted" / "fit.md").read_text()
     quoted = (ROOT / "benchmarks" / "README.md").read_text()
+    told = (ROOT / "docs" / "predictions.md").read_text()
 
-    for name, here in (
-        ("dense 16 bit", "dense, bf16 and fp16"),
-        ("dense low precision", "dense, fp8 and fp4"),
-        ("moe 16 bit", "mixtures, bf16"),
-        ("moe low precision", "mixtures, fp8"),
+    rows = re.search(r", (\d+) rows, ", fit)
+    assert rows is not None
+    assert f"fitted on {rows[1]} published training runs" in told
+    for name, here, there in (
+        ("dense 16 bit", "dense, bf16 and fp16", "step time, dense models in 16 bit"),
+        ("dense low precision", "dense, fp8 and fp4", "dense models in fp8 and fp4"),
+        ("moe 16 bit", "mixtures, bf16", "mixtures of experts in 16 bit"),
+        ("moe low precision", "mixtures, fp8", "mixtures of experts in fp8"),
     ):
         found = re.search(rf"^\| {name} \|(.*)\|[^|]*\|$", fit, re.M)  # the last column is the bias
         assert found is not None
         assert f"| {here} |{found[1]}|" in quoted, name
+        median, tenth = found[1].split("|")[3].strip().split(" / ")  # sources out
+        assert re.search(rf"^\| {there} \|.*\| {median} in the median, {tenth} for one run in ten \|$", told, re.M), (
+            name
+        )
 
 
 @pytest.mark.slow
