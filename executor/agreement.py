@@ -191,9 +191,9 @@ def _difference(first: int, one: Fingerprint, rank: int, other: Fingerprint) -> 
     return f"the batch has {len(one)} tensors on rank {first} and {len(other)} on rank {rank}"
 
 
-def mark_of_share(mesh: RankMesh, batch: Any) -> torch.Tensor:
+def mark_of_share(mesh: RankMesh, batch: Any, scale: float) -> torch.Tensor:
     """A float64 scalar on the device, whose sum over all ranks is 0 where ranks that work on the same samples were
-    given the same ones. Nothing is read from the device."""
+    given the same ones, to be scaled alike. Nothing is read from the device."""
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     degrees = mesh.plan.degrees
     size = degrees.tensor * degrees.context * degrees.pipeline
@@ -202,6 +202,7 @@ def mark_of_share(mesh: RankMesh, batch: Any) -> torch.Tensor:
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel() and not leaf.is_complex():
             total += _bits(leaf).sum(dtype=torch.int64).remainder(_MARKS)
+    total += zlib.crc32(repr(scale).encode()) % _MARKS
     at = mesh.coordinates
     place = (at["tensor"] * degrees.context + at["context"]) * degrees.pipeline + at["pipeline"]
     return total.remainder(_MARKS) * (1 - size if place == 0 else 1)

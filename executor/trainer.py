@@ -373,7 +373,8 @@ class Trainer:
                 parameter.grad = None
         batch = tree_map(self._to_device, batch)
         scales = [own * scale for own in self._scales(batch)]
-        self._marks.append(torch.stack([mark_of_share(self.mesh, batch), mark_of_count(self.mesh, len(scales))]))
+        share, count = mark_of_share(self.mesh, batch, scale), mark_of_count(self.mesh, len(scales))
+        self._marks.append(torch.stack([share, count]))
         drawn = self._random.step(self.progress.steps + 1, len(self._given), len(scales))
         with self._first_step or nullcontext(), drawn, self._applied.computing():
             losses = self._forward_backward(batch, scales, loss or self._loss)
@@ -467,8 +468,9 @@ class Trainer:
             if peers_answer(self.mesh) and metrics.found[3] != 0:
                 raise ValueError(
                     f"step {step}: ranks that work on the same samples were given different ones, which they were not "
-                    "in the first step: trainer.loader gives every rank its share; a loader of your own must go "
-                    "through the samples alike on all ranks that have a share (one seed, nothing skipped by one rank)"
+                    "in the first step, or another scale=: trainer.loader gives every rank its share; a loader of your "
+                    "own must go through the samples alike on all ranks that have a share (one seed, nothing skipped "
+                    "by one rank)"
                 )
             if peers_answer(self.mesh) and metrics.found[4] != 0:
                 raise ValueError(

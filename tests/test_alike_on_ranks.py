@@ -103,6 +103,12 @@ def own_samples_later(plan: str) -> None:
     trainer.step(whole(dist.get_rank()))
 
 
+def own_scale(plan: str) -> None:
+    trainer = trainer_of(plan)
+    trainer.forward_backward(whole(), scale=1.0 + dist.get_rank())
+    trainer.optimizer_step()
+
+
 def own_length(plan: str) -> None:
     trainer_of(plan).step(tuple(x[:, : 8 - dist.get_rank()] for x in whole()))
 
@@ -134,10 +140,11 @@ EVERY: dict[str, list[tuple[Act, str]]] = {
     "tensor": [
         (own_samples, r"ranks 0 and 1 work on the same samples, but batch\[0\] holds other numbers"),
         (own_samples_later, r"step 2: ranks that work on the same samples"),
+        (own_scale, r"step 1: ranks that work on the same samples .* or another scale="),
         (own_length, r"batch\[0\] is torch.int64 of \(8, 8\) on rank 0 and batch\[0\] torch.int64 of \(8, 7\)"),
         (clipped_by_hand, r"max_grad_norm"),
     ],
-    "pipeline": [(own_samples, r"holds other numbers"), (by_hand, r"trainer.step")],
+    "pipeline": [(own_samples, r"holds other numbers"), (own_scale, r"another scale="), (by_hand, r"trainer.step")],
 }
 
 
