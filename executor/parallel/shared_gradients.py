@@ -82,8 +82,8 @@ class SharedGradients(TorchFunctionMode):
     ) -> Any:
         """Run `func`, and follow what goes in and out."""
         output = func(*args, **(kwargs or {}))
-        # A mode that sees operators (to count FLOPs, say) brings those of backward here, too.
-        if self._is_muted or in_backward():
+        # A mode that sees operators (to count FLOPs, say) brings those of backward here, too; recompute builds a graph.
+        if self._is_muted or (in_backward() and not torch.is_grad_enabled()):
             return output
         read = args[1:] if func is torch.Tensor.copy_ else args  # what is written over counts no more
         given = [x for x in tree_leaves((read, kwargs)) if isinstance(x, torch.Tensor)]
