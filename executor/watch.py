@@ -190,11 +190,7 @@ class Watch:
         if beat.ended or self._store.check([_FAILURE]):
             return None
         if is_dead:
-            process = self._processes[following]["pid"]
-            return (
-                f"rank {following} of {self.num_ranks} has died {beat.what}: process {process} was "
-                "killed (most likely because memory was used up), or ended itself, without a word"
-            )
+            return self._death(following, beat.what)
         return (
             f"rank {following} of {self.num_ranks} gave no sign of life for {silent_s:.0f} s {beat.what}: it was "
             "killed (most likely because memory was used up), or its machine is gone"
@@ -205,6 +201,12 @@ class Watch:
         if rank not in self._processes:
             self._processes[rank] = json.loads(self._store.get(f"{_PROCESS}{rank}"))
         return is_alive(self._processes[rank]) is False
+
+    def _death(self, rank: int, what: str) -> str:
+        return (
+            f"rank {rank} of {self.num_ranks} has died {what}: process {self._processes[rank]['pid']} was "
+            "killed (most likely because memory was used up), or ended itself, without a word"
+        )
 
     def _lost_store(self) -> str | None:
         """Words on the rank that holds the store, if nobody is there any more while this one waits for others; None if
@@ -320,6 +322,8 @@ class Watch:
                     break
                 self._wait_for_failure(self.beat_s)
                 after = self._beats()
+            silent = self._silent(before, after)
+            dead = [rank for rank in silent if after[rank] is not None and self._is_dead(rank)]
         except dist.DistError:
             return f"rank 0 of {self.num_ranks}, which holds the store of the job, is gone: it was killed, or has ended"
         job = f"of {self.num_ranks}"
@@ -331,7 +335,6 @@ class Watch:
                 f"{time.monotonic() - self._since:.0f} s, {self._what}: not started, or ended before{here}"
             )
         beats = [beat for beat in after if beat is not None]
-        silent = self._silent(before, after)
         ended = [rank for rank in silent if beats[rank].ended]
         if ended:
             have, their = ("have", "their scripts") if len(ended) > 1 else ("has", "its script")
@@ -340,6 +343,8 @@ class Watch:
                 f"trainer, while rank {self.rank} is {self._what}. Every rank must take the same number of steps: "
                 "give all of them data of the same length, and let none leave its loop before the others"
             )
+        if dead:
+            return self._death(dead[0], beats[dead[0]].what)
         if silent:
             return (
                 f"{_ranks(silent)} {job} gave no sign of life any more {beats[silent[0]].what}: it was killed (most "

@@ -223,6 +223,7 @@ ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n
         ("torch.OutOfMemoryError: out of memory on rank 3\n" + ELASTIC, "memory", "rank 3"),
         ("\nmeshwright: rank 0 of 2 hangs: for 61 s in step 3, at m.py:3; the others wait\n", "hang", "m.py:3"),
         ("\nmeshwright: rank 1 of 2 gave no sign of life any more in step 2: it was killed\n", "killed", "rank 1"),
+        ("\nmeshwright: rank 1 of 2 has died in step 2: process 71 ended without a word\n", "killed", "rank 1"),
         (ELASTIC + ENDED.format(0, -15) + ENDED.format(1, -9), "killed", "rank 1 was killed by signal 9"),
         ("", "crash", "exit status 7 without a word"),
     ],

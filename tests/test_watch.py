@@ -166,7 +166,7 @@ def _started_by_user(plan: Plan, happens: Callable[[Path], None], folder: Path) 
     slow.but(
         [
             (raises, "rank 1 of 2 failed after step 1: OSError: no space left"),
-            (is_killed, "rank 1 of 2 gave no sign of life any more"),
+            (is_killed, "rank 1 of 2 has died"),
         ],
         [(raises, "rank 1 of 2 failed after step 1: OSError: no space left")],
     ),

@@ -50,7 +50,7 @@ _LAST_WORDS = 4000
 """Lines of a job's output that its cause is looked for in."""
 
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|can.?t allocate memory|cannot allocate memory|MemoryError", re.IGNORECASE)
-_KILLED = re.compile(r"SIGKILL|exitcode\s*: -9|gave no sign of life|died of signal", re.IGNORECASE)
+_KILLED = re.compile(r"SIGKILL|exitcode\s*: -9|gave no sign of life|has died|died of signal", re.IGNORECASE)
 _HANGS = re.compile(r"\bhangs?\b|wait for each other|had not ended", re.IGNORECASE)
 _SAID = re.compile(r"^meshwright: (.*)$", re.MULTILINE)
 _RAISED = re.compile(r"^(?:\[?rank\d+\]?:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit): .*)$", re.MULTILINE)
