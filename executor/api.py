@@ -435,13 +435,13 @@ def searched(
     waiting: terminal.Waiting,
 ) -> "SearchResult":
     """The plan that a search finds, after the independent check: a violation is a mistake of the planner, never the
-    user's. That the executor does not run something yet is one, too, unless it was asked for."""
+    user's."""
     from ..planner.answers.check import check
     from ..planner.answers.search import search
 
     waiting("searching")
     result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, progress=waiting)
-    violations = check(result.plan, profile, to_run=not pins.may_go_beyond)
+    violations = check(result.plan, profile, to_run=False)
     if violations:
         raise AssertionError("the plan breaks its own limits: " + "; ".join(violations))
     return result
@@ -708,8 +708,8 @@ def _of_setup(text: str, profile: ModelProfile, cluster: ClusterSpec, training: 
     from ..planner.solve.explore import Explorer
 
     said = [words for words in in_words(pins) if not words.startswith("--for")]
-    if said or pins.everything or pins.parts:
-        words = ", ".join(said) or "--space full or --recompute parts"
+    if said or pins.offered:
+        words = ", ".join(said) or "--space full, --recompute parts or --pin offload=activations"
         raise ValueError(f"--setup {text!r} says the layout, and other flags {words}: say all of it in --setup")
     rules = {rule.name: rule for rule in named_rules(cluster, profile)}
     if text.strip().lower() not in rules:

@@ -23,6 +23,7 @@ from .parallel.compiled import CompiledForward, compile_around_parts, compile_la
 from .parallel.context import ContextParallel
 from .parallel.expert import HeldExperts, shard_experts, spread_experts
 from .parallel.mesh import Mechanism, RankMesh, mechanism
+from .parallel.offload import offload
 from .parallel.recompute import check_recompute, recompute
 from .parallel.rehearsal import Rehearsal
 from .parallel.synced_norms import data_group, sync_norms, synced_norms
@@ -191,7 +192,7 @@ def _part(
     """One stage of this rank (the whole model, where there is no pipeline).
 
     The order matters: on meta -> stage -> tensor parallel -> compile -> recompute -> compile around recomputed parts
-    -> per unit: numbers, then fully_shard (so one unit at a time is whole).
+    -> offload -> per unit: numbers, then fully_shard (so one unit at a time is whole).
     """
     layers = list(plan.stages[stage_index].layers)
     for layer in layers:
@@ -229,6 +230,7 @@ def _part(
         compiled += compile_around_parts(model, layers, backend)
     for passage in passages:
         passage.outside()
+    offload([[model.get_submodule(n) for n in layer.modules] for layer in layers if layer.offload], mesh.device)
 
     materialise = Materialiser(model, values, layout.cuts, mesh.coordinates["tensor"], mesh.device, experts)
     kind = mechanism(plan)

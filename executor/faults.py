@@ -100,7 +100,8 @@ def held_memory(parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer
         local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
         return float(sum(t.numel() * t.element_size() for t in local))
 
-    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    held = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    states = [v for v in held if v.device.type == device.type]
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     return DeviceMemory(

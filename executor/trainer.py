@@ -47,7 +47,7 @@ from .faults import (
 )
 from .parallel.checked_loss import CheckedLoss
 from .parallel.compiled import backend_of
-from .parallel.gradients import Gradients, local_gradient, local_gradients
+from .parallel.gradients import Gradients, forget_gradients, local_gradient, local_gradients
 from .parallel.mesh import RankMesh, check_world_size, connect
 from .parallel.micro_batches import (
     Scale,
@@ -168,8 +168,7 @@ def parallelize(
     priced_only = not_run(plan)
     if priced_only:
         raise ValueError(
-            f"the plan has {', '.join(priced_only)}, which is priced, not run yet: plan again without --space full and "
-            "without --pin of these"
+            f"the plan has {', '.join(priced_only)}, which is priced, not run yet: plan with --precision bf16 or fp32"
         )
     check_numbers(max_grad_norm, check_every, timeout_s, seed)
     check_world_size(plan)
@@ -252,7 +251,7 @@ class Trainer:
         self.model = model.module
         self.data_rank = mesh.data_rank
         self.data_size = mesh.data_size
-        self.optimizer, self._whole_matrices = prepare_optimizer(optimizer, model, plan, mesh, whole_matrices)
+        self.optimizer, self._stepped = prepare_optimizer(optimizer, model, plan, mesh, whole_matrices)
         check_optimizers(mesh, self.optimizer)
         self.optimizer.register_step_pre_hook(self._only_in_steps)
         self._steps_now = False
@@ -273,7 +272,7 @@ class Trainer:
         self._replicas: DistributedDataParallel | None = None
         self._reduces: bool | None = None  # what units of fully_shard were told last
         self._first_step: AbstractContextManager[Any] | None = None
-        self._state = State(model, plan, mesh, self.optimizer, self._whole_matrices)
+        self._state = State(model, plan, mesh, self.optimizer, self._stepped)
         self._checkpoints: Checkpoints | None = None
         self.progress = Progress()
         self._read = Progress()  # how far `loader` is ahead
@@ -369,8 +368,8 @@ class Trainer:
             self._started = time.perf_counter()
             # DDP's gradients are views of its buckets: without them one that is not reduced would make others.
             self.optimizer.zero_grad(set_to_none=self._replicas is None)
-            for parameter in self._applied.parameters.values() if self._whole_matrices is not None else ():
-                parameter.grad = None
+            if self._stepped is not None:
+                forget_gradients(self._applied.parameters.values(), set_to_none=self._replicas is None)
         batch = tree_map(self._to_device, batch)
         scales = [own * scale for own in self._scales(batch)]
         share, count = mark_of_share(self.mesh, batch, scale), mark_of_count(self.mesh, len(scales))
@@ -430,15 +429,15 @@ class Trainer:
         if self._max_grad_norm is not None:
             # What is not finite stays as it is, so that it can be found.
             self._gradients.clip(self._max_grad_norm, norm.nan_to_num(0.0, posinf=0.0))
-        if self._whole_matrices is not None:
-            self._whole_matrices.gather()
+        if self._stepped is not None:
+            self._stepped.gather()
         self._steps_now = True
         try:
             self.optimizer.step()
         finally:
             self._steps_now = False
-        if self._whole_matrices is not None:
-            self._whole_matrices.scatter()
+        if self._stepped is not None:
+            self._stepped.scatter()
         before, self._norms = self._norms, norms_of(self._local_parameters(), self.mesh.device)
         seconds = time.perf_counter() - self._started
         samples = sum(len(scales) for _, scales in given) * self.plan.micro_batch * self.data_size

@@ -463,18 +463,25 @@ def test_an_unknown_variant_is_refused_by_name() -> None:
         load_software("megatron-core+turbo")
 
 
+def test_what_is_only_priced_is_refused_by_the_check() -> None:
+    plan, model = planned(mixture(), Shape(1, 8, 1, 1, 1, 1), cluster(per_host=8))
+    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"precision": "fp8"})})
+
+    assert any("priced, not run yet: precision fp8" in violated for violated in check(plan, model))
+
+
 @pytest.mark.parametrize(
-    ("changes", "offload", "told"),
+    ("schedule", "recompute", "told"),
     [
-        ({"offload_optimizer": True}, False, "priced, not run yet: offload to the host"),
-        ({}, True, "priced, not run yet: offload to the host"),
+        ("none", "selective", "with recompute=selective keeps on the device what it keeps"),
+        ("zb-h1", "none", "each of which would bring back what waits on the host"),
     ],
 )
-def test_what_is_only_priced_is_refused_by_the_check(changes: dict[str, object], offload: bool, told: str) -> None:
-    shape = replace(Shape(1, 8, 1, 1, 1, 1), **changes)  # type: ignore[arg-type]
-    plan, model = planned(mixture(), shape, cluster(per_host=8), LayerOption(offload=offload))
+def test_activations_that_could_not_wait_on_the_host_are_refused(schedule: str, recompute: str, told: str) -> None:
+    option = LayerOption(recompute, offload=True)
+    plan, model = planned(mixture(), Shape(1, 8, 1, 1, 1, 1), cluster(per_host=8), option)
 
-    assert any(told in violated for violated in check(plan, model))
+    assert any(told in violated for violated in check(plan.model_copy(update={"schedule": schedule}), model))
 
 
 @pytest.mark.parametrize(("called", "told"), [("routed", []), ("", ["no rank can run a part of it"])])

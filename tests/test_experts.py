@@ -101,9 +101,9 @@ def test_what_the_space_does_not_hold_is_named() -> None:
     plan, profile = pricer.estimate(asked.setting, asked.cluster)[1], pricer.profile(asked.setting)
     torn = plan.model_copy(update={"degrees": plan.degrees.model_copy(update={"tensor": 3})})
 
-    assert outside_of_space(plan, profile, everything=False) == ()
-    assert outside_of_space(plan, profile, False, ("mlp",)) == ("recompute of single modules",)
-    assert "tensor=3" in outside_of_space(torn, profile, everything=False)[0]
+    assert outside_of_space(plan, profile) == ()
+    assert outside_of_space(plan, profile, ("mlp",)) == ("recompute of single modules",)
+    assert "tensor=3" in outside_of_space(torn, profile)[0]
 
 
 def test_the_summary_counts_and_lists(found: Beside) -> None:

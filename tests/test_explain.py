@@ -187,7 +187,7 @@ def test_what_a_rule_rejects_is_rejected_in_a_part_too(name: str) -> None:
         (Pins(tensor=3), ["tensor=3: 3 does not divide 8 GPUs, as 2 or 4 would"], []),
         (Pins(tensor=4, data_shard=4), ["4 x 4 does not divide 8 GPUs, as 8 would"], []),
         (Pins(micro_batch=5, pipeline=2), ["micro_batch=5", "global batch of 24, as 4 or 6 would"], ["pipeline=2"]),
-        (Pins(sequence_ways=3), ["sequence=3", "--space full"], []),
+        (Pins(sequence_ways=3), ["sequence=3", "or by context parallelism"], []),
         (Pins(context=2), ["context=2", "no attention over a sequence"], []),
         (Pins(expert=2, pipeline=2), ["expert=2", "no banks of experts"], ["pipeline=2"]),
         (Pins(tensor=4, most=(("tensor", 2),)), ["tensor=4", "tensor at most 2"], []),

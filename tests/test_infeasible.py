@@ -22,6 +22,7 @@ from meshwright.planner.answers.search import search
 from meshwright.planner.answers.sweep import cluster_for
 from meshwright.planner.answers.why_not import best_of
 from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.pin_texts import read_pins
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import Objective, TrainingSpec
 from meshwright.planner.solve.explore import Explorer
@@ -85,7 +86,7 @@ def test_a_margin_that_would_do_is_named_and_does() -> None:
     assert check(search(chain(), on, job(memory_margin=told)).plan, chain()) == []
 
 
-def test_an_optimizer_on_the_host_is_the_last_resort_and_marked_as_not_run() -> None:
+def test_an_optimizer_on_the_host_is_the_last_resort_and_is_found_when_asked_for() -> None:
     on = cluster(1, 2, device(memory=3e9))
 
     error = refused(on)
@@ -93,11 +94,15 @@ def test_an_optimizer_on_the_host_is_the_last_resort_and_marked_as_not_run() -> 
     away = offloaded(Explorer(chain(), on, job()), Pins())
     assert away is not None
     assert error.changes[-1] == away.sentence
-    assert "priced, not run" in away.sentence
     assert away.estimate == estimate(away.plan, chain())
     assert away.estimate.fits
     assert away.plan.offload_optimizer
-    assert any("offload" in rule for rule in check(away.plan, chain()))
+    assert check(away.plan, chain()) == []
+    found = search(chain(), on, job(), pins=read_pins(["offload=optimizer"]))
+    assert "--pin offload=optimizer" in away.sentence
+    assert found.plan.offload_optimizer
+    assert found.estimate.step_time_s <= away.estimate.step_time_s * 1.01  # simplicity's
+    assert found.certificate.status == "optimal"
     assert away.host_bytes == pytest.approx(8 * chain().num_parameters, rel=0.01)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.planner.cost import software
 from meshwright.planner.cost.bands import memory_band, time_band
 from meshwright.planner.cost.comm_cost import CollectiveKind, GroupLinks, collective_s, exchange_s, exposed_s
-from meshwright.planner.cost.compute_cost import accumulate_s, host_optimizer_s, layer_seconds, moving_s, optimizer_s
+from meshwright.planner.cost.compute_cost import accumulate_s, layer_seconds, moving_s, optimizer_s
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.memory_cost import state_bytes
@@ -446,7 +446,7 @@ def test_magnitudes_of_mixtral_with_experts_and_context_spread_over_a_host() -> 
     assert 0.2e-3 < by_heads.context_forward_s < 2e-3, "168 MB of queries, keys, values and outputs, over NVLink"
     assert 1e-3 < in_a_ring.context_forward_s < 8e-3, "8 blocks of 34 million outputs, merged at 26 bytes each"
     assert 10e-3 < exchange_s(1e9, 1e9, prices.links(64, 1)) < 50e-3, "1 GB of a GPU over its share of 8 network cards"
-    assert 0.2 < host_optimizer_s(1e9, "adamw", on.device) < 2.0
+    assert 0.2 < optimizer_s(1e9, "adamw", on.device, on_host=True) < 2.0
     assert (64 * state.sharded_parameters, 64 * state.optimizer, state.gathered) == (4, 8, 2)
     assert 0.5 * GIB < outside_bytes(spread, on.device) < 4 * GIB
     assert closed_form_s([0.1, 0.1], [0.02, 0.01], 4) == pytest.approx(0.52)

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from meshwright.planner.answers import guidance
 from meshwright.planner.answers.guidance import LONG_SEQUENCE, NAMED_RULES, named_rules
 from meshwright.planner.plan.setups import Setup, parse_limits, parse_pins, parse_setup
 from meshwright.profiler.machine.cluster import cluster_of, load_device
@@ -255,10 +254,7 @@ def test_experts_are_spread_inside_the_node_by_those_who_know_mixtures() -> None
 
 
 @pytest.mark.parametrize(("tokens", "asked"), [(LONG_SEQUENCE // 2, []), (LONG_SEQUENCE, [2, 4, 8])])
-def test_long_sequences_are_split_before_the_layers_are_once_that_runs(
-    tokens: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guidance, "EXECUTABLE_CONTEXTS", ("ring",))
+def test_long_sequences_are_split_before_the_layers_are(tokens: int, asked: list[int]) -> None:
     block = with_attention(layer_class("block", 1e12, 1000, saved=1e6, inputs=1e5, heads=8), 8, 1e9)
     model = profile([block], [0, 0]).model_copy(update={"seq_len": tokens, "attention_modules": ("attention",)})
 

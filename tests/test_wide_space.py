@@ -15,7 +15,7 @@ from meshwright.planner.answers.guidance import LONG, LONG_SEQUENCE
 from meshwright.planner.answers.search import pins_of, search
 from meshwright.planner.answers.why_not import why_not
 from meshwright.planner.cost.estimate import Estimate, estimate
-from meshwright.planner.plan.document import AXES, EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Axis, ContextKind, Plan
+from meshwright.planner.plan.document import AXES, Axis, ContextKind, Plan
 from meshwright.planner.plan.legality import context_rule, divisors, expert_rule, sequence_rule, tensor_rule
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.not_run import not_run
@@ -200,7 +200,7 @@ def test_pins_that_leave_nothing_out_together_share_the_space(name: str) -> None
     assert sum(map(size, PARTS[name])) == size(EVERYTHING)
 
 
-def test_what_the_executor_does_not_run_is_searched_only_when_asked_for() -> None:
+def test_context_ranks_of_all_kinds_and_experts_are_searched_unless_something_else_is_asked_for() -> None:
     model, on, training = wide_instance(WITH_EXPERTS)
 
     def found(**pins: object) -> set[tuple[int, ContextKind, int]]:
@@ -208,8 +208,8 @@ def test_what_the_executor_does_not_run_is_searched_only_when_asked_for() -> Non
         return {(split.context, split.context_kind, split.expert) for split in space.splits()}
 
     default = {kind for context, kind, _ in found() if context > 1}
-    assert default == set(EXECUTABLE_CONTEXTS)
-    assert any(expert > 1 for _, _, expert in found()) == EXECUTES_EXPERTS
+    assert default == set(KINDS)
+    assert any(expert > 1 for _, _, expert in found())
     assert {kind for context, kind, _ in found(everything=True) if context > 1} == set(KINDS)
     assert {context for context, _, _ in found(context=2)} == {2}
     assert {kind for context, kind, _ in found(context_kind="all_gather") if context > 1} == {"all_gather"}

@@ -26,10 +26,7 @@ from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.document import (
     AXES,
-    EXECUTABLE_CONTEXTS,
     EXECUTABLE_RECOMPUTES,
-    EXECUTABLE_SCHEDULES,
-    EXECUTES_EXPERTS,
     Axis,
     ContextKind,
     Plan,
@@ -180,8 +177,7 @@ def every_shape(asked: Instance) -> Iterator[Shape]:
     """Every legal shape that agrees with the pins, by plain loops."""
     profile, cluster, training, pins = asked.profile, asked.cluster, asked.training, asked.pins
     num_devices = cluster.num_devices
-    contexts = divisors(num_devices) if pins.everything or EXECUTABLE_CONTEXTS else [1]
-    for tensor, pipeline, context in product(divisors(num_devices), divisors(num_devices), contexts):
+    for tensor, pipeline, context in product(divisors(num_devices), repeat=3):
         data, rest = divmod(num_devices, tensor * pipeline * context)
         if rest or training.global_batch % data or pipeline > len(profile.layers) or tensor_rule(profile, tensor):
             continue
@@ -213,6 +209,7 @@ def every_shape(asked: Instance) -> Iterator[Shape]:
                         context=context,
                         context_kind=kind,
                         expert=expert,
+                        offload_optimizer=pins.offload_optimizer,
                     )
                     if pins.allows_shape(shape):
                         orders, choices = _orders(asked, shape), _cut_choices(asked, shape)
@@ -223,16 +220,14 @@ def _tokens(asked: Instance, tensor: int, context: int, shard: int) -> Iterator[
     """(kind of context parallelism, whether tensor ranks hold slices of the sequence, expert degree): how the tokens of
     a micro-batch are spread over the ranks that share it."""
     profile = asked.profile
-    run = get_args(ContextKind) if asked.pins.everything else EXECUTABLE_CONTEXTS
-    kinds: tuple[ContextKind, ...] = run if context > 1 else ("ring",)
+    kinds: tuple[ContextKind, ...] = get_args(ContextKind) if context > 1 else ("ring",)
     for kind, sequence in product(kinds, (False, True)):
         if context_rule(profile, context, tensor, kind):
             continue
         if sequence and (tensor == 1 or sequence_rule(profile, tensor, context)):
             continue
         ranks = shard * context * (tensor if sequence else 1)
-        spread = has_experts(profile) and (EXECUTES_EXPERTS or asked.pins.everything)
-        experts = divisors(ranks) if spread else [1]
+        experts = divisors(ranks) if has_experts(profile) else [1]
         yield from ((kind, sequence, expert) for expert in experts if expert_rule(profile, expert, sequence) is None)
 
 
@@ -265,8 +260,7 @@ def _schedules(asked: Instance, pipeline: int, count: int) -> Iterator[tuple[Sch
     chunked += [("zb-v", 2)] * (most >= 2)
     chunked += [("interleaved", virtual) for virtual in range(2, min(most, MOST_CHUNKS) + 1) if in_rounds]
     for schedule, virtual in chunked:
-        recomputes = schedule not in ZERO_BUBBLE or asked.pins.recompute in (None, "none")
-        if schedule in EXECUTABLE_SCHEDULES and recomputes:
+        if schedule not in ZERO_BUBBLE or asked.pins.recompute in (None, "none"):
             yield schedule, virtual
 
 
@@ -310,9 +304,15 @@ def _options(asked: Instance, shape: Shape) -> list[list[LayerOption]]:
     reshards: tuple[bool, ...] = (shape.reshard,)
     if shape.sharded_over > 1 and shape.pipeline == 1:
         reshards = (False, True) if asked.pins.reshard is None else (asked.pins.reshard,)
-    aways = (False, True) if asked.pins.everything else (False,)
-    ways = [("none",) for _ in asked.profile.layers] if shape.schedule in ZERO_BUBBLE else _recomputes(asked)
-    return [[LayerOption(r, s, away) for r, s, away in product(each, reshards, aways)] for each in ways]
+    in_parts = shape.schedule in ZERO_BUBBLE
+    ways = [("none",) for _ in asked.profile.layers] if in_parts else _recomputes(asked)
+    may_leave = asked.pins.everything or asked.pins.offload_activations
+    found = []
+    for layer, each in zip(asked.profile.layers, ways, strict=True):
+        aways = (False, True) if may_leave and not in_parts and can_recompute(asked.profile, layer) else (False,)
+        options = [LayerOption(r, s, away) for r, s, away in product(each, reshards, aways)]
+        found.append([o for o in options if not (o.offload and o.recompute in ("attention", "selective"))])
+    return found
 
 
 def _recomputes(asked: Instance) -> list[tuple[Recompute, ...]]:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from meshwright.planner.answers.why_not import priced_answer
 from meshwright.planner.cost.estimate import Estimate, estimate
-from meshwright.planner.plan.document import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS, Plan
+from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.legality import context_rule, expert_rule, sequence_rule, tensor_rule
 from meshwright.planner.plan.making import shape_of
 from meshwright.planner.plan.pins import Pins
@@ -157,14 +157,12 @@ def questions(rows: Sequence[Row]) -> list[Question]:
     return sorted(best.values(), key=lambda asked: asked.cluster.num_devices)
 
 
-def outside_of_space(
-    plan: Plan, profile: ModelProfile, everything: bool, repeated: tuple[str, ...] = ()
-) -> tuple[str, ...]:
+def outside_of_space(plan: Plan, profile: ModelProfile, repeated: tuple[str, ...] = ()) -> tuple[str, ...]:
     """What of a plan the search does not choose by itself, in words."""
     layers = [layer for stage in plan.stages for layer in stage.layers]
     degrees = plan.degrees
     found = {
-        "activations in the host's memory": any(layer.offload for layer in layers) and not everything,
+        "activations in the host's memory": any(layer.offload for layer in layers),
         "recompute of single modules": bool(repeated),
         "virtual stages in a split backward": plan.schedule in ("zb-h1", "zb-h2") and degrees.virtual_stages > 1,
         "1F1B with fewer micro-batches than stages": plan.schedule == "1f1b"
@@ -194,12 +192,9 @@ def answered(asked: Question, time_limit_s: float) -> Beside:
     over = max(stage.over_bytes for stage in priced.memory)
     cluster = _holding(asked.cluster, over)
     shape = shape_of(theirs)
-    everything = (shape.context > 1 and shape.context_kind not in EXECUTABLE_CONTEXTS) or (
-        shape.expert > 1 and not EXECUTES_EXPERTS
-    )
     start = time.process_time()
     explorer = Explorer(profile, cluster, theirs.training)
-    pick = fastest(explorer, theirs, priced, Pins(everything=everything), time_limit_s)
+    pick = fastest(explorer, theirs, priced, Pins(), time_limit_s)
     seconds = time.process_time() - start
     ours = None if pick.solved is None else explorer.plan_of(pick.solved)
     estimated = None if ours is None else estimate(ours, profile)
@@ -219,7 +214,7 @@ def answered(asked: Question, time_limit_s: float) -> Beside:
         ratio=None if estimated is None else estimated.step_time_s / priced.step_time_s,
         same=ours is not None and shape_of(ours).layout == shape.layout,
         why=_without(pick) if ours is None or estimated is None else _why(theirs, priced, ours, estimated),
-        outside=outside_of_space(theirs, profile, everything, setting.repeated),
+        outside=outside_of_space(theirs, profile, setting.repeated),
         over_bytes=max(0.0, over),
         search_s=seconds,
         proven=pick.solved is not None and pick.gap is not None and pick.gap <= TIE,

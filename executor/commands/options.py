@@ -238,7 +238,7 @@ Forbid = Annotated[
 ]
 SpaceFlag = Annotated[
     SpaceOf,
-    typer.Option("--space", help="full: also what is priced but not run by the executor yet; such plans are marked"),
+    typer.Option("--space", help="full: also recompute of any parts of layers, and activations in host memory"),
 ]
 RecomputeFlag = Annotated[
     str | None,

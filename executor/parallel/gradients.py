@@ -78,6 +78,15 @@ class Gradients:
             torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
 
 
+def forget_gradients(parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
+    """As an optimizer's zero_grad does."""
+    for parameter in parameters:
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.zero_()
+
+
 def _fill_missing(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Zeros for parameters that this replica did not use and another one did; without use there is no gradient."""
     trainable = [p for p in parameters if p.requires_grad]

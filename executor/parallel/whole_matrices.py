@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ...planner.plan.document import Plan
 from ..apply import AppliedModel
 from ..torch_compat import all_gather_single, own_group
+from .host_optimizer import HostParameters
 from .mesh import RankMesh, mechanism
 from .optimizers import JoinedOptimizers, MakeOptimizer, keep_attributes, optimizer_of
 
@@ -184,12 +185,14 @@ def whole_size(model: AppliedModel, name: str, p: nn.Parameter) -> torch.Size:
 class WholeMatrices:
     """What the optimizer is given instead of shards. Every rank must make one, and call its methods together.
 
-    parameters: name -> the whole of a parameter that this rank owns; of others something of its shape without memory,
-    which never has a gradient, so that all ranks make the same parameter groups.
+    parameters: name -> the whole of a parameter that this rank owns, on the device or, if the plan has the optimizer
+    there, on the host; of others something of its shape without memory, which never has a gradient, so that all ranks
+    make the same parameter groups.
     """
 
     def __init__(self, model: AppliedModel, plan: Plan, mesh: RankMesh) -> None:
         self._model, self._mesh = model, mesh
+        self._device = torch.device("cpu") if plan.offload_optimizer else mesh.device
         self._group, ranks = _stage_ranks(plan, mesh)
         whole = {name: whole_size(model, name, p) for name, p in model.parameters.items()}
         loads = dict.fromkeys(ranks, 0)
@@ -215,7 +218,7 @@ class WholeMatrices:
             own.grad = None
             if p.grad is None:
                 continue
-            for source, keep in ((p, own.copy_), (p.grad, lambda g, own=own: setattr(own, "grad", g.to(own.dtype)))):
+            for source, keep in ((p, own.copy_), (p.grad, lambda g, own=own: setattr(own, "grad", g.to(own)))):
                 found = whole_tensor(self._model, self._mesh, name, source.detach())
                 if self.owns(name):
                     keep(found)
@@ -227,7 +230,9 @@ class WholeMatrices:
             if p.grad is None:
                 continue
             own = self.parameters[name]
-            whole = own.detach() if self.owns(name) else torch.empty(own.shape, dtype=own.dtype, device=own.device)
+            whole = torch.empty(own.shape, dtype=own.dtype, device=self._mesh.device)
+            if self.owns(name):
+                whole = own.detach().to(self._mesh.device)
             dist.broadcast(whole, self._mesh.processes[self._owners[name]], group=self._group)
             own.grad = None  # it has done its work, and is as large as the matrix
             _own_part(p).copy_(self._part(name, p, whole))
@@ -248,7 +253,7 @@ class WholeMatrices:
         return whole
 
     def _made(self, name: str, shape: torch.Size) -> torch.Tensor:
-        dtype, device = self._model.parameters[name].dtype, self._mesh.device
+        dtype, device = self._model.parameters[name].dtype, self._device
         if self.owns(name):
             return torch.zeros(shape, dtype=dtype, device=device)
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
@@ -256,15 +261,29 @@ class WholeMatrices:
 
 def prepare_optimizer(
     make: MakeOptimizer, model: AppliedModel, plan: Plan, mesh: RankMesh, whole: bool | None
-) -> tuple[Optimizer, WholeMatrices | None]:
-    """(what the user's function makes, of whole matrices if it has to see them, these). Every rank must call it.
+) -> tuple[Optimizer, WholeMatrices | HostParameters | None]:
+    """(what the user's function makes, what it was given instead of the model's parameters: whole matrices if it has to
+    see them, or copies on the host if the plan has the optimizer there). Every rank must call it.
 
     whole: whether it has to; None: if parameters are divided, and a step is not done element by element. Raises
     ValueError, on every rank, if that cannot be tried.
     """
     optimizer = optimizer_of(make, model.parameters)
+    if _sees_whole_matrices(optimizer, model, plan, mesh, whole):
+        matrices = WholeMatrices(model, plan, mesh)
+        return optimizer_of(make, matrices.parameters), matrices
+    if plan.offload_optimizer:
+        on_host = HostParameters(model.parameters)
+        return optimizer_of(make, on_host.parameters), on_host
+    return optimizer, None
+
+
+def _sees_whole_matrices(
+    optimizer: Optimizer, model: AppliedModel, plan: Plan, mesh: RankMesh, whole: bool | None
+) -> bool:
+    """Whether an optimizer has to be given whole matrices; all ranks agree."""
     if whole is False or (mechanism(plan) != "fsdp" and plan.degrees.tensor == 1):
-        return optimizer, None
+        return False
     found = "no" if not _is_divided(model) else "yes" if whole else looks_at_whole_matrices(optimizer)
     verdict = torch.tensor({"no": 0, "yes": 1}.get(found, 2), device=mesh.device)
     dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
@@ -275,10 +294,7 @@ def prepare_optimizer(
             f"element by itself, and {why}. Say parallelize(..., whole_matrices=True) if it looks at whole matrices or "
             "their norms, False if it does not"
         )
-    if verdict == 0:
-        return optimizer, None
-    matrices = WholeMatrices(model, plan, mesh)
-    return optimizer_of(make, matrices.parameters), matrices
+    return bool(verdict == 1)
 
 
 def _stage_ranks(plan: Plan, mesh: RankMesh) -> tuple[dist.ProcessGroup | None, list[int]]:

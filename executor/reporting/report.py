@@ -38,6 +38,9 @@ def choice_in_words(plan: Plan) -> str:
         recomputed = sum(bool(parts_of(layer.recompute)) for layer in layers)
         of_parts = {f"parts in {len(of_parts)} ways": f"{recomputed} layers"}
     parts += [f"recompute of {names} in {share}" for names, share in of_parts.items()]
+    away = sum(layer.offload for layer in layers)
+    parts += [f"activations of {away} of {len(layers)} layers in host memory"] if away else []
+    parts += ["optimizer in host memory"] if plan.offload_optimizer else []
     if kept and "ZeRO" not in label:
         whose = "" if kept == len(layers) else f" of {kept} layer{'s' if kept > 1 else ''}"
         parts.append(f"parameters{whose} stay gathered")

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ...planner.plan.document import Plan
 from ..apply import AppliedModel
+from ..parallel.host_optimizer import HostParameters
 from ..parallel.mesh import RankMesh
 from ..parallel.whole_matrices import WholeMatrices
 from .boxes import Box, boxes
@@ -51,15 +52,22 @@ class ModelState:
 
 
 class State(ModelState):
-    """A rank's part of a run: the model and its optimizer. whole: what the optimizer has instead of shards."""
+    """A rank's part of a run: the model and its optimizer. instead: what the optimizer has instead of the model's
+    parameters."""
 
     def __init__(
-        self, model: AppliedModel, plan: Plan, mesh: RankMesh, optimizer: Optimizer, whole: WholeMatrices | None = None
+        self,
+        model: AppliedModel,
+        plan: Plan,
+        mesh: RankMesh,
+        optimizer: Optimizer,
+        instead: WholeMatrices | HostParameters | None = None,
     ) -> None:
         super().__init__(model, plan, mesh)
-        self._optimizer, self._whole = optimizer, whole
+        self._optimizer = optimizer
+        self._whole = instead if isinstance(instead, WholeMatrices) else None
         self.begin_anew()
-        given = model.parameters if whole is None else whole.parameters
+        given = model.parameters if instead is None else instead.parameters
         self._stepped = {p.own_name: given[p.own_name] for p in self._parameters}  # what the optimizer has
 
     def extras(self, stateful: Mapping[str, Stateful]) -> dict[str, Extra]:
@@ -139,10 +147,11 @@ class State(ModelState):
                 key = f"optimizer.{p.name}.{kind}"
                 entry = saved.state_dict_metadata[key]
                 assert isinstance(entry, TensorStorageMetadata)
+                stepped = self._stepped[p.own_name]
                 if self._is_whole(p):
-                    own[kind] = torch.zeros(entry.size, dtype=entry.properties.dtype, device=self._mesh.device)
+                    own[kind] = torch.zeros(entry.size, dtype=entry.properties.dtype, device=stepped.device)
                 else:
-                    own[kind] = torch.zeros_like(p.tensor, dtype=entry.properties.dtype, requires_grad=False)
+                    own[kind] = torch.zeros_like(stepped, dtype=entry.properties.dtype, requires_grad=False)
                 to_read = self._optimizer_boxes(key, p, own[kind])
                 for box in to_read[:1]:
                     if box.whole != entry.size:

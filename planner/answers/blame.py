@@ -33,7 +33,8 @@ def blamed(profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, 
         """With a micro-batch where the loss couples samples, so that its absence is not to blame for everything."""
         return replace(some, micro_batch=1) if profile.coupling and some.micro_batch is None else some
 
-    anything = said(Pins(everything=pins.everything, parts=pins.parts))
+    beyond = replace(Pins(), everything=pins.everything, parts=pins.parts, offload_activations=pins.offload_activations)
+    anything = said(beyond)
     if not in_words(pins) or not is_legal(profile, cluster, training, anything):
         return None
     if is_legal(profile, cluster, training, said(pins)):
@@ -79,10 +80,8 @@ def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins) -> str 
 def _unreachable(pins: Pins, cluster: ClusterSpec, training: TrainingSpec) -> str:
     """Why the space has no shape with these pins, not even one that a rule excludes."""
     if pins.sequence_ways not in (None, 1):
-        ways, space = pins.sequence_ways, "" if pins.everything else " (--space full prices that, too)"
-        return (
-            f"tokens are split {ways} ways by tensor={ways} with sequence parallelism, or by context parallelism{space}"
-        )
+        ways = pins.sequence_ways
+        return f"tokens are split {ways} ways by tensor={ways} with sequence parallelism, or by context parallelism"
     if pins.expert not in (None, 1):
         return (
             f"experts can be spread {pins.expert} ways only over so many ranks that hold tokens of their own: "

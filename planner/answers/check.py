@@ -4,7 +4,7 @@ from ...profiler.model.model_profile import ModelProfile
 from ..cost.estimate import estimate
 from ..cost.layer_parts import unknown_parts
 from ..cost.memory_cost import uses_fully_shard
-from ..plan.document import Plan
+from ..plan.document import KEPT_ON_DEVICE, Plan
 from ..plan.legality import (
     can_recompute,
     context_rule,
@@ -90,7 +90,19 @@ def _consistent(plan: Plan) -> list[str]:
         found.append("in a pipeline either all layers give gathered parameters back or none; the costs know no mix")
     if plan.degrees.sharded_over == 1 and any(layer.reshard for layer in layers):
         found.append("reshard=true needs data_shard or context above 1")
+    if plan.schedule in ZERO_BUBBLE and any(layer.offload for layer in layers):
+        found.append(
+            f"{plan.schedule} does a backward in two parts, each of which would bring back what waits on the host; "
+            "use offload=false, or the schedule 1f1b or interleaved"
+        )
     for layer in layers:
+        if layer.offload and layer.recompute in KEPT_ON_DEVICE:
+            found.append(
+                f"layer {layer.name} with recompute={layer.recompute} keeps on the device what it keeps: use "
+                "offload=false, or recompute=none or full"
+            )
+        if layer.offload and (len(layer.modules) != 1 or layer.modules[0] != layer.root):
+            found.append(f"layer {layer.name} is not one module, so what it keeps cannot wait on the host")
         if layer.recompute != "none" and (len(layer.modules) != 1 or layer.modules[0] != layer.root):
             found.append(f"layer {layer.name} is not one module, so it cannot be recomputed")
     return found

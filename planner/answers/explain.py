@@ -98,6 +98,14 @@ def reason(plan: Plan, found: Estimate, replicas: Verdict | None = None) -> str:
     reasons += [f"{share} {_recomputed(kind, share)} to fit" for kind, share in shares.items()]
     of_parts = recompute_shares(plan, parts_kinds(plan))
     reasons += [f"{share} recompute their {parts_in_words(kind)} to fit" for kind, share in of_parts.items()]
+    if plan.offload_optimizer:
+        reasons.append(
+            "the optimizer is in host memory, as was asked for; its step and the way there cost "
+            f"{found.breakdown['optimizer'] / found.step_time_s:.0%}"
+        )
+    if any(layer.offload for stage in plan.stages for layer in stage.layers):
+        waited = found.breakdown.get("offload", 0.0) / found.step_time_s
+        reasons.append(f"what layers keep for backward is in host memory to fit, and waiting for it costs {waited:.0%}")
     if not reasons and degrees.num_devices == 1:
         return "everything fits on the one GPU, and nothing is recomputed"
     return "; ".join(reasons) or "everything fits without sharding, and replicas communicate least"

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.machine.units import format_bytes
 from ...profiler.model.model_profile import ModelProfile
-from ..plan.document import EXECUTABLE_CONTEXTS, EXECUTES_EXPERTS
 from ..plan.legality import divisors, expert_rule, has_sequence_attention
 from ..plan.pins import Pins
 from ..plan.training import TrainingSpec
@@ -158,9 +157,8 @@ class _ModelSplit:
 
 
 def _context_splits(cluster: ClusterSpec, profile: ModelProfile | None) -> list[_ModelSplit]:
-    """Tensor parallelism in the node with more and more context ranks, where sequences are long and the executor runs
-    any kind of context parallelism."""
-    if profile is None or not (has_sequence_attention(profile) and EXECUTABLE_CONTEXTS):
+    """Tensor parallelism in the node with more and more context ranks, where sequences are long."""
+    if profile is None or not has_sequence_attention(profile):
         return []
     if (profile.seq_len or 0) < LONG_SEQUENCE:
         return []
@@ -171,7 +169,7 @@ def _context_splits(cluster: ClusterSpec, profile: ModelProfile | None) -> list[
 def _experts_inside(cluster: ClusterSpec, profile: ModelProfile | None, ranks: int) -> int | None:
     """Ranks of a node over which so many ranks that hold different tokens spread the experts; None without experts."""
     counts = [bank.count for layer_class in profile.classes for bank in layer_class.experts] if profile else []
-    if not (profile and counts and EXECUTES_EXPERTS):
+    if not (profile and counts):
         return None
     expert = math.gcd(cluster.devices_per_host, ranks, *counts)
     return expert if expert_rule(profile, expert) is None else None

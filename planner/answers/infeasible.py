@@ -376,7 +376,7 @@ def _margin(closest: Closest, margin: float) -> float | None:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The last resort: a plan whose optimizer state and step are on the host, which the executor does not run yet."""
+    """The last resort: a plan whose optimizer state and step are on the host."""
 
     plan: Plan
     estimate: Estimate
@@ -384,11 +384,11 @@ class Offloaded:
 
     @property
     def sentence(self) -> str:
-        """What it takes, and that it is only priced."""
+        """What it takes, and how to ask for it."""
         return (
             f"with the optimizer state in host memory ({format_bytes(self.host_bytes)} on every host) it fits as "
             f"{self.plan.label}, micro-batch {self.plan.micro_batch}: "
-            f"{format_seconds(self.estimate.step_time_s)} a step; priced, not run by the executor yet"
+            f"{format_seconds(self.estimate.step_time_s)} a step; plan it with --pin offload=optimizer"
         )
 
 

@@ -115,7 +115,7 @@ def search(
     for rule in (_as_said(rule, profile, pins) for rule in rules_of_thumb(cluster, training)):
         told(f"what people usually try: {rule.name}", USUAL)
         rules.append((rule, _follow(explorer, rule, until)))
-    is_open = replace(pins, everything=False, parts=False) == Pins()
+    is_open = replace(pins, everything=False, parts=False, offload_activations=False) == Pins()
     followed = [
         priced for _, priced in rules if priced is not None and (is_open or _allowed(explorer.model, pins, priced.plan))
     ]
@@ -218,6 +218,8 @@ def pins_of(setup: Setup) -> Pins:
         context=setup.context,
         context_kind=setup.context_kind,
         expert=setup.expert,
+        offload_activations=setup.offload_activations,
+        offload_optimizer=setup.offload_optimizer,
     )
 
 
@@ -226,8 +228,13 @@ def _check_runs(framework: Framework, pins: Pins, profile: ModelProfile, trainin
     rule = framework.cannot_run(profile, training)
     if rule is None and pins.recompute is not None:
         rule = framework.recompute_rule(pins.recompute)
-    if rule is None and (pins.everything or pins.parts):
-        rule = f"--space full and recompute of any parts go beyond what {framework.name} is told: leave them out"
+    if rule is None and pins.offered:
+        rule = (
+            f"--space full, recompute of any parts and offload of activations go beyond what {framework.name} is told: "
+            "leave them out"
+        )
+    if rule is None and pins.offload_optimizer and not framework.offloads_optimizer:
+        rule = f"offload=optimizer: {framework.name} moves parameters and gradients to the host, too: leave it out"
     if rule is not None:
         raise ValueError(f"--for {framework.target}: {rule}")
 

@@ -419,16 +419,16 @@ def accumulate_s(num_elements: float, device: Device) -> float:
     return moving_s(12.0 * num_elements, device, "add_", "elementwise")
 
 
-def optimizer_s(num_elements: Values, optimizer: str, device: Device) -> Values:
-    """Seconds to update `num_elements` fp32 parameters on one device: all memory traffic, at any size alike (an
-    optimizer works parameter by parameter)."""
+def optimizer_s(num_elements: Values, optimizer: str, device: Device, on_host: bool = False) -> Values:
+    """Seconds to update `num_elements` fp32 parameters: all memory traffic, at any size alike (an optimizer works
+    parameter by parameter).
+
+    on_host: state and step are in the host's memory: fp32 gradients and parameters go there, parameters come back, one
+    after the other (Ren et al., ZeRO-Offload, USENIX ATC 2021, without its delayed update; parameters go, too, since
+    whoever writes to the model writes on the device).
+    """
+    moved = OPTIMIZER_BYTES[optimizer] * num_elements
+    if on_host:
+        return 3 * 4 * num_elements / device.host_bandwidth + moved / device.host_memory_bandwidth
     share = device.kernel_efficiency.get(optimizer, device.bandwidth_efficiency)
-    return OPTIMIZER_BYTES[optimizer] * num_elements / (device.bandwidth * share)
-
-
-def host_optimizer_s(num_elements: float, optimizer: str, device: Device) -> float:
-    """Seconds to update `num_elements` fp32 parameters where state and step are on the host: fp32 gradients go there,
-    parameters come back, one after the other (Ren et al., ZeRO-Offload, USENIX ATC 2021, without its delayed
-    update)."""
-    passed_s = 2 * 4 * num_elements / device.host_bandwidth
-    return passed_s + OPTIMIZER_BYTES[optimizer] * num_elements / device.host_memory_bandwidth
+    return moved / (device.bandwidth * share)

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from ...profiler.machine.cluster import ClusterSpec, Device, Group
 from ...profiler.model.model_profile import ZERO, Costs, LayerClass, ModelProfile, amount_at
 from ..plan.block_row import block_row
-from ..plan.document import EXECUTABLE_RECOMPUTES, Axis, Recompute, parts_of
+from ..plan.document import EXECUTABLE_RECOMPUTES, KEPT_ON_DEVICE, Axis, Recompute, parts_of
 from ..plan.frameworks import Framework
 from ..plan.legality import chosen_cuts, divisors, is_sequence_cut, stage_starts
 from ..plan.shape import NO_EXTRAS, Cuts, LayerOption, Offered, Shape
 from ..plan.training import TrainingSpec
 from .comm_cost import Exchanged, GroupLinks, collective_s, exposed_s, ring_rates, unhidden_s
-from .compute_cost import AsRun, Seconds, accumulate_s, amounts_of, host_optimizer_s, layer_seconds_of_each, optimizer_s
+from .compute_cost import AsRun, Seconds, accumulate_s, amounts_of, layer_seconds_of_each, optimizer_s
 from .context_cost import NOTHING, ContextCost, context_cost
 from .crossing_cost import Crossings, Cut
 from .data_cost import DataRates, DataSeconds, added_elements, added_share, exposed_data_s, gather_s, reduce_s
@@ -155,13 +155,9 @@ class CostModel:
         size, stride = shape.degree(axis), shape.stride(axis)
         return self.links_of_stages(size, stride) if axis == "pipeline" else self.links(size, stride)
 
-    def optimizer_s(self, elements: Values) -> Values:
-        """Seconds of the optimizer step over `elements` parameters on one device."""
-        return optimizer_s(elements, self.training.optimizer, self.device)
-
-    def host_optimizer_s(self, elements: float) -> float:
-        """Seconds of the optimizer step over `elements` parameters with state and step on the host."""
-        return host_optimizer_s(elements, self.training.optimizer, self.device)
+    def optimizer_s(self, elements: Values, on_host: bool) -> Values:
+        """Seconds of the optimizer step over `elements` parameters, on one device or in the host's memory."""
+        return optimizer_s(elements, self.training.optimizer, self.device, on_host)
 
     def layer_class(self, kind: Kind) -> LayerClass:
         """The class of a kind."""
@@ -529,7 +525,7 @@ class CostModel:
             data_forward_s=data.forward_s,
             data_backward_s=data.backward_s,
             once_data_s=data.once_s + self.whole_gradients_s(kind, shape),
-            optimizer_s=(self.host_optimizer_s if state.on_host else self.optimizer_s)(trainable.stored / shard),
+            optimizer_s=self.optimizer_s(trainable.stored / shard, state.on_host),
             elements=total.stored,
             trainable_elements=trainable.stored,
             kept_bytes=kept,
@@ -803,8 +799,7 @@ class CostModel:
     ) -> list[LayerOption]:
         """The options of a layer of this kind under a shape, restricted to what is pinned: every kind of recompute that
         the executor runs, where the layer is a module and has saved something to give up, and giving back parameters.
-        offered: recompute of any parts of the layer, too; activations that wait in the host's memory, which is priced,
-        not run."""
+        offered: recompute of any parts of the layer, too; activations that wait in the host's memory."""
         recomputes: tuple[Recompute, ...] = ("none",)
         if kind.can_recompute:
             kept = self.kept_bytes(kind, shape, "none")
@@ -818,8 +813,9 @@ class CostModel:
         if shape.sharded_over > 1 and shape.pipeline == 1:
             reshards = (False, True) if reshard is None else (reshard,)
             reshards = (False,) if kind.is_in_root(shape) or not self.layer_class(kind).parameters else reshards
-        offloads = (False, True) if "offload" in offered else (False,)
-        return [LayerOption(r, s, away) for r in recomputes for s in reshards for away in offloads]
+        may_leave = "offload" in offered and kind.can_recompute
+        offloads = {r: (False, True) if may_leave and r not in KEPT_ON_DEVICE else (False,) for r in recomputes}
+        return [LayerOption(r, s, away) for r in recomputes for s in reshards for away in offloads[r]]
 
     def ways(self, kind: Kind, offered: Offered) -> tuple[Recompute, ...]:
         """Every kind of recompute that a layer may take, whether it gives anything up or not."""

@@ -7,7 +7,7 @@ from ...profiler.machine.cluster import Device
 from ..plan.document import Axis
 from ..plan.shape import Shape
 from ..plan.training import TrainingSpec
-from .compute_cost import host_optimizer_s, optimizer_s
+from .compute_cost import optimizer_s
 from .crossing_cost import Cut
 from .memory_cost import StateBytes
 from .peak import Arrivals, Moment, behind_of, highest, moments_of
@@ -70,8 +70,7 @@ def combine(
         backward_s += cost.backward_total_s * n
         weight_s += cost.weight_s * n
         once_s += cost.once_data_s * n
-    update = host_optimizer_s if state.on_host else optimizer_s
-    update_s = update(trainable / shape.sharded_over, training.optimizer, device)
+    update_s = optimizer_s(trainable / shape.sharded_over, training.optimizer, device, state.on_host)
     found = _Peak.of(layers, shape, state, in_flight, sends, arrives, shared_elements)
     items = {
         "parameters": elements * state.sharded_parameters,

@@ -14,6 +14,7 @@ from typing import Any
 from ...profiler.machine.units import format_seconds
 from ...profiler.model.source import LORA
 from ..plan.document import Plan, parts_in_words, parts_of
+from ..plan.frameworks import FRAMEWORKS
 from .accelerate import accelerate_settings
 from .deepspeed import deepspeed_settings
 from .export_notes import Settings, layers_of
@@ -79,7 +80,7 @@ def _refuse_everywhere(plan: Plan, target: Target) -> None:
             f"{offloaded} layers keep their activations on the host, which no flag of {name} says layer by layer: "
             "plan without offload, for example --pin recompute=full"
         )
-    if plan.offload_optimizer and target in ("torchtitan", "accelerate"):
+    if plan.offload_optimizer and not FRAMEWORKS[target].offloads_optimizer:
         raise ValueError(
             f"the optimizer runs on the host; {name} moves parameters and gradients there, too: export to megatron or "
             "deepspeed, or plan without offload"

@@ -76,12 +76,11 @@ CONTEXT_NAMES: dict[ContextKind, str] = {"ring": "ring", "all_to_all": "all-to-a
 GroupAxis = Axis | Literal["expert"]
 """A mesh axis, or the groups over which experts are spread, which run along other axes."""
 
+KEPT_ON_DEVICE: tuple[Recompute, ...] = ("attention", "selective")
+"""Kinds of recompute that hold what they keep themselves, where nothing brings it to the host."""
+
 EXECUTABLE_RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
-EXECUTABLE_SCHEDULES: tuple[Schedule, ...] = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
-EXECUTABLE_CONTEXTS: tuple[ContextKind, ...] = ("ring", "all_to_all", "all_gather")
-EXECUTES_EXPERTS: bool = True
-"""What the executor runs: kinds of recompute, schedules, kinds of context parallelism, and expert parallelism. The
-default search stays inside; `Pins.everything` and pins by name or degree go beyond."""
+"""Kinds of recompute beside that of parts."""
 
 
 class Degrees(Frozen):

@@ -55,8 +55,8 @@ class Framework:
     schedules: of pipelines, () if it has none. partly: a kind of recompute that may be that of the first blocks of each
     stage only, as many of every stage. zero, zero_in_pipelines: how it shards state over data ranks. orders,
     orders_with_context: of the mesh axes. in_rounds: interleaved schedules take micro-batches by the number of stages.
-    needs_blocks: models are one row of numbered blocks. rules: of how a model is split; data_rules: which of them
-    depend on how data ranks are.
+    needs_blocks: models are one row of numbered blocks. offloads_optimizer: to the host, and it alone. rules: of how a
+    model is split; data_rules: which of them depend on how data ranks are.
     """
 
     target: Target
@@ -76,6 +76,7 @@ class Framework:
     orders_with_context: tuple[tuple[Axis, ...], ...] = (AXES,)
     in_rounds: bool = False
     needs_blocks: bool = False
+    offloads_optimizer: bool = False
 
     @cached_property
     def reshards(self) -> tuple[bool, ...]:
@@ -232,6 +233,7 @@ FRAMEWORKS: dict[Target, Framework] = {
             orders=(AXES, DATA_OUTERMOST),
             in_rounds=True,
             needs_blocks=True,
+            offloads_optimizer=True,
             rules=(_whole, _megatron_experts),
             data_rules=(_megatron_expert_state,),
         ),
@@ -271,6 +273,7 @@ FRAMEWORKS: dict[Target, Framework] = {
             precisions=("bf16", "fp16", "fp32"),
             recomputes=("none", "full"),
             zero=(ZERO_1, ZERO_2, ZERO_3),
+            offloads_optimizer=True,
             rules=(
                 _whole,
                 _no_sequence("DeepSpeed", "no sequence parallelism beside its AutoTP"),

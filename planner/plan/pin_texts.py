@@ -41,6 +41,10 @@ _OF_SCHEDULE: dict[str, tuple[int, int | None]] = {
 """Schedule -> fewest and most stages of each rank."""
 
 
+_OFFERS = ("everything", "parts", "offload_activations")
+"""Pins that add to what may be chosen."""
+
+
 @dataclass(frozen=True)
 class _Restriction:
     """One thing that was said: the flag as it was written, and what it means."""
@@ -159,7 +163,9 @@ def in_words(pins: Pins) -> dict[str, Pins]:
         found[f"--for {pins.framework.target}"] = replace(pins, framework=None)
     for field in fields(pins):
         value = getattr(pins, field.name)
-        if field.name in ("most", "without", "everything", "parts", "framework") or value is None:
+        if field.name == "offload_optimizer" and value:
+            found["offload=optimizer"] = replace(pins, offload_optimizer=False)
+        if field.name in ("most", "without", "framework", "offload_optimizer", *_OFFERS) or value is None:
             continue
         name = "sequence" if field.name == "sequence_ways" else field.name
         shown = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value

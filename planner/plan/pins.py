@@ -26,8 +26,12 @@ class Pins:
     reshard: bool | None = None
     parts: bool = False
     """Layers may recompute any of their parts, too."""
+    offload_activations: bool = False
+    """What layers keep for backward may wait in the host's memory."""
+    offload_optimizer: bool = False
+    """The optimizer's state and step are in the host's memory."""
     everything: bool = False
-    """Also what is priced but not run yet, and all options that a layer has."""
+    """All options that a layer has."""
     context: int | None = None
     context_kind: ContextKind | None = None
     expert: int | None = None
@@ -39,13 +43,6 @@ class Pins:
     """Only what it runs is searched."""
     sequence_ways: int | None = None
     """Ranks between which the tokens of a sample are split, by sequence parallelism, context parallelism or both."""
-
-    @property
-    def may_go_beyond(self) -> bool:
-        """Whether what the executor does not run yet was asked for: all of it, or by name or degree."""
-        degrees = (self.context or 1) * (self.expert or 1)
-        asked = self.context_kind is not None or self.schedule is not None or self.framework is not None
-        return self.everything or degrees > 1 or asked
 
     @property
     def alternatives(self) -> "tuple[Pins, ...]":
@@ -63,9 +60,8 @@ class Pins:
     @property
     def offered(self) -> Offered:
         """Options of layers that the search tries beyond the usual."""
-        if self.everything:
-            return frozenset({"parts", "offload"})
-        return frozenset({"parts"}) if self.parts else NO_EXTRAS
+        asked: dict[Literal["parts", "offload"], bool] = {"parts": self.parts, "offload": self.offload_activations}
+        return frozenset(name for name, is_asked in asked.items() if is_asked or self.everything) or NO_EXTRAS
 
     def as_in(self, shape: Shape) -> "Pins":
         """These pins and how a shape splits the model, its sequences and its experts, by which schedule; how data ranks

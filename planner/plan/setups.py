@@ -38,19 +38,22 @@ _KEYS = {
     "context_kind": "context_kind",
     "ep": "expert",
     "expert": "expert",
+    "offload": "offload",
 }
 _SPELLING = (
     "ddp, fsdp, hsdp, hsdp:4, tp=4 (tensor), pp=2 (pipeline), dp=2 (data), zero=0|1|2|3, mb=2 (micro-batch), "
     "recompute=none|attention|selective|full|parts:mlp+self_attn (submodules of each layer), "
     "schedule=gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-v, v=2 (stages of each rank), sp=on|off (sequence parallel), "
-    "cp=2 (context), cp_kind=ring|all_to_all|all_gather, ep=8 (expert); or megatron, torchtitan, "
+    "cp=2 (context), cp_kind=ring|all_to_all|all_gather, ep=8 (expert), "
+    "offload=optimizer|activations|both (in host memory); or megatron, torchtitan, "
     "deepspeed-zero1|2|3, or a plan.json"
 )
 _PINS = (
     "data_replicate=2, data_shard=4, tensor=4, context=2, context_kind=ring|all_to_all|all_gather, expert=8, "
     "pipeline=2, virtual_stages=2, micro_batch=2, zero=0|1|2|3, sequence=on|off|8, "
     "recompute=none|attention|selective|full|parts:mlp+self_attn (these submodules of each layer)|"
-    "parts (any of them, as layer by layer is best), schedule=none|gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-v"
+    "parts (any of them, as layer by layer is best), schedule=none|gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-v, "
+    "offload=optimizer|activations|both (in host memory)"
 )
 _SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule) if name != "none"}
 _CONTEXT_KINDS: dict[str, ContextKind] = {
@@ -95,6 +98,8 @@ class Setup:
     context: int = 1
     context_kind: ContextKind | None = None
     expert: int = 1
+    offload_activations: bool = False
+    offload_optimizer: bool = False
     replicas_assumed: bool = False
 
     @property
@@ -164,6 +169,7 @@ def parse_setup(text: str, num_devices: int, devices_per_host: int, flag: str = 
         context=context,
         context_kind=kind,
         expert=expert,
+        **_offload(words, where),
         replicas_assumed=replicate > 1 and not words.keys() & {"kind", "zero", "data_replicate", "data_shard"},
     )
 
@@ -202,6 +208,8 @@ def parse_pins(texts: tuple[str, ...] | list[str], flag: str = "--pin") -> dict[
                     pins["parts"] = True
                 else:
                     pins[name] = _recompute({name: value}, where, ("parts",)) or "none"
+            elif name == "offload":
+                pins |= _offload({name: value}, where)
             elif name == "schedule":
                 pins[name] = _choice({name: value}, name, ("none", *_SCHEDULES), where) or "none"
             elif name == "context_kind":
@@ -215,9 +223,17 @@ def parse_pins(texts: tuple[str, ...] | list[str], flag: str = "--pin") -> dict[
             else:
                 raise ValueError(
                     f"{where}: {name} cannot be pinned; {', '.join(_DEGREES)}, context_kind, recompute, schedule, "
-                    "zero and sequence can, for example --pin tensor=4"
+                    "offload, zero and sequence can, for example --pin tensor=4"
                 )
     return pins
+
+
+def _offload(words: dict[str, str], where: str) -> dict[str, bool]:
+    """What offload=... sends to the host's memory: activations, of the layers for which that is best, or the
+    optimizer."""
+    value = _choice(words, "offload", ("optimizer", "activations", "both"), where)
+    found = {"offload_activations": ("activations", "both"), "offload_optimizer": ("optimizer", "both")}
+    return {name: True for name, said in found.items() if value in said}
 
 
 def _pinned_zero(words: dict[str, str], where: str) -> dict[str, int | str | bool]:

@@ -164,7 +164,7 @@ class Bounds:
         for place in np.flatnonzero(own):
             shape = family.shape(leaves.each[where[place]])
             if self.kinds is not None and not is_chunked(family.schedule):
-                priced = self.kinds.priced(shape, recompute, pins.reshard, pins.offered)
+                priced = self.kinds.priced(shape, recompute, pins.reshard, family.offered)
                 seconds[place] = priced.least_s()
         return seconds
 
@@ -295,7 +295,9 @@ class Bounds:
         pass_s = float(counts @ least.seconds)
         of_kinds = self._shapes.of_kinds
         slowest = float(self._shapes.slowest_s(of_kinds(least.seconds)[:, None], family.pipeline)[0])
-        update_s = self.model.optimizer_s(least.elements / shape.sharded_over / family.pipeline)
+        update_s = self.model.optimizer_s(
+            least.elements / shape.sharded_over / family.pipeline, shape.offload_optimizer
+        )
         if family.pipeline == 1:
             return count * pass_s + update_s
         if not is_chunked(family.schedule):
@@ -332,7 +334,7 @@ class Bounds:
         least = self.leasts_of_kinds(family, kinds)
         if least is None:
             return float("inf")
-        if "offload" in pins.offered or is_chunked(family.schedule):
+        if "offload" in family.offered or is_chunked(family.schedule):
             return 0.0
         shape, count = family.frugal, family.num_microbatches
         held = [
@@ -387,7 +389,7 @@ def fluid_layers(prices: StagePrices) -> tuple[list[Layers], list[float], float,
         rooms = stage_rooms.tolist()
     else:
         memory, rooms = _held_by_several(prices, shared, min((crossings[i].bytes for i in inner), default=0.0))
-    update_s = model.optimizer_s(1.0) / shape.sharded_over
+    update_s = model.optimizer_s(1.0, shape.offload_optimizer) / shape.sharded_over
     runs = [
         Layers(
             float(chain.lengths[group].sum()),

@@ -324,7 +324,8 @@ class StagePrices:
         known = {elements: self.model.tie_s(elements, self.shape) for elements in set(tied.tolist())}
         data += np.array([known[elements] for elements in tied.tolist()])
         trainable = counts @ np.array([costs[0].trainable_elements for costs in self.costs])
-        seconds: Floats = data + (trainable - self._shared_elements) / shard * self.model.optimizer_s(1.0)
+        each_s = self.model.optimizer_s(1.0, self.shape.offload_optimizer)
+        seconds: Floats = data + (trainable - self._shared_elements) / shard * each_s
         return seconds
 
     def _priced_one(self, composition: int, in_flight: int, cutoff_s: float) -> tuple[StageCost, Choice] | None:
@@ -525,7 +526,7 @@ class StagePrices:
         if self.shape.pipeline > 1:
             return float("inf")
         return cutoff_s + sum(
-            (len(layers) - 1) * self.model.optimizer_s(elements / self.shape.sharded_over)
+            (len(layers) - 1) * self.model.optimizer_s(elements / self.shape.sharded_over, self.shape.offload_optimizer)
             for layers, elements in self.chain.shared_weights(self.shape)
         )
 

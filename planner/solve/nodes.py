@@ -227,7 +227,7 @@ class ShapeNode:
     def prices(self) -> StagePrices | UnequalPrices:
         """What its stages cost."""
         pins = self.space.pins
-        return self.search.priced(self.shape, recompute_of(self.family, pins), pins.reshard, pins.offered)
+        return self.search.priced(self.shape, recompute_of(self.family, pins), pins.reshard, self.family.offered)
 
     @cached_property
     def has_few_cuts(self) -> bool:

@@ -490,15 +490,16 @@ class ShapeBounds:
         one = family.pipeline == 1
         shared = [sum(n * (len(layers) - 1) for layers, n in self.chain.shared_weights(shape)) for shape in shards]
         twice = np.array(shared, dtype=float)[columns.degree]
+        on_host = family.offload_optimizer
         return Data(
             shared=twice,
-            twice_s=model.optimizer_s(twice / columns.sharded_over),
+            twice_s=model.optimizer_s(twice / columns.sharded_over, on_host),
             elements=elements,
             in_root=in_root,
             gather_s=gather_s(elements.moved, model.training.compute_bytes, columns.rates),
             reduce_s=reduce_s(elements.trained, model.software.gradient_bytes, columns.sharded_over, columns.rates),
             accumulate_s=self._accumulated_s(family, columns, elements.trainable_gathered),
-            optimizer_s=model.optimizer_s(elements.trainable_stored / columns.sharded_over),
+            optimizer_s=model.optimizer_s(elements.trainable_stored / columns.sharded_over, on_host),
             resharded=columns.reshard & ~in_root,
             chooses=(columns.sharded_over > 1) & ~in_root & ~bare & one,
         )

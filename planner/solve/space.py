@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ...profiler.machine.cluster import ClusterSpec, Group
 from ...profiler.model.model_profile import ModelProfile
-from ..plan.document import AXES, EXECUTABLE_CONTEXTS, EXECUTABLE_SCHEDULES, EXECUTES_EXPERTS, Axis, ContextKind
+from ..plan.document import AXES, Axis, ContextKind
 from ..plan.frameworks import Asked, Framework
 from ..plan.legality import (
     check_parts,
@@ -77,6 +77,7 @@ class Family:
     cuts: Cuts | None = None
     offered: Offered = NO_EXTRAS
     """Options of layers beyond the usual."""
+    offload_optimizer: bool = False
 
     @property
     def split(self) -> Split:
@@ -109,6 +110,7 @@ class Family:
             expert=self.expert,
             kind_order=leaf.kind_order,
             cuts=self.cuts,
+            offload_optimizer=self.offload_optimizer,
         )
 
     @functools.cached_property
@@ -210,9 +212,7 @@ class Space:
         self._zero_bubble_rule = zero_bubble_rule(profile, training)
         self._kinds = _context_kinds(profile, training, pins)
         self._device_kinds = cluster.kinds
-        self._spreads_experts = (pins.expert or 1) > 1 or (
-            has_experts(profile) and (EXECUTES_EXPERTS or pins.everything)
-        )
+        self._spreads_experts = (pins.expert or 1) > 1 or has_experts(profile)
         self._context_is_free = _context_is_free(pins)
         self._places: dict[tuple[int, int], int] = {}
         self._numbers: dict[tuple[Group | int, ...], int] = {}
@@ -301,6 +301,7 @@ class Space:
         key = split.tensor, split.sequence, split.context, split.pipeline, split.data
         if key not in self._known_choices:
             whole = Shape(1, split.data, split.tensor, 1, 1, 1, split.sequence, context=split.context)
+            whole = replace(whole, offload_optimizer=self.pins.offload_optimizer)
             shapes = (replace(whole, micro_batch=n, num_microbatches=count) for n, count in self.micro_batches(split))
             found = dict.fromkeys(cuts for shape in shapes for cuts in self._worth_trying(shape))
             self._known_choices[key] = tuple(found)
@@ -335,6 +336,7 @@ class Space:
 
     def families_of(self, split: Split) -> Iterator[Family]:
         """The legal families of a legal split."""
+        offered = self.pins.offered
         for schedule, virtual, micro_batch, count in self._passes(split.pipeline, split.data, split.context).legal:
             yield Family(
                 split.tensor,
@@ -349,7 +351,8 @@ class Space:
                 split.context_kind,
                 split.expert,
                 split.cuts,
-                self.pins.offered,
+                offered - {"offload"} if schedule in ZERO_BUBBLE else offered,
+                self.pins.offload_optimizer,
             )
 
     def micro_batches(self, split: Split) -> Iterator[tuple[int, int]]:
@@ -409,8 +412,7 @@ class Space:
             for schedule, virtual in pairs
             if self.pins.allows("schedule", schedule)
             and self.pins.allows("virtual_stages", virtual)
-            and (schedule in EXECUTABLE_SCHEDULES or self.pins.everything or self.pins.schedule == schedule)
-            and (not self._framework or schedule in (self._framework.schedules or EXECUTABLE_SCHEDULES))
+            and (not self._framework or not self._framework.schedules or schedule in self._framework.schedules)
         ]
 
     def _schedule_rule(self, schedule: Schedule, pipeline: int, count: int) -> str | None:
@@ -605,18 +607,16 @@ def _times(pairs: Number, leaves: Number) -> int:
 
 
 def _context_kinds(profile: ModelProfile, training: TrainingSpec, pins: Pins) -> tuple[ContextKind, ...]:
-    """Kinds of context parallelism in the space: what the executor runs, all if asked for everything, and what is
-    asked for by name or by degree. None where a model has no use for it, unless it is asked for."""
+    """Kinds of context parallelism in the space; unless it is asked for, none where a model has no use for it, or under
+    a compiler, which leaves no place for other attention."""
     asked = (pins.context or 1) > 1
     if not (asked or has_sequence_attention(profile)):
         return ()
     allowed: tuple[ContextKind, ...] = tuple(k for k in get_args(ContextKind) if pins.allows("context_kind", k))
     if pins.framework is not None:
         return tuple(kind for kind in allowed if kind in pins.framework.contexts)
-    run = () if training.software == COMPILING else tuple(kind for kind in allowed if kind in EXECUTABLE_CONTEXTS)
-    if pins.everything or pins.context_kind is not None or (asked and not run):
-        return allowed
-    return run
+    is_asked = pins.everything or pins.context_kind is not None or asked
+    return () if training.software == COMPILING and not is_asked else allowed
 
 
 def _context_is_free(pins: Pins) -> bool:

@@ -134,7 +134,7 @@ class CutChoice:
     def _fastest(self, shape: Shape, table: "_CutTable") -> Cuts | None:
         """Least time is compute, traffic between tensor ranks in one place, and the optimizer sharded over all data
         ranks: what the bound of a shape's family counts."""
-        ways = table.ways(shape.num_microbatches, shape.data)
+        ways = table.ways(shape.num_microbatches, shape.data, shape.offload_optimizer)
         taken, seconds = best_ways(ways, some=not table.fixed)
         if len(taken) == len(ways):
             return None
@@ -267,13 +267,13 @@ class _CutTable:
     all_cut_s: float
     place: int
 
-    def ways(self, num_microbatches: int, data: int) -> list[Way]:
+    def ways(self, num_microbatches: int, data: int, on_host: bool) -> list[Way]:
         """What the groups add to a step of so many micro-batches."""
         ways = []
         for group in self.groups:
             parts = [self.parts[member] for member in group]
             elements = sum(part.elements for part in parts)
-            update_s = self.model.optimizer_s(abs(elements) / data) * (1.0 if elements > 0.0 else -1.0)
+            update_s = self.model.optimizer_s(abs(elements) / data, on_host) * (1.0 if elements > 0.0 else -1.0)
             ways.append(
                 Way(
                     seconds=num_microbatches * sum(float(part.seconds[self.place]) for part in parts)

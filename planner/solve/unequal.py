@@ -219,6 +219,6 @@ class Kinds:
             for order in orders
         )
 
-    def optimizer_s(self, elements: float) -> float:
+    def optimizer_s(self, elements: float, on_host: bool) -> float:
         """Seconds of the optimizer step over `elements` parameters on the device that is fastest at it."""
-        return min(model.optimizer_s(elements) for model in self.models)
+        return min(model.optimizer_s(elements, on_host) for model in self.models)

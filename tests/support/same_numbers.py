@@ -33,7 +33,8 @@ Samples = list[tuple[torch.Tensor, torch.Tensor]]
 @dataclass(frozen=True)
 class Case:
     """One plan for one of a test's models; stages: layers per stage; recompute: of all layers, or of one after the
-    other; more: fields of the shape; fault: a mistake that must not go unseen."""
+    other; offload: of what layers that are one module keep; more: fields of the shape; fault: a mistake that must not
+    go unseen."""
 
     model: str
     replicate: int = 1
@@ -45,6 +46,7 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
     recompute: Recompute | tuple[Recompute, ...] = "none"
     reshard: bool = False
+    offload: bool = False
     precision: Precision = "fp32"
     fault: str = ""
 
@@ -118,7 +120,7 @@ def plan_of(case: Case, profile: ModelProfile) -> Plan:
     kind = cycle(kinds)
     stages = [
         [
-            replace(option, recompute=next(kind))
+            replace(option, recompute=next(kind), offload=case.offload)
             if layer.modules == (layer.root,) and has_parts(layer, *kinds)
             else option
             for _, layer in zip(range(size), layers, strict=False)

@@ -109,8 +109,9 @@ def plan_of(
     stages: tuple[int, ...] = (),
     virtual_stages: int = 1,
     schedule: Schedule = "1f1b",
+    on_host: bool = False,
 ) -> Plan:
-    """A plan of TiedNet with these degrees; stages: layers of each."""
+    """A plan of TiedNet with these degrees; stages: layers of each. on_host: the optimizer is there."""
     shape = Shape(
         data_replicate=replicate,
         data_shard=shard,
@@ -120,6 +121,7 @@ def plan_of(
         micro_batch=GLOBAL_BATCH // (replicate * shard) // 2,
         num_microbatches=2,
         schedule=schedule if stages else "none",
+        offload_optimizer=on_host,
     )
     sizes = stages or (len(profile.layers),)
     ranks = replicate * shard * tensor * shape.pipeline
@@ -131,6 +133,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "one": {},
     "hsdp": {"replicate": 2, "shard": 2},
     "fsdp and tensor": {"shard": 2, "tensor": 2},
+    "fsdp, optimizer on the host": {"shard": 2, "on_host": True},
     "ddp in stages": {"replicate": 2, "stages": (2, 2)},
     "tensor in stages": {"tensor": 2, "stages": (2, 2)},
 }
