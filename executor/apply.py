@@ -22,6 +22,7 @@ from .parallel.casts import Casts
 from .parallel.compiled import CompiledForward, compile_around_parts, compile_layers
 from .parallel.context import ContextParallel
 from .parallel.expert import HeldExperts, shard_experts, spread_experts
+from .parallel.float8 import linear_in_float8
 from .parallel.mesh import Mechanism, RankMesh, mechanism
 from .parallel.offload import offload
 from .parallel.recompute import check_recompute, recompute
@@ -191,12 +192,15 @@ def _part(
 ) -> AppliedModel:
     """One stage of this rank (the whole model, where there is no pipeline).
 
-    The order matters: on meta -> stage -> tensor parallel -> compile -> recompute -> compile around recomputed parts
-    -> offload -> per unit: numbers, then fully_shard (so one unit at a time is whole).
+    The order matters: on meta -> fp8 -> stage -> tensor parallel -> compile -> recompute -> compile around recomputed
+    parts -> offload -> per unit: numbers, then fully_shard (so one unit at a time is whole).
     """
     layers = list(plan.stages[stage_index].layers)
     for layer in layers:
         check_recompute(layer, model)
+
+    if plan.training.precision == "fp8":
+        linear_in_float8(model)
 
     module, prefix = model, ""
     if plan.degrees.pipeline > 1:
@@ -215,7 +219,7 @@ def _part(
     if context is not None:
         context.leave_alone(model, plan.model.expert_modules)
 
-    if mechanism(plan) in ("fsdp", "cast") and plan.training.precision == "bf16":
+    if mechanism(plan) in ("fsdp", "cast") and plan.training.is_mixed:
         _keep_norms_in_fp32(model)
 
     compiled = [] if backend is None else compile_layers(model, layers, backend)
@@ -283,7 +287,7 @@ def _shard(
 ) -> list[tuple[FSDPModule, bool]]:
     """fully_shard every layer that owns its parameters, then the rest with the root; returns (unit, gives back)."""
     policy = MixedPrecisionPolicy()
-    if plan.training.precision == "bf16":
+    if plan.training.is_mixed:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard = partial(
         fully_shard,

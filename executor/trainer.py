@@ -47,6 +47,7 @@ from .faults import (
 )
 from .parallel.checked_loss import CheckedLoss
 from .parallel.compiled import backend_of
+from .parallel.float8 import check_float8
 from .parallel.gradients import Gradients, forget_gradients, local_gradient, local_gradients
 from .parallel.mesh import RankMesh, check_world_size, connect
 from .parallel.micro_batches import (
@@ -168,7 +169,7 @@ def parallelize(
     priced_only = not_run(plan)
     if priced_only:
         raise ValueError(
-            f"the plan has {', '.join(priced_only)}, which is priced, not run yet: plan with --precision bf16 or fp32"
+            f"the plan has {', '.join(priced_only)}, which is priced, not run yet: plan with --precision bf16"
         )
     check_numbers(max_grad_norm, check_every, timeout_s, seed)
     check_world_size(plan)
@@ -196,6 +197,8 @@ def parallelize(
             loading = Loading(weights, whole, plan.model.ties)
             values = empty_values(model_fn, whole, loading.parameters, seed)
         check_devices(plan, torch.device(device) if device is not None else accelerator())
+        if plan.training.precision == "fp8":
+            check_float8(torch.device(device) if device is not None else accelerator())
         mesh = connect(plan, device, timeout_s * LONGER + GRACE_S, settings)
         if watch is not None:
             watch.see_exceptions()
@@ -805,7 +808,7 @@ class Trainer:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """bf16 where parameters are not cast by themselves."""
-        if self.plan.training.precision == "bf16" and self._applied.mechanism not in ("fsdp", "cast"):
+        if self.plan.training.is_mixed and self._applied.mechanism not in ("fsdp", "cast"):
             return torch.autocast(self.mesh.device.type, torch.bfloat16)
         return nullcontext()
 

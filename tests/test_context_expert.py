@@ -465,9 +465,9 @@ def test_an_unknown_variant_is_refused_by_name() -> None:
 
 def test_what_is_only_priced_is_refused_by_the_check() -> None:
     plan, model = planned(mixture(), Shape(1, 8, 1, 1, 1, 1), cluster(per_host=8))
-    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"precision": "fp8"})})
+    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"precision": "fp4"})})
 
-    assert any("priced, not run yet: precision fp8" in violated for violated in check(plan, model))
+    assert any("priced, not run yet: precision fp4" in violated for violated in check(plan, model))
 
 
 @pytest.mark.parametrize(

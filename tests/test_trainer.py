@@ -326,10 +326,10 @@ def test_large_models_must_initialise_everything() -> None:
 
 def test_a_plan_that_is_only_priced_is_refused_in_a_sentence(make: Callable[..., Plan]) -> None:
     plan = make()
-    in_fp8 = plan.model_copy(update={"training": plan.training.model_copy(update={"precision": "fp8"})})
+    in_fp4 = plan.model_copy(update={"training": plan.training.model_copy(update={"precision": "fp4"})})
 
-    with pytest.raises(ValueError, match="precision fp8, which is priced, not run yet: plan with --precision bf16"):
-        parallelize(lambda: torch.nn.Linear(2, 2), in_fp8, sgd)
+    with pytest.raises(ValueError, match="precision fp4, which is priced, not run yet: plan with --precision bf16"):
+        parallelize(lambda: torch.nn.Linear(2, 2), in_fp4, sgd)
 
 
 def test_whole_states_share_no_memory_with_what_is_trained_nor_with_each_other() -> None:

@@ -89,7 +89,7 @@ class StageModule(nn.Module):
         self.losses = []
         shapes = shapes_in(micro_batches[0])
         if self._shapes is None:
-            mixed = self._plan.training.precision == "bf16"
+            mixed = self._plan.training.is_mixed
             sharded = any(isinstance(module, FSDPModule) for module in self.modules())
             if mixed and not sharded:
                 self._autocast = torch.autocast(device.type, torch.bfloat16)

@@ -6,8 +6,14 @@ from .training import EXECUTABLE_PRECISIONS
 
 def not_run(plan: Plan) -> dict[str, str]:
     """What is priced only -> what the executor runs instead, in words; empty if it runs all of the plan."""
-    precision = plan.training.precision
-    return {} if precision in EXECUTABLE_PRECISIONS else {f"precision {precision}": " and ".join(EXECUTABLE_PRECISIONS)}
+    precision, found = plan.training.precision, {}
+    if precision not in EXECUTABLE_PRECISIONS:
+        found[f"precision {precision}"] = " and ".join(EXECUTABLE_PRECISIONS)
+    if precision == "fp8" and plan.degrees.tensor > 1:
+        found["precision fp8 with tensor parallelism"] = "fp8 with tensor=1"
+    if precision == "fp8" and plan.model.expert_modules:
+        found["precision fp8 of experts that share one tensor"] = "bf16"
+    return found
 
 
 def marked(plan: Plan) -> str:

@@ -15,7 +15,7 @@ COMPILING = "fsdp2-compile"
 
 Precision = Literal["bf16", "fp32", "fp16", "fp8", "fp4"]
 
-EXECUTABLE_PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+EXECUTABLE_PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32", "fp8")
 """What the executor runs today; the rest is priced only."""
 
 SAMPLES_PER_GPU = 8

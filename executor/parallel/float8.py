@@ -1,0 +1,50 @@
+"""Linear layers whose products run in fp8: torchao's, which scale every operand by its largest number as they go.
+
+Parameters, gradients and the optimizer's state are those of bf16 training, and so is all but these products.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+LEAST_CAPABILITY = (8, 9)
+"""Compute capability from which NVIDIA's GPUs multiply fp8 (Ada, Hopper)."""
+
+ALIGNED = 16
+"""Features of both sides must be a multiple of it: what the kernels of fp8 products ask for."""
+
+EMULATED = False
+"""Products of fp8 numbers in fp32, for tests on the CPU."""
+
+
+def check_float8(device: torch.device) -> None:
+    """Raise ValueError where a device multiplies no fp8, or torchao is not there."""
+    if not EMULATED and device.type == "cpu":
+        raise ValueError("precision fp8: the CPU multiplies no fp8; run it on GPUs, or plan with --precision bf16")
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+        raise ValueError(
+            f"precision fp8: {torch.cuda.get_device_name(device)} (compute capability {'.'.join(map(str, found))}) "
+            f"multiplies no fp8, as GPUs from {'.'.join(map(str, LEAST_CAPABILITY))} on do; plan with --precision bf16"
+        )
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "precision fp8 needs torchao's float8 layers: pip install torchao, or plan with --precision bf16"
+        ) from None
+
+
+def linear_in_float8(module: nn.Module) -> None:
+    """Give every linear layer inside of a module its products in fp8, where their sizes allow it; parameters stay the
+    same objects. Others, and subclasses of nn.Linear, stay as they are."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def fits(inner: nn.Module, name: str) -> bool:
+        return type(inner) is nn.Linear and inner.in_features % ALIGNED == inner.out_features % ALIGNED == 0
+
+    convert_to_float8_training(module, module_filter_fn=fits, config=_config(Float8LinearConfig))
+
+
+def _config(make: Any) -> Any:
+    return make(emulate=EMULATED)
