@@ -57,6 +57,7 @@ def test_a_drawn_plan_gives_the_numbers_of_one_process(model: str, ranks: int, k
     assert row["worst"] < matrix.TOLERANCE
 
 
+@pytest.mark.slow
 def test_what_has_been_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans, file = drawn.draw("mlp", 2, 2), tmp_path / "matrix.json"
     *_, (first,) = matrix.run_all(plans[1:], file)

@@ -84,6 +84,7 @@ def test_replicas_that_decide_by_their_samples_go_different_ways() -> None:
     assert report.ok, report.lines
 
 
+@pytest.mark.slow
 def test_a_sharded_stage_without_backward_keeps_its_parameters() -> None:
     report = verified("detached", _plan("detached", [[KEPT], [KEPT] * 4], data_shard=2))
 

@@ -191,6 +191,7 @@ def faster_host(factor: float) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(models(), clusters, jobs, log_floats(0.01, 100.0))
 def test_the_optimum_of_a_cluster_c_times_as_fast_takes_1_over_c_of_the_time(

@@ -83,7 +83,7 @@ def _family_s(model: CostModel, shape: Shape, stride: int = 1) -> float:
         each = seconds.forward + seconds.backward + sum(collective_s(k, size, links) for k, size in sizes)
         total += shape.num_microbatches * each + model.whole_gradients_s(kind, shape)
         elements += model.elements(kind, shape)[1]
-    return total + model.optimizer_s(elements / shape.data)
+    return total + model.optimizer_s(elements / shape.data, on_host=False)
 
 
 def _legal(profile: ModelProfile, shape: Shape) -> list[Cuts]:

@@ -9,8 +9,9 @@ from typing import Any, Literal
 from meshwright.executor.measuring.verify import verify
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.search import InfeasibleError, SearchResult, search
-from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.document import KEPT_ON_DEVICE, LayerPlan, Plan
 from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.loaded import LoadedModel
@@ -45,6 +46,13 @@ _PINS: tuple[dict[str, Any], ...] = (
     {"recompute": "full", "micro_batch": 2},
     {"pipeline": 2, "recompute": "full"},
 )
+_AWAY: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"offload_optimizer": True},
+    {"offload_activations": True},
+)
+"""What waits on the host besides."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,9 @@ class Outcome:
 def pins_of(tree: Tree, count: int) -> list[dict[str, Any]]:
     """The plans that a model is asked for: the open question, and some drawn ones. A loss over pairs of samples is
     asked for with a micro-batch."""
-    dice = random.Random(tree.seed)
+    dice, others = random.Random(tree.seed), random.Random(f"away {tree.seed}")
     said = {"micro_batch": 4} if tree.loss == "pairs" else {}
-    return [said, *({**said, **pins} for pins in dice.sample(_PINS, count - 1))]
+    return [said, *({**said, **pins, **others.choice(_AWAY)} for pins in dice.sample(_PINS, count - 1))]
 
 
 def outcomes(tree: Tree, plans: int = 3) -> Iterator[Outcome]:
@@ -107,6 +115,8 @@ def answered(
     cluster = cluster_of(load_device("cpu"), RANKS)
     try:
         found = search(profile, cluster, training, pins=Pins(**pins), time_limit_s=_SEARCH_S)
+        if pins.get("offload_activations"):
+            found = replace(found, plan=_all_away(found.plan))
         broken = check(found.plan, profile)
         if broken:
             return "failed", f"the plan breaks its own limits: {broken[0]}", found
@@ -121,6 +131,22 @@ def answered(
         return "traceback", traceback.format_exc(), None
     kind: Kind = "verified" if report.ok else "failed" if report.failure else "different"
     return kind, "" if report.ok else f"{report.title}: {report.lines[-1]}", found
+
+
+def _all_away(plan: Plan) -> Plan:
+    """The plan with the activations of all layers on the host that may be there: on CPUs no search sends them."""
+
+    def away(layer: LayerPlan) -> bool:
+        one_module = layer.modules == (layer.root,)
+        return one_module and layer.recompute not in KEPT_ON_DEVICE and plan.schedule not in ZERO_BUBBLE
+
+    stages = tuple(
+        stage.model_copy(
+            update={"layers": tuple(layer.model_copy(update={"offload": away(layer)}) for layer in stage.layers)}
+        )
+        for stage in plan.stages
+    )
+    return plan.model_copy(update={"stages": stages})
 
 
 def _narrower(outcome: Outcome, found: SearchResult, opened: SearchResult) -> Outcome:
