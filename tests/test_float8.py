@@ -11,12 +11,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.executor import Trainer, parallelize
 from meshwright.executor.parallel import float8
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.planner.solve.space import Space
+from meshwright.profiler.machine.cluster import cluster_of, load_device
 from support import slow
+from support.exported import mixture
 from support.ranks import run_ranks
 from support.same_numbers import (
     GLOBAL_BATCH,
     MAX_NORM,
     SEED,
+    SEQ_LEN,
     Case,
     adamw,
     loss,
@@ -134,3 +140,18 @@ def test_what_cannot_run_in_fp8_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     tensor = plan_of(Case("llama", tensor=2, precision="fp8"), profile_of("llama"))
     with pytest.raises(ValueError, match="precision fp8 with tensor parallelism, which is priced, not run yet"):
         parallelize(loaded_model("llama").build, tensor, adamw, loss=loss)
+
+
+def test_only_what_runs_in_fp8_is_searched() -> None:
+    training = TrainingSpec(global_batch=8, seq_len=SEQ_LEN, precision="fp8")
+    hosts = cluster_of(load_device("h100-80gb"), 4)
+
+    space = Space(profile_of("llama"), hosts, training, Pins())
+    experts = Space(mixture(), hosts, training, Pins())
+
+    assert {split.tensor for split in space.splits()} == {1}
+    assert any("tensor parallelism cuts are run in bf16 only" in rule for rule in space.rejected)
+    assert list(experts.splits()) == []
+    assert any("experts that share one tensor are run in bf16 only" in rule for rule in experts.rejected)
+    elsewhere = training.model_copy(update={"software": "megatron-core"})
+    assert {split.tensor for split in Space(profile_of("llama"), hosts, elsewhere, Pins()).splits()} != {1}

@@ -27,6 +27,7 @@ class Precision(StrEnum):
 
     BF16 = "bf16"
     FP32 = "fp32"
+    FP8 = "fp8"
 
 
 class Optimizer(StrEnum):

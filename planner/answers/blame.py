@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 
 from ...profiler.machine.cluster import ClusterSpec
 from ...profiler.model.model_profile import ModelProfile
-from ..plan.legality import expert_rule, held_together, pipeline_rule, sharding_rule, stage_starts, tensor_rule
+from ..plan.legality import (
+    expert_rule,
+    fp8_rule,
+    held_together,
+    pipeline_rule,
+    sharding_rule,
+    stage_starts,
+    tensor_rule,
+)
 from ..plan.pin_texts import in_words
 from ..plan.pins import Pins
 from ..plan.setups import nearest_divisors
@@ -71,8 +79,10 @@ def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins) -> str 
                 f"{left.schedule} on {ranks} pipeline ranks takes at least {stages} stages, and the model can be cut "
                 f"into {places}{held_together(profile)}"
             )
-    if left.tensor not in (None, 1) and (by_tensor := tensor_rule(profile, left.tensor)) is not None:
-        return by_tensor
+    if left.tensor not in (None, 1):
+        by_tensor = tensor_rule(profile, left.tensor) or fp8_rule(profile, training, left.tensor)
+        if by_tensor is not None:
+            return by_tensor
     shards = any(pin not in (None, 1) for pin in (left.data_shard, left.tensor, left.context))
     return sharding_rule(profile, training.precision) if shards else None
 

@@ -9,7 +9,7 @@ from ...profiler.model.model_profile import LayerClass, LayerProfile, ModelProfi
 from .document import ContextKind, Recompute, parts_of
 from .module_list_experts import listed_experts
 from .shape import Shape
-from .training import Precision, TrainingSpec
+from .training import COMPILING, REFERENCE, Precision, TrainingSpec
 
 
 def divides(cut: TensorCut, tensor: int) -> bool:
@@ -79,6 +79,16 @@ def tensor_rule(profile: ModelProfile, tensor: int) -> str | None:
         return None
     smaller = any(undivided(cuts, part) is None for part in divisors(tensor) if part > 1)
     return whole if smaller or not any(divides(cut, tensor) for _, cut in cuts) else None
+
+
+def fp8_rule(profile: ModelProfile, training: TrainingSpec, tensor: int) -> str | None:
+    """The rule that excludes a tensor degree, or any, because the executor does not run it in fp8; None if it does, or
+    if other software is planned for."""
+    if training.precision != "fp8" or training.software not in (REFERENCE, COMPILING):
+        return None
+    if has_experts(profile):
+        return "fp8: experts that share one tensor are run in bf16 only; plan with --precision bf16"
+    return "fp8: linear layers that tensor parallelism cuts are run in bf16 only" if tensor > 1 else None
 
 
 def inner_cuts(profile: ModelProfile) -> list[tuple[str, TensorCut]]:

@@ -21,6 +21,7 @@ from ..plan.legality import (
     context_rule,
     divisors,
     expert_rule,
+    fp8_rule,
     has_experts,
     has_sequence_attention,
     micro_batch_rule,
@@ -235,7 +236,7 @@ class Space:
         for tensor in divisors(num_devices):
             if not self.pins.allows("tensor", tensor):
                 continue
-            by_tensor = tensor_rule(self.profile, tensor)
+            by_tensor = tensor_rule(self.profile, tensor) or fp8_rule(self.profile, self.training, tensor)
             for context in self._contexts(num_devices // tensor):
                 modes = [s for s in (False, True)[: 1 + (tensor > 1)] if self.pins.splits_sequences(tensor, s, context)]
                 if not modes:
