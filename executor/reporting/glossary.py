@@ -89,6 +89,12 @@ TERMS = (
     ),
     Term("bubble", "Time in which a pipeline rank has nothing to compute: at the start and the end of a step."),
     Term(
+        "offload",
+        "Kept in the host's memory instead of the GPU's, and brought back in time: what layers keep for backward, or "
+        "the optimizer, whose step is done there, too.",
+        ("in host memory",),
+    ),
+    Term(
         "recompute",
         "Activation checkpointing: what backward needs is not kept but computed again. full: the whole layer; "
         "selective: all but matmuls and attention; attention: its scores only; parts: named submodules.",
