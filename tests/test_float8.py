@@ -127,6 +127,23 @@ def test_fp8_is_not_bf16() -> None:
     assert rough != pytest.approx(fine, rel=1e-4)
 
 
+def test_layers_stay_the_objects_that_they_are() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    first, weight, seen = model[0], model[0].weight, []
+    first.register_forward_hook(lambda *_: seen.append(1))
+
+    float8.linear_in_float8(model)
+
+    from torchao.float8.float8_linear import Float8Linear
+
+    assert [isinstance(layer, Float8Linear) for layer in model] == [True, False, False]  # 8 is not a multiple of 16
+    assert model[0] is first
+    assert model[0].weight is weight
+    model(torch.randn(4, 32)).sum().backward()
+    assert seen == [1]
+    assert weight.grad is not None
+
+
 def test_what_cannot_run_in_fp8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(Case("llama", precision="fp8"), profile_of("llama"))
     with monkeypatch.context() as without:

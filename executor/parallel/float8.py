@@ -3,8 +3,6 @@
 Parameters, gradients and the optimizer's state are those of bf16 training, and so is all but these products.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -36,15 +34,17 @@ def check_float8(device: torch.device) -> None:
 
 
 def linear_in_float8(module: nn.Module) -> None:
-    """Give every linear layer inside of a module its products in fp8, where their sizes allow it; parameters stay the
-    same objects. Others, and subclasses of nn.Linear, stay as they are."""
+    """Give every linear layer inside of a module its products in fp8, where their sizes allow it. Layers and parameters
+    stay the same objects, hooks with them, whoever else holds them; subclasses of nn.Linear stay as they are."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    def fits(inner: nn.Module, name: str) -> bool:
-        return type(inner) is nn.Linear and inner.in_features % ALIGNED == inner.out_features % ALIGNED == 0
+    layers = [inner for inner in module.modules() if type(inner) is nn.Linear and _fits(inner)]
+    made = nn.ModuleList(layers)
+    convert_to_float8_training(made, config=Float8LinearConfig(emulate=EMULATED))
+    for layer, in_float8 in zip(layers, made, strict=True):
+        layer.__class__ = type(in_float8)  # type: ignore[assignment]
+        vars(layer).update({name: value for name, value in vars(in_float8).items() if name not in vars(layer)})
 
-    convert_to_float8_training(module, module_filter_fn=fits, config=_config(Float8LinearConfig))
 
-
-def _config(make: Any) -> Any:
-    return make(emulate=EMULATED)
+def _fits(layer: nn.Linear) -> bool:
+    return layer.in_features % ALIGNED == 0 == layer.out_features % ALIGNED
