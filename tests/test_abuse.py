@@ -9,6 +9,7 @@ from benchmarks.abuse import outcomes
 from benchmarks.abuse.generate import Tree, draw, file_of, loaded
 from benchmarks.abuse.outcomes import FAILURES, Outcome
 from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 
 
 def test_trees_are_the_same_from_run_to_run_and_come_back_from_text() -> None:
@@ -47,3 +48,23 @@ def test_a_minimal_file_is_a_model_file(tmp_path: Path) -> None:
 
     shapes = {name: p.shape for name, p in loaded(draw(3)).build().named_parameters()}
     assert {name: p.shape for name, p in built.named_parameters()} == shapes
+
+
+def test_what_trains_in_pytorch_is_not_refused_by_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: LoadedModel) -> None:
+        raise ValueError(f"{model.name} does not run")
+
+    monkeypatch.setattr(outcomes, "trace", refuse)
+
+    well = next(outcomes.outcomes(Tree(1, ("linear",), (0,))))
+    unwell = next(outcomes.outcomes(Tree(1, ("linear",), (0,), hooks=((0, "backward"),), writes=(0,))))
+
+    assert (well.kind, unwell.kind) == ("failed", "refused")
+
+
+def test_backward_hooks_are_planned() -> None:
+    tree = Tree(1, ("linear", "mlp"), (0, 1), hooks=((0, "backward"), (1, "backward")))
+
+    found = list(outcomes.outcomes(tree, plans=1))
+
+    assert [outcome.kind for outcome in found] == ["verified"]

@@ -14,7 +14,7 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
-from meshwright.profiler.model.loaded import LoadedModel
+from meshwright.profiler.model.loaded import LoadedModel, split_inputs
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 
@@ -93,9 +93,23 @@ def _profiled(tree: Tree) -> ModelProfile | Outcome:
     try:
         return trace(loaded(tree))
     except ValueError as error:
+        if trains_alone(loaded(tree)):
+            return Outcome(tree, {}, "failed", f"PyTorch trains it on one device, and the profiler says: {error}")
         return Outcome(tree, {}, "refused", str(error))
     except Exception:
         return Outcome(tree, {}, "traceback", traceback.format_exc())
+
+
+def trains_alone(model: LoadedModel) -> bool:
+    """Whether plain PyTorch takes the model forward and backward on one batch."""
+    module, batch = model.build(), model.batch(GLOBAL_BATCH)
+    try:
+        args, kwargs = split_inputs(module, batch, model.loss is not None)
+        output = module(*args, **kwargs)
+        (output if model.loss is None else model.loss(output, batch)).backward()
+    except Exception:
+        return False
+    return True
 
 
 def _outcome(tree: Tree, profile: ModelProfile, pins: dict[str, Any]) -> tuple[Outcome, SearchResult | None]:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -30,7 +31,8 @@ class Producers(TorchFunctionMode):
     "make_mask.expand". Functions inside layer modules are never
     counted, so the names stay the same when layer modules are swapped for stubs that return tensors of equal structure.
     Modules without parameters (rotary tables, dropout) are not layer modules: what they call is glue. So is a custom
-    torch.autograd.Function, under the name of its class: what its forward calls belongs to it.
+    torch.autograd.Function, under the name of its class: what its forward calls belongs to it. The one that a module's backward hooks
+    are made of returns its inputs, and torch looks at what it returned: it is no producer.
 
     replace: may put another tensor in place of any produced one; it works above autograd, so gradients reach it. What a
         function has written into stays the same tensor, and gets the other's numbers: the model may go on with it
@@ -124,7 +126,7 @@ class Producers(TorchFunctionMode):
 
     def _applied(self, function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         apply = self._apply.__get__(None, function)
-        if self._depth:
+        if self._depth or function is BackwardHookFunction:
             return apply(*args, **kwargs)
         name = function.__name__
         self._start("glue", name)
