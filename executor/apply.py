@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from ..planner.cost.sharding import shard_dim
 from ..planner.plan.document import LayerPlan, Plan
 from ..profiler.model.building import in_training, is_lazy, on_meta, with_dense_gradients, without_compiler
+from ..profiler.model.held_tensors import whole_because
 from ..profiler.model.loaded import without_cache
 from ..profiler.semantics.token_marks import unseen
 from .parallel.casts import Casts
@@ -132,6 +133,8 @@ def build_on_meta(model_fn: Callable[[], nn.Module], plan: Plan) -> nn.Module:
             "one forward in the function that builds the model, before it returns"
         )
     check_model(model, plan)
+    if (why := whole_because(model)) and mechanism(plan) in ("fsdp", "cast"):
+        raise ValueError(f"the plan shards parameters, but {why}; plan the model again, as it is now")
     return model
 
 

@@ -5,6 +5,7 @@ enough. The plan is scaled with it: cuts in proportion, every kind of parallelis
 """
 
 import json
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -217,7 +218,7 @@ def beside_one_process(
     if not training.dropout:
         report = replace(report, splitting=_splitting(expected, loaded, plan, batches[0], timeout_s))
     if expected.evaluated is None:
-        alone = "it is not evaluated: its forward differentiates itself, which evaluation without gradients lets none"
+        alone = "it is not evaluated: its forward asks for gradients, and evaluation has none"
         report = replace(report, notes=(*report.notes, alone))
     if expected.drew:
         report = replace(report, notes=(*report.notes, "random numbers are one and the same in all runs"))
@@ -613,8 +614,8 @@ def _masks_of_one_process(plan: Plan, replicas: Sequence[nn.Module]) -> RandomNu
 
 @torch.no_grad()
 def _evaluated(replicas: Sequence[nn.Module], loaded: LoadedModel, shares: Sequence[Sequence[Any]]) -> float | None:
-    """Mean loss of a batch in evaluation mode, None where the forward differentiates itself, which no evaluation lets
-    it. shares: [data rank] -> micro-batches."""
+    """Mean loss of a batch in evaluation mode, None where the forward asks for gradients, of which there are none then.
+    shares: [data rank] -> micro-batches."""
     total, count = 0.0, 0.0
     for i, share in enumerate(shares):
         model = replicas[i % len(replicas)].eval()
@@ -623,7 +624,7 @@ def _evaluated(replicas: Sequence[nn.Module], loaded: LoadedModel, shares: Seque
             try:
                 loss = float(_loss(model, loaded, part))
             except RuntimeError as error:
-                if "require grad" not in str(error):
+                if not re.search(r"requires?[ _]grad", str(error)):
                     raise
                 return None
             total, count = total + weight * loss, count + weight

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ...planner.plan.document import Plan
+from ...profiler.model.held_tensors import HeldTensors
 from ...profiler.model.model_profile import CrossingTensor
 
 STALE = "the model is not the one the plan was made for; make the plan again"
@@ -52,39 +53,49 @@ def check_partition(model: nn.Module, plan: Plan) -> None:
 class Placeholders:
     """Attributes that stand where parameters and buffers of other stages were; they take no memory."""
 
-    def __init__(self) -> None:
-        self._places: list[tuple[nn.Module, str, torch.Tensor]] = []
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._places: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
 
     def put(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         """Take the parameter or buffer `name` out of a module, and leave something of its shape."""
-        self._places.append((module, name, torch.empty_like(tensor, device="meta", requires_grad=False)))
+        like = torch.empty_like(tensor, device="meta", requires_grad=False)
+        self._places.append((module, name, like, tensor))
         module._parameters.pop(name, None)
         module._buffers.pop(name, None)
-        module.__dict__[name] = self._places[-1][2]
+        module.__dict__[name] = like
 
     def move(self, device: torch.device) -> None:
-        """Make them on a device."""
-        for module, name, like in self._places:
-            module.__dict__[name] = torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+        """Make them on a device, also where else the model holds what they stand for."""
+        instead: dict[int, torch.Tensor] = {}
+        for module, name, like, tensor in self._places:
+            instead[id(tensor)] = torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+            module.__dict__[name] = instead[id(tensor)]
+        HeldTensors(lambda place, tensor: instead.get(id(tensor), tensor)).enter(self._root)
 
     def answer_for(self, module: nn.Module) -> None:
         """Let a module that lost all its parameters still tell its dtype and device, as models ask themselves."""
-        names = {place: name for place, name, _ in self._places}
+        names = {place: name for place, name, *_ in self._places}
         inside = next(m for m in module.modules() if m in names)
         module.__dict__["parameters"] = lambda recurse=True: iter([inside.__dict__[names[inside]]])
 
 
 def strip(model: nn.Module, own: set[str], foreign: tuple[str, ...]) -> Placeholders:
     """Take everything out of the model that belongs to other stages."""
-    placeholders = Placeholders()
+    placeholders = Placeholders(model)
+
+    def is_foreign(name: str) -> bool:
+        return any(name == f or name.startswith(f + ".") for f in foreign)
+
+    shared = {id(b) for name, m in model.named_modules() if not is_foreign(name) for b in m._buffers.values()}
     had_parameters = [module for module in model.modules() if next(module.parameters(), None) is not None]
     for prefix, module in list(model.named_modules()):
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and (f"{prefix}.{name}" if prefix else name) not in own:
                 placeholders.put(module, name, parameter)
-        if any(prefix == f or prefix.startswith(f + ".") for f in foreign):
+        if is_foreign(prefix):
             for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
+                if buffer is not None and id(buffer) not in shared:
                     placeholders.put(module, name, buffer)
     for module in had_parameters:
         if next(module.parameters(), None) is None:

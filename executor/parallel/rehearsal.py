@@ -3,7 +3,7 @@ crosses the cuts."""
 
 import copy
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +17,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from ...planner.plan.document import Plan
 from ...profiler.model.building import replace_tensors
@@ -170,12 +172,23 @@ class Rehearsal:
             if context is not None:
                 context.leave_alone(model, self._expert_modules)
                 tokens = context.rehearsal()
-            with tokens, autocast, Producers(model, self._layer_modules, on_produced=notes.tensor):
+            with tokens, autocast, _WithoutGradients(), Producers(model, self._layer_modules, on_produced=notes.tensor):
                 model(*args, **kwargs)
             if context is not None and isinstance(tokens, TokenSlices) and not tokens.started:
                 raise context.other_length()
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         return replace(notes.seen(), writes_batch=any(leaf._version > 0 for leaf in given))
+
+
+class _WithoutGradients(TorchFunctionMode):
+    """Lets a forward hook itself onto gradients that there are none of."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.register_hook:
+            return RemovableHandle(OrderedDict())
+        return None if func is torch.Tensor.retain_grad else func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...profiler.model.building import parameters_on_meta, tensors_of
+from ...profiler.model.building import parameters_on_meta
+from ...profiler.model.held_tensors import HeldTensors, keep_hooks
 from ..parallel.expert import HeldExperts
 from ..parallel.tensor_layout import ParameterCut
 from ..torch_compat import replaced_truncated_normal
@@ -35,14 +36,14 @@ _MAKERS = ("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn")
 class Values:
     """Initial values by original name: every rank can ask for any of them, and gets the same.
 
-    attributes: what else holds tensors in a module (also lists, tuples and dicts of some), by its name there.
+    attributes: what else a model holds, by its place (see HeldTensors).
     blocks: a parameter's rows of a range, in order, in tensors that need not all be there at once; None: as slices of
     the whole.
     """
 
     parameter: Callable[[str], torch.Tensor]
     buffer: Callable[[str], torch.Tensor]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, torch.Tensor] = field(default_factory=dict)
     blocks: Callable[[str, range], Iterator[torch.Tensor]] | None = None
 
     def rows(self, name: str, rows: range) -> Iterator[torch.Tensor]:
@@ -114,17 +115,25 @@ def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: se
     return Values(parameter, others.buffer, others.attributes)
 
 
-def _without_parameters(model_fn: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _without_parameters(model_fn: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(buffers, attributes) of a model whose parameters take no memory."""
     with parameters_on_meta(), torch.device("cpu"):
         model = model_fn()
     return dict(model.named_buffers(remove_duplicate=False)), _attributes(model)
 
 
-def _attributes(model: nn.Module) -> dict[str, Any]:
-    """What holds tensors in a model beside parameters and buffers: "module.attribute" -> it."""
-    names = {id(module.__dict__): f"{name}." if name else "" for name, module in model.named_modules()}
-    return {names[id(where)] + name: value for where, name, value in tensors_of(model) if id(where) in names}
+def _attributes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a model holds beside parameters and buffers, by its place (see HeldTensors)."""
+    named = {id(t) for t in chain(model.parameters(), model.buffers())}
+    found: dict[str, torch.Tensor] = {}
+
+    def note(place: str, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in named:
+            found[place] = tensor.detach()
+        return tensor
+
+    HeldTensors(note).enter(model)
+    return found
 
 
 @dataclass(frozen=True)
@@ -324,13 +333,13 @@ class Materialiser:
         self._experts = experts
         self._names = {id(p): n for n, p in stage.named_parameters()}
         self._buffer_names = {id(b): n for n, b in stage.named_buffers()}
-        self._module_names = {id(m): f"{n}." if n else "" for n, m in stage.named_modules()}
         self._values = values
         self._cuts = cuts
         self._tensor_rank = tensor_rank
         self._device = device
-        self._made: dict[int, nn.Parameter] = {}
-        self._meta: list[nn.Parameter] = []
+        self._made: dict[int, torch.Tensor] = {}
+        self._meta: list[torch.Tensor] = []
+        HeldTensors(self._held).enter(stage)
 
     def __call__(self, modules: Iterable[nn.Module]) -> None:
         """Materialise what is on the meta device in these modules; parameters that were one object stay one."""
@@ -338,20 +347,24 @@ class Materialiser:
             for submodule in module.modules():
                 self._parameters(submodule)
                 self._buffers(submodule)
-                self._attributes(submodule)
 
     def _parameters(self, module: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                if id(parameter) not in self._made:
-                    self._meta.append(parameter)  # keeps the id from being given to another object
-                    self._made[id(parameter)] = self._make(parameter)
-                module._parameters[name] = self._made[id(parameter)]
+                module._parameters[name] = self._once(parameter, self._make)  # type: ignore[assignment]
+
+    def _once(self, tensor: torch.Tensor, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            self._meta.append(tensor)  # keeps the id from being given to another object
+            self._made[id(tensor)] = make(tensor)
+        return self._made[id(tensor)]
 
     def _make(self, parameter: nn.Parameter) -> nn.Parameter:
         name = self._names[id(parameter)]
         made = self._own_rows(name, parameter) if parameter.dim() else self._on_device(self._values.parameter(name))
-        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+        made = nn.Parameter(made, requires_grad=parameter.requires_grad)
+        keep_hooks(parameter, made)
+        return made
 
     def _own_rows(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         """What this rank holds of a parameter; of one whose values come in blocks, one block lies beside it."""
@@ -375,16 +388,22 @@ class Materialiser:
     def _on_device(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(device=self._device, copy=True, memory_format=torch.contiguous_format)
 
-    def _attributes(self, module: nn.Module) -> None:
-        """Plain tensors that the constructor has made; what a stage keeps of others' parameters is left alone."""
-        prefix = self._module_names.get(id(module), "none of the model's ")
-        for name in [name for name in module.__dict__ if prefix + name in self._values.attributes]:
-            module.__dict__[name] = tree_map(self._attribute, self._values.attributes[prefix + name])
-
-    def _attribute(self, leaf: Any) -> Any:
-        return self._on_device(leaf.detach()) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
-
     def _buffers(self, module: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = self._values.buffer(self._buffer_names[id(buffer)]).to(self._device, copy=True)
+                module._buffers[name] = self._once(buffer, self._buffer)
+
+    def _buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        return self._values.buffer(self._buffer_names[id(buffer)]).to(self._device, copy=True)
+
+    def _held(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor that is kept elsewhere: the parameter or buffer that it is, or what the constructor
+        has made; what a stage keeps of others' parameters is left alone."""
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) in self._names:
+            return self._once(tensor, self._make)
+        if id(tensor) in self._buffer_names:
+            return self._once(tensor, self._buffer)
+        made = self._values.attributes.get(place)
+        return tensor if made is None or made.is_meta else self._once(tensor, lambda _: self._on_device(made))

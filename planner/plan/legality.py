@@ -242,14 +242,17 @@ def pipeline_rule(profile: ModelProfile, pipeline: int, most_stages: int) -> str
 
 
 def held_together(profile: ModelProfile) -> str:
-    """The weight that keeps most layers on one stage, in words to follow a rule; "" if there is none."""
+    """What keeps most layers on one stage, a weight or the forward itself, in words to follow a rule; "" if nothing."""
+    joined = [note for note in profile.notes if note.endswith(("is one layer", "are one layer"))]
+    if whole := [note for note in joined if note.endswith("so all of it is one layer")]:
+        return f": {whole[0]}"
     readers: dict[str, list[int]] = {}
     for place, layer in enumerate(profile.layers):
         for name in layer.parameters:
             readers.setdefault(name, []).append(place)
     name, places = max(readers.items(), key=lambda item: item[1][-1] - item[1][0], default=("", [0]))
     if places[0] == places[-1]:
-        return ""
+        return f": {joined[0]}" if joined else ""
     first, last = (profile.layers[place].name for place in (places[0], places[-1]))
     return (
         f": {name} is read by {first} and by {last}, so one stage has both and all between them; two modules whose "
@@ -272,7 +275,10 @@ def micro_batch_rule(profile: ModelProfile, data: int, count: int, pinned: bool)
 
 def zero_bubble_rule(profile: ModelProfile, training: TrainingSpec) -> str | None:
     """The rule that excludes zero-bubble schedules, or None if they are legal: gradients of weights that several layers
-    read come at several times then, and fully_shard finds some in fp32 and some in bf16 (seen in torch 2.13)."""
+    read come at several times then, and fully_shard finds some in fp32 and some in bf16 (seen in torch 2.13). They go
+    through a stage twice, once for its input and once for its weights."""
+    if profile.hooks_gradients:
+        return "zero-bubble schedules would call a layer's hooks on gradients (register_hook) twice"
     if training.is_mixed and shares_weights(profile):
         return "zero-bubble schedules run layers that share weights in fp32 only"
     return None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._pytree import tree_map
+
+from .held_tensors import HeldTensors, keep_hooks
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -61,46 +62,29 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def replace_tensors(root: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put what `make` gives in the place of every tensor of a module: parameters, buffers, and attributes, also those
-    in lists, tuples and dicts. What was one tensor stays one."""
+    """Put what `make` gives in the place of every tensor of a module: parameters, buffers, and all else that it holds.
+    What was one tensor stays one, and gradients go to the same hooks."""
     twins: dict[int, torch.Tensor] = {}
-    kept = []
+    kept: list[torch.Tensor] = []
 
-    def twin(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def twin(leaf: torch.Tensor) -> torch.Tensor:
         if id(leaf) not in twins:
-            kept.append(leaf)  # so that no other gets its id
             made = make(leaf)
-            is_parameter = isinstance(leaf, nn.Parameter) and not isinstance(made, nn.Parameter)
-            twins[id(leaf)] = nn.Parameter(made, leaf.requires_grad) if is_parameter else made
+            if isinstance(leaf, nn.Parameter) and not isinstance(made, nn.Parameter):
+                made = nn.Parameter(made, leaf.requires_grad)
+            if made.is_meta and made is not leaf:
+                keep_hooks(leaf, made)
+            kept.extend((leaf, made))  # so that no others get their ids
+            twins[id(leaf)] = twins[id(made)] = made
         return twins[id(leaf)]
 
-    for tensors, name, value in tensors_of(root):
-        tensors[name] = twin(value) if isinstance(value, torch.Tensor) else tree_map(twin, value)
-
-
-def tensors_of(root: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """(where, name, value) of all that holds tensors in a module: value is one, or a list, tuple or dict of some."""
-    found: list[tuple[dict[str, Any], str, Any]] = []
+    HeldTensors(lambda place, tensor: twin(tensor)).enter(root)
     for module in root.modules():
-        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in places:
             for name, value in list(tensors.items()):
-                if isinstance(value, torch.Tensor) or (name not in OF_MODULES and holds_tensors(value)):
-                    found.append((tensors, name, value))
-    return found
-
-
-OF_MODULES = frozenset(nn.Module().__dict__)
-"""Attributes that torch gives every module."""
-
-
-def holds_tensors(value: Any) -> bool:
-    """Whether it is a list, tuple or dict with tensors inside."""
-    if isinstance(value, list | tuple):
-        return any(isinstance(x, torch.Tensor) or holds_tensors(x) for x in value)
-    return isinstance(value, dict) and any(isinstance(x, torch.Tensor) or holds_tensors(x) for x in value.values())
+                if value is not None:
+                    tensors[name] = twin(value)
 
 
 def _without_numbers(module: nn.Module) -> nn.Module:

@@ -10,8 +10,8 @@ where the fewest bytes cross.
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -88,6 +88,8 @@ class LayerChain:
     notes: tuple[str, ...]
     sharding_problem: str = ""
     """Why fully_shard cannot take its modules."""
+    hooks_gradients: bool = False
+    """Whether layers put hooks on gradients that they compute."""
     hookless: bool = False
     """Whether what is saved for backward cannot be watched: torch.func.grad takes no hooks on saved tensors."""
 
@@ -163,7 +165,7 @@ def _observe(
             watch = ChainWatch(fake, units, most_operators)
             swaps = patch.object(stateless, "_functional_call", _noting_swaps(stateless._functional_call, watch))
             grads = patch.object(torch.autograd, "grad", _noting(torch.autograd.grad, watch))
-            with watch, watch.producers, grads, swaps:
+            with watch, watch.producers, grads, swaps, _noting_hooks(watch):
                 loss = fake.loss(batch, before_loss=watch.start_loss)
             if watch.inputs.overwrites and (not saves or any(x._version != version for x, version in saved)):
                 _check_backward(fake, loss)
@@ -219,6 +221,27 @@ def _noting_swaps(call: Callable[..., Any], watch: ChainWatch) -> Callable[..., 
         return call(*args, **kwargs)
 
     return noted
+
+
+@contextmanager
+def _noting_hooks(watch: ChainWatch) -> Iterator[None]:
+    """Tensor.register_hook and .retain_grad, noted as acts of the model: inside a layer or between layers."""
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(tensor: torch.Tensor, *args: Any) -> Any:
+            if watch.producers.depth:
+                watch.inputs.hooks_inside |= bool(args)
+            else:
+                watch.inputs.hooks_between = True
+            return original(tensor, *args)
+
+        return noted
+
+    with (
+        patch.object(torch.Tensor, "register_hook", noting(torch.Tensor.register_hook)),
+        patch.object(torch.Tensor, "retain_grad", noting(torch.Tensor.retain_grad)),
+    ):
+        yield
 
 
 def _opened_in_vain(fake: FakeModel, chain: LayerChain) -> frozenset[str]:
@@ -299,11 +322,18 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
     if watch.inputs.transforms and len(spans) > 1:
         spans = _joined(spans, spans[0][0], spans[-1][1])
         notes.append("the forward differentiates or maps itself (autograd.grad, torch.func), so all of it is one layer")
+    if watch.inputs.hooks_between and len(spans) > 1:
+        spans = _joined(spans, spans[0][0], spans[-1][1])
+        notes.append(
+            "the forward hooks itself onto gradients between layers (register_hook), so all of it is one layer"
+        )
+    spans = _collapse_hooked(root, watch, spans, notes)
     crossings = _crossings(watch, spans)
     layers = _layers(root, units, watch, spans, notes)
     graph = wired(len(layers), ((c.made_by, c.used_by, c.num_bytes) for c in crossings))
     problem = _sharding_problem(fake, watch, layers)
     chain = LayerChain(units, layers, crossings, graph, (), watch.shapes, tuple(notes), problem)
+    chain = replace(chain, hooks_gradients=watch.inputs.hooks_inside)
     parameters = dict(root.named_parameters(remove_duplicate=False))
     signatures = tuple(_signature(root, parameters, events, chain, index) for index in range(len(layers)))
     return replace(chain, signatures=signatures)
@@ -335,6 +365,8 @@ def _read_early(root: nn.Module, events: list[CallEvent], layers: tuple[Layer, .
 
 def _sharding_problem(fake: FakeModel, watch: ChainWatch, layers: tuple[Layer, ...]) -> str:
     """Why fully_shard cannot take the model's modules; '' if it can."""
+    if fake.whole_because:
+        return fake.whole_because
     if watch.inputs.differentiates:
         return "the forward calls torch.autograd.grad, for which fully_shard does not gather parameters again"
     if watch.inputs.swaps:
@@ -423,6 +455,26 @@ def _span_of(spans: list[tuple[int, int]], event: int) -> int:
 def _joined(spans: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
     start, end = _span_of(spans, first), _span_of(spans, last)
     return [*spans[:start], (spans[start][0], spans[end][1]), *spans[end + 1 :]]
+
+
+def _collapse_hooked(
+    root: nn.Module, watch: ChainWatch, spans: list[tuple[int, int]], notes: list[str]
+) -> list[tuple[int, int]]:
+    """What a module with backward hooks returns is known to a stage before torch puts them onto it: join the layers
+    that it would cross between."""
+    if not any(map(_has_backward_hooks, root.modules())):
+        return spans
+    for crossing in _crossings(watch, spans):
+        kind, name = crossing.producer.kind, crossing.producer.name
+        if kind == "module" and _has_backward_hooks(root.get_submodule(name)):
+            spans = _joined(spans, spans[crossing.made_by][0], spans[max(crossing.used_by)][1])
+            notes.append(f"{name} has hooks on its backward, so it and what reads its output are one layer")
+            return _collapse_hooked(root, watch, spans, notes)
+    return spans
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _crossings(watch: ChainWatch, spans: list[tuple[int, int]]) -> tuple[Crossing, ...]:

@@ -128,6 +128,10 @@ class Inputs:
         """Whether it puts tensors in the place of a module's parameters."""
         self.differentiates = False
         """Whether it does so by torch.autograd.grad."""
+        self.hooks_inside = False
+        """Whether a layer puts hooks on gradients of its own."""
+        self.hooks_between = False
+        """Whether what lies between layers does."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .batches import named_tensors
-from .building import OF_MODULES, holds_tensors, in_training, on_meta
+from .building import in_training, on_meta
 from .gpu_kernel_emulation import LeanFakeMode, as_on_gpu
+from .held_tensors import HeldTensors, whole_because
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
 from .loaded import Batch, LoadedModel, place_of, split_inputs
 from .model_profile import BufferProfile
@@ -48,6 +49,8 @@ class FakeModel:
     """(where, name, tensor): what stands in for a tensor that is no parameter, in the dtype that it has by itself."""
     trained_as: tuple[tuple[str, torch.dtype], ...] = ()
     """(name, dtype) of the first trained parameter of each dtype that the model gives its parameters."""
+    whole_because: str = ""
+    """Why some parameter must stay whole, in words: it is held elsewhere, too, or its gradient has a hook."""
     knows_layout: bool = False
     """Whether the integers of a batch, and what the batch function says is layout, keep their numbers, and all that is
     computed of nothing else: what the model decides by them it decides as it does with real tensors."""
@@ -144,10 +147,10 @@ def fake_model(loaded: LoadedModel, dtype: torch.dtype, knows_layout: bool = Fal
     """The model built on the meta device and turned into fake CPU tensors, in training mode."""
     mode = LeanFakeMode(allow_non_fake_inputs=True)
     module = on_meta(loaded.build)
-    listed, trained_as = _buffers(module), _trained_as(module)
+    listed, trained_as, whole = _buffers(module), _trained_as(module), whole_because(module)
     uncast = _to_fake(module, mode, dtype)
     knows_layout = knows_layout or bool(loaded.layout) or bool(loaded.choices)
-    return FakeModel(loaded, in_training(module), mode, dtype, listed, uncast, trained_as, knows_layout)
+    return FakeModel(loaded, in_training(module), mode, dtype, listed, uncast, trained_as, whole, knows_layout)
 
 
 def real_model(loaded: LoadedModel) -> FakeModel:
@@ -155,8 +158,16 @@ def real_model(loaded: LoadedModel) -> FakeModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = loaded.build()
-    listed, trained_as = _buffers(module), _trained_as(module)
-    return FakeModel(loaded, in_training(module.float()), None, torch.float32, listed, trained_as=trained_as)
+    listed, trained_as, whole = _buffers(module), _trained_as(module), whole_because(module)
+    return FakeModel(
+        loaded,
+        in_training(module.float()),
+        None,
+        torch.float32,
+        listed,
+        trained_as=trained_as,
+        whole_because=whole,
+    )
 
 
 def _buffers(module: nn.Module) -> tuple[BufferProfile, ...]:
@@ -201,30 +212,30 @@ def _to_fake(
     """Replace all tensors of the module in place; Module.to_empty would untie shared parameters. See FakeModel.uncast
     for what comes back."""
     twins: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in twins:
             to = dtype if tensor.is_floating_point() else tensor.dtype
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=to, device="cpu")
-            twins[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if _is_parameter(tensor) else made
+            if _is_parameter(tensor):
+                made = nn.Parameter(made, tensor.requires_grad)
+            kept.extend((tensor, made))  # so that no others get their ids
+            twins[id(tensor)] = twins[id(made)] = made
         return twins[id(tensor)]
 
-    kept: list[Any] = []
     uncast = []
     with mode:
         for module in root.modules():
-            places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+            places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
             for tensors in places:
                 for name, value in list(tensors.items()):
-                    if holds_tensors(value) and name not in OF_MODULES:
-                        kept.append(value)
-                        tensors[name] = tree_map(lambda x: twin(x) if isinstance(x, torch.Tensor) else x, value)
                     if isinstance(value, torch.Tensor):
-                        kept.append(value)
                         tensors[name] = twin(value)
                         if value.is_floating_point() and value.dtype != dtype and not _is_parameter(value):
                             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
                             uncast.append((tensors, name, made))
+        HeldTensors(lambda place, tensor: twin(tensor)).enter(root)
     return tuple(uncast)
 
 

@@ -377,6 +377,7 @@ class ModelProfile(Document):
         default=1, description="samples; batch norm over single values takes no fewer than 2"
     )
     sharding_problem: str = Field(default="", description="why fully_shard cannot take its modules")
+    hooks_gradients: bool = Field(default=False, description="layers put hooks on gradients that they compute")
     batch_problem: str = Field(
         default="", description="why a batch cannot be cut into micro-batches: what in it counts rows of all samples"
     )

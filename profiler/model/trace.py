@@ -268,6 +268,7 @@ def _profile_at(
         batch=batch,
         batch_problem=batch_problem(batch),
         sharding_problem=chain.sharding_problem,
+        hooks_gradients=chain.hooks_gradients,
         returns_loss=loaded.loss is None,
         attention_modules=_attention_modules(chain, found),
         mixed_precision_problem=mixed_precision,
@@ -462,7 +463,7 @@ def _check_complete(fake: FakeModel, layers: Sequence[LayerProfile]) -> None:
 def _fingerprint(profile: ModelProfile) -> str:
     """Hash of what a plan depends on: layers, classes, tensors, ties and batch; not of names, notes or versions."""
     told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
-    told |= {"context_problem", "coupling", "batch_problem", "sharding_problem", "assumes"}
+    told |= {"context_problem", "coupling", "batch_problem", "sharding_problem", "hooks_gradients", "assumes"}
     left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
     kernels: dict[str, Any] = {"operators": {"__all__": {"kernels"}}}  # amounts tell them, too
     each = {"whole": kernels, "tensor": kernels, "sequence": kernels}

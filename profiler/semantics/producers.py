@@ -31,8 +31,9 @@ class Producers(TorchFunctionMode):
     "make_mask.expand". Functions inside layer modules are never
     counted, so the names stay the same when layer modules are swapped for stubs that return tensors of equal structure.
     Modules without parameters (rotary tables, dropout) are not layer modules: what they call is glue. So is a custom
-    torch.autograd.Function, under the name of its class: what its forward calls belongs to it. The one that a module's backward hooks
-    are made of returns its inputs, and torch looks at what it returned: it is no producer.
+    torch.autograd.Function, under the name of its class: what its forward calls belongs to it. The one
+    that a module's backward hooks are made of returns its inputs, and torch looks at what it returned: it is no
+    producer.
 
     replace: may put another tensor in place of any produced one; it works above autograd, so gradients reach it. What a
         function has written into stays the same tensor, and gets the other's numbers: the model may go on with it
@@ -126,8 +127,11 @@ class Producers(TorchFunctionMode):
 
     def _applied(self, function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         apply = self._apply.__get__(None, function)
-        if self._depth or function is BackwardHookFunction:
+        if self._depth:
             return apply(*args, **kwargs)
+        if function is BackwardHookFunction:
+            with self._uncounted():
+                return apply(*args, **kwargs)
         name = function.__name__
         self._start("glue", name)
         with self._uncounted():

@@ -1,0 +1,201 @@
+"""Tensors that a model holds beside its parameters and buffers, and hooks on gradients: found, given their numbers, and
+ruled out where shards would not be they."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.abuse import outcomes
+from benchmarks.abuse.generate import Tree, loaded
+from meshwright.executor.apply import build_on_meta
+from meshwright.executor.state.initialise import Materialiser, initial_values
+from meshwright.planner.answers.search import search
+from meshwright.planner.plan.legality import pipeline_rule, sharding_rule, zero_bubble_rule
+from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.building import on_meta
+from meshwright.profiler.model.held_tensors import HeldTensors, kept_parameters, whole_because
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.trace import trace
+
+
+class Object:
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+
+class Holding(nn.Module):
+    """Holds one constant and one weight in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.rnn = nn.LSTM(4, 4)
+        scale, weight = torch.arange(4.0), self.linear.weight
+        self.register_buffer("held", torch.ones(4))
+        self.plain = scale
+        self.nested = {"a": [(scale, 1), {"b": weight}]}
+        self.closure = lambda x: x * scale @ weight
+        self.partial = partial(torch.mul, scale, other=weight)
+        self.object = Object(scale, [self.held])
+        self.linear.register_forward_hook(lambda module, args, output: output * scale)
+        weight.register_hook(lambda gradient: gradient * scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rnn(x)[0] + self.nested["a"][0][0] + self.nested["a"][1]["b"].sum()
+        x = self.linear(self.closure(x)) + self.object.given[0] + self.object.given[1][0]
+        held: torch.Tensor = self.partial.args[0]
+        return x * held + self.partial.keywords["other"].mean() + self.plain
+
+
+def places(model: nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    HeldTensors(lambda place, tensor: found.setdefault(place, tensor)).enter(model)
+    return found
+
+
+def test_every_way_of_holding_a_tensor_is_found_under_one_name_in_all_builds() -> None:
+    first, second = places(Holding()), places(on_meta(Holding))
+
+    assert list(first) == list(second)
+    assert set(first) == {
+        "plain",
+        "nested.a[0][0]",
+        "nested.a[1].b",
+        "closure.scale",
+        "closure.weight",
+        "partial.args[0]",
+        "partial.other",
+        "object.given[0]",
+        "object.given[1][0]",
+        "linear._forward_hooks(0).scale",
+        "linear.weight(1).scale",
+    }
+
+
+def test_a_stage_has_the_numbers_of_one_process_wherever_they_are_held() -> None:
+    torch.manual_seed(3)
+    expected = Holding()
+    model = on_meta(Holding)
+
+    Materialiser(model, initial_values(Holding, False, 3), {}, 0, torch.device("cpu"))([model])
+
+    assert not any(tensor.is_meta for tensor in places(model).values())
+    assert model.nested["a"][1]["b"] is model.linear.weight  # type: ignore[index]
+    assert model.object.given[1][0] is model.held  # type: ignore[union-attr, index]
+    x = torch.randn(3, 2, 4)
+    for each in (expected, model):
+        each(x).square().sum().backward()
+    assert torch.equal(expected(x), model(x))
+    assert torch.equal(expected.linear.weight.grad, model.linear.weight.grad)  # type: ignore[arg-type, union-attr]
+    assert not model.linear.weight.grad[:, 0].any()  # type: ignore[index, union-attr]
+
+
+def test_recurrent_modules_list_their_weights_by_themselves() -> None:
+    assert kept_parameters(nn.Sequential(nn.LSTM(4, 4), nn.GRU(4, 4))) == []
+    assert whole_because(nn.LSTM(4, 4)) == ""
+
+
+def hooked_late() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
+def test_hooks_after_gradients_are_summed_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"1.weight has a hook for when .*register_hook, or between forward_backward"):
+        whole_because(hooked_late())
+
+
+def profiled(*blocks: str, **told: Any) -> ModelProfile:
+    return trace(loaded(Tree(1, blocks, tuple(range(len(blocks))), **told)))
+
+
+@pytest.mark.parametrize(
+    ("habit", "words"),
+    [
+        ("masked weight", "the gradient of blocks.1.linear.weight has a hook"),
+        ("kept weight", r"blocks.1.linear.weight is kept in blocks.1.kept\[0\], too"),
+        ("hooked gradient", "^None$"),
+        ("closed over", "^None$"),
+    ],
+)
+def test_what_must_stay_whole_is_not_sharded(habit: str, words: str) -> None:
+    assert re.search(words, str(sharding_rule(profiled("linear", habit, "mlp"), "fp32")))
+
+
+def test_a_layer_with_hooks_on_its_gradients_is_under_no_zero_bubble_schedule() -> None:
+    training = TrainingSpec(global_batch=16, seq_len=None, precision="fp32")
+
+    assert "register_hook" in str(zero_bubble_rule(profiled("linear", "hooked gradient"), training))
+    assert zero_bubble_rule(profiled("linear", "mlp"), training) is None
+
+
+def test_what_a_module_with_backward_hooks_returns_crosses_no_cut() -> None:
+    whole, hooked = profiled("linear", "mlp", "norm"), profiled("linear", "mlp", "norm", hooks=((1, "halve"),))
+
+    assert len(hooked.layers) == len(whole.layers) - 1
+    assert str(pipeline_rule(hooked, 4, 3)).endswith(
+        "blocks.1 has hooks on its backward, so it and what reads its output are one layer"
+    )
+
+
+def hooks_between() -> nn.Module:
+    class Hooked(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self[0](x)
+            x.retain_grad()
+            found: torch.Tensor = self[1](x)
+            return found
+
+    return Hooked(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def test_gradients_between_layers_that_the_forward_hooks_itself_onto_are_in_one_layer() -> None:
+    profile = trace(load_model(hooks_between, batch=lambda n: (torch.randn(n, 4),) * 2, loss=lambda out, b: out.sum()))
+
+    assert len(profile.layers) == 1
+    assert "hooks itself onto gradients between layers" in str(pipeline_rule(profile, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "told", "pins"),
+    [
+        (("linear", "masked weight", "mlp"), {}, {"pipeline": 2, "schedule": "zb-h1"}),
+        (("kept weight", "linear", "closed over"), {}, {"pipeline": 2, "schedule": "1f1b"}),
+        pytest.param(("linear", "kept weight"), {}, {"data_replicate": 4}, marks=pytest.mark.slow),
+        pytest.param(("linear", "closed over", "hooked gradient"), {}, {"data_shard": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            ("mlp", "linear", "residual"), {"hooks": ((1, "halve"),)}, {"pipeline": 2}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_plans_of_such_models_give_the_same_numbers(
+    blocks: tuple[str, ...], told: dict[str, Any], pins: dict[str, Any]
+) -> None:
+    tree = Tree(1, blocks, tuple(range(len(blocks))), **told)
+
+    kind, words, _ = outcomes.answered(loaded(tree), trace(loaded(tree)), pins)
+
+    assert (kind, words) == ("verified", "")
+
+
+def test_a_plan_with_shards_of_another_model_than_the_one_at_hand_is_refused() -> None:
+    made = loaded(Tree(1, ("linear", "mlp"), (0, 1)))
+    training = TrainingSpec(global_batch=16, seq_len=None, precision="fp32")
+    plan = search(trace(made), cluster_of(load_device("cpu"), 2), training, pins=Pins(data_shard=2)).plan
+
+    def hooked() -> nn.Module:
+        model = made.build()
+        next(model.parameters()).register_hook(lambda gradient: gradient)
+        return model
+
+    build_on_meta(made.build, plan)
+    with pytest.raises(ValueError, match=r"the plan shards parameters, but the gradient of .* has a hook"):
+        build_on_meta(hooked, plan)
