@@ -5,7 +5,9 @@ A model is drawn as plain data (`Tree`), so that it can be written down, taken a
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,12 +66,12 @@ BLOCKS = (
     *("gated", "nested", "dict", "attention", "spectral", "orthogonal", "in place", "buffer", "running"),
     *("plain tensor", "listed tensor", "named device", "scalar", "empty", "frozen", "dropout", "noise", "mapped"),
     *("force", "repeated", "compiled", "function", "fft", "batch norm", "synced norm", "group norm", "detached"),
-    *("bias only", "experts"),
+    *("bias only", "experts", "closed over", "kept weight", "hooked gradient", "masked weight"),
 )
 """Kinds of layers; all take and return the same shape."""
 
 BATCHES = ("vectors", "tokens", "time first", "rows", "dict", "alone", "table", "offsets", "double targets")
-HOOKS = ("keep", "scale", "write", "pre", "backward")
+HOOKS = ("keep", "scale", "write", "pre", "backward", "halve")
 LOSSES = ("mean", "mean", "mean", "mean", "two", "pairs", "own")
 
 
@@ -118,6 +120,10 @@ class _Function(torch.autograd.Function):
         return grad * x.cos()
 
 
+def _scaled(held: torch.Tensor, weight: Callable[[], torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+    return h * held.to(h.dtype) + weight().mean()
+
+
 class Block(nn.Module):
     """One layer of a kind."""
 
@@ -158,6 +164,13 @@ class Block(nn.Module):
             self.linear.requires_grad_(False)
         if kind == "compiled":
             self.linear.compile()
+        if kind == "closed over":
+            self.scaled = partial(_scaled, torch.linspace(0.5, 1.5, WIDTH), lambda: self.linear.weight)
+        if kind == "kept weight":
+            self.kept = [self.linear.weight]
+        if kind == "masked weight":
+            mask = torch.linspace(0.5, 1.5, WIDTH)
+            self.linear.weight.register_hook(lambda gradient: gradient * mask.to(gradient.dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the kind makes of it."""
@@ -193,6 +206,14 @@ class Block(nn.Module):
                 return h * self.held.to(h.dtype)
             case "listed tensor":
                 return h * self.listed["a"][0].to(h.dtype) * self.listed["b"]
+            case "closed over":
+                return x + self.scaled(h)
+            case "kept weight":
+                return h + self.kept[0].square().mean()
+            case "hooked gradient":
+                if h.requires_grad:
+                    h.register_hook(lambda gradient: gradient / 2)
+                return x + torch.tanh(h)
             case "scalar":
                 return h * self.scale
             case "empty":
@@ -248,8 +269,12 @@ class Model(nn.Module):
             block.register_forward_hook(lambda module, args, output: output.mul_(2))
         elif kind == "pre":
             block.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-        else:
+        elif kind == "backward":
             block.register_full_backward_hook(lambda module, grads, given: None)
+        else:
+            block.register_full_backward_hook(
+                lambda module, grads, given: tuple(g if g is None else g / 2 for g in grads)
+            )
 
     def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> Any:
         """The blocks in their order, then the head."""
