@@ -10,6 +10,7 @@ from benchmarks.abuse.generate import Tree, draw, file_of, loaded
 from benchmarks.abuse.outcomes import FAILURES, Outcome
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
+from meshwright.profiler.model.trace import trace
 
 
 def test_trees_are_the_same_from_run_to_run_and_come_back_from_text() -> None:
@@ -68,3 +69,19 @@ def test_backward_hooks_are_planned() -> None:
     found = list(outcomes.outcomes(tree, plans=1))
 
     assert [outcome.kind for outcome in found] == ["verified"]
+
+
+def test_tied_weights_that_one_stage_gives_no_gradient_are_summed_by_both() -> None:
+    tree = Tree(1, ("residual", "norm", "linear", "bias only"), (0, 1, 2, 3), ties=((0, 2),))
+    made = loaded(tree)
+
+    kind, words, _ = outcomes.answered(made, trace(made), {"pipeline": 2, "schedule": "zb-h1"})
+
+    assert (kind, words) == ("verified", "")
+
+
+def test_a_loss_that_is_no_tensor_is_refused() -> None:
+    made = loaded(Tree(1, ("linear",), (0,)))
+
+    with pytest.raises(ValueError, match="returned a dict, not the one tensor that is trained on"):
+        trace(replace(made, loss=lambda output, batch: {"loss": output.sum()}))

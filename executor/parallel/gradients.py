@@ -39,6 +39,7 @@ class Gradients:
         self._average_after = model.mechanism == "plain" and plan.degrees.data_replicate > 1
         self._may_differ = plan.model.decides_by_values
         self._ties = _ties_across_stages(plan, mesh, self._parameters)
+        self._trained_somewhere: dict[int, bool] = {}
         elsewhere = _counted_elsewhere(plan, self._parameters)
         on_slices = "tensor" in plan.token_axes  # so that tensor ranks share the experts, too
         is_first_tensor_rank = mesh.coordinates["tensor"] == 0
@@ -59,8 +60,27 @@ class Gradients:
         partial = [p for n, p in self._parameters.items() if n in self._layout.partial]
         if partial:
             _all_reduce(partial, self._mesh.group("tensor"))
-        for copies, group in self._ties:
+        for number, (copies, group) in enumerate(self._ties):
+            if group is not None:
+                self._fill_copies(number, copies, group)
             _sum_copies(copies, group)
+
+    def _fill_copies(self, number: int, copies: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Zeros for copies that this stage gives no gradient and another one does, as behind a detach(): all stages
+        that share a parameter add theirs up, or none does. Which it is shows in the first step."""
+        trained = any(local_gradient(copy) is not None for copy in copies)
+        if number not in self._trained_somewhere:
+            flag = torch.tensor(int(trained), dtype=torch.int32, device=self._mesh.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+            self._trained_somewhere[number] = bool(flag.item())
+        if trained and not self._trained_somewhere[number]:
+            name = next(name for name, p in self._parameters.items() if p is copies[0])
+            raise RuntimeError(
+                f"{name}, which several stages share, has its first gradient in a later step than the first; plan "
+                "with --pin pipeline=1"
+            )
+        if self._trained_somewhere[number] and not trained:
+            copies[0].grad = torch.zeros_like(copies[0])
 
     def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared norm of the whole gradient: a float64 scalar to be summed over all ranks.

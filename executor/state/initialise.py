@@ -399,8 +399,6 @@ class Materialiser:
     def _held(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor that is kept elsewhere: the parameter or buffer that it is, or what the constructor
         has made; what a stage keeps of others' parameters is left alone."""
-        if not tensor.is_meta:
-            return tensor
         if id(tensor) in self._names:
             return self._once(tensor, self._make)
         if id(tensor) in self._buffer_names:

@@ -99,6 +99,11 @@ class FakeModel:
         before_loss()
         if self.loaded.loss is not None:
             output = self.loaded.loss(output, batch)
+            if not isinstance(output, torch.Tensor):
+                raise ValueError(
+                    f"loss(output, batch) of {self.loaded.source} returned a {type(output).__name__}, not the one "
+                    "tensor that is trained on: return that, and log others from the output"
+                )
         return scalar(output, self.loaded)
 
     @contextmanager

@@ -1,12 +1,16 @@
 """Tensors that a module holds by anything but its parameters and buffers: attributes, containers, closures, hooks."""
 
+import copy
 import functools
+import operator
+from collections import deque
 from collections.abc import Callable
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 Visit = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -23,13 +27,14 @@ class HeldTensors:
     dicts, tuples, partials, closures, objects, and what hooks on modules and gradients close over.
 
     visit: is given a tensor's place ("blocks.0.scales[1]") and the tensor, and returns what is to be there. A place is
-    the same in every build of a model. What torch or this package has made is not entered, nor the lists of weights
-    that recurrent modules renew by themselves.
+    the same in every build of a model. In objects and functions, which others may have, too, only tensors without
+    numbers are replaced: those that the constructor has made. What torch or this package has made is not
+    entered, nor the lists of weights that recurrent modules renew by themselves.
     """
 
     def __init__(self, visit: Visit) -> None:
         self._visit = visit
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, tuple[Any, Any]] = {}
 
     def enter(self, root: nn.Module) -> None:
         """Go through all modules of a model."""
@@ -48,60 +53,64 @@ class HeldTensors:
         for i, (kind, hook) in enumerate(hooks):
             self._value(hook, f"{prefix}{kind}({i})", 0)
 
-    def _value(self, value: Any, place: str, depth: int) -> Any:
-        """What is to stand for a value: itself, unless it is a tensor or a tuple."""
+    def _value(self, value: Any, place: str, depth: int, shared: bool = False) -> Any:
+        """What is to stand for a value: itself, or another tensor, or a list, tuple or dict with others inside. shared:
+        it is inside of an object or a function, which others may have, too."""
         if isinstance(value, torch.Tensor):
-            return self._visit(place, value)
+            kept = self._visit(place, value)
+            return kept if not shared or value.is_meta or isinstance(value, FakeTensor) else value
         if isinstance(value, _LEFT_ALONE) or depth > _DEEPEST:
             return value
         if id(value) not in self._seen:
-            self._seen[id(value)] = value  # kept, so that no other gets its id
-            self._enter(value, place, depth + 1)
-        return self._rebuilt(value, place, depth + 1) if isinstance(value, tuple) else value
+            self._seen[id(value)] = (value, value)  # kept, so that no other gets its id
+            self._seen[id(value)] = (value, self._entered(value, place, depth + 1, shared))
+        return self._seen[id(value)][1]
 
-    def _enter(self, value: Any, place: str, depth: int) -> None:
-        """Replace tensors inside of what can be changed."""
+    def _entered(self, value: Any, place: str, depth: int, shared: bool) -> Any:
         match value:
-            case list():
-                for i, one in enumerate(value):
-                    _put(value, i, one, self._value(one, f"{place}[{i}]", depth))
+            case list() | tuple() | deque():
+                kept = [self._value(one, f"{place}[{i}]", depth, shared) for i, one in enumerate(value)]
+                return value if all(map(operator.is_, kept, value)) else _alike(value, kept)
             case dict():
-                for i, (key, one) in enumerate(list(value.items())):
+                for i, key in enumerate(list(value)):
                     at = f"{place}.{key}" if isinstance(key, str) else f"{place}[{i}]"
-                    _put(value, key, one, self._value(one, at, depth))
+                    kept_one = self._value(value[key], at, depth, shared)
+                    if kept_one is not value[key]:
+                        value = value if shared else copy.copy(value)
+                        value[key] = kept_one
             case functools.partial():
-                args = self._value(value.args, f"{place}.args", depth)
-                self._value(value.keywords, place, depth)  # a dict, which it shares
-                self._value(value.func, place, depth)
+                args = self._value(value.args, f"{place}.args", depth, True)
+                keywords = self._value(value.keywords, place, depth, True)
+                self._value(value.func, place, depth, True)
                 if args is not value.args:
-                    value.__setstate__((value.func, args, value.keywords, vars(value)))  # type: ignore[attr-defined]
+                    value.__setstate__((value.func, args, keywords, vars(value)))  # type: ignore[attr-defined]
             case MethodType():
-                self._value(value.__self__, place, depth)
-                self._value(value.__func__, place, depth)
-            case FunctionType():
-                if not _is_library(value.__module__):
-                    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                        self._cell(cell, f"{place}.{name}", depth)
-            case tuple():
-                pass
+                self._value(value.__self__, place, depth, True)
+                self._value(value.__func__, place, depth, True)
+            case FunctionType() if not _is_library(value.__module__):
+                for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                    self._cell(cell, f"{place}.{name}", depth)
+                value.__defaults__ = self._value(value.__defaults__, f"{place}.defaults", depth, True)
             case _:
                 if hasattr(value, "__dict__") and not _is_library(type(value).__module__):
-                    self._enter(vars(value), place, depth)
+                    self._value(vars(value), place, depth, True)
+        return value
 
     def _cell(self, cell: CellType, place: str, depth: int) -> None:
         try:
             held = cell.cell_contents
         except ValueError:  # not assigned yet
             return
-        kept = self._value(held, place, depth)
+        kept = self._value(held, place, depth, True)
         if kept is not held:
             cell.cell_contents = kept
 
-    def _rebuilt(self, value: tuple[Any, ...], place: str, depth: int) -> tuple[Any, ...]:
-        kept = [self._value(one, f"{place}[{i}]", depth) for i, one in enumerate(value)]
-        if all(a is b for a, b in zip(kept, value, strict=True)):
-            return value
-        return type(value)(*kept) if hasattr(value, "_fields") else tuple(kept)
+
+def _alike(value: Any, elements: list[Any]) -> Any:
+    """A list, tuple, named tuple or deque of the same kind with other elements."""
+    if isinstance(value, tuple):
+        return type(value)(*elements) if hasattr(value, "_fields") else tuple(elements)
+    return deque(elements, value.maxlen) if isinstance(value, deque) else list(elements)
 
 
 def gradient_hooks(tensor: torch.Tensor | None) -> list[Callable[..., Any]]:
@@ -146,11 +155,6 @@ def kept_parameters(root: nn.Module) -> list[tuple[str, str]]:
 
     HeldTensors(note).enter(root)
     return found
-
-
-def _put(container: Any, key: Any, old: Any, new: Any) -> None:
-    if new is not old:
-        container[key] = new
 
 
 def _is_library(module: str | None) -> bool:
