@@ -21,6 +21,7 @@ from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.building import on_meta
 from meshwright.profiler.model.held_tensors import HeldTensors, kept_parameters, whole_because
 from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 
@@ -199,3 +200,31 @@ def test_a_plan_with_shards_of_another_model_than_the_one_at_hand_is_refused() -
     build_on_meta(made.build, plan)
     with pytest.raises(ValueError, match=r"the plan shards parameters, but the gradient of .* has a hook"):
         build_on_meta(hooked, plan)
+
+
+def beside_a_graph(layout: torch.layout) -> LoadedModel:
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("edges", torch.eye(4).roll(1, 0).to_sparse(layout=layout))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.second((self.edges @ self.first(x).t()).t())
+            return found
+
+    return load_model(Spread, batch=lambda n: (torch.randn(n, 4),) * 2, loss=lambda out, batch: out.square().mean())
+
+
+def test_sparse_buffers_are_on_pipeline_stages() -> None:
+    made = beside_a_graph(torch.sparse_coo)
+
+    kind, words, _ = outcomes.answered(made, trace(made), {"pipeline": 2})
+
+    assert (kind, words) == ("verified", "")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_buffers_of_other_layouts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the buffer edges of .* is sparse_csr.*keep it as sparse COO"):
+        trace(beside_a_graph(torch.sparse_csr))

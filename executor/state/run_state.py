@@ -88,7 +88,8 @@ class State(ModelState):
     def written_buffers(self) -> set[str]:
         """Buffers of a pipeline stage that have changed since all ranks held the same. (Batch norm's kernels write past
         torch's count of versions.)"""
-        return {name for name, before in self._begun.items() if not torch.equal(self._buffers()[name], before)}
+        now = self._buffers()
+        return {name for name, before in self._begun.items() if not torch.equal(_dense(now[name]), _dense(before))}
 
     def saved_boxes(self, extras: Mapping[str, Extra], elsewhere: Collection[str] = ()) -> list[Box]:
         """Everything that this rank can write: buffers only of the first replica, for each has its own, and without
@@ -236,3 +237,11 @@ class State(ModelState):
             }
             for group in self._optimizer.param_groups
         ]
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """What torch can compare: of a sparse tensor its places and values, which are few."""
+    if not tensor.is_sparse:
+        return tensor
+    found = tensor.coalesce()
+    return torch.cat([found.indices().to(torch.float64).reshape(-1), found.values().to(torch.float64).reshape(-1)])

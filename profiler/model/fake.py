@@ -152,6 +152,7 @@ def fake_model(loaded: LoadedModel, dtype: torch.dtype, knows_layout: bool = Fal
     """The model built on the meta device and turned into fake CPU tensors, in training mode."""
     mode = LeanFakeMode(allow_non_fake_inputs=True)
     module = on_meta(loaded.build)
+    _check_layouts(loaded, module)
     listed, trained_as, whole = _buffers(module), _trained_as(module), whole_because(module)
     uncast = _to_fake(module, mode, dtype)
     knows_layout = knows_layout or bool(loaded.layout) or bool(loaded.choices)
@@ -180,6 +181,15 @@ def _buffers(module: nn.Module) -> tuple[BufferProfile, ...]:
         BufferProfile(name=name, shape=tuple(buffer.shape), dtype=str(buffer.dtype).removeprefix("torch."))
         for name, buffer in module.named_buffers()
     )
+
+
+def _check_layouts(loaded: LoadedModel, module: nn.Module) -> None:
+    for name, buffer in module.named_buffers():
+        if buffer.layout not in (torch.strided, torch.sparse_coo):
+            raise ValueError(
+                f"the buffer {name} of {loaded.source} is {str(buffer.layout).removeprefix('torch.')}, which is not "
+                "profiled: keep it as sparse COO (.to_sparse()), or its indices and values as buffers of their own"
+            )
 
 
 def _trained_as(module: nn.Module) -> tuple[tuple[str, torch.dtype], ...]:
