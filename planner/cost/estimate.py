@@ -241,6 +241,7 @@ def _stages(plan: Plan, models: Sequence[CostModel], shape: Shape) -> list[_Pric
             model.device,
             shape,
             model.batch_bytes(shape),
+            model.buffer_bytes,
         )
         stages.append(_PricedStage(total, tuple(costs)))
         first = last

@@ -630,6 +630,16 @@ class CostModel:
         each = sum(math.prod(tensor.shape) * _dtype_bytes(tensor.dtype) for tensor in self.profile.batch)
         return float(shape.micro_batch * shape.num_microbatches * each)
 
+    @cached_property
+    def buffer_bytes(self) -> float:
+        """Bytes of the model's buffers, which are never sharded, in their own dtypes. A pipeline stage is taken to hold
+        all, and holds only those of its layers and of the root."""
+        return float(sum(math.prod(b.shape) * _dtype_bytes(b.dtype) for b in self.profile.buffers))
+
+    def held_bytes(self, shape: Shape) -> float:
+        """Bytes of what every stage holds all step long, whichever its layers are: its batches and the buffers."""
+        return self.batch_bytes(shape) + self.buffer_bytes
+
     @memo_by(
         lambda self, kind, shape, recompute: (
             *(kind, shape.tensor, shape.sequence, shape.cuts, shape.samples, recompute),

@@ -49,12 +49,14 @@ def combine(
     device: Device,
     shape: Shape,
     batch_bytes: float,
+    buffer_bytes: float,
 ) -> StageCost:
     """Cost of a stage that holds each layer of `layers`, in their order, the given number of times.
 
     Memory is the running maximum over the passes of a step and the layers' turns in them (peak.py), or what the end of
     the step takes, if that is more: activations are gone by then. Items are those of that moment. receives, sends: the
     cuts before and after the stage; arrives: what it holds of the former. batch_bytes: of the rank's samples.
+    buffer_bytes: of the model's buffers, which count as parameters.
     shared_elements: parameter elements counted more than once because layers of this stage share them (tied weights).
     tie_s: seconds of summing the gradients of weights that are tied to weights of other stages.
     """
@@ -73,7 +75,7 @@ def combine(
     update_s = optimizer_s(trainable / shape.sharded_over, training.optimizer, device, state.on_host)
     found = _Peak.of(layers, shape, state, in_flight, sends, arrives, shared_elements)
     items = {
-        "parameters": elements * state.sharded_parameters,
+        "parameters": elements * state.sharded_parameters + buffer_bytes,
         "gradients": found.gradients,
         "optimizer": trainable * state.optimizer,
         "gathered": found.copies,

@@ -424,7 +424,7 @@ def _held_by_several(prices: StagePrices, shared: float, crossing: float) -> tup
     twice = state.sharded_parameters + state.optimizer + state.sharded_gradients + state.accumulated
     twice += max(0.0, state.copied_twice)
     passing = min(min(cost.ending_bytes for cost in costs) for costs in prices.costs)
-    room = prices.budget - shape.virtual_stages * model.batch_bytes(shape) + shared * twice - passing
+    room = prices.budget - shape.virtual_stages * model.held_bytes(shape) + shared * twice - passing
     rooms = [room] * shape.pipeline
     for stage, rank in enumerate(table.rank_of[:-1]):
         rooms[rank] -= (flights[stage] + 1) * crossing

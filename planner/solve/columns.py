@@ -119,8 +119,8 @@ class StagePrices:
         return state_bytes(self.shape, self.model.training)
 
     @cached_property
-    def _batch_bytes(self) -> float:
-        return self.model.batch_bytes(self.shape)
+    def _held_bytes(self) -> float:
+        return self.model.held_bytes(self.shape)
 
     @cached_property
     def _receives(self) -> list[Cut]:
@@ -175,7 +175,8 @@ class StagePrices:
             self.model.training,
             self.model.device,
             self.shape,
-            self._batch_bytes,
+            self.model.batch_bytes(self.shape),
+            self.model.buffer_bytes,
         )
 
     @cached_property
@@ -230,7 +231,7 @@ class StagePrices:
         shared = sum(n * (len(layers) - 1) for layers, n in self.chain.shared_weights(shape))
         passes = [self._passes_of(shape.in_flight(stage))[0] for stage in stages]
         twice = shared * max(one.moment.shared(state) for one in passes)
-        rooms = np.full(len(passes), self.budget - self._batch_bytes + twice)
+        rooms = np.full(len(passes), self.budget - self._held_bytes + twice)
         rooms -= [
             one.ending[-1].min() if stage == shape.pipeline - 1 else min(row.min() for row in one.ending)
             for stage, one in zip(stages, passes, strict=True)
@@ -421,7 +422,7 @@ class StagePrices:
             costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
             for costs in self.costs
         ]
-        free: Floats = self.budget - self._batch_bytes - self.chain.counts @ np.array(each)
+        free: Floats = self.budget - self._held_bytes - self.chain.counts @ np.array(each)
         return free
 
     def _passes_of(self, in_flight: int) -> "list[_Pass]":
@@ -481,7 +482,7 @@ class StagePrices:
         root = counts @ np.array([costs[0].root_end_bytes for costs in self.costs])
         root -= self._shared_elements * state.root_end
         temporary = np.array([costs[0].trainable_elements for costs in self.costs]) * state.optimizer_temporaries
-        total: Floats = counts @ np.array(each) + self._batch_bytes
+        total: Floats = counts @ np.array(each) + self._held_bytes
         total -= self._shared_elements * (state.sharded_parameters + trainable_bytes)
         total += np.maximum(root, counts @ temporary - self._shared_elements * state.optimizer_temporaries)
         return total <= self.budget

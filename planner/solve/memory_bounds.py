@@ -77,7 +77,7 @@ class MemoryBounds:
         slowest = self.slowest_s(family, leaves, recompute, pins)[some]
         if is_chunked(family.schedule):
             return count * slowest
-        each, room = kept.microbatch_s[:, some], room[some] - self.model.batch_bytes(shape)
+        each, room = kept.microbatch_s[:, some], room[some] - self.model.held_bytes(shape)
         # At the last layer's turn all but one micro-batch are there; the last one's too, if there is no other.
         flights = np.array([float(max(1, min(shape.in_flight(s), count - 1))) for s in range(shape.pipeline)])
         first, where, least_s = self._grouped(family, leaves, each, some)
@@ -123,7 +123,7 @@ class MemoryBounds:
         if shape.virtual_stages == 1:  # a running maximum: at the last layer's turn another micro-batch may be gone
             flights = np.minimum(flights, max(1, count - 1))
         room = bounds.held(family, leaves).room[some] / family.pipeline + held.twice[some]
-        rooms = np.tile(room - shape.virtual_stages * self.model.batch_bytes(shape), (family.pipeline, 1))
+        rooms = np.tile(room - shape.virtual_stages * self.model.held_bytes(shape), (family.pipeline, 1))
         crossings, inner = self.model.crossings(shape), bounds.chain.places[1:-1]
         crossing = min((crossings[place].bytes for place in inner), default=0.0)
         for stage in range(num_stages - 1):
@@ -145,7 +145,7 @@ class MemoryBounds:
         bounds, here, shape = self.bounds, self.bounds.kind_of_run, family.frugal
         ways, held = self._ways(family, leaves, recompute, pins.offered), self._held(family, leaves)
         room = (bounds.held(family, leaves).room / family.pipeline + held.twice)[some]
-        room -= self.model.batch_bytes(shape)
+        room -= self.model.held_bytes(shape)
         fastest, each = (
             bounds.options(family, leaves, recompute, pins.reshard)[0],
             zip(ways.names, ways.kept, strict=True),
@@ -204,7 +204,7 @@ class MemoryBounds:
             first, where, least_s = self._grouped(family, leaves, each_s[None], everywhere)
             held = self._held(family, leaves)
             room = self.bounds.held(family, leaves).room / family.pipeline + held.twice
-            room = room[first] - self.model.batch_bytes(family.frugal)
+            room = room[first] - self.model.held_bytes(family.frugal)
             fixed = (held.fixed[kind] + held.copies[kind])[first]
             names = self._names(self.bounds.kinds[kind], recompute, pins.offered)
             passing, _ = self._passing(family, leaves, kind, names, kept, first)
@@ -235,7 +235,7 @@ class MemoryBounds:
     ) -> Floats:
         """[of these shapes] -> seconds that no assignment of a single stage beats, where each layer keeps or gives back
         its gathered parameters; infinite where the layers cannot be held."""
-        room = room[some] - self.model.batch_bytes(family.frugal)
+        room = room[some] - self.model.held_bytes(family.frugal)
         choices = [(kept.step_s[:, some], (held.fixed + held.copies)[:, some])]
         if given is not None:
             choices.append((given.step_s[:, some], held.fixed[:, some]))
