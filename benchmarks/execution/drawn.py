@@ -22,7 +22,7 @@ from meshwright.planner.plan.document import AXES, EXECUTABLE_RECOMPUTES, Plan, 
 from meshwright.planner.plan.making import make_plan, shape_of
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import ZERO_BUBBLE, num_microbatches_rule
-from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.shape import NO_EXTRAS, LayerOption, Offered, Shape
 from meshwright.planner.plan.training import COMPILING, TrainingSpec
 from meshwright.planner.solve.space import Family, Space
 from meshwright.profiler.machine.cluster import HostGroup, cluster_of, load_device
@@ -62,13 +62,14 @@ Kind = Literal[
     "Muon",
     "Adafactor",
     "growing",
+    "offload",
 ]
 """plain: fp32 on equal devices. frozen: the first half of the parameters, and every other bias or norm, is not trained.
 compiled: layers by torch.compile, with what needs no C++ compiler. unequal: hosts of two kinds of devices. parts: each
 layer recomputes some of its parts. dropout: a tenth of what the model's dropouts see. adapters: only LoRA's low-rank
 matrices beside every linear layer are trained. lengths: samples of all lengths, padded, weighed by their valid tokens.
 Muon, Adafactor: that optimizer of the matrices, AdamW of the rest. growing: global batches that grow up to the
-plan's."""
+plan's. offload: some layers' activations, the optimizer with its state, or both wait in the host's memory."""
 
 _CHANGED: tuple[Kind, ...] = ("frozen", "dropout", "adapters", "lengths")
 """Kinds whose model or data is another one."""
@@ -99,17 +100,19 @@ class Drawn:
     @property
     def label(self) -> str:
         """Layout, and each stage's layers: recompute (none, full, selective, attention, or how many parts), gathered
-        copies (kept, given back)."""
+        copies (kept, given back), activations on the host."""
         plan = self.plan
         stages = "|".join(
-            " ".join(_letter(layer.recompute) + "kg"[layer.reshard] for layer in stage.layers) for stage in plan.stages
+            " ".join(_letter(layer.recompute) + "kg"[layer.reshard] + "h" * layer.offload for layer in stage.layers)
+            for stage in plan.stages
         )
         sync = ", reduced in every micro-batch" if plan.gradient_sync == "every" else ""
         order = (
             "" if plan.mesh_axes == AXES else f", axes {'/'.join(a for a in plan.mesh_axes if plan.degrees.of(a) > 1)}"
         )
         kind = "" if self.kind == "plain" else f", {self.kind}"
-        return f"{shape_of(plan).label}{sync}{order}{kind}: {stages}"
+        host = ", optimizer on the host" if plan.offload_optimizer else ""
+        return f"{shape_of(plan).label}{sync}{order}{kind}{host}: {stages}"
 
 
 def _letter(recompute: Recompute) -> str:
@@ -254,8 +257,11 @@ def plans(draw: Callable[[st.SearchStrategy[Any]], Any], model: str, num_devices
     schedule = pick(sorted({f.schedule for f in families} - set(ZERO_BUBBLE if kind == "parts" else ())))
     family = pick([f for f in families if f.schedule == schedule])
     shape = pick(list(space.shapes(family)))
-    plan = make_plan(space.profile, space.cluster, space.training, shape, _stages(pick, costs, shape, kind == "parts"))
+    if kind == "offload":
+        shape = replace(shape, offload_optimizer=pick([False, True]))
+    plan = make_plan(space.profile, space.cluster, space.training, shape, _stages(pick, costs, shape, kind))
     assert check(plan, space.profile) == [], plan
+    assume(kind != "offload" or plan.offload_optimizer or any(o.offload for s in plan.stages for o in s.layers))
     assume(kind != "growing" or len(global_batches(plan)) > 1)
     return plan
 
@@ -270,9 +276,7 @@ def global_batches(plan: Plan) -> list[int]:
     ]
 
 
-def _stages(
-    pick: Callable[[list[Any]], Any], costs: CostModel, shape: Shape, in_parts: bool
-) -> list[list[LayerOption]]:
+def _stages(pick: Callable[[list[Any]], Any], costs: CostModel, shape: Shape, kind: Kind) -> list[list[LayerOption]]:
     chain = Chain(costs)
     ends = [0]
     num_stages = shape.pipeline * shape.virtual_stages
@@ -283,6 +287,7 @@ def _stages(
         ends.append(pick(free[: len(free) - behind]))
     may_recompute = shape.schedule not in ZERO_BUBBLE
     modes: list[Recompute] = [mode for mode in EXECUTABLE_RECOMPUTES if may_recompute or mode == "none"]
+    offered: Offered = frozenset({"offload"}) if kind == "offload" and may_recompute else NO_EXTRAS
     stages = []
     for first, last in pairwise([*ends, chain.num_layers]):
         stage: list[LayerOption] = []
@@ -290,7 +295,8 @@ def _stages(
             layers = range(max(first, run.start), min(last, run.start + run.length))
             given = costs.kinds[run.start], shape
             options = [
-                pick(_in_parts(costs, *given) if in_parts else costs.options(*given, pick(modes))) for _ in layers
+                pick(_in_parts(costs, *given) if kind == "parts" else costs.options(*given, pick(modes), None, offered))
+                for _ in layers
             ]
             stage += sorted(options, key=lambda option: option.recompute != "full")
         stages.append(stage)

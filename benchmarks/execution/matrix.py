@@ -1,14 +1,14 @@
 """Plans at random of the whole zoo, each beside one process: loss, gradient norm, every gradient and parameter, and
 the loss that `evaluate` gives afterwards.
 
-    python -m benchmarks.execution.matrix --plans 263
+    python -m benchmarks.execution.matrix --plans 278
 
 Small versions of the models on 2, 4 and 8 gloo ranks, five AdamW steps. Half are in fp32 on equal devices; the rest, by
 turns, in bf16 (held against bands), with frozen parameters, with compiled layers, for unequal devices, with dropout,
-with adapters, with samples of all lengths, by Muon, or by Adafactor; some more recompute parts of layers, or are given
-global batches that grow. What has been run is kept in results/matrix.json with the minute it was run in, and the table
-is written after every plan, so that a run that was broken off goes on; --since runs anew what was run before a minute,
---again all.
+with adapters, with samples of all lengths, by Muon, or by Adafactor; some more recompute parts of layers, are given
+global batches that grow, or keep activations and the optimizer on the host. What has been run is kept in
+results/matrix.json with the minute it was run in, and the table is written after every plan, so that a run that was
+broken off goes on; --since runs anew what was run before a minute, --again all.
 """
 
 import argparse
@@ -93,6 +93,31 @@ GROWING = (
 )
 """(model, ranks) of which one more plan is given global batches that grow."""
 
+OFFLOADED = (
+    ("bert_large", 4),
+    ("deepseek_v3", 2),
+    ("dit_xl2", 4),
+    ("gpt", 8),
+    ("gpt2", 2),
+    ("llama31_405b", 8),
+    ("mamba2", 4),
+    ("mixtral_8x7b", 4),
+    ("mlp", 2),
+    ("qwen3_30b_a3b", 8),
+    ("resnet50", 4),
+    ("t5_3b", 8),
+    ("unet", 2),
+    ("vit_large", 4),
+    ("whisper_large_v3", 2),
+)
+"""(model, ranks) of which one more plan keeps activations, the optimizer's state or both on the host."""
+
+ONE_MORE: tuple[tuple[Kind, tuple[tuple[str, int], ...]], ...] = (
+    ("parts", IN_PARTS),
+    ("growing", GROWING),
+    ("offload", OFFLOADED),
+)
+
 BANDS = {"loss": 0.03, "gradient norm": 0.1, "evaluation": 0.03}
 """What bf16 may differ by from one process in fp32, relatively. Single gradients say nothing: one process in bf16 has
 those of whisper's norms, sums over 1,500 frames, off by nine tenths of their largest element."""
@@ -103,7 +128,7 @@ Row = dict[str, Any]
 def chosen(num_plans: int) -> list[Drawn]:
     """So many plans, about as many of each model on each number of ranks; fewer where a model has not so many."""
     places = [(name, ranks) for name in names() for ranks in RANKS]
-    each, rest = divmod(max(num_plans - len(IN_PARTS) - len(GROWING), len(places)), len(places))
+    each, rest = divmod(max(num_plans - sum(len(at) for _, at in ONE_MORE), len(places)), len(places))
     kinds = cycle(OTHER_KINDS)
     found: list[Drawn] = []
     for place, (name, ranks) in enumerate(places):
@@ -113,8 +138,7 @@ def chosen(num_plans: int) -> list[Drawn]:
             if len(others) < count // 2:
                 others += draw(name, ranks, 1, next(kinds))
         found += others + draw(name, ranks, count - len(others))
-    more: tuple[tuple[Kind, tuple[tuple[str, int], ...]], ...] = (("parts", IN_PARTS), ("growing", GROWING))
-    return found + [drawn for kind, at in more if each > 1 for place in at for drawn in draw(*place, 1, kind)]
+    return found + [drawn for kind, at in ONE_MORE if each > 1 for place in at for drawn in draw(*place, 1, kind)]
 
 
 def _optimizers(kind: Kind, eps: float) -> NamedOptimizers:
@@ -238,7 +262,7 @@ def summary(rows: list[Row]) -> str:
     worst = max((row["worst"] for row in rows if row["worst"] is not None and row["kind"] != "bf16"), default=0.0)
     of_models, of_ranks = len({row["model"] for row in rows}), sorted({row["ranks"] for row in rows})
     bands = ", ".join(f"{kind} {most:g}" for kind, most in BANDS.items())
-    kinds = {kind: sum(row["kind"] == kind for row in rows) for kind in (*OTHER_KINDS, "parts", "growing")}
+    kinds = {kind: sum(row["kind"] == kind for row in rows) for kind in (*OTHER_KINDS, *(kind for kind, _ in ONE_MORE))}
     return (
         f"{good} of {len(rows)} plans of {of_models} models on {', '.join(map(str, of_ranks))} ranks give the numbers "
         f"of one process after {NUM_STEPS} steps, and in an evaluation behind them (largest difference in fp32 "
@@ -255,8 +279,8 @@ def _markdown(rows: list[Row], num_plans: int) -> str:
         f"{summary(rows)}.",
         "",
         "Letters stand for the layers of the stages: recompute none, full, selective or attention, or of so many "
-        "parts; gathered parameters kept or given back. ResNet-50 is run without kinks, with SiLU for ReLU and average "
-        "for max pooling: in one "
+        "parts; gathered parameters kept or given back; h: activations on the host. ResNet-50 is run without kinks, "
+        "with SiLU for ReLU and average for max pooling: in one "
         "process rounding alone changes its own numbers by more than is allowed (`python -m "
         "benchmarks.execution.kinks`). Muon orthogonalises in fp32, in both runs.",
         "",
@@ -273,7 +297,7 @@ def _markdown(rows: list[Row], num_plans: int) -> str:
 def main() -> int:
     """Run them, and write the table; 1 if one differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", type=int, default=263, help="so many")
+    parser.add_argument("--plans", type=int, default=278, help="so many")
     parser.add_argument("--again", action="store_true", help="run all, known or not")
     parser.add_argument("--since", default="", metavar="MINUTE", help="run again what was run before it (UTC)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only plans whose lines hold these words")
