@@ -203,15 +203,16 @@ class Planned:
 
     @property
     def notes(self) -> list[str]:
-        """What could not be cut or recognised of the model, what of the batch keeps plans out, and whether fewer GPUs
-        would nearly do; empty for a plan that was read from a file."""
+        """What could not be cut or recognised of the model, which of its parameters are not trained, what of the batch
+        keeps plans out, and whether fewer GPUs would nearly do; empty for a plan that was read from a file."""
         return [] if self.result is None else [*joined_notes(self.profile.notes), *self._advice]
 
     @property
     def _advice(self) -> list[str]:
         from ..planner.answers.explain import batch_advice
 
-        return [*batch_advice(self.document), *([] if self.fewer is None else [str(self.fewer)])]
+        fewer = [] if self.fewer is None else [str(self.fewer)]
+        return [*filter(None, [self.profile.untrained]), *batch_advice(self.document), *fewer]
 
     @cached_property
     def fewer(self) -> "Fewer | None":

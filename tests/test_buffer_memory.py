@@ -1,4 +1,4 @@
-"""Buffers lie whole on every rank that holds a stage, and are part of what must fit."""
+"""Buffers, and what a model holds beside them, lie whole on every rank, and are part of what must fit."""
 
 from typing import Any
 
@@ -17,17 +17,19 @@ from meshwright.profiler.model.trace import trace
 LARGE = 2**28
 
 
-def holding(num_bytes: int) -> LoadedModel:
-    """A small model with a buffer of so many bytes."""
+def holding(num_bytes: int, registered: bool = True) -> LoadedModel:
+    """A small model with a table of so many bytes. registered: as a buffer, not as a weight that is in a list."""
 
     class Holding(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-            self.register_buffer("table", torch.zeros(num_bytes // 64, 16))
+            self.register_buffer("table", torch.zeros(num_bytes // 64, 16) if registered else None)
+            self.held = [] if registered else [nn.Embedding(num_bytes // 64, 16)]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.second(self.first(x) + self.table[0])
+            row = self.table[0] if self.table is not None else self.held[0].weight[0].detach().to(x.dtype)
+            found: torch.Tensor = self.second(self.first(x) + row)
             return found
 
     return load_model(Holding, batch=lambda n: (torch.randn(n, 16),) * 2, loss=lambda out, batch: out.square().mean())
@@ -54,6 +56,12 @@ def peak_of(num_bytes: int, memory: float = 40e9, **pins: Any) -> float:
 )
 def test_buffers_are_held_whole(pins: dict[str, Any]) -> None:
     assert peak_of(LARGE, **pins) - peak_of(64, **pins) == pytest.approx(LARGE, rel=1e-6)
+
+
+def test_what_is_held_elsewhere_counts_as_much() -> None:
+    profile = trace(holding(LARGE, registered=False))
+
+    assert [(b.name, b.shape) for b in profile.buffers] == [("held[0].weight", (LARGE // 64, 16))]
 
 
 def test_buffers_that_are_too_large_fit_nowhere() -> None:

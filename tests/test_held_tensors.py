@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.abuse import outcomes
 from benchmarks.abuse.generate import Tree, loaded
 from meshwright.executor.apply import build_on_meta
-from meshwright.executor.state.initialise import Materialiser, initial_values
+from meshwright.executor.state.initialise import Materialiser, empty_values, initial_values
 from meshwright.planner.answers.search import search
 from meshwright.planner.plan.legality import pipeline_rule, sharding_rule, zero_bubble_rule
 from meshwright.planner.plan.pins import Pins
@@ -24,6 +24,8 @@ from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
+
+GLOBAL = nn.Linear(4, 4)
 
 
 class Object:
@@ -47,9 +49,12 @@ class Holding(nn.Module):
         self.object = Object(scale, [self.held])
         self.linear.register_forward_hook(lambda module, args, output: output * scale)
         weight.register_hook(lambda gradient: gradient * scale)
+        self.teachers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False), GLOBAL]
+        object.__setattr__(self, "student", nn.Linear(4, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.rnn(x)[0] + self.nested["a"][0][0] + self.nested["a"][1]["b"].sum()
+        x = x + self.teachers[1](self.student(x)) + self.teachers[0](x[0])
         x = self.linear(self.closure(x)) + self.object.given[0] + self.object.given[1][0]
         held: torch.Tensor = self.partial.args[0]
         return x * held + self.partial.keywords["other"].mean() + self.plain
@@ -77,6 +82,17 @@ def test_every_way_of_holding_a_tensor_is_found_under_one_name_in_all_builds() -
         "object.given[1][0]",
         "linear._forward_hooks(0).scale",
         "linear.weight(1).scale",
+        "teachers[0].0.weight",
+        "teachers[0].0.bias",
+        "teachers[0].1.weight",
+        "teachers[0].1.bias",
+        "teachers[0].1.running_mean",
+        "teachers[0].1.running_var",
+        "teachers[0].1.num_batches_tracked",
+        "teachers[1].weight",
+        "teachers[1].bias",
+        "student.weight",
+        "student.bias",
     }
 
 
@@ -90,12 +106,36 @@ def test_a_stage_has_the_numbers_of_one_process_wherever_they_are_held() -> None
     assert not any(tensor.is_meta for tensor in places(model).values())
     assert model.nested["a"][1]["b"] is model.linear.weight  # type: ignore[index]
     assert model.object.given[1][0] is model.held  # type: ignore[union-attr, index]
+    assert model.teachers[1] is GLOBAL
+    assert not GLOBAL.weight.is_meta
+    assert isinstance(model.student.weight, nn.Parameter)
+    assert model.student.weight.requires_grad
+    assert not model.teachers[0][0].weight.requires_grad  # type: ignore[index, union-attr]
     x = torch.randn(3, 2, 4)
     for each in (expected, model):
         each(x).square().sum().backward()
     assert torch.equal(expected(x), model(x))
     assert torch.equal(expected.linear.weight.grad, model.linear.weight.grad)  # type: ignore[arg-type, union-attr]
     assert not model.linear.weight.grad[:, 0].any()  # type: ignore[index, union-attr]
+
+
+def test_unregistered_modules_have_the_same_numbers_after_weights_are_loaded_and_in_large_models() -> None:
+    names = {name for name, _ in on_meta(Holding).named_parameters()}
+    first, again = initial_values(Holding, False, 3), empty_values(Holding, on_meta(Holding), names, 3)
+    large = [initial_values(Holding, True, 3).attributes for _ in range(2)]
+
+    assert torch.equal(first.attributes["student.weight"], again.attributes["student.weight"])
+    assert torch.equal(large[0]["student.weight"], large[1]["student.weight"])
+    assert 0.0 < large[0]["student.weight"].std() < 0.5
+    assert torch.equal(large[0]["teachers[0].1.running_var"], torch.ones(4))
+
+
+def test_parameters_that_are_not_registered_are_told() -> None:
+    assert profiled("linear", "mlp").untrained == ""
+    assert re.match(
+        r"blocks.1.hidden\[0\].weight \(and 1 more\) is not registered, .* nn.ModuleList",
+        profiled("linear", "unregistered").untrained,
+    )
 
 
 def test_recurrent_modules_list_their_weights_by_themselves() -> None:
@@ -125,6 +165,7 @@ def profiled(*blocks: str, **told: Any) -> ModelProfile:
         ("kept weight", r"blocks.1.linear.weight is kept in blocks.1.kept\[0\], too"),
         ("hooked gradient", "^None$"),
         ("closed over", "^None$"),
+        ("unregistered", "^None$"),
     ],
 )
 def test_what_must_stay_whole_is_not_sharded(habit: str, words: str) -> None:
@@ -169,8 +210,9 @@ def test_gradients_between_layers_that_the_forward_hooks_itself_onto_are_in_one_
     ("blocks", "told", "pins"),
     [
         (("linear", "masked weight", "mlp"), {}, {"pipeline": 2, "schedule": "zb-h1"}),
-        (("kept weight", "linear", "closed over"), {}, {"pipeline": 2, "schedule": "1f1b"}),
+        (("kept weight", "linear", "unregistered", "closed over"), {}, {"pipeline": 2, "schedule": "1f1b"}),
         pytest.param(("linear", "kept weight"), {}, {"data_replicate": 4}, marks=pytest.mark.slow),
+        pytest.param(("linear", "unregistered"), {}, {"data_shard": 4}, marks=pytest.mark.slow),
         pytest.param(("linear", "closed over", "hooked gradient"), {}, {"data_shard": 4}, marks=pytest.mark.slow),
         pytest.param(
             ("mlp", "linear", "residual"), {"hooks": ((1, "halve"),)}, {"pipeline": 2}, marks=pytest.mark.slow

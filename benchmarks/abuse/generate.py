@@ -66,7 +66,7 @@ BLOCKS = (
     *("gated", "nested", "dict", "attention", "spectral", "orthogonal", "in place", "buffer", "running"),
     *("plain tensor", "listed tensor", "named device", "scalar", "empty", "frozen", "dropout", "noise", "mapped"),
     *("force", "repeated", "compiled", "function", "fft", "batch norm", "synced norm", "group norm", "detached"),
-    *("bias only", "experts", "closed over", "kept weight", "hooked gradient", "masked weight"),
+    *("bias only", "experts", "closed over", "kept weight", "hooked gradient", "masked weight", "unregistered"),
 )
 """Kinds of layers; all take and return the same shape."""
 
@@ -168,6 +168,8 @@ class Block(nn.Module):
             self.scaled = partial(_scaled, torch.linspace(0.5, 1.5, WIDTH), lambda: self.linear.weight)
         if kind == "kept weight":
             self.kept = [self.linear.weight]
+        if kind == "unregistered":
+            self.hidden = [nn.Linear(WIDTH, WIDTH)]
         if kind == "masked weight":
             mask = torch.linspace(0.5, 1.5, WIDTH)
             self.linear.weight.register_hook(lambda gradient: gradient * mask.to(gradient.dtype))
@@ -208,6 +210,8 @@ class Block(nn.Module):
                 return h * self.listed["a"][0].to(h.dtype) * self.listed["b"]
             case "closed over":
                 return x + self.scaled(h)
+            case "unregistered":
+                return x + self.hidden[0](h.float()).to(h.dtype)
             case "kept weight":
                 return h + self.kept[0].square().mean()
             case "hooked gradient":

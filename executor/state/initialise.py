@@ -87,6 +87,8 @@ def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first = {id(p): n for n, p in model.named_parameters()}
     buffers, attributes = _without_parameters(model_fn)
+    recorded = _attributes(model)
+    attributes |= {at: recording.repeat(recorded[at], seed, at) for at, made in attributes.items() if made.is_meta}
     torch.manual_seed(seed)
     return Values(
         lambda n: recording.repeat(parameters[n], seed, first[id(parameters[n])]),
@@ -101,8 +103,10 @@ def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: se
 
     model: on the meta device. loaded: names of parameters. The model is never whole.
     """
-    if loaded.issuperset(n for n, _ in model.named_parameters(remove_duplicate=False)):
-        buffers, attributes = _without_parameters(model_fn)
+    buffers, attributes = _without_parameters(model_fn)
+    if any(made.is_meta for made in attributes.values()):  # of modules that are not registered, which are not loaded
+        others = initial_values(model_fn, model_bytes(model) > BUILD_LIMIT_BYTES, seed)
+    elif loaded.issuperset(n for n, _ in model.named_parameters(remove_duplicate=False)):
         torch.manual_seed(seed)
         others = Values(lambda n: torch.empty(0), buffers.__getitem__, attributes)
     else:
@@ -116,7 +120,7 @@ def empty_values(model_fn: Callable[[], nn.Module], model: nn.Module, loaded: se
 
 
 def _without_parameters(model_fn: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(buffers, attributes) of a model whose parameters take no memory."""
+    """(buffers, attributes) of a model whose parameters take no memory: those of unregistered modules neither."""
     with parameters_on_meta(), torch.device("cpu"):
         model = model_fn()
     return dict(model.named_buffers(remove_duplicate=False)), _attributes(model)
@@ -404,4 +408,10 @@ class Materialiser:
         if id(tensor) in self._buffer_names:
             return self._once(tensor, self._buffer)
         made = self._values.attributes.get(place)
-        return tensor if made is None or made.is_meta else self._once(tensor, lambda _: self._on_device(made))
+        if made is None or made.is_meta:
+            return tensor
+        return self._once(tensor, lambda held: self._like(held, self._on_device(made)))
+
+    @staticmethod
+    def _like(held: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return nn.Parameter(made, held.requires_grad) if isinstance(held, nn.Parameter) else made

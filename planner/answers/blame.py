@@ -83,7 +83,8 @@ def _of_a_pin(profile: ModelProfile, training: TrainingSpec, left: Pins) -> str 
         by_tensor = tensor_rule(profile, left.tensor) or fp8_rule(profile, training, left.tensor)
         if by_tensor is not None:
             return by_tensor
-    shards = any(pin not in (None, 1) for pin in (left.data_shard, left.tensor, left.context))
+    needs = [left.data_shard, left.tensor, left.context, *([left.pipeline] if training.is_mixed else [])]
+    shards = any(pin not in (None, 1) for pin in needs)
     return sharding_rule(profile, training.precision) if shards else None
 
 

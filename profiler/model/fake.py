@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .batches import named_tensors
 from .building import in_training, on_meta
 from .gpu_kernel_emulation import LeanFakeMode, as_on_gpu
-from .held_tensors import HeldTensors, whole_because
+from .held_tensors import HeldTensors, held_beside, unregistered_modules, whole_because
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
 from .loaded import Batch, LoadedModel, place_of, split_inputs
 from .model_profile import BufferProfile
@@ -179,7 +179,7 @@ def real_model(loaded: LoadedModel) -> FakeModel:
 def _buffers(module: nn.Module) -> tuple[BufferProfile, ...]:
     return tuple(
         BufferProfile(name=name, shape=tuple(buffer.shape), dtype=str(buffer.dtype).removeprefix("torch."))
-        for name, buffer in module.named_buffers()
+        for name, buffer in (*module.named_buffers(), *held_beside(module))
     )
 
 
@@ -240,14 +240,15 @@ def _to_fake(
         return twins[id(tensor)]
 
     uncast = []
+    own = {id(parameter) for parameter in root.parameters()}
     with mode:
-        for module in root.modules():
+        for module in (*root.modules(), *unregistered_modules(root)):
             places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
             for tensors in places:
                 for name, value in list(tensors.items()):
-                    if isinstance(value, torch.Tensor):
+                    if isinstance(value, torch.Tensor) and value.is_meta:
                         tensors[name] = twin(value)
-                        if value.is_floating_point() and value.dtype != dtype and not _is_parameter(value):
+                        if value.is_floating_point() and value.dtype != dtype and id(value) not in own:
                             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
                             uncast.append((tensors, name, made))
         HeldTensors(lambda place, tensor: twin(tensor)).enter(root)

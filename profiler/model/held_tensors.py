@@ -24,28 +24,45 @@ _DEEPEST = 12
 
 class HeldTensors:
     """Goes to every tensor that the modules of a model hold beside their parameters and buffers: in attributes, lists,
-    dicts, tuples, partials, closures, objects, and what hooks on modules and gradients close over.
+    dicts, tuples, partials, closures, objects, what hooks on modules and gradients close over, and all that modules in
+    such places hold, which nobody has registered.
 
     visit: is given a tensor's place ("blocks.0.scales[1]") and the tensor, and returns what is to be there. A place is
-    the same in every build of a model. In objects and functions, which others may have, too, only tensors without
-    numbers are replaced: those that the constructor has made. What torch or this package has made is not
-    entered, nor the lists of weights that recurrent modules renew by themselves.
+    the same in every build of a model. In objects, functions and unregistered modules, which others may have, too, only
+    tensors without numbers are replaced: those that the constructor has made. What torch or this package has made is
+    not entered, nor the lists of weights that recurrent modules renew by themselves.
     """
 
     def __init__(self, visit: Visit) -> None:
         self._visit = visit
         self._seen: dict[int, tuple[Any, Any]] = {}
+        self._modules: dict[int, nn.Module] = {}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All that were entered, registered or not."""
+        return list(self._modules.values())
 
     def enter(self, root: nn.Module) -> None:
         """Go through all modules of a model."""
+        self._modules |= {id(module): module for module in root.modules()}
         for prefix, module in root.named_modules():
             self._module(module, f"{prefix}." if prefix else "")
 
-    def _module(self, module: nn.Module, prefix: str) -> None:
+    def _unregistered(self, root: nn.Module, place: str) -> None:
+        new = {prefix: module for prefix, module in root.named_modules() if id(module) not in self._modules}
+        self._modules |= {id(module): module for module in new.values()}
+        for prefix, module in new.items():
+            at = f"{place}.{prefix}." if prefix else f"{place}."
+            self._value(module._parameters, at.removesuffix("."), 0, True)
+            self._value(module._buffers, at.removesuffix("."), 0, True)
+            self._module(module, at, True)
+
+    def _module(self, module: nn.Module, prefix: str, shared: bool = False) -> None:
         own = vars(module)
         renewed = ("_flat_weights",) if isinstance(module, nn.RNNBase) else ()
         for name in [name for name in own if name not in OF_MODULES and name not in renewed]:
-            kept = self._value(own[name], prefix + name, 0)
+            kept = self._value(own[name], prefix + name, 0, shared)
             if kept is not own[name]:
                 own[name] = kept
         hooks = [(kind, hook) for kind in _HOOKS for hook in own.get(kind, {}).values()]
@@ -59,6 +76,8 @@ class HeldTensors:
         if isinstance(value, torch.Tensor):
             kept = self._visit(place, value)
             return kept if not shared or value.is_meta or isinstance(value, FakeTensor) else value
+        if isinstance(value, nn.Module):
+            self._unregistered(value, place)
         if isinstance(value, _LEFT_ALONE) or depth > _DEEPEST:
             return value
         if id(value) not in self._seen:
@@ -141,6 +160,28 @@ def whole_because(root: nn.Module) -> str:
     for name, place in kept_parameters(root):
         return f"{name} is kept in {place}, too, where no shard of it would be; read it from its module"
     return ""
+
+
+def held_beside(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """(place, tensor) of what is neither a parameter nor a buffer, each once."""
+    known = {id(t) for t in (*root.parameters(), *root.buffers())}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+
+    def note(place: str, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            found.setdefault(id(tensor), (place, tensor))
+        return tensor
+
+    HeldTensors(note).enter(root)
+    return list(found.values())
+
+
+def unregistered_modules(root: nn.Module) -> list[nn.Module]:
+    """Modules that modules of a model hold in lists, closures and the like, and that are none of its own."""
+    held = HeldTensors(lambda place, tensor: tensor)
+    held.enter(root)
+    own = set(root.modules())
+    return [module for module in held.modules if module not in own]
 
 
 def kept_parameters(root: nn.Module) -> list[tuple[str, str]]:

@@ -156,9 +156,10 @@ class ParameterProfile(Frozen):
 
 
 class BufferProfile(Frozen):
-    """One buffer of the model, on every rank that runs its module; never sharded."""
+    """One buffer of the model, or a tensor that it holds elsewhere: in a list, a closure, a module that it does not
+    register. On every rank that runs its module; never sharded."""
 
-    name: str = Field(description="full name")
+    name: str = Field(description="full name, or place")
     shape: tuple[NonNegativeInt, ...]
     dtype: str = Field(description="a torch dtype name")
 
@@ -391,6 +392,7 @@ class ModelProfile(Document):
     longest_seq_len: PositiveInt | None = Field(
         default=None, description="tokens per sample for which tables of positions have rows; None: no such table seen"
     )
+    untrained: str = Field(default="", description="which parameters the model does not register, in words")
     notes: tuple[str, ...] = Field(default=(), description="what could not be cut or recognised, in words")
     assumes: tuple[str, ...] = Field(default=(), description="of its batches what nobody said: the size of pictures")
     other_lengths: tuple["ModelProfile", ...] = Field(default=(), description="the same model at two more lengths")

@@ -25,6 +25,7 @@ from .class_costs import layer_class_of
 from .coupling import Coupling, coupling_of
 from .crossing_tensors import batch_tensors, crossing_tensors
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
+from .held_tensors import held_beside
 from .lengths import at_seq_len
 from .loaded import LoadedModel
 from .mixed_precision import mixed_precision_problem
@@ -269,6 +270,7 @@ def _profile_at(
         batch_problem=batch_problem(batch),
         sharding_problem=chain.sharding_problem,
         hooks_gradients=chain.hooks_gradients,
+        untrained=_untrained(fake),
         returns_loss=loaded.loss is None,
         attention_modules=_attention_modules(chain, found),
         mixed_precision_problem=mixed_precision,
@@ -408,6 +410,19 @@ def _dense(fake: FakeModel) -> tuple[str, ...]:
     return (f"{names[0]} (and {len(names) - 1} more embeddings) trains with dense gradients, not sparse ones",)
 
 
+def _untrained(fake: FakeModel) -> str:
+    """What is told of parameters that the model does not have: torch trains none of them, and neither does a plan."""
+    held = held_beside(fake.module)
+    places = [place for place, tensor in held if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
+    if not places:
+        return ""
+    more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""
+    return (
+        f"{places[0]}{more} is not registered, so the model does not have it as a parameter, and it stays as it is "
+        "made: nn.ModuleList, nn.ModuleDict and nn.ParameterList register what they hold"
+    )
+
+
 def _check_sizes(loaded: LoadedModel, chain: LayerChain, sizes: RunSizes) -> None:
     """Raises ValueError where samples cannot be told apart in what the batch function or the model makes. What is made
     between layers of no parameter is not looked at: every stage makes it itself."""
@@ -463,7 +478,15 @@ def _check_complete(fake: FakeModel, layers: Sequence[LayerProfile]) -> None:
 def _fingerprint(profile: ModelProfile) -> str:
     """Hash of what a plan depends on: layers, classes, tensors, ties and batch; not of names, notes or versions."""
     told = {"name", "source", "fingerprint", "torch_version", "notes", "global_batch", "mixed_precision_problem"}
-    told |= {"context_problem", "coupling", "batch_problem", "sharding_problem", "hooks_gradients", "assumes"}
+    told |= {
+        "context_problem",
+        "coupling",
+        "batch_problem",
+        "sharding_problem",
+        "hooks_gradients",
+        "assumes",
+        "untrained",
+    }
     left_out: dict[str, Any] = {**dict.fromkeys(told, True), "batch": {"__all__": {"counts_rows"}}}
     kernels: dict[str, Any] = {"operators": {"__all__": {"kernels"}}}  # amounts tell them, too
     each = {"whole": kernels, "tensor": kernels, "sequence": kernels}
