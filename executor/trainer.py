@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..planner.plan.document import Plan, load_plan
 from ..planner.plan.not_run import not_run
+from ..profiler.model.forward_state import undone
 from ..profiler.model.loaded import split_inputs
 from .agreement import (
     check_lengths,
@@ -792,15 +793,11 @@ class Trainer:
 
     def _replicate(self, part: Any, loss_fn: Loss | None) -> None:
         """Wrap the model in DDP. One forward shows what reads no parameter, so that DDP does not wait for it; what it
-        wrote into buffers is undone, and into the batch not done."""
+        leaves behind is undone, and what it writes into the batch not done."""
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
-        before = [buffer.clone() for buffer in self.model.buffers()]
         self._random.micro_batch(0)
-        with torch.random.fork_rng(devices), self._autocast():
+        with undone(self.model), torch.random.fork_rng(devices), self._autocast():
             read = _parameters_behind(self._loss_of(tree_map(_cloned, part), loss_fn), self.model)
-        with torch.no_grad():
-            for buffer, value in zip(self.model.buffers(), before, strict=True):
-                buffer.copy_(value)
         unread = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in read]
         self._replicas = data_parallel(self.model, self.mesh.group("data_replicate"), unread)
         if self._telemetry is not None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ...planner.cost.compute_cost import SELECTIVELY_KEPT
 from ...planner.plan.document import LayerPlan, Recompute, parts_of
+from ...profiler.model.forward_state import Place, Taken, changed, places_of, put_back, taken
 from ...profiler.model.meters import op_kind
 from ..torch_compat import detached, forward_with_hooks
 from .context import ContextParallel
@@ -28,9 +29,9 @@ def recompute(module: nn.Module, mode: Recompute = "full", context: ContextParal
 
     Forwards are replaced, not modules, so parameter names stay; hooks on the module itself (FSDP's gathering, the
     slicing of sequence parallelism) run once, outside of what is repeated. Those that a part has by now are repeated
-    with it, so that where slices of the sequence are gathered for a part only its own slice is kept. Buffers that the
-    forward writes into (running statistics) are written once: the repetition finds them as the forward did, and leaves
-    no trace. context: where ranks hold parts of sequences, for what is known of a part's inputs.
+    with it, so that where slices of the sequence are gathered for a part only its own slice is kept. What the first
+    forward leaves behind (running statistics, attributes, lists that it fills) is changed once by each forward: the
+    repetition finds it as the forward did, and leaves no trace. context: where ranks hold parts of sequences, for what is known of a part's inputs.
     """
     if mode == "attention":
         module.forward = _with_attention_repeated(module, module.forward)
@@ -69,35 +70,27 @@ def check_recompute(layer: LayerPlan, model: nn.Module) -> None:
 
 def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
     """forward, of which backward finds nothing but its inputs (and what selective recompute keeps)."""
-    unwritten: set[str] = set()
-    statistics = _running_statistics(module)
+    places: list[Place] | None = None
 
     def repeated(*args: Any, **kwargs: Any) -> Any:
-        before = {n: (b, b._version, b.clone()) for n, b in module.named_buffers() if n not in unwritten}
-        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        nonlocal places
+        before = taken(places_of(module) if places is None else places)
+        left: Taken = []
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if not selective:
-                return nullcontext(), _with_values(written)
+                return nullcontext(), _as_before(left)
             keeping, kept = create_selective_checkpoint_contexts(_Keep(module))
-            return keeping, _both(_with_values(written), kept)
+            return keeping, _both(_as_before(left), kept)
 
         output = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         torch.clear_autocast_cache()  # else it would hold the casts of all layers' weights until the forward ends
-        for name, (buffer, version, value) in before.items():
-            if buffer._version == version and name not in statistics:
-                unwritten.add(name)
-            else:
-                written.append((buffer, value))
+        left += changed(before)
+        if places is None:
+            places = [place for place, _ in left]
         return output
 
     return repeated
-
-
-def _running_statistics(module: nn.Module) -> set[str]:
-    """Buffers that norms write into without telling: their versions stay as they are (torch 2.13)."""
-    norms = {path: m for path, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
-    return {f"{path}.{name}" if path else name for path, norm in norms.items() for name, _ in norm.named_buffers()}
 
 
 class _Keep:
@@ -129,16 +122,14 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
 
 
 @contextmanager
-def _with_values(written: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """Buffers hold other values, and afterwards again what they held; autograd does not hear of it."""
-    after = [buffer.clone() for buffer, _ in written]
-    for buffer, value in written:
-        buffer.data.copy_(value)
+def _as_before(left: Taken) -> Iterator[None]:
+    """What a forward has changed holds again what it did before, and afterwards what it holds now."""
+    after = taken(place for place, _ in left)
+    put_back(left)
     try:
         yield
     finally:
-        for (buffer, _), value in zip(written, after, strict=True):
-            buffer.data.copy_(value)
+        put_back(after)
 
 
 def _with_attention_repeated(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

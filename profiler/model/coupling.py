@@ -16,6 +16,7 @@ from ..semantics.draws import SameDraws
 from .batches import named_tensors
 from .building import in_training
 from .fake import scalar
+from .forward_state import undone
 from .loaded import Batch, LoadedModel, split_inputs
 from .model_profile import ModelProfile
 from .run_sizes import RunSizes
@@ -97,13 +98,10 @@ def _losses(loaded: LoadedModel) -> tuple[float, float]:
         module = in_training(upcast(loaded.build()))
         batch = tree_map(as_float, loaded.batch(SAMPLES))
         halves = [_half(batch, loaded, i) for i in range(2)]
-        buffers = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
 
         def loss(given: Batch) -> float:
-            for part, name, buffer in buffers:
-                part._buffers[name] = None if buffer is None else buffer.clone()
             args, kwargs = split_inputs(module, tree_map(_own, given), loaded.loss is not None)
-            with torch.enable_grad():
+            with undone(module), torch.enable_grad():
                 output = module(*args, **kwargs)
                 found = scalar(output, loaded) if loaded.loss is None else loaded.loss(output, given)
             return float(found)

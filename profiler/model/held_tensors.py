@@ -30,11 +30,13 @@ class HeldTensors:
     visit: is given a tensor's place ("blocks.0.scales[1]") and the tensor, and returns what is to be there. A place is
     the same in every build of a model. In objects, functions and unregistered modules, which others may have, too, only
     tensors without numbers are replaced: those that the constructor has made. What torch or this package has made is
-    not entered, nor the lists of weights that recurrent modules renew by themselves.
+    not entered, nor the lists of weights that recurrent modules renew by themselves. hold: is given whatever may come
+    to hold others: modules, lists, dicts (of objects, too), sets, cells of closures, and generators.
     """
 
-    def __init__(self, visit: Visit) -> None:
+    def __init__(self, visit: Visit, hold: Callable[[Any], None] = lambda holder: None) -> None:
         self._visit = visit
+        self._hold = hold
         self._seen: dict[int, tuple[Any, Any]] = {}
         self._modules: dict[int, nn.Module] = {}
 
@@ -59,6 +61,7 @@ class HeldTensors:
             self._module(module, at, True)
 
     def _module(self, module: nn.Module, prefix: str, shared: bool = False) -> None:
+        self._hold(module)
         own = vars(module)
         renewed = ("_flat_weights",) if isinstance(module, nn.RNNBase) else ()
         for name in [name for name in own if name not in OF_MODULES and name not in renewed]:
@@ -86,6 +89,8 @@ class HeldTensors:
         return self._seen[id(value)][1]
 
     def _entered(self, value: Any, place: str, depth: int, shared: bool) -> Any:
+        if isinstance(value, (list, deque, dict, set, torch.Generator)):
+            self._hold(value)
         match value:
             case list() | tuple() | deque():
                 kept = [self._value(one, f"{place}[{i}]", depth, shared) for i, one in enumerate(value)]
@@ -116,6 +121,7 @@ class HeldTensors:
         return value
 
     def _cell(self, cell: CellType, place: str, depth: int) -> None:
+        self._hold(cell)
         try:
             held = cell.cell_contents
         except ValueError:  # not assigned yet

@@ -1,0 +1,180 @@
+"""What a forward may leave behind in a model: attributes and buffers that it binds anew or writes into, lists that it
+fills, generators that it draws from. So that a forward can be undone, or repeated from where it started."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CellType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .held_tensors import OF_MODULES, HeldTensors
+
+_EMPTY = object()
+"""What a cell of a closure holds before it is assigned."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One thing that a forward may change, with ways to take what it holds, to see whether it holds something else, and
+    to put back what was taken."""
+
+    take: Callable[[], Any]
+    differs: Callable[[Any], bool]
+    put: Callable[[Any], None]
+
+
+Taken = list[tuple[Place, Any]]
+
+
+def places_of(root: nn.Module) -> list[Place]:
+    """All that the forward of a module may change, parameters apart."""
+    found: list[Place] = []
+    tensors: dict[int, torch.Tensor] = {}
+
+    def hold(holder: Any) -> None:
+        match holder:
+            case nn.Module():
+                found.append(_entries(vars(holder), OF_MODULES))
+                if holder._buffers:
+                    found.append(_entries(holder._buffers))
+            case dict():
+                found.append(_entries(holder))
+            case list() | deque():
+                found.append(_items(holder))
+            case set():
+                found.append(_members(holder))
+            case CellType():
+                found.append(_cell(holder))
+            case torch.Generator():
+                found.append(_draws(holder))
+
+    def note(place: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensors.setdefault(id(tensor), tensor)
+        return tensor
+
+    HeldTensors(note, hold).enter(root)
+    tensors |= {id(buffer): buffer for buffer in root.buffers()}
+    parameters = {id(parameter) for parameter in root.parameters()}
+    silent = _running_statistics(root)
+    found += [
+        _numbers(tensor, id(tensor) in silent)
+        for tensor in tensors.values()
+        if id(tensor) not in parameters and not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    ]
+    return found
+
+
+def taken(places: Iterable[Place]) -> Taken:
+    """What places hold now."""
+    return [(place, place.take()) for place in places]
+
+
+def changed(before: Taken) -> Taken:
+    """Those that hold something else than what was taken."""
+    return [(place, value) for place, value in before if place.differs(value)]
+
+
+def put_back(before: Taken) -> None:
+    """Let places hold again what was taken."""
+    for place, value in before:
+        place.put(value)
+
+
+@contextmanager
+def undone(root: nn.Module) -> Iterator[None]:
+    """What forwards leave behind meanwhile is put back."""
+    before = taken(places_of(root))
+    try:
+        yield
+    finally:
+        put_back(changed(before))
+
+
+def _entries(holder: dict[Any, Any], apart: frozenset[str] = frozenset()) -> Place:
+    def take() -> dict[Any, Any]:
+        return {name: value for name, value in holder.items() if name not in apart}
+
+    def differs(value: dict[Any, Any]) -> bool:
+        now = take()
+        return now.keys() != value.keys() or any(now[name] is not value[name] for name in now)
+
+    def put(value: dict[Any, Any]) -> None:
+        for name in take().keys() - value.keys():
+            del holder[name]
+        holder.update(value)
+
+    return Place(take, differs, put)
+
+
+def _items(holder: list[Any] | deque[Any]) -> Place:
+    def differs(value: list[Any]) -> bool:
+        return len(value) != len(holder) or any(a is not b for a, b in zip(value, holder, strict=True))
+
+    def put(value: list[Any]) -> None:
+        holder.clear()
+        holder.extend(value)
+
+    return Place(lambda: list(holder), differs, put)
+
+
+def _members(holder: set[Any]) -> Place:
+    def put(value: set[Any]) -> None:
+        holder.clear()
+        holder.update(value)
+
+    return Place(lambda: set(holder), lambda value: value != holder, put)
+
+
+def _cell(cell: CellType) -> Place:
+    def take() -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:
+            return _EMPTY
+
+    def put(value: Any) -> None:
+        if value is _EMPTY:
+            del cell.cell_contents
+        else:
+            cell.cell_contents = value
+
+    return Place(take, lambda value: take() is not value, put)
+
+
+def _draws(generator: torch.Generator) -> Place:
+    def differs(value: torch.Tensor) -> bool:
+        return not torch.equal(value, generator.get_state())
+
+    def put(value: torch.Tensor) -> None:
+        generator.set_state(value)
+
+    return Place(generator.get_state, differs, put)
+
+
+def _numbers(tensor: torch.Tensor, silent: bool) -> Place:
+    """silent: what writes into it does not tell. Autograd does not hear of what is put back."""
+
+    def version() -> int:
+        return 0 if tensor.is_inference() else tensor._version
+
+    def take() -> tuple[int, torch.Tensor]:
+        return version(), tensor.detach().clone()
+
+    def differs(value: tuple[int, torch.Tensor]) -> bool:
+        return silent or value[0] != version()
+
+    def put(value: tuple[int, torch.Tensor]) -> None:
+        tensor.data.copy_(value[1])
+
+    return Place(take, differs, put)
+
+
+def _running_statistics(root: nn.Module) -> set[int]:
+    """Buffers that norms write into without telling: their versions stay as they are (torch 2.13)."""
+    norms = [module for module in root.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    return {id(buffer) for norm in norms for buffer in norm.buffers()}
