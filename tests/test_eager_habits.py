@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import deque
 from typing import Any
 
 import pytest
@@ -54,6 +55,23 @@ class Averaging(nn.Module):
         h = self.first(x)
         self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
         out: torch.Tensor = self.second(h - self.mean)
+        return out
+
+
+class Remembering(nn.Module):
+    """Adds what it computed of the batch before, which it keeps in a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _linear(), _linear()
+        self.past: deque[torch.Tensor] = deque(maxlen=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if self.past:
+            h = h + 0.1 * self.past[-1].mean()
+        self.past.append(h.detach())
+        out: torch.Tensor = self.second(h)
         return out
 
 
@@ -259,6 +277,7 @@ HABITS: dict[str, Any] = {
     "scaling": habit(Scaling),
     "named": habit(Named),
     "averaging": habit(Averaging),
+    "remembering": habit(Remembering),
     "writes across": habit(WritesAcross),
     "mapped": habit(Mapped),
     "force, func": habit(lambda: Force(by_func=True)),
@@ -282,10 +301,10 @@ HABITS: dict[str, Any] = {
     ),
 }
 
-FIRST = {"averaging": 0, "bags": 0, "hooked": 1, "named": 2, "writes across": 1, "synced norm": 0}
+FIRST = {"averaging": 0, "remembering": 0, "bags": 0, "hooked": 1, "named": 2, "writes across": 1, "synced norm": 0}
 """Model -> which of its plans is tested by default; the others with the slow ones."""
 
-ONE_LAYER = ("mapped", "force, func", "force", "scripted")
+ONE_LAYER = ("averaging", "remembering", "mapped", "force, func", "force", "scripted")
 """Models that no pipeline cuts."""
 WHOLE = ("force", "scripted")
 """Models that are not sharded."""

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ...planner.cost.compute_cost import SELECTIVELY_KEPT
 from ...planner.plan.document import LayerPlan, Recompute, parts_of
-from ...profiler.model.forward_state import Place, Taken, changed, places_of, put_back, taken
+from ...profiler.model.forward_state import Changeable, Taken, changed, places_of, put_back, taken
 from ...profiler.model.meters import op_kind
 from ..torch_compat import detached, forward_with_hooks
 from .context import ContextParallel
@@ -31,7 +31,8 @@ def recompute(module: nn.Module, mode: Recompute = "full", context: ContextParal
     slicing of sequence parallelism) run once, outside of what is repeated. Those that a part has by now are repeated
     with it, so that where slices of the sequence are gathered for a part only its own slice is kept. What the first
     forward leaves behind (running statistics, attributes, lists that it fills) is changed once by each forward: the
-    repetition finds it as the forward did, and leaves no trace. context: where ranks hold parts of sequences, for what is known of a part's inputs.
+    repetition finds it as the forward did, and leaves no trace. context: where ranks hold parts of sequences, for what
+    is known of a part's inputs.
     """
     if mode == "attention":
         module.forward = _with_attention_repeated(module, module.forward)
@@ -70,7 +71,7 @@ def check_recompute(layer: LayerPlan, model: nn.Module) -> None:
 
 def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
     """forward, of which backward finds nothing but its inputs (and what selective recompute keeps)."""
-    places: list[Place] | None = None
+    places: list[Changeable] | None = None
 
     def repeated(*args: Any, **kwargs: Any) -> Any:
         nonlocal places

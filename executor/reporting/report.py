@@ -87,6 +87,7 @@ class Against:
 def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]) -> Against:
     """Why this plan, against the candidates that were priced beside it."""
     from ...planner.answers.alternatives import shown
+    from ...planner.answers.simplicity import machinery
 
     label, parts, of_the_plan = plan.label, [], False
     different = sorted(shown(others, plan), key=_step_time)
@@ -103,7 +104,8 @@ def against_others(plan: Plan, step_time_s: float, others: Sequence["Candidate"]
         elif ahead >= 0.01:
             parts.append(f"{_percent(ahead)} faster than the next best, {name}")
         elif ahead > -0.015:
-            parts.append(f"as fast as {name} within 1%, and simpler")
+            simpler = best.plan is not None and machinery(plan) < machinery(best.plan)
+            parts.append(f"as fast as {name} within 1%{', and simpler' if simpler else ''}")
         else:
             parts.append(f"slower than {name} ({format_seconds(_step_time(best))}), which the pins leave out")
     elif others:

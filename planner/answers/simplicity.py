@@ -15,6 +15,11 @@ def simplicity(plan: Plan, found: Estimate) -> tuple[float, ...]:
     axes are out of their usual order, and bytes by which memory comes nearer to the budget than predictions are sure.
     Context ranks shard the model's state between them, which is a kind of its own.
     """
+    return *machinery(plan), _shortfall(plan, found)
+
+
+def machinery(plan: Plan) -> tuple[int, ...]:
+    """What makes a plan simple or not, memory apart, in the order of `simplicity`."""
     degrees, layers = plan.degrees, [layer for stage in plan.stages for layer in stage.layers]
     kinds = (degrees.data_replicate, degrees.sharded_over, degrees.tensor, degrees.context, degrees.expert)
     used = [axis for axis in plan.mesh_axes if degrees.of(axis) > 1]
@@ -25,7 +30,6 @@ def simplicity(plan: Plan, found: Estimate) -> tuple[float, ...]:
         sum(layer.recompute != "none" for layer in layers),
         plan.num_microbatches if degrees.pipeline == 1 else 0,
         used != [axis for axis in AXES if degrees.of(axis) > 1],
-        _shortfall(plan, found),
     )
 
 

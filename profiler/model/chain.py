@@ -10,7 +10,7 @@ where the fewest bytes cross.
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,6 +90,8 @@ class LayerChain:
     """Why fully_shard cannot take its modules."""
     hooks_gradients: bool = False
     """Whether layers put hooks on gradients that they compute."""
+    read_again: tuple[str, ...] = ()
+    """Places of what a forward leaves behind and the next one reads."""
     hookless: bool = False
     """Whether what is saved for backward cannot be watched: torch.func.grad takes no hooks on saved tensors."""
 
@@ -141,7 +143,7 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
                 f"the forward writes into the parameter {name}, which under sharding is not there as a whole; change "
                 "parameters between steps, in the training loop"
             )
-    return replace(chain, notes=(*chain.notes, *_stateful(fake.module, written)))
+    return replace(chain, notes=(*chain.notes, *_stateful(fake.module, written), *_left(chain.read_again)))
 
 
 def _dice() -> str:
@@ -167,6 +169,8 @@ def _observe(
             grads = patch.object(torch.autograd, "grad", _noting(torch.autograd.grad, watch))
             with watch, watch.producers, grads, swaps, _noting_hooks(watch):
                 loss = fake.loss(batch, before_loss=watch.start_loss)
+            if fake.left:
+                watch.inputs.read_again = fake.read_again((fake.batch(size, seq_len), fake.batch(size, seq_len)))
             if watch.inputs.overwrites and (not saves or any(x._version != version for x, version in saved)):
                 _check_backward(fake, loss)
         return _build_chain(fake, units, watch)
@@ -262,10 +266,16 @@ def _stateful(root: nn.Module, written: list[str]) -> tuple[str, ...]:
     """A note on buffers that the forward writes into; those of batch norms, which it does not read, are told apart."""
     owners = {name: root.get_submodule(name.rpartition(".")[0]) for name in written}
     names = [name for name, owner in owners.items() if not isinstance(owner, nn.modules.batchnorm._NormBase)]
+    return _left(names)
+
+
+def _left(names: Sequence[str]) -> tuple[str, ...]:
+    """A note on what a forward leaves behind for the next."""
     if not names:
         return ()
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return (
-        f"{names[0]} (and {len(names) - 1} more buffers) is written in every forward, on each data rank by its own, so "
+        f"{names[0]}{more} is written in every forward, on each data rank by its own, so "
         "the numbers may change with data parallelism, as in any framework",
     )
 
@@ -327,13 +337,19 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
         notes.append(
             "the forward hooks itself onto gradients between layers (register_hook), so all of it is one layer"
         )
+    between = [place for place in watch.inputs.read_again if not any(place.startswith(f"{n}.") for n in units.names)]
+    if between and len(spans) > 1:
+        spans = _joined(spans, spans[0][0], spans[-1][1])
+        notes.append(
+            f"the forward reads between layers what the one before has left in {between[0]}, so all of it is one layer"
+        )
     spans = _collapse_hooked(root, watch, spans, notes)
     crossings = _crossings(watch, spans)
     layers = _layers(root, units, watch, spans, notes)
     graph = wired(len(layers), ((c.made_by, c.used_by, c.num_bytes) for c in crossings))
     problem = _sharding_problem(fake, watch, layers)
     chain = LayerChain(units, layers, crossings, graph, (), watch.shapes, tuple(notes), problem)
-    chain = replace(chain, hooks_gradients=watch.inputs.hooks_inside)
+    chain = replace(chain, hooks_gradients=watch.inputs.hooks_inside, read_again=tuple(watch.inputs.read_again))
     parameters = dict(root.named_parameters(remove_duplicate=False))
     signatures = tuple(_signature(root, parameters, events, chain, index) for index in range(len(layers)))
     return replace(chain, signatures=signatures)

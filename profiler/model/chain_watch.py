@@ -132,6 +132,8 @@ class Inputs:
         """Whether a layer puts hooks on gradients of its own."""
         self.hooks_between = False
         """Whether what lies between layers does."""
+        self.read_again: list[str] = []
+        """Places of what a forward leaves behind and the next one reads."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ A model that decides by the values of its tensors needs real ones: `real_model` 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .batches import named_tensors
 from .building import in_training, on_meta
+from .forward_state import Changeable, TensorsRead, changed, places_of, put_back, taken, undone
 from .gpu_kernel_emulation import LeanFakeMode, as_on_gpu
 from .held_tensors import HeldTensors, held_beside, unregistered_modules, whole_because
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
@@ -54,6 +55,8 @@ class FakeModel:
     knows_layout: bool = False
     """Whether the integers of a batch, and what the batch function says is layout, keep their numbers, and all that is
     computed of nothing else: what the model decides by them it decides as it does with real tensors."""
+    left: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What its last forward has left behind in attributes, lists and the like, by place; it is gone by then."""
 
     @contextmanager
     def buffers_uncast(self) -> Iterator[None]:
@@ -93,7 +96,37 @@ class FakeModel:
         return made
 
     def loss(self, batch: Batch, before_loss: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Loss of one forward. Raises ValueError in words when the model cannot take the batch."""
+        """Loss of one forward, as if it were the first one. Raises ValueError in words when the model cannot take the
+        batch."""
+        before = taken(self._places)
+        try:
+            return self.next_loss(batch, before_loss)
+        finally:
+            self.left.clear()
+            if left := changed(before):
+                now = self._held()
+                put_back(left)
+                known = {id(tensor) for tensor in self._held().values()}
+                self.left.update((place, tensor) for place, tensor in now.items() if id(tensor) not in known)
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.module.named_buffers()), **dict(held_beside(self.module))}
+
+    def read_again(self, batches: tuple[Batch, Batch]) -> list[str]:
+        """Places of what one forward leaves behind and the next one reads."""
+        with undone(self.module):
+            self.next_loss(batches[0])
+            read = TensorsRead({id(tensor): place for place, tensor in self._held().items() if place in self.left})
+            with read:
+                self.next_loss(batches[1])
+        return read.places
+
+    @cached_property
+    def _places(self) -> list[Changeable]:
+        return places_of(self.module)
+
+    def next_loss(self, batch: Batch, before_loss: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Loss of one forward, which finds what the one before it has left behind."""
         args, kwargs = split_inputs(self.module, batch, self.loaded.loss is not None)
         output = self.module(*args, **kwargs)
         before_loss()

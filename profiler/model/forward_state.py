@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
+from .gpu_kernel_emulation import Mode
 from .held_tensors import OF_MODULES, HeldTensors
 
 _EMPTY = object()
@@ -19,7 +21,7 @@ _EMPTY = object()
 
 
 @dataclass(frozen=True)
-class Place:
+class Changeable:
     """One thing that a forward may change, with ways to take what it holds, to see whether it holds something else, and
     to put back what was taken."""
 
@@ -28,12 +30,12 @@ class Place:
     put: Callable[[Any], None]
 
 
-Taken = list[tuple[Place, Any]]
+Taken = list[tuple[Changeable, Any]]
 
 
-def places_of(root: nn.Module) -> list[Place]:
+def places_of(root: nn.Module) -> list[Changeable]:
     """All that the forward of a module may change, parameters apart."""
-    found: list[Place] = []
+    found: list[Changeable] = []
     tensors: dict[int, torch.Tensor] = {}
 
     def hold(holder: Any) -> None:
@@ -69,7 +71,7 @@ def places_of(root: nn.Module) -> list[Place]:
     return found
 
 
-def taken(places: Iterable[Place]) -> Taken:
+def taken(places: Iterable[Changeable]) -> Taken:
     """What places hold now."""
     return [(place, place.take()) for place in places]
 
@@ -95,7 +97,23 @@ def undone(root: nn.Module) -> Iterator[None]:
         put_back(changed(before))
 
 
-def _entries(holder: dict[Any, Any], apart: frozenset[str] = frozenset()) -> Place:
+class TensorsRead(Mode):
+    """Notes which of some tensors operators are given."""
+
+    def __init__(self, places: dict[int, str]) -> None:
+        super().__init__()
+        self._places = places
+        self.places: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = [self._places[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._places]
+        self.places += [place for place in found if place not in self.places]
+        return func(*args, **(kwargs or {}))
+
+
+def _entries(holder: dict[Any, Any], apart: frozenset[str] = frozenset()) -> Changeable:
     def take() -> dict[Any, Any]:
         return {name: value for name, value in holder.items() if name not in apart}
 
@@ -108,10 +126,10 @@ def _entries(holder: dict[Any, Any], apart: frozenset[str] = frozenset()) -> Pla
             del holder[name]
         holder.update(value)
 
-    return Place(take, differs, put)
+    return Changeable(take, differs, put)
 
 
-def _items(holder: list[Any] | deque[Any]) -> Place:
+def _items(holder: list[Any] | deque[Any]) -> Changeable:
     def differs(value: list[Any]) -> bool:
         return len(value) != len(holder) or any(a is not b for a, b in zip(value, holder, strict=True))
 
@@ -119,18 +137,18 @@ def _items(holder: list[Any] | deque[Any]) -> Place:
         holder.clear()
         holder.extend(value)
 
-    return Place(lambda: list(holder), differs, put)
+    return Changeable(lambda: list(holder), differs, put)
 
 
-def _members(holder: set[Any]) -> Place:
+def _members(holder: set[Any]) -> Changeable:
     def put(value: set[Any]) -> None:
         holder.clear()
         holder.update(value)
 
-    return Place(lambda: set(holder), lambda value: value != holder, put)
+    return Changeable(lambda: set(holder), lambda value: value != holder, put)
 
 
-def _cell(cell: CellType) -> Place:
+def _cell(cell: CellType) -> Changeable:
     def take() -> Any:
         try:
             return cell.cell_contents
@@ -143,20 +161,20 @@ def _cell(cell: CellType) -> Place:
         else:
             cell.cell_contents = value
 
-    return Place(take, lambda value: take() is not value, put)
+    return Changeable(take, lambda value: take() is not value, put)
 
 
-def _draws(generator: torch.Generator) -> Place:
+def _draws(generator: torch.Generator) -> Changeable:
     def differs(value: torch.Tensor) -> bool:
         return not torch.equal(value, generator.get_state())
 
     def put(value: torch.Tensor) -> None:
         generator.set_state(value)
 
-    return Place(generator.get_state, differs, put)
+    return Changeable(generator.get_state, differs, put)
 
 
-def _numbers(tensor: torch.Tensor, silent: bool) -> Place:
+def _numbers(tensor: torch.Tensor, silent: bool) -> Changeable:
     """silent: what writes into it does not tell. Autograd does not hear of what is put back."""
 
     def version() -> int:
@@ -171,7 +189,7 @@ def _numbers(tensor: torch.Tensor, silent: bool) -> Place:
     def put(value: tuple[int, torch.Tensor]) -> None:
         tensor.data.copy_(value[1])
 
-    return Place(take, differs, put)
+    return Changeable(take, differs, put)
 
 
 def _running_statistics(root: nn.Module) -> set[int]:
