@@ -9,7 +9,16 @@ from rich.console import Console
 
 from benchmarks.published.fit_bands import band, time_bands
 from meshwright.executor.reporting.terminal import print_memory, print_no_band, print_speed
-from meshwright.planner.cost.bands import Band, margin_at, memory_band, memory_risk, no_band, time_band, time_kind
+from meshwright.planner.cost.bands import (
+    Band,
+    margin_at,
+    memory_band,
+    memory_risk,
+    no_band,
+    no_time_band,
+    time_band,
+    time_kind,
+)
 from meshwright.planner.cost.estimate import StageMemory
 from meshwright.planner.plan.document import Plan, Prediction
 from support.synthetic_plans import plan_by
@@ -59,7 +68,15 @@ def test_every_kind_of_job_has_a_band(mixture: bool, precision: str, num_hosts: 
 def transformer() -> Plan:
     """A plan of a model with attention over a sequence, as the published runs have."""
     plan = plan_by("fsdp2-eager")
-    return plan.model_copy(update={"model": plan.model.model_copy(update={"attention_modules": ("attention",)})})
+    model = plan.model.model_copy(update={"attention_modules": ("attention",), "num_parameters": 8_000_000_000})
+    return _on("h100-80gb", plan.model_copy(update={"model": model}))
+
+
+def _on(device: str, plan: Plan) -> Plan:
+    """A plan whose devices have another name."""
+    host = plan.cluster.hosts[0]
+    named = host.model_copy(update={"device": host.device.model_copy(update={"name": device})})
+    return plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"hosts": (named,)})})
 
 
 def test_plans_on_gpus_have_bands_around_one() -> None:
@@ -73,10 +90,7 @@ def test_plans_on_gpus_have_bands_around_one() -> None:
 
 
 def test_plans_on_cpus_have_none() -> None:
-    plan = transformer()
-    host = plan.cluster.hosts[0]
-    cpu = host.model_copy(update={"device": host.device.model_copy(update={"name": "cpu"})})
-    plan = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"hosts": (cpu,)})})
+    plan = _on("cpu", transformer())
 
     assert time_band(plan) is None
     assert memory_band(plan) is None
@@ -100,6 +114,23 @@ def test_what_no_published_run_is_of_has_no_band_and_is_told_so(
     assert memory_band(other) is None
     assert no_band(plan) == ""
     assert "published runs are of language models, none of a model of this kind" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("device", "num_parameters", "why"),
+    [
+        ("rtx-4090", 8_000_000_000, "no published run is of rtx-4090"),
+        ("h100-80gb", 115_000, "no published run is of a model of fewer than 124 M parameters"),
+    ],
+)
+def test_devices_and_sizes_of_which_nothing_is_published_have_no_band_of_time(
+    device: str, num_parameters: int, why: str
+) -> None:
+    plan = _on(device, transformer())
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"num_parameters": num_parameters})})
+
+    assert time_band(plan) is None
+    assert no_time_band(plan) == why
 
 
 def test_step_time_is_shown_with_its_band() -> None:
@@ -143,7 +174,8 @@ def test_half_of_a_band_is_a_tenth_of_the_risk_on_either_side() -> None:
 @pytest.mark.parametrize("risk", [0.01, 0.05, 0.3])
 def test_a_plan_that_fills_what_a_risk_leaves_it_has_that_risk(risk: float) -> None:
     plan = transformer()
-    profile = SimpleNamespace(seq_len=plan.training.seq_len, attention_modules=plan.model.attention_modules)
+    told = {"attention_modules": plan.model.attention_modules, "num_parameters": plan.model.num_parameters}
+    profile = SimpleNamespace(seq_len=plan.training.seq_len, **told)
 
     margin = margin_at(risk, profile, plan.cluster.device.name)  # type: ignore[arg-type]
 

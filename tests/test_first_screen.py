@@ -85,6 +85,17 @@ def test_layers_are_counted_as_people_count_them() -> None:
     assert "2 pipeline stages of 4 layers" in work_in_words(some_plan(pipeline=2))
 
 
+def test_layers_of_one_module_count_whatever_their_sizes() -> None:
+    plan = some_plan(pipeline=2)
+    last = [
+        layer.model_copy(update={"layer_class": f"block.{i + 2}"}) if layer.layer_class == "block" else layer
+        for i, layer in enumerate(plan.stages[1].layers)
+    ]
+    stages = (plan.stages[0], plan.stages[1].model_copy(update={"layers": tuple(last)}))
+
+    assert "2 pipeline stages of 4 layers" in work_in_words(plan.model_copy(update={"stages": stages}))
+
+
 @pytest.mark.parametrize(("sync", "name"), [("last", "ZeRO-1"), ("every", "ZeRO-2")])
 def test_what_everybody_calls_zero_1_is_called_so(sync: str, name: str) -> None:
     plan = some_plan(shard=4)
@@ -123,6 +134,7 @@ def test_every_hard_word_of_the_screen_is_in_the_glossary(capsys: pytest.Capture
     for word in ("ZB-V", "gathered", "transient", "closed form", "MFU", "1F1B", "HSDP", "ZeRO-1", "CP", "EP", "bubble"):
         assert term(word).says
     assert [each.name for each in terms_in("FSDP 8, ZB-V")] == ["FSDP", "ZB-V"]
+    assert [each.name for each in terms_in("PP 2 (ZB-H2)")] == ["PP", "ZB-H2"], "and nothing of ZB-H1"
     assert len({each.anchor for each in TERMS}) == len(TERMS)
     assert run_plan("glossary", "zb-v", "--json") == 0
     assert json.loads(capsys.readouterr().out)[0]["name"] == "ZB-V"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.published import components, fit_components
-from meshwright.planner.cost.comm_cost import GroupLinks, collective_s, direct_s, ring_rates
+from meshwright.planner.cost.comm_cost import CollectiveKind, GroupLinks, collective_s, direct_s, ring_rates
 from meshwright.planner.cost.compute_cost import batches_at, operator_s, table_of
 from meshwright.planner.cost.context_cost import pieces_s
 from meshwright.planner.cost.expert_cost import EXCHANGE_UNITS, exchange_of, on_one_rank
@@ -437,3 +437,14 @@ def test_a_ring_of_measured_links_costs_what_it_did() -> None:
     where = GroupLinks(Group(ranks_per_host=8, hosts=1), Link(bandwidth=1e11, latency=1e-6), H100.network, 8)
 
     assert collective_s("all_gather", 8e9, where) == pytest.approx(7 * 1e9 / 1e11 + 7e-6)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "p2p"])
+def test_links_that_all_share_are_shared_by_groups_that_talk_at_once(kind: CollectiveKind) -> None:
+    rings, pair = families()["ada"].rings, Group(ranks_per_host=2, hosts=1)
+    assert rings is not None
+    alone_s, among_others_s = (
+        collective_s(kind, 1e9, GroupLinks(pair, H100.link, H100.network, talking, rings=rings)) for talking in (2, 8)
+    )
+
+    assert among_others_s / alone_s == pytest.approx(4**rings.shared, rel=0.1)

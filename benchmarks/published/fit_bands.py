@@ -10,6 +10,7 @@ from pathlib import Path
 from meshwright.planner.cost import bands
 from meshwright.planner.cost.bands import Band
 
+from .clusters import PRESETS
 from .metrics import memory_error, quantile
 from .pricing import Priced, price_all
 from .rows import DATA, read_folders
@@ -59,7 +60,8 @@ def memory_bands(priced: Sequence[Priced], wider: float) -> dict[str, Band]:
 
 def main() -> None:
     """Writes the bands: of step time from the rows of fit.json that were left out, of memory from all rows, as much
-    wider as errors were larger for rows that the constants had not been fitted to."""
+    wider as errors were larger for rows that the constants had not been fitted to.
+    And what those runs are of."""
     time = json.loads((FITTED / "fit.json").read_text())["bands"]
     memory = json.loads((FITTED / "memory.json").read_text())["errors"]
     lines = [
@@ -75,6 +77,15 @@ def main() -> None:
     for what, kinds in tables.items():
         lines += ["", f"[{what}]"]
         lines += [f'"{kind}" = {{ low = {b.low}, high = {b.high}, runs = {b.runs} }}' for kind, b in kinds.items()]
+    rows = [one.row for one in priced]
+    sizes = [row.model["params_b"] for row in rows if row.model.get("params_b")]
+    devices = {PRESETS[name].device for row in rows if (name := str(row.cluster["gpu"])) in PRESETS}
+    lines += [
+        "",
+        "[runs]",
+        f"fewest_parameters = {round(min(sizes) * 1e9)}",
+        f"devices = {json.dumps(sorted(devices))}",
+    ]
     OUT.write_text("\n".join(lines) + "\n")
     print(OUT.read_text())
 

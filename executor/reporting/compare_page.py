@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 from ...planner.answers.candidate import Candidate
 from ...planner.plan.document import Plan
@@ -18,8 +19,11 @@ def comparison_page(
     """Set-ups side by side: one step of each by cause, the numbers, and what was measured."""
     title = f"{job.model.name} on {job.cluster.devices.replace(' x ', ' × ')}"
     head = f'<p class="kicker">Planned beside manual set-ups</p><h1>{escape(title)}</h1>'
+    stack = Path(job.training.software).stem
     head += tag(
-        "p", escape(f"{job_in_words(job)}. All at the same global batch, by the same cost model."), class_="sub"
+        "p",
+        escape(f"{job_in_words(job)}. All at the same global batch, with {stack}, by the same cost model."),
+        class_="sub",
     )
     picture, names = loss_bars(candidates)
     unit, headings, rows = loss_rows(candidates)

@@ -82,11 +82,8 @@ TERMS = (
         "gaps; each rank holds two stages, placed in a V, so that first and last share a rank.",
         ("ZBV",),
     ),
-    Term(
-        "ZB-H1",
-        "A zero-bubble schedule that keeps no more activations than 1F1B; ZB-H2 idles less, for more memory.",
-        ("ZB-H2",),
-    ),
+    Term("ZB-H1", "A zero-bubble pipeline schedule that keeps no more activations than 1F1B."),
+    Term("ZB-H2", "A zero-bubble pipeline schedule that idles less than ZB-H1 and keeps more activations."),
     Term("bubble", "Time in which a pipeline rank has nothing to compute: at the start and the end of a step."),
     Term(
         "offload",

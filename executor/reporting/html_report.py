@@ -8,7 +8,7 @@ from pathlib import Path
 from ...planner.answers.alternatives import in_words
 from ...planner.answers.explain import CAUSES, reason
 from ...planner.answers.search import Candidate
-from ...planner.cost.bands import Band, memory_band, no_band, time_band
+from ...planner.cost.bands import Band, memory_band, no_time_band, time_band
 from ...planner.cost.estimate import MFU_CONVENTION, Estimate
 from ...planner.exchange.export import export
 from ...planner.exchange.targets import NAMES, TARGETS
@@ -165,7 +165,7 @@ def _tiles(plan: Plan, found: Estimate) -> str:
         tag("div", tag("span", name) + tag("b", value) + tag("small", escape(below)), class_="tile")
         for name, value, below in tiles
     )
-    why = no_band(plan)
+    why = no_time_band(plan)
     unknown = tag("p", escape(f"How far off these may be is not known: {why}."), class_="sub") if why else ""
     return tag("div", "".join(cells), class_="tiles") + unknown
 

@@ -4,6 +4,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...planner.answers.verdict import VerdictKind
-from ...planner.cost.bands import Band, memory_band, no_band, time_band
+from ...planner.cost.bands import Band, memory_band, no_time_band, time_band
 from ...planner.plan.document import Plan
 from ...planner.plan.not_run import marked
 from ...profiler.machine.cluster import Device
@@ -198,7 +199,7 @@ def print_speed(
 
 def print_no_band(console: Console, plan: Plan) -> None:
     """Where nothing published tells how far off a prediction of this kind is: that, and what does tell."""
-    why = no_band(plan)
+    why = no_time_band(plan)
     if why:
         words = f"how far off this may be is not known: {why}. plan compare --measure tells, on your devices"
         console.print(hanging("  note:", Text(words, style="dim"), "dim"))
@@ -331,7 +332,7 @@ def _candidates_table(last: str) -> Table:
 
 
 def print_comparison(console: Console, candidates: Sequence["Candidate"], reference_s: float | None) -> None:
-    """The plan beside manual set-ups, as predicted."""
+    """The plan beside manual set-ups, as predicted, all of them of one training stack."""
     table = make_table()
     table.add_column("set-up", ratio=3)
     table.add_column("step", justify="right", no_wrap=True)
@@ -344,7 +345,10 @@ def print_comparison(console: Console, candidates: Sequence["Candidate"], refere
         if candidate.estimate is not None and reference_s is not None:
             ratio = f"{candidate.estimate.step_time_s / reference_s:.2f}x"
         table.add_row(label, step, ratio, gib, verdict)
-    print_titled(console, "Planned beside manual set-ups, equal global batch", table)
+    plans = [candidate.plan for candidate in candidates if candidate.plan is not None]
+    stacks = dict.fromkeys(Path(plan.training.software).stem for plan in plans)
+    with_stack = f", with {' or '.join(stacks)}" if stacks else ""
+    print_titled(console, f"Planned beside manual set-ups, equal global batch{with_stack}", table)
 
 
 def print_measured(console: Console, found: "MeasuredTable") -> None:

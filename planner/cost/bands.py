@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.document import Plan
@@ -58,8 +58,8 @@ def time_kind(mixture: bool, precision: str, num_hosts: int) -> str:
 
 
 def time_band(plan: Plan) -> Band | None:
-    """Band of a plan's step time; None where no published run is of the kind, as `no_band` says."""
-    if no_band(plan):
+    """Band of a plan's step time; None where no published run is of the kind, as `no_time_band` says."""
+    if no_time_band(plan):
         return None
     mixture = plan.degrees.expert > 1 or bool(plan.model.expert_modules)
     return _bands()["time"][time_kind(mixture, plan.training.precision, plan.cluster.num_hosts)]
@@ -73,6 +73,16 @@ def memory_band(plan: Plan, metric: Metric = "device") -> Band | None:
 def bands_of(what: Literal["time", "memory"]) -> dict[str, Band]:
     """Every band of step time by kind of run, or of peak memory by metric."""
     return _bands()[what]
+
+
+def published_devices() -> frozenset[str]:
+    """Names of the presets of which there are published runs."""
+    return frozenset(_file()["runs"]["devices"])
+
+
+def fewest_parameters() -> int:
+    """Of the smallest model of which there are published runs."""
+    return int(_file()["runs"]["fewest_parameters"])
 
 
 USUAL_RISK = 0.05
@@ -95,26 +105,43 @@ def memory_risk(plan: Plan) -> float | None:
 def margin_at(risk: float, profile: ModelProfile, device: str) -> float | None:
     """Share of memory to leave free so that a plan that uses the rest runs out with this probability; None where no
     published run is of the kind."""
-    if _no_band(device, profile.seq_len, profile.attention_modules):
+    if _no_band(device, profile.seq_len, profile.attention_modules, profile.num_parameters):
         return None
     return min(0.9, max(0.0, 1.0 - 1.0 / _bands()["memory"]["device"].room(risk)))
 
 
+def no_time_band(plan: Plan) -> str:
+    """Why a plan's step time has no band, as a clause, or "": as for `no_band`, or no published run is of one of its
+    devices."""
+    devices = [host.device.name for host in plan.cluster.hosts]
+    others = [device for device in devices if device not in published_devices()]
+    return no_band(plan) or (f"no published run is of {others[0]}" if others else "")
+
+
 def no_band(plan: Plan) -> str:
-    """Why a plan's predictions have no band, as a sentence, or "": the published runs are of transformers that train on
-    sequences of tokens, on GPUs, and say nothing of how far predictions of convolutions, images or CPUs are off."""
-    return _no_band(plan.cluster.device.name, plan.training.seq_len, plan.model.attention_modules)
+    """Why a plan's predictions have no band, as a clause, or "": the published runs are of transformers that train on
+    sequences of tokens, on GPUs, and say nothing of how far predictions of convolutions, images or CPUs are off, nor
+    those of models that are much smaller, whose steps are made of other things."""
+    model = plan.model
+    return _no_band(plan.cluster.device.name, plan.training.seq_len, model.attention_modules, model.num_parameters)
 
 
-def _no_band(device: str, seq_len: int | None, attention_modules: tuple[str, ...]) -> str:
+def _no_band(device: str, seq_len: int | None, attention_modules: tuple[str, ...], num_parameters: int) -> str:
     if device.lower().startswith("cpu"):
         return "no published run is of a CPU"
     if seq_len is None or not attention_modules:
         return "published runs are of language models, none of a model of this kind"
+    if num_parameters < fewest_parameters():
+        return f"no published run is of a model of fewer than {fewest_parameters() / 1e6:.0f} M parameters"
     return ""
 
 
 @cache
 def _bands() -> dict[str, dict[str, Band]]:
-    tables = tomllib.loads(_FILE.read_text())
-    return {what: {kind: Band(**band) for kind, band in kinds.items()} for what, kinds in tables.items()}
+    tables = _file()
+    return {what: {kind: Band(**band) for kind, band in tables[what].items()} for what in ("time", "memory")}
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text())

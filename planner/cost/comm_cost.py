@@ -17,7 +17,8 @@ class GroupLinks:
     """A communication group with the links it runs over.
 
     devices_per_host: all of them talk at once (as the groups of one mesh axis do), so a host's network is shared
-    evenly between them. flat: rings know nothing of hosts. rings: what is known of collectives between such devices.
+    evenly between them, and so are links inside a host that all of its devices go through. flat: rings know nothing of
+    hosts. rings: what is known of collectives between such devices.
     """
 
     group: Group
@@ -85,7 +86,7 @@ def ring_rates(kind: CollectiveKind, links: GroupLinks) -> RingTimes[float]:
     inside, hosts, size = links.group.ranks_per_host, links.group.hosts, links.group.size
     speed, rings = links.link.bandwidth, links.rings
     if rings is not None and inside > 1:
-        speed *= rings.bandwidth(inside) * (rings.reduced if kind == "all_reduce" else 1.0)
+        speed *= rings.bandwidth(inside, links.devices_per_host) * (rings.reduced if kind == "all_reduce" else 1.0)
     inside_s = (size - 1) / size / speed if inside > 1 else 0.0
     across_s = 0.0
     if hosts > 1:
@@ -164,7 +165,8 @@ def _neighbour_s(num_bytes: Values, links: GroupLinks) -> Values:
     if links.group.hosts > 1:
         share = links.group.ranks_per_host / links.devices_per_host
         return num_bytes / (links.network.bandwidth * share) + links.network.latency
-    return num_bytes / links.link.bandwidth + links.link.latency
+    shared = 1.0 if links.rings is None else links.rings.sharing(links.devices_per_host)
+    return num_bytes / (links.link.bandwidth * shared) + links.link.latency
 
 
 def exchange_s(inside_bytes: Values, across_bytes: Values, links: GroupLinks) -> Values:
@@ -176,7 +178,7 @@ def exchange_s(inside_bytes: Values, across_bytes: Values, links: GroupLinks) ->
         return 0.0 * inside_bytes
     speed = links.link.bandwidth
     if rings is not None and inside > 1:
-        speed *= rings.bandwidth(inside) * rings.exchanged
+        speed *= rings.bandwidth(inside, links.devices_per_host) * rings.exchanged
     inside_s = (inside - 1) / size / speed * inside_bytes
     across_s = (size - inside) / size / (links.network.bandwidth / links.devices_per_host) * across_bytes
     beside = min(inside, 2) - 1

@@ -108,7 +108,7 @@ class RingRates(Frozen):
         default=0.0, ge=0, le=1, description="share of that which n ranks lack, times n: fewer ranks use fewer channels"
     )
     shared: float = Field(
-        default=0.0, ge=0, le=3, description="power of the ranks with which links fall that all share"
+        default=0.0, ge=0, le=3, description="power of the ranks that send at once with which links fall that all share"
     )
     reduced: float = Field(ge=0.9, le=1.6, description="speed of all-reduce over a gather's, per byte: switches add up")
     exchanged: float = Field(
@@ -123,9 +123,13 @@ class RingRates(Frozen):
     base: float = Field(ge=0, le=40e-6, description="seconds of the smallest collective, but for its hops")
     ramp: float = Field(ge=0, le=3, description="how much of what it takes to fill a ring's pipeline is paid")
 
-    def bandwidth(self, ranks: float) -> float:
-        """Share of the link's bandwidth that a ring of so many ranks of a host gets."""
-        return float(self.reach * (1.0 - self.pairs / ranks) * (2.0 / ranks) ** self.shared)
+    def bandwidth(self, ranks: float, talking: float) -> float:
+        """Share of the link's bandwidth that a ring of so many ranks of a host gets. talking: as for `sharing`."""
+        return float(self.reach * (1.0 - self.pairs / ranks) * self.sharing(talking))
+
+    def sharing(self, talking: float) -> float:
+        """Share of the link's bandwidth that is left to each where so many ranks of a host send at the same time."""
+        return float((2.0 / talking) ** self.shared)
 
 
 class ExchangeRates(Frozen):

@@ -12,10 +12,17 @@ def layers_of_plan(plan: Plan) -> list[LayerPlan]:
 
 
 def blocks_of(plan: Plan) -> list[LayerPlan]:
-    """The layers that people count as a model's: those of classes with several layers; all, where each is another."""
+    """The layers that people count as a model's: those of a module of which there are several, of whatever sizes; all,
+    where each is another."""
     layers = layers_of_plan(plan)
-    sizes = Counter(layer.layer_class for layer in layers)
-    return [layer for layer in layers if sizes[layer.layer_class] > 1] or layers
+    sizes = Counter(_module(layer) for layer in layers)
+    return [layer for layer in layers if sizes[_module(layer)] > 1] or layers
+
+
+def _module(layer: LayerPlan) -> str:
+    """The module's class: profiles number the layer classes of one from the second on ("Bottleneck.2")."""
+    name, _, number = layer.layer_class.rpartition(".")
+    return name if number.isdigit() else layer.layer_class
 
 
 def blocks_at(plan: Plan, position: int) -> int:

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,7 +126,7 @@ def _architecture(transformers: Any, document: dict[str, Any], path: Path) -> An
         name = next((found if isinstance(found, str) else found[0] for found in known), None)
     if name is None:
         raise ValueError(f'{path} has no "architectures"; add for example "architectures": ["LlamaForCausalLM"]')
-    with without_garbage_collection(), _without_scipy():
+    with without_garbage_collection(), _without_scipy(), _quiet_torchao():
         architecture = getattr(transformers, name, None)
     if architecture is None:
         raise ValueError(
@@ -151,6 +152,20 @@ def _without_scipy() -> Iterator[None]:
     finally:
         if sys.modules.get(name) is stand_in:
             del sys.modules[name]
+
+
+@contextmanager
+def _quiet_torchao() -> Iterator[None]:
+    """transformers imports torchao where it is installed, which then tells of kernels that it has for other devices."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
