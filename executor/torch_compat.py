@@ -18,6 +18,7 @@ from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .processes import let_rest
@@ -344,6 +345,13 @@ def forward_with_hooks(module: nn.Module) -> Callable[..., Any]:
         return output
 
     return run
+
+
+def kept_by(keeping: Any) -> list[torch.Tensor]:
+    """What the first context of torch's create_selective_checkpoint_contexts has kept so far. (Its policy is not told
+    of what an operator returns before torch 2.12.)"""
+    wrapped = tree_leaves(keeping.storage)
+    return [x for leaf in wrapped if isinstance(x := getattr(leaf, "val", None), torch.Tensor)]
 
 
 def in_backward() -> bool:

@@ -1,9 +1,10 @@
-"""Tests neither read nor write the user's cache of profiles, run torch on one thread (ranks share the cores, and one
-process that is compared with them rounds as they do), draw the same examples every time, and wait as long as it takes
-on a machine that does other things, too."""
+"""Tests see no GPU but by `pytest -m gpu`, for ranks are forked from them; they neither read nor write the user's cache
+of profiles, run torch on one thread (ranks share the cores, and one process that is compared with them rounds as they
+do), draw the same examples every time, and wait as long as it takes on a machine that does other things, too."""
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["MESHWRIGHT_CACHE"] = "off"
@@ -11,3 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("same everywhere", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("same everywhere")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test imports torch."""
+    if "gpu" not in config.option.markexpr.split():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -23,6 +23,7 @@ from meshwright.executor.parallel import expert_exchange
 from meshwright.executor.state.initialise import Values
 from meshwright.planner.cost.comm_cost import CollectiveKind
 from meshwright.planner.plan.document import AXES, GroupAxis, Plan
+from meshwright.profiler.model.gpu_kernel_emulation import fake_mode
 from meshwright.profiler.model.loaded import LoadedModel
 
 from .counters import Passed, PeakMeter, Traffic
@@ -62,7 +63,7 @@ def play(loaded: LoadedModel, plan: Plan, rank: int, meter: type[PeakMeter] = Pe
     """
     if plan.degrees.num_devices > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.degrees.num_devices)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_mode()
     try:
         with meter(fake) as memory, without_numbers(fake):
             ours = parallelize(loaded.build, plan, adamw, loss=loaded.loss, max_grad_norm=1.0, device="cpu")

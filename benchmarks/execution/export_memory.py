@@ -20,7 +20,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,6 +29,7 @@ from benchmarks.accuracy.counters import PeakMeter
 from meshwright.executor import export_weights, parallelize
 from meshwright.executor.parallel.whole_matrices import whole_rows, whole_size
 from meshwright.planner.plan.making import shape_of
+from meshwright.profiler.model.gpu_kernel_emulation import fake_mode
 from meshwright.profiler.model.load import load_model
 
 from . import large
@@ -44,7 +44,7 @@ def run(name: str) -> dict[str, Any]:
     loaded = load_model(MODELS / "llama31_405b").with_seq_len(8192)
     plan = large.plan_of(large.CASES[name], loaded)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.degrees.num_devices)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_mode()
     try:
         with PeakMeter(fake) as memory, played.without_numbers(fake):
             with mock.patch.object(_fsdp_param, "_chunk_with_empty", large._Shards):

@@ -22,7 +22,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -36,6 +35,7 @@ from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.gpu_kernel_emulation import fake_mode
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace
@@ -142,7 +142,7 @@ def run_one(name: str) -> dict[str, Any]:
     plan = plan_of(CASES[name], loaded)
     known = time.process_time()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.degrees.num_devices)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_mode()
     with (
         played.without_numbers(fake),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", _Shards),

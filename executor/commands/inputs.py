@@ -2,6 +2,7 @@
 
 import difflib
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,9 +120,10 @@ def read_model(
     lengths: bool = False,
 ) -> tuple[ModelProfile, "LoadedModel | None"]:
     """(profile, the model itself or None). lengths: the profile is to hold at any sequence length.
+    needs_model: ranks will run it here.
 
-    None where the source is a saved profile, or where its profile was kept from an earlier call and the model is not
-    needed: neither needs torch.
+    The model is None where the source is a saved profile, or where its profile was
+    kept from an earlier call and the model is not needed: neither needs torch.
     """
     path = check_source(source, MODEL_RULE)
     kind = json_kind(path)
@@ -147,6 +149,7 @@ def read_model(
         import_peft()
     from ...profiler.model.load import load_model
     from ...profiler.model.trace import trace
+    from ..measuring.local_ranks import apart, is_local_rank
 
     if kept is not None:
         return kept.profile, load_model(source, seq_len)
@@ -155,9 +158,11 @@ def read_model(
         waiting("profiling the model on fake tensors")
 
         def progress(layer: str, done: int, total: int) -> None:
-            waiting(f"profiling {layer}", done / total)
+            if not is_local_rank():
+                waiting(f"profiling {layer}", done / total)
 
-        profile = trace(loaded, lengths=lengths, progress=progress)
+        traced = partial(trace, loaded, lengths=lengths, progress=progress)
+        profile = apart(traced) if needs_model else traced()
     reason = "" if cache is None or recording is None else cache.keep(profile, recording)
     if reason:
         waiting.say(f"the profile is not kept for the next call: {reason}")

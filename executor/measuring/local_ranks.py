@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,11 @@ _ECHOES = (
 
 _is_local_rank = False
 """Whether this process is a rank that another one began and watches."""
+
+_APART_S = 24 * 3600.0
+"""How long what runs apart may take: it would have no limit here."""
+
+T = TypeVar("T")
 
 _SETTLE_S = 2.0
 """How long to wait for the cause after an echo of it has arrived."""
@@ -118,10 +123,9 @@ def _run(
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
-    # In a forked process autograd's engine is made anew by the first who needs it; two threads at once would crash.
-    torch.ones((), requires_grad=True).backward()
     warnings.simplefilter("ignore")  # each would come from every rank
     try:
+        _begin_autograd()
         if device_type == "cpu" and num_ranks > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
             dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
@@ -133,6 +137,35 @@ def _run(
         sender.send((False, f"{type(error).__name__}: {error}", traceback.format_exc()))
     sender.close()
     os._exit(0)  # without the destructors of the parent's objects
+
+
+def _begin_autograd() -> None:
+    """In a forked process autograd's engine is made anew by the first who needs it; two threads at once would crash."""
+    try:
+        torch.ones((), requires_grad=True).backward()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "ranks are forked from a process that has run a backward beside a GPU, and cannot run one themselves: "
+            "begin from a fresh process, or hide the GPUs from this one (CUDA_VISIBLE_DEVICES=)"
+        ) from error
+
+
+def apart(function: Callable[..., T], *args: Any) -> T:
+    """What function(*args) returns. Where there are GPUs it runs in a process of its own, for once a backward has run
+    beside one, no rank that is forked from this process could run its own. Raises the ValueError that it raised."""
+    if torch.cuda.device_count() == 0:  # leaves CUDA alone
+        return function(*args)
+    found: T | ValueError = run_local_ranks(_value_or_error, 1, function, *args, timeout_s=_APART_S)[0]
+    if isinstance(found, ValueError):
+        raise found
+    return found
+
+
+def _value_or_error(function: Callable[..., T], *args: Any) -> T | ValueError:
+    try:
+        return function(*args)
+    except ValueError as error:
+        return ValueError(str(error))
 
 
 def _loopback() -> str:

@@ -20,6 +20,7 @@ from ...profiler.machine.cluster import Device, cluster_of
 from ...profiler.model.load import load_model
 from ...profiler.model.loaded import LoadedModel
 from ...profiler.model.trace import trace
+from .local_ranks import apart
 from .measure import measure
 from .measurement import Measurement
 
@@ -116,7 +117,7 @@ def reference_steps(device: Device, num_ranks: int, device_type: str, repetition
     runs = []
     for name, reference in references(device_type).items():
         loaded: LoadedModel = load_model(reference.build, batch=reference.batch, loss=_loss)
-        profile = trace(loaded)
+        profile = apart(trace, loaded)
         cluster = cluster_of(device, num_ranks)
         training = TrainingSpec(
             global_batch=reference.samples * num_ranks,

@@ -49,7 +49,7 @@ from ..parallel.micro_batches import loss_of, num_microbatches, num_samples, spl
 from ..parallel.random_numbers import KEEPS_ALL, RandomNumbers
 from ..parallel.synced_norms import normalise_here, normalised, synced_norms
 from ..trainer import parallelize
-from .local_ranks import RankError, run_local_ranks
+from .local_ranks import RankError, apart, run_local_ranks
 from .shrink import full_config, shrunken_config
 
 MAX_RANKS = 8
@@ -182,12 +182,12 @@ def verify(plan: Plan, loaded: LoadedModel, steps: int = 3) -> VerifyReport:
     with tempfile.TemporaryDirectory() as folder:
         small, notes = small_model(plan, loaded, Path(folder))
         try:
-            profile = trace(small)
+            profile = apart(trace, small)
         except ValueError:
             if small.seq_len == loaded.seq_len or small.make_batch is not loaded.make_batch:
                 raise
             small = small.with_seq_len(loaded.seq_len or 1)  # it takes its own length only
-            profile = trace(small)
+            profile = apart(trace, small)
     trial, shrunk = small_plan(plan, profile)
     title = f"{plan.model.name} by {plan.label}, run as {small.name} by {trial.label}"
     notes += shrunk

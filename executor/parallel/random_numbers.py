@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.plan.document import Plan
+from ...profiler.model.gpu_kernel_emulation import fake_mode
 from ...profiler.model.known_numbers import knowing_numbers, known
 from ...profiler.semantics.token_marks import Held, mark_of, own_shape, set_mark, taken, whole_shape
 from .mesh import RankMesh
@@ -150,7 +151,7 @@ class RandomNumbers:
             is_known = isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and not leaf.is_meta
             return known(mode, leaf) if is_known else fake(leaf)
 
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = fake_mode()
         with knowing_numbers(mode), torch.no_grad(), torch.random.fork_rng([]):
             whole = copied(model, fake).train()
             self.watch(whole, ())

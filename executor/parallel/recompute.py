@@ -16,7 +16,7 @@ from ...planner.cost.compute_cost import SELECTIVELY_KEPT
 from ...planner.plan.document import LayerPlan, Recompute, parts_of
 from ...profiler.model.forward_state import Changeable, Taken, changed, places_of, put_back, taken
 from ...profiler.model.meters import op_kind
-from ..torch_compat import detached, forward_with_hooks
+from ..torch_compat import detached, forward_with_hooks, kept_by
 from .context import ContextParallel
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -81,8 +81,9 @@ def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if not selective:
                 return nullcontext(), _as_before(left)
-            keeping, kept = create_selective_checkpoint_contexts(_Keep(module))
-            return keeping, _both(_as_before(left), kept)
+            keep = _Keep(module)
+            keep.by, kept = create_selective_checkpoint_contexts(keep)
+            return keep.by, _both(_as_before(left), kept)
 
         output = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         torch.clear_autocast_cache()  # else it would hold the casts of all layers' weights until the forward ends
@@ -97,23 +98,25 @@ def _repeated(module: nn.Module, forward: Callable[..., Any], selective: bool) -
 class _Keep:
     """torch's policy for selective recompute: keep what the dear operators return."""
 
+    by: AbstractContextManager[Any]
+    """What keeps them, as torch made it for this policy."""
+
     def __init__(self, module: nn.Module) -> None:
         self._module = type(module).__name__
-        self._kept: dict[int, torch.UntypedStorage] = {}
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if context.is_recompute:
             return CheckpointPolicy.PREFER_RECOMPUTE
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.is_write and isinstance(value, torch.Tensor) and _storage(value)._cdata in self._kept:
+            if argument.is_write and isinstance(value, torch.Tensor) and self._keeps(value):
                 raise ValueError(
                     f"{self._module} writes by {func} into what a matmul or attention returned, which selective "
                     "recompute would keep for backward; plan it with recompute=full, or write x + y for x += y"
                 )
-        if op_kind(func) not in SELECTIVELY_KEPT:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        self._kept |= {_storage(x)._cdata: _storage(x) for x in _tensors(context.op_output)}
-        return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.MUST_SAVE if op_kind(func) in SELECTIVELY_KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _keeps(self, value: torch.Tensor) -> bool:
+        return any(_storage(kept)._cdata == _storage(value)._cdata for kept in kept_by(self.by))
 
 
 @contextmanager

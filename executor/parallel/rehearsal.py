@@ -15,7 +15,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -23,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...planner.plan.document import Plan
 from ...profiler.model.building import replace_tensors
+from ...profiler.model.gpu_kernel_emulation import fake_mode
 from ...profiler.model.known_numbers import MOST_KNOWN, knowing_numbers, known
 from ...profiler.model.model_profile import Producer
 from ...profiler.semantics.producers import Producers
@@ -80,7 +80,7 @@ class Rehearsal:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, is_own: bool = False) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = fake_mode()
         self._layer_modules = plan.model.layer_modules
         self._expert_modules = plan.model.expert_modules
         self._crossing = {tensor.producer for tensor in plan.model.tensors}

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...profiler.model.building import parameters_on_meta
+from ...profiler.model.gpu_kernel_emulation import fake_mode
 from ...profiler.model.held_tensors import HeldTensors, keep_hooks
 from ..parallel.expert import HeldExperts
 from ..parallel.tensor_layout import ParameterCut
@@ -73,7 +74,7 @@ def initial_values(model_fn: Callable[[], nn.Module], is_large: bool, seed: int)
     recording = OpRecording()
     # Not on the meta device, where torch.nn.init leaves much out because "sampling is a no-op".
     with (
-        FakeTensorMode(allow_non_fake_inputs=True),
+        fake_mode(),
         recording,
         replaced_truncated_normal(lambda original: functools.partial(recording.note_in_place, original)),
     ):

@@ -183,7 +183,7 @@ class FakeModel:
 
 def fake_model(loaded: LoadedModel, dtype: torch.dtype, knows_layout: bool = False) -> FakeModel:
     """The model built on the meta device and turned into fake CPU tensors, in training mode."""
-    mode = LeanFakeMode(allow_non_fake_inputs=True)
+    mode = LeanFakeMode()
     module = on_meta(loaded.build)
     _check_layouts(loaded, module)
     listed, trained_as, whole = _buffers(module), _trained_as(module), whole_because(module)

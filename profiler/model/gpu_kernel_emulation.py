@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -131,8 +132,26 @@ class Mode(TorchDispatchMode):
         return False
 
 
+@cache
+def begin_autograd() -> None:
+    """Let autograd's engine see which devices there are. Where there is no GPU, a torch with CUDA shows it one that is
+    not there as soon as fake tensors are made, and with a device of its own the engine refuses to run in processes that
+    are forked from this one (torch 2.11)."""
+    torch.ones((), requires_grad=True, device="cpu").backward()
+
+
+def fake_mode() -> FakeTensorMode:
+    """torch's mode for fake tensors, beside which real ones may be used."""
+    begin_autograd()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 class LeanFakeMode(FakeTensorMode):
     """Fake tensors without what torch does around each operator for its compiler and its logs."""
+
+    def __init__(self) -> None:
+        begin_autograd()
+        super().__init__(allow_non_fake_inputs=True)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
