@@ -322,6 +322,15 @@ def test_what_only_notes_tell_of_a_mixture_counts(changes: dict[str, Any], varia
     assert variant not in silent.software.split("+")
 
 
+def test_experts_of_a_model_are_in_the_groups_that_it_is_known_for() -> None:
+    known, other = (setting_of(row(**MIXED, model__name=name)).sizes.mixture for name in ("DeepSeek-V3-671B", "odd"))
+
+    assert known is not None
+    assert other is not None
+    assert (known.groups, known.chosen_groups) == (8, 4)
+    assert (other.groups, other.chosen_groups) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("told", "variant"),
     [
@@ -567,12 +576,18 @@ LLAMA = replace(
     num_kv_heads=2,
 )  # fmt: skip
 MIXTURE = replace(LLAMA, mixture=Mixture(8, 2, 32, shared=1, dense_layers=2), latent=Latent(32, 16, 8))
+IN_GROUPS = replace(MIXTURE, mixture=Mixture(8, 2, 32, dense_layers=2, groups=4, chosen_groups=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param(SMALL, id="gpt"), pytest.param(LLAMA, id="llama"), pytest.param(MIXTURE, id="mixture")],
+    [
+        pytest.param(SMALL, id="gpt"),
+        pytest.param(LLAMA, id="llama"),
+        pytest.param(MIXTURE, id="mixture"),
+        pytest.param(IN_GROUPS, id="mixture in groups"),
+    ],
 )
 def test_repeating_blocks_gives_the_profile_of_the_deep_model(sizes: Sizes) -> None:
     grown, whole = profile_of("model", sizes), without_padding(trace(loaded("model", sizes)), sizes)

@@ -256,6 +256,8 @@ def _mixture(row: Row, known: Known, assumed: list[str]) -> Mixture | None:
         width=width or model["ffn_hidden"] or 4 * model["hidden"],
         shared=DEFAULTS["n_shared_experts"] if shared is None else shared,
         dense_layers=DEFAULTS["n_dense_layers"] if dense is None else dense,
+        groups=known.n_groups,
+        chosen_groups=known.topk_groups,
     )
 
 
