@@ -380,6 +380,20 @@ def test_an_exchange_takes_multiprocessors_from_what_it_hides_behind() -> None:
     assert added == pytest.approx([1.0, *(1 - share * (1 - SENDING_UNITS / units) for units in (100, 1000))])
 
 
+def test_gathers_in_fp8_are_half_as_large() -> None:
+    on = cluster(per_host=8, on=device(flops={"bf16": 100e12, "fp8": 200e12}))
+    shape = Shape(1, 8, 1, 1, 1, 1, reshard=True)
+
+    usual, cast, in_bf16 = (
+        found(mixture(), shape, on, software=f"{REFERENCE}{variant}", precision=precision)
+        for variant, precision in (("", "fp8"), ("+low-precision-gathers", "fp8"), ("+low-precision-gathers", "bf16"))
+    )
+
+    gathers = [{t.kind: t.bytes for t in each.collectives}["all_gather"] for each in (usual, cast, in_bf16)]
+    assert gathers == [gathers[0], gathers[0] / 2, gathers[0]]
+    assert cast.breakdown["data"] < usual.breakdown["data"]
+
+
 def test_a_loop_over_experts_adds_the_hosts_seconds_for_each() -> None:
     on, shape = cluster(per_host=8), Shape(1, 8, 1, 1, 1, 1, expert=4)
 

@@ -322,6 +322,25 @@ def test_what_only_notes_tell_of_a_mixture_counts(changes: dict[str, Any], varia
     assert variant not in silent.software.split("+")
 
 
+@pytest.mark.parametrize(
+    ("precision", "compile", "software", "assumed"),
+    [
+        ("fp8 (torchao float8 tensorwise linear)", None, "fsdp2-compile+torchtitan+low-precision-gathers", True),
+        ("fp8-tensorwise", False, "fsdp2-eager+torchtitan+low-precision-gathers", False),
+        ("fp8-rowwise", True, "fsdp2-compile+torchtitan", False),
+        ("mxfp8_cublas", True, "fsdp2-compile+torchtitan", False),
+        ("bf16", None, "fsdp2-eager+torchtitan", False),
+    ],
+)
+def test_torchtitan_casts_to_fp8_what_it_gathers_with_one_scale(
+    precision: str, compile: bool | None, software: str, assumed: bool
+) -> None:
+    found = setting_of(row(config__precision=precision, config__compile=compile))
+
+    assert found.software == software
+    assert ("compile" in found.assumed) == assumed
+
+
 def test_experts_of_a_model_are_in_the_groups_that_it_is_known_for() -> None:
     known, other = (setting_of(row(**MIXED, model__name=name)).sizes.mixture for name in ("DeepSeek-V3-671B", "odd"))
 

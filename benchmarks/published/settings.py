@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "vocab": 51200,  # Megatron's GPT-2 vocabulary, padded
     "micro_batch": 1,
     "micro_batch of litgpt": 4,  # its own default for pretraining
+    "compile of torchtitan in fp8": True,  # its float8.md asks for it; asynchronous tensor parallelism refuses without
     "num_microbatches of torchtitan": "as many as ranks of the pipeline, its own default in 2024",
     "num_microbatches": 1,  # where the global batch is unknown: one micro-batch on each rank
     "zero_stage": 1,  # the distributed optimizer
@@ -478,7 +479,7 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
     if stack is None:
         waits = framework == "Megatron-LM" or "overlap paths off" in row.notes
         stack = "megatron-2023" if waits else "megatron-core"
-    if stack == "fsdp2-eager" and (config["compile"] is True or "thunder" in framework):
+    if stack == "fsdp2-eager" and (_is_compiled(row, assumed) or "thunder" in framework):
         stack = "fsdp2-compile"
     variants = {
         "overlapped-tensor": config["async_tp"] is True,
@@ -493,6 +494,7 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
         "flat-optimizer": framework.startswith("InternEvo"),
         "half-moments": framework.startswith("Megatron-Bridge") and str(row.model["attn_type"]).startswith("MLA"),
         "torchtitan": framework.startswith("torchtitan"),
+        "low-precision-gathers": _gathers_fp8(row),
         "delayed-scaling": _delays_scales(row),
         "flash-2": _before_fused_attention(row),
         "token-drop": expert > 1 and any(word in row.notes for word in ("tokendrop", "token dropping")),
@@ -518,6 +520,22 @@ def _delays_scales(row: Row) -> bool:
     before = str(row.software).startswith(("NeMo 24.", "Composer 2023"))
     told = "delayed scaling" in f"{row.config['precision']} {row.notes}"
     return row.is_low_precision and (told or before)
+
+
+def _is_compiled(row: Row, assumed: list[str]) -> bool:
+    """Whether a row's blocks are compiled."""
+    told = row.config["compile"]
+    if told is None and str(row.config["framework"]).startswith("torchtitan") and row.is_low_precision:
+        assumed.append("compile")
+        told = DEFAULTS["compile of torchtitan in fp8"]
+    return told is True
+
+
+def _gathers_fp8(row: Row) -> bool:
+    """Whether a row casts to fp8 what it then gathers: torchtitan, with one scale for a tensor."""
+    words = str(row.config["precision"])
+    scaled = row.is_low_precision and not any(word in words for word in ("row", "mx", "fp4"))
+    return str(row.config["framework"]).startswith("torchtitan") and scaled
 
 
 def _is_since_2025(row: Row) -> bool:

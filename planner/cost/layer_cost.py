@@ -443,6 +443,12 @@ class CostModel:
         return seconds, total, float(len(banks))
 
     @cached_property
+    def gathered_bytes(self) -> int:
+        """Bytes of an element of weights, and of what products of tensor ranks read, when they are gathered."""
+        low = self.training.precision == "fp8" and self.software.gathers_low_precision
+        return 1 if low else self.training.compute_bytes
+
+    @cached_property
     def exchange(self) -> ExchangeRates | None:
         """What kernels that send tokens straight to experts reach on the device, where that is known."""
         family = family_of(self.device)
@@ -473,12 +479,18 @@ class CostModel:
     def tensor_traffic(self, kind: Kind, shape: Shape, recompute: Recompute = "full") -> TensorTraffic:
         """(part, whether recompute repeats it, collective) of tensor parallelism in one layer for one micro-batch."""
         mode, costs, tensor = self.mode(kind, shape)
-        element_bytes, batch = self.training.compute_bytes, shape.samples
+        batch, sizes = shape.samples, {"all_gather": self.gathered_bytes}
         traffic: list[tuple[Part, bool, Traffic]] = [
             (
                 c.part,
                 c.part == "forward" and repeats_collective(c.repeated, c.within, recompute),
-                Traffic("tensor", c.kind, c.tensor.at(batch, element_bytes, tensor), 1.0, per_step=False),
+                Traffic(
+                    "tensor",
+                    c.kind,
+                    c.tensor.at(batch, sizes.get(c.kind, self.training.compute_bytes), tensor),
+                    1.0,
+                    per_step=False,
+                ),
             )
             for c in costs.collectives
             if mode != "whole"
@@ -760,7 +772,7 @@ class CostModel:
             ring_rates("all_gather", shard), ring_rates("reduce_scatter", shard), ring_rates("all_reduce", replicate)
         )
         return exposed_data_s(
-            gather_s(moved, self.training.compute_bytes, rates),
+            gather_s(moved, self.gathered_bytes, rates),
             reduce_s(trainable, self.software.gradient_bytes, float(shape.sharded_over), rates),
             seconds.forward,
             seconds.backward,
