@@ -298,11 +298,13 @@ def test_a_mixture_is_spread_as_its_row_says(
     assert found.assumed == assumed
 
 
-def test_routing_that_is_not_forced_even_has_a_busiest_rank() -> None:
-    even, drawn = (setting_of(row(**MIXED, config__ep=8, notes=notes)) for notes in ("forced-balanced", None))
+@pytest.mark.parametrize("even", ["forced-balanced routing", "mock data, forced balance", "balanced routing"])
+@pytest.mark.parametrize("drawn", [None, "natural routing (unbalanced), untuned", "random init (not force-balanced)"])
+def test_routing_that_is_not_forced_even_has_a_busiest_rank(even: str, drawn: str | None) -> None:
+    forced, free = (setting_of(row(**MIXED, config__ep=8, notes=notes)) for notes in (even, drawn))
 
-    assert even.imbalance == 1.0 < drawn.imbalance
-    assert "expert balance" in drawn.assumed
+    assert forced.imbalance == 1.0 < free.imbalance
+    assert "expert balance" in free.assumed
 
 
 @pytest.mark.parametrize(
@@ -312,6 +314,8 @@ def test_routing_that_is_not_forced_even_has_a_busiest_rank() -> None:
         ({"notes": "model note: (tokendrop); forced-balanced routing"}, "token-drop"),
         ({"notes": "forced-balanced routing; token dropping"}, "token-drop"),
         ({"notes": "HybridEP, EP overlap, CUDA graphs"}, "overlapped-experts"),
+        ({"notes": "HybridEP; forced-balanced routing; ep-overlap-on"}, "overlapped-experts"),
+        ({"notes": "model note: (dropless); forced-balanced routing"}, "overlapped-experts"),
         ({"notes": "HybridEP, EP overlap, CUDA graphs"}, "part-graphs"),
     ],
 )
@@ -339,6 +343,23 @@ def test_torchtitan_casts_to_fp8_what_it_gathers_with_one_scale(
 
     assert found.software == software
     assert ("compile" in found.assumed) == assumed
+
+
+def test_overlap_that_is_off_does_not_count() -> None:
+    found = setting_of(row(**MIXED, config__ep=8, notes="HybridEP; forced-balanced routing; ep-overlap-off"))
+
+    assert "overlapped-experts" not in found.software
+
+
+def test_a_recipe_that_drops_no_tokens_sends_each_once() -> None:
+    recipe = {"config__framework": "Megatron-Bridge/Megatron-Core", "config__recompute": "selective"}
+    drops, keeps = (
+        setting_of(row(**MIXED, config__ep=8, **recipe, notes=f"model note: ({kind}); forced-balanced routing"))
+        for kind in ("tokendrop", "dropless")
+    )
+
+    assert "once-per-host" in keeps.software
+    assert "once-per-host" not in drops.software
 
 
 def test_experts_of_a_model_are_in_the_groups_that_it_is_known_for() -> None:

@@ -58,6 +58,9 @@ FUSED_SINCE = ("MegaScale", "FlashAttention")
 
 UNFUSED_DROPOUT = 0.1
 
+EVEN_ROUTING = "(?<!un)(?<!not force-)balanced|forced balance"
+"""Words of notes that say that each expert gets as many tokens."""
+
 _RECOMPUTES: tuple[Recompute, ...] = EXECUTABLE_RECOMPUTES
 
 _PARTS: dict[str, tuple[str, ...]] = {
@@ -115,7 +118,7 @@ def setting_of(row: Row) -> Setting:
     blocks = _blocks(row, sizes.num_layers - extra, shape.pipeline, shape.virtual_stages)
     blocks = (*blocks[:-1], blocks[-1] + extra)
     software = _software(row, shape.expert, assumed)
-    even = "balanced" in row.notes
+    even = re.search(EVEN_ROUTING, row.notes) is not None
     if shape.expert > 1 and not even:
         assumed.append("expert balance")
     return Setting(
@@ -461,12 +464,27 @@ def _dispatches_once(row: Row, expert: int, assumed: list[str]) -> bool:
     told = row.config["moe_dispatcher"]
     if expert == 1:
         return False
+    if _is_dropless(row):
+        return True
     if told is None:
         of_recipe = "Megatron" in str(row.config["framework"]) and row.config["recompute"] is not None
         if "DeepEP" not in row.notes and not of_recipe:
             assumed.append("moe_dispatcher")
         return not of_recipe
     return any(word in str(told).lower() for word in ("deepep", "hybridep", "flex"))
+
+
+def _is_dropless(row: Row) -> bool:
+    """Whether a row is of the release whose tables tell mixtures that drop tokens from those that do not. Its script
+    (Megatron-Bridge 0.1, scripts/performance/run_script.py) runs the latter with DeepEP, and overlaps exchanges with
+    another micro-batch of 1F1B."""
+    return "(dropless)" in row.notes
+
+
+def _overlaps_experts(row: Row) -> bool:
+    """Whether exchanges of tokens hide behind another micro-batch's work."""
+    told = re.search(r"EP[ -]overlap(?!-off)", row.notes, re.IGNORECASE) is not None
+    return row.config["moe_a2a_overlap"] is True or told or _is_dropless(row)
 
 
 def _software(row: Row, expert: int, assumed: list[str]) -> str:
@@ -486,7 +504,7 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
         "half-gradients": _reduces_half(stack, str(config["precision"]), framework),
         _graphs(config["cuda_graphs"], row.notes): True,
         "once-per-host": _dispatches_once(row, expert, assumed),
-        "overlapped-experts": config["moe_a2a_overlap"] is True or "EP overlap" in row.notes,
+        "overlapped-experts": _overlaps_experts(row),
         "deepspeed": framework.startswith("Megatron-DeepSpeed") and "2021" not in row.software,
         "deepspeed-2021": framework.startswith("Megatron-DeepSpeed") and "2021" in row.software,
         "pure-16-bit": framework.startswith("litgpt +"),
