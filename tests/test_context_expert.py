@@ -1,5 +1,7 @@
 """Context and expert parallelism, offload and partial recompute: priced by what is sent, held and computed again."""
 
+import itertools
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -9,10 +11,10 @@ from hypothesis import strategies as st
 from benchmarks.published.single_modules import estimate_of, step_seconds_of
 from meshwright.planner.answers.blame import blamed
 from meshwright.planner.answers.check import check
-from meshwright.planner.cost.comm_cost import GroupLinks, collective_s
+from meshwright.planner.cost.comm_cost import ExpertGroups, GroupLinks, collective_s, places_reached
 from meshwright.planner.cost.context_cost import attention_bytes, context_cost, exchanges
 from meshwright.planner.cost.estimate import Estimate, estimate
-from meshwright.planner.cost.expert_cost import exchange_of, network_share, spread
+from meshwright.planner.cost.expert_cost import SENDING_UNITS, exchange_of, network_share, spread
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.cost.software import load_software
 from meshwright.planner.plan.document import ContextKind, Plan
@@ -329,12 +331,67 @@ def test_a_token_crosses_once_for_each_host_that_wants_it() -> None:
     assert network_share(8, hosts=2, once_per_host=True) == pytest.approx((1 - 0.5**8) * 2 / 8)
 
 
+@pytest.mark.parametrize(
+    ("places", "reached"),
+    [
+        pytest.param(1, 1.0, id="one host"),
+        pytest.param(8, 4 * (1 - (3 / 4) ** 8), id="a host for each group"),
+        pytest.param(64, 32 * (1 - (31 / 32) ** 8), id="eight ranks for each group"),
+        pytest.param(3, 3 * (1 - (2 / 3) ** 8), id="hosts that share groups unevenly"),
+    ],
+)
+def test_a_token_reaches_the_places_of_its_groups_alone(places: int, reached: float) -> None:
+    assert places_reached(places, 8.0, ExpertGroups(8, 4)) == pytest.approx(reached)
+
+
+def test_places_of_several_groups_are_reached_as_all_choices_of_groups_are_on_average() -> None:
+    missed = [(1 - sum(group < 2 for group in chosen) / 3) ** 5 for chosen in itertools.combinations(range(8), 3)]
+
+    assert places_reached(4, 5.0, ExpertGroups(8, 3)) == pytest.approx(4 * (1 - statistics.fmean(missed)))
+
+
+@settings(max_examples=100)
+@given(any_links(), sizes, st.floats(1, 16), st.sampled_from([1, 2, 4, 8]), st.integers(1, 8))
+def test_routing_to_some_groups_never_takes_longer(
+    links: GroupLinks, size: float, num_copies: float, count: int, chosen: int
+) -> None:
+    groups = ExpertGroups(count, min(count, chosen))
+
+    assert exchange_of(size, num_copies, links, True, groups=groups) <= exchange_of(size, num_copies, links, True) * (
+        1 + ROUNDING
+    )
+
+
 @settings(max_examples=100)
 @given(any_links(), sizes, st.floats(1, 16))
 def test_sending_once_per_host_never_takes_longer(links: GroupLinks, size: float, num_copies: float) -> None:
     once, each = (exchange_of(size, num_copies, links, once_per_host) for once_per_host in (True, False))
 
     assert once <= each * (1 + ROUNDING)
+
+
+def test_an_exchange_takes_multiprocessors_from_what_it_hides_behind() -> None:
+    share, added = load_software(f"{REFERENCE}+overlapped-experts").expert_overlap, []
+    for units in (1, 100, 1000):
+        on, shape = cluster(per_host=8, on=device(compute_units=units)), Shape(1, 8, 1, 1, 64, 1, expert=8)
+        plan, of_model = planned(mixture(), shape, on, software=f"{REFERENCE}+overlapped-experts")
+        added.append(CostModel(of_model, on, plan.training).exposed_dispatch_s(1.0, 10.0))
+
+    assert added == pytest.approx([1.0, *(1 - share * (1 - SENDING_UNITS / units) for units in (100, 1000))])
+
+
+def test_gathers_in_fp8_are_half_as_large() -> None:
+    on = cluster(per_host=8, on=device(flops={"bf16": 100e12, "fp8": 200e12}))
+    shape = Shape(1, 8, 1, 1, 1, 1, reshard=True)
+
+    usual, cast, in_bf16 = (
+        found(mixture(), shape, on, software=f"{REFERENCE}{variant}", precision=precision)
+        for variant, precision in (("", "fp8"), ("+low-precision-gathers", "fp8"), ("+low-precision-gathers", "bf16"))
+    )
+
+    gathers = [{t.kind: t.bytes for t in each.collectives}["all_gather"] for each in (usual, cast, in_bf16)]
+    assert gathers == [gathers[0], gathers[0] / 2, gathers[0]]
+    assert cast.breakdown["data"] < usual.breakdown["data"]
 
 
 def test_a_loop_over_experts_adds_the_hosts_seconds_for_each() -> None:

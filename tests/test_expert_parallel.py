@@ -42,6 +42,7 @@ from support.same_numbers import (
     samples,
     trainer_of,
 )
+from support.small_models import small_profile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 transformers = pytest.importorskip("transformers")
@@ -403,6 +404,13 @@ def test_experts_that_scale_their_tokens_are_not_spread() -> None:
 
     assert not any(c.experts for c in profile.classes)
     assert expert_rule(profile, 2) == "expert: the model has no banks of experts"
+
+
+@pytest.mark.parametrize(("name", "groups"), [("deepseek", (4, 2)), ("mixtral", (1, 1))])
+def test_the_groups_that_a_router_chooses_from_are_found(name: str, groups: tuple[int, int]) -> None:
+    banks = [bank for c in small_profile(name).classes for bank in c.experts]
+
+    assert {(bank.groups, bank.chosen_groups) for bank in banks} == {groups}
 
 
 def test_experts_whose_tokens_see_each_other_are_not_spread() -> None:

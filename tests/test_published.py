@@ -298,11 +298,13 @@ def test_a_mixture_is_spread_as_its_row_says(
     assert found.assumed == assumed
 
 
-def test_routing_that_is_not_forced_even_has_a_busiest_rank() -> None:
-    even, drawn = (setting_of(row(**MIXED, config__ep=8, notes=notes)) for notes in ("forced-balanced", None))
+@pytest.mark.parametrize("even", ["forced-balanced routing", "mock data, forced balance", "balanced routing"])
+@pytest.mark.parametrize("drawn", [None, "natural routing (unbalanced), untuned", "random init (not force-balanced)"])
+def test_routing_that_is_not_forced_even_has_a_busiest_rank(even: str, drawn: str | None) -> None:
+    forced, free = (setting_of(row(**MIXED, config__ep=8, notes=notes)) for notes in (even, drawn))
 
-    assert even.imbalance == 1.0 < drawn.imbalance
-    assert "expert balance" in drawn.assumed
+    assert forced.imbalance == 1.0 < free.imbalance
+    assert "expert balance" in free.assumed
 
 
 @pytest.mark.parametrize(
@@ -312,6 +314,8 @@ def test_routing_that_is_not_forced_even_has_a_busiest_rank() -> None:
         ({"notes": "model note: (tokendrop); forced-balanced routing"}, "token-drop"),
         ({"notes": "forced-balanced routing; token dropping"}, "token-drop"),
         ({"notes": "HybridEP, EP overlap, CUDA graphs"}, "overlapped-experts"),
+        ({"notes": "HybridEP; forced-balanced routing; ep-overlap-on"}, "overlapped-experts"),
+        ({"notes": "model note: (dropless); forced-balanced routing"}, "overlapped-experts"),
         ({"notes": "HybridEP, EP overlap, CUDA graphs"}, "part-graphs"),
     ],
 )
@@ -320,6 +324,51 @@ def test_what_only_notes_tell_of_a_mixture_counts(changes: dict[str, Any], varia
 
     assert variant in told.software.split("+")
     assert variant not in silent.software.split("+")
+
+
+@pytest.mark.parametrize(
+    ("precision", "compile", "software", "assumed"),
+    [
+        ("fp8 (torchao float8 tensorwise linear)", None, "fsdp2-compile+torchtitan+low-precision-gathers", True),
+        ("fp8-tensorwise", False, "fsdp2-eager+torchtitan+low-precision-gathers", False),
+        ("fp8-rowwise", True, "fsdp2-compile+torchtitan", False),
+        ("mxfp8_cublas", True, "fsdp2-compile+torchtitan", False),
+        ("bf16", None, "fsdp2-eager+torchtitan", False),
+    ],
+)
+def test_torchtitan_casts_to_fp8_what_it_gathers_with_one_scale(
+    precision: str, compile: bool | None, software: str, assumed: bool
+) -> None:
+    found = setting_of(row(config__precision=precision, config__compile=compile))
+
+    assert found.software == software
+    assert ("compile" in found.assumed) == assumed
+
+
+def test_overlap_that_is_off_does_not_count() -> None:
+    found = setting_of(row(**MIXED, config__ep=8, notes="HybridEP; forced-balanced routing; ep-overlap-off"))
+
+    assert "overlapped-experts" not in found.software
+
+
+def test_a_recipe_that_drops_no_tokens_sends_each_once() -> None:
+    recipe = {"config__framework": "Megatron-Bridge/Megatron-Core", "config__recompute": "selective"}
+    drops, keeps = (
+        setting_of(row(**MIXED, config__ep=8, **recipe, notes=f"model note: ({kind}); forced-balanced routing"))
+        for kind in ("tokendrop", "dropless")
+    )
+
+    assert "once-per-host" in keeps.software
+    assert "once-per-host" not in drops.software
+
+
+def test_experts_of_a_model_are_in_the_groups_that_it_is_known_for() -> None:
+    known, other = (setting_of(row(**MIXED, model__name=name)).sizes.mixture for name in ("DeepSeek-V3-671B", "odd"))
+
+    assert known is not None
+    assert other is not None
+    assert (known.groups, known.chosen_groups) == (8, 4)
+    assert (other.groups, other.chosen_groups) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -567,12 +616,18 @@ LLAMA = replace(
     num_kv_heads=2,
 )  # fmt: skip
 MIXTURE = replace(LLAMA, mixture=Mixture(8, 2, 32, shared=1, dense_layers=2), latent=Latent(32, 16, 8))
+IN_GROUPS = replace(MIXTURE, mixture=Mixture(8, 2, 32, dense_layers=2, groups=4, chosen_groups=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param(SMALL, id="gpt"), pytest.param(LLAMA, id="llama"), pytest.param(MIXTURE, id="mixture")],
+    [
+        pytest.param(SMALL, id="gpt"),
+        pytest.param(LLAMA, id="llama"),
+        pytest.param(MIXTURE, id="mixture"),
+        pytest.param(IN_GROUPS, id="mixture in groups"),
+    ],
 )
 def test_repeating_blocks_gives_the_profile_of_the_deep_model(sizes: Sizes) -> None:
     grown, whole = profile_of("model", sizes), without_padding(trace(loaded("model", sizes)), sizes)

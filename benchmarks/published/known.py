@@ -23,11 +23,14 @@ class Known:
     moe_ffn_hidden: int | None = None
     n_shared_experts: int | None = None
     n_dense_layers: int | None = None
+    n_groups: int = 1
+    topk_groups: int = 1
     pattern: str = ""
     mamba: StateSpace | None = None
 
 
 KNOWN: dict[str, Known] = {
+    "DeepSeek-V3": Known(n_groups=8, topk_groups=4),
     "Nemotron-3-Nano": Known(
         n_layers=52,
         hidden=2688,

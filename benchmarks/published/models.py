@@ -23,14 +23,16 @@ class Latent:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Mixture of experts: how many, to how many each token goes, how wide each is, how many all tokens go through, and
-    how many layers before are dense."""
+    """Mixture of experts: how many, to how many each token goes, how wide each is, how many all tokens go through, how
+    many layers before are dense; in how many groups they are, and out of how many of these a token's are taken."""
 
     count: int
     top_k: int
     width: int
     shared: int = 0
     dense_layers: int = 0
+    groups: int = 1
+    chosen_groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -308,10 +310,23 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One vector per token."""
         tokens = x.flatten(0, 1)
-        weights, chosen = self.router(tokens).softmax(dim=-1).topk(self.mixture.top_k, dim=-1)
+        scores = self.router(tokens).softmax(dim=-1)
+        if self.mixture.groups > 1:
+            scores = _of_best_groups(scores, self.mixture)
+        weights, chosen = scores.topk(self.mixture.top_k, dim=-1)
         y = self.experts(tokens, weights, chosen).view_as(x)
         out: torch.Tensor = y if self.shared is None else y + self.shared(x)
         return out
+
+
+def _of_best_groups(scores: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    """Scores of the experts of each token's groups, which are those whose best two have the highest sum; of others 0
+    (DeepSeek-V3)."""
+    by_group = scores.unflatten(-1, (mixture.groups, -1))
+    best = by_group.topk(2, dim=-1).values.sum(dim=-1).topk(mixture.chosen_groups, dim=-1).indices
+    kept = torch.zeros_like(by_group[..., 0]).scatter(-1, best, 1.0)
+    of_best: torch.Tensor = (by_group * kept.unsqueeze(-1)).flatten(-2)
+    return of_best
 
 
 @torch.library.custom_op("published::by_expert", mutates_args=())

@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "vocab": 51200,  # Megatron's GPT-2 vocabulary, padded
     "micro_batch": 1,
     "micro_batch of litgpt": 4,  # its own default for pretraining
+    "compile of torchtitan in fp8": True,  # its float8.md asks for it; asynchronous tensor parallelism refuses without
     "num_microbatches of torchtitan": "as many as ranks of the pipeline, its own default in 2024",
     "num_microbatches": 1,  # where the global batch is unknown: one micro-batch on each rank
     "zero_stage": 1,  # the distributed optimizer
@@ -56,6 +57,9 @@ FUSED_SINCE = ("MegaScale", "FlashAttention")
 """Words in source or notes that say otherwise."""
 
 UNFUSED_DROPOUT = 0.1
+
+EVEN_ROUTING = "(?<!un)(?<!not force-)balanced|forced balance"
+"""Words of notes that say that each expert gets as many tokens."""
 
 _RECOMPUTES: tuple[Recompute, ...] = EXECUTABLE_RECOMPUTES
 
@@ -114,7 +118,7 @@ def setting_of(row: Row) -> Setting:
     blocks = _blocks(row, sizes.num_layers - extra, shape.pipeline, shape.virtual_stages)
     blocks = (*blocks[:-1], blocks[-1] + extra)
     software = _software(row, shape.expert, assumed)
-    even = "balanced" in row.notes
+    even = re.search(EVEN_ROUTING, row.notes) is not None
     if shape.expert > 1 and not even:
         assumed.append("expert balance")
     return Setting(
@@ -256,6 +260,8 @@ def _mixture(row: Row, known: Known, assumed: list[str]) -> Mixture | None:
         width=width or model["ffn_hidden"] or 4 * model["hidden"],
         shared=DEFAULTS["n_shared_experts"] if shared is None else shared,
         dense_layers=DEFAULTS["n_dense_layers"] if dense is None else dense,
+        groups=known.n_groups,
+        chosen_groups=known.topk_groups,
     )
 
 
@@ -458,12 +464,27 @@ def _dispatches_once(row: Row, expert: int, assumed: list[str]) -> bool:
     told = row.config["moe_dispatcher"]
     if expert == 1:
         return False
+    if _is_dropless(row):
+        return True
     if told is None:
         of_recipe = "Megatron" in str(row.config["framework"]) and row.config["recompute"] is not None
         if "DeepEP" not in row.notes and not of_recipe:
             assumed.append("moe_dispatcher")
         return not of_recipe
     return any(word in str(told).lower() for word in ("deepep", "hybridep", "flex"))
+
+
+def _is_dropless(row: Row) -> bool:
+    """Whether a row is of the release whose tables tell mixtures that drop tokens from those that do not. Its script
+    (Megatron-Bridge 0.1, scripts/performance/run_script.py) runs the latter with DeepEP, and overlaps exchanges with
+    another micro-batch of 1F1B."""
+    return "(dropless)" in row.notes
+
+
+def _overlaps_experts(row: Row) -> bool:
+    """Whether exchanges of tokens hide behind another micro-batch's work."""
+    told = re.search(r"EP[ -]overlap(?!-off)", row.notes, re.IGNORECASE) is not None
+    return row.config["moe_a2a_overlap"] is True or told or _is_dropless(row)
 
 
 def _software(row: Row, expert: int, assumed: list[str]) -> str:
@@ -476,14 +497,14 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
     if stack is None:
         waits = framework == "Megatron-LM" or "overlap paths off" in row.notes
         stack = "megatron-2023" if waits else "megatron-core"
-    if stack == "fsdp2-eager" and (config["compile"] is True or "thunder" in framework):
+    if stack == "fsdp2-eager" and (_is_compiled(row, assumed) or "thunder" in framework):
         stack = "fsdp2-compile"
     variants = {
         "overlapped-tensor": config["async_tp"] is True,
         "half-gradients": _reduces_half(stack, str(config["precision"]), framework),
         _graphs(config["cuda_graphs"], row.notes): True,
         "once-per-host": _dispatches_once(row, expert, assumed),
-        "overlapped-experts": config["moe_a2a_overlap"] is True or "EP overlap" in row.notes,
+        "overlapped-experts": _overlaps_experts(row),
         "deepspeed": framework.startswith("Megatron-DeepSpeed") and "2021" not in row.software,
         "deepspeed-2021": framework.startswith("Megatron-DeepSpeed") and "2021" in row.software,
         "pure-16-bit": framework.startswith("litgpt +"),
@@ -491,6 +512,7 @@ def _software(row: Row, expert: int, assumed: list[str]) -> str:
         "flat-optimizer": framework.startswith("InternEvo"),
         "half-moments": framework.startswith("Megatron-Bridge") and str(row.model["attn_type"]).startswith("MLA"),
         "torchtitan": framework.startswith("torchtitan"),
+        "low-precision-gathers": _gathers_fp8(row),
         "delayed-scaling": _delays_scales(row),
         "flash-2": _before_fused_attention(row),
         "token-drop": expert > 1 and any(word in row.notes for word in ("tokendrop", "token dropping")),
@@ -516,6 +538,22 @@ def _delays_scales(row: Row) -> bool:
     before = str(row.software).startswith(("NeMo 24.", "Composer 2023"))
     told = "delayed scaling" in f"{row.config['precision']} {row.notes}"
     return row.is_low_precision and (told or before)
+
+
+def _is_compiled(row: Row, assumed: list[str]) -> bool:
+    """Whether a row's blocks are compiled."""
+    told = row.config["compile"]
+    if told is None and str(row.config["framework"]).startswith("torchtitan") and row.is_low_precision:
+        assumed.append("compile")
+        told = DEFAULTS["compile of torchtitan in fp8"]
+    return told is True
+
+
+def _gathers_fp8(row: Row) -> bool:
+    """Whether a row casts to fp8 what it then gathers: torchtitan, with one scale for a tensor."""
+    words = str(row.config["precision"])
+    scaled = row.is_low_precision and not any(word in words for word in ("row", "mx", "fp4"))
+    return str(row.config["framework"]).startswith("torchtitan") and scaled
 
 
 def _is_since_2025(row: Row) -> bool:

@@ -188,31 +188,66 @@ def exchange_s(inside_bytes: Values, across_bytes: Values, links: GroupLinks) ->
     return slower_s + latency_s + _filling_s(slower_s, (inside - 1) * _hop_s(links) + across_latency_s, rings)
 
 
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Equal groups of neighbouring experts, of which a router takes some for each token before it takes its experts
+    out of those alone: "node-limited routing", DeepSeek-V3 (arXiv 2412.19437), section 2.1.2."""
+
+    count: int = 1
+    chosen: int = 1
+
+
+ONE_GROUP = ExpertGroups()
+"""A router that takes its experts out of all."""
+
+
 def direct_s(
-    tokens: Values, row_bytes: Values, copies: Values, links: GroupLinks, units: float, rates: ExchangeRates
+    tokens: Values,
+    row_bytes: Values,
+    copies: Values,
+    links: GroupLinks,
+    units: float,
+    rates: ExchangeRates,
+    groups: ExpertGroups = ONE_GROUP,
 ) -> Values:
     """Seconds in which kernels on `units` multiprocessors send a rank's tokens to experts, or bring them back (DeepEP,
     HybridEP): a token goes once to each rank with experts of its, and crosses the network once for each host.
 
-    row_bytes: of a token. copies: experts that a token goes to, drawn at random. Multiprocessors, links and network
-    work at the same time, and the slowest counts.
+    row_bytes: of a token. copies: experts that a token goes to, drawn at random out of its groups. Multiprocessors,
+    links and network work at the same time, and the slowest counts.
     """
     size, hosts = links.group.size, links.group.hosts
     if size == 1:
         return 0.0 * tokens
-    reached = _wanted(size, copies)
+    reached = places_reached(size, copies, groups)
     beside = links.group.ranks_per_host
     units_s = tokens * (row_bytes * (reached + rates.own) + rates.header * reached) / (rates.unit * units)
     inside_s = tokens * row_bytes * reached * (beside - 1) / beside / (rates.reach * links.link.bandwidth)
-    across = _wanted(hosts, copies) * (hosts - 1) / hosts
+    across = places_reached(hosts, copies, groups) * (hosts - 1) / hosts
     network = links.network.bandwidth / links.devices_per_host
     across_s = tokens * row_bytes * across / (rates.network * network)
     slowest_s: Values = (units_s**4 + inside_s**4 + across_s**4) ** 0.25
     return slowest_s + rates.launch
 
 
-def _wanted(places: int, copies: Values) -> Values:
-    """Places out of so many that the experts of a token are at, on average."""
+def places_reached(places: int, copies: Values, groups: ExpertGroups = ONE_GROUP) -> Values:
+    """Places out of so many, with as many neighbouring experts each, that the experts of a token are at, on average:
+    `copies` drawn at random out of the groups that are drawn first. Where neither places nor groups are a multiple of
+    the other, as if there were no groups, which is no fewer."""
+    whole, left = divmod(groups.count, places)
+    if whole == 0 and places % groups.count == 0:
+        return _drawn(places * groups.chosen // groups.count, copies)
+    if left or groups.chosen == groups.count:
+        return _drawn(places, copies)
+    ways = math.comb(groups.count, groups.chosen)
+    missed: Values = 0.0 * copies
+    for here in range(min(whole, groups.chosen) + 1):
+        share = math.comb(whole, here) * math.comb(groups.count - whole, groups.chosen - here) / ways
+        missed = missed + share * (1.0 - here / groups.chosen) ** copies
+    return places * (1.0 - missed)
+
+
+def _drawn(places: int, copies: Values) -> Values:
     missed: Values = (1.0 - 1.0 / places) ** copies
     return places * (1.0 - missed)
 
@@ -231,9 +266,10 @@ class Exchanged:
     again_s: float
 
 
-def unhidden_s(comm_s: Values, share: float, compute_s: Values) -> Values:
-    """What is left of communication where the stack hides a share of it behind the layer's work, as far as it goes."""
-    return comm_s - least(share * comm_s, compute_s)
+def unhidden_s(comm_s: Values, share: float, compute_s: Values, taken: float = 0.0) -> Values:
+    """What communication adds where the stack hides a share of it behind the layer's work, as far as it goes. taken:
+    share of the device that communication has while it is hidden, and the layer's work has not."""
+    return comm_s - (1.0 - taken) * least(share * comm_s, compute_s)
 
 
 def exposed_s(comm_s: Values, compute_s: Values, overlap: Values, contention: float) -> Values:

@@ -7,7 +7,7 @@ import numpy as np
 from ...profiler.machine.cluster import Device
 from ...profiler.model.model_profile import Costs, Experts, LayerClass, amount_at
 from ..plan.shape import Shape
-from .comm_cost import GroupLinks, direct_s, exchange_s
+from .comm_cost import ONE_GROUP, ExpertGroups, GroupLinks, direct_s, exchange_s, places_reached
 from .compute_cost import Amounts, Flags, Floats, OperatorTable, amounts_of
 from .kernels import ExchangeRates
 
@@ -118,17 +118,18 @@ def exchange_of(
     direct: bool,
     rates: ExchangeRates | None = None,
     tokens: float = 1.0,
+    groups: ExpertGroups = ONE_GROUP,
 ) -> float:
     """Seconds of one exchange of tokens between the ranks that share experts: dispatch or combine, forward or backward.
 
     num_bytes: of all copies that a rank sends, of so many tokens. direct: a token crosses the network once for each
     host that has any of its experts, and where rates are known reaches each rank once (DeepEP, HybridEP); else once for
-    each expert. Experts are taken to be drawn at random.
+    each expert. Experts are taken to be drawn at random, out of a token's groups.
     """
     if direct and rates is not None and tokens > 0.0:
         row_bytes = num_bytes / (tokens * num_copies)
-        return direct_s(tokens, row_bytes, num_copies, links, EXCHANGE_UNITS, rates)
-    return exchange_s(num_bytes, num_bytes * network_share(num_copies, links.group.hosts, direct), links)
+        return direct_s(tokens, row_bytes, num_copies, links, EXCHANGE_UNITS, rates, groups)
+    return exchange_s(num_bytes, num_bytes * network_share(num_copies, links.group.hosts, direct, groups), links)
 
 
 EXCHANGE_UNITS = 32
@@ -136,12 +137,21 @@ EXCHANGE_UNITS = 32
 twice as much with each (their authors' tables)."""
 
 
-def network_share(num_copies: float, hosts: int, once_per_host: bool) -> float:
+def groups_of(bank: Experts) -> ExpertGroups:
+    """The groups that a bank's router chooses from."""
+    return ExpertGroups(bank.groups, bank.chosen_groups)
+
+
+SENDING_UNITS = 20
+"""Multiprocessors that an exchange of tokens keeps from the work that it hides behind: DeepSeek-V3 (arXiv 2412.19437),
+section 3.2.2, "only 20 SMs are sufficient"; DeepEP's default."""
+
+
+def network_share(num_copies: float, hosts: int, once_per_host: bool, groups: ExpertGroups = ONE_GROUP) -> float:
     """Share of the copies that cross the network where those of a token for one host cross it together."""
     if hosts == 1 or num_copies <= 1 or not once_per_host:
         return 1.0
-    wanted: float = hosts * (1 - (1 - 1 / hosts) ** num_copies)
-    return wanted / num_copies
+    return places_reached(hosts, num_copies, groups) / num_copies
 
 
 def _is_in(module: str, bank: Experts) -> bool:

@@ -22,7 +22,18 @@ from .context_cost import NOTHING, ContextCost, context_cost
 from .crossing_cost import Crossings, Cut
 from .data_cost import DataRates, DataSeconds, added_elements, added_share, exposed_data_s, gather_s, reduce_s
 from .elementwise import Values
-from .expert_cost import COUNT_BYTES, Spread, copies, exchange_of, expert_products, on_one_rank, routed_bytes, spread
+from .expert_cost import (
+    COUNT_BYTES,
+    SENDING_UNITS,
+    Spread,
+    copies,
+    exchange_of,
+    expert_products,
+    groups_of,
+    on_one_rank,
+    routed_bytes,
+    spread,
+)
 from .kept import kept, memo, memo_by
 from .kernels import ExchangeRates, family_of, rings_of
 from .kinds import Kind, kinds_of
@@ -408,8 +419,9 @@ class CostModel:
         return Exchanged(2 * sent_s, 2 * sent_s, 2 * sent_s)
 
     def exposed_dispatch_s(self, dispatch_s: Values, forward_s: Values) -> Values:
-        """What is left of sending tokens to experts where the stack hides a share of it behind the layer's forward."""
-        return unhidden_s(dispatch_s, self.software.expert_overlap, forward_s)
+        """What sending tokens to experts adds where the stack hides a share of it behind the layer's forward."""
+        taken = min(1.0, SENDING_UNITS / self.device.compute_units)
+        return unhidden_s(dispatch_s, self.software.expert_overlap, forward_s, taken)
 
     def dispatch_of(self, kind: Kind, shape: Shape, stride: int | None = None) -> tuple[float, float, float]:
         """(seconds, bytes, calls) of sending a layer's tokens to their experts once for one micro-batch; bringing them
@@ -426,9 +438,15 @@ class CostModel:
             num_copies = copies(bank, self.profile.tokens_per_sample)
             direct = self.software.dispatches_once_per_host
             tokens = self.imbalance(kind, shape) * amount_at(bank.routed, shape.samples) / slices / num_copies
-            seconds += exchange_of(busiest, num_copies, links, direct, self.exchange, tokens)
+            seconds += exchange_of(busiest, num_copies, links, direct, self.exchange, tokens, groups_of(bank))
             total += num_bytes
         return seconds, total, float(len(banks))
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """Bytes of an element of weights, and of what products of tensor ranks read, when they are gathered."""
+        low = self.training.precision == "fp8" and self.software.gathers_low_precision
+        return 1 if low else self.training.compute_bytes
 
     @cached_property
     def exchange(self) -> ExchangeRates | None:
@@ -461,12 +479,18 @@ class CostModel:
     def tensor_traffic(self, kind: Kind, shape: Shape, recompute: Recompute = "full") -> TensorTraffic:
         """(part, whether recompute repeats it, collective) of tensor parallelism in one layer for one micro-batch."""
         mode, costs, tensor = self.mode(kind, shape)
-        element_bytes, batch = self.training.compute_bytes, shape.samples
+        batch, sizes = shape.samples, {"all_gather": self.gathered_bytes}
         traffic: list[tuple[Part, bool, Traffic]] = [
             (
                 c.part,
                 c.part == "forward" and repeats_collective(c.repeated, c.within, recompute),
-                Traffic("tensor", c.kind, c.tensor.at(batch, element_bytes, tensor), 1.0, per_step=False),
+                Traffic(
+                    "tensor",
+                    c.kind,
+                    c.tensor.at(batch, sizes.get(c.kind, self.training.compute_bytes), tensor),
+                    1.0,
+                    per_step=False,
+                ),
             )
             for c in costs.collectives
             if mode != "whole"
@@ -748,7 +772,7 @@ class CostModel:
             ring_rates("all_gather", shard), ring_rates("reduce_scatter", shard), ring_rates("all_reduce", replicate)
         )
         return exposed_data_s(
-            gather_s(moved, self.training.compute_bytes, rates),
+            gather_s(moved, self.gathered_bytes, rates),
             reduce_s(trainable, self.software.gradient_bytes, float(shape.sharded_over), rates),
             seconds.forward,
             seconds.backward,

@@ -137,6 +137,11 @@ class Software(Frozen):
     dispatches_once_per_host: bool = Field(
         default=False, description="a token crosses the network once for each host with experts of its, not for each"
     )
+    gathers_low_precision: bool = Field(
+        default=False,
+        description="what fp8 matmuls read is cast before it is gathered: weights by data ranks, activations and their "
+        "gradients by tensor ranks",
+    )
     drops_tokens: bool = Field(
         default=False, description="experts take a fixed number of tokens, padded or cut: the host waits for no counts"
     )
@@ -272,17 +277,19 @@ VARIANTS: dict[str, dict[str, object]] = {
     "overlapped-experts": {"expert_overlap": 0.8},
     "looped-experts": {"expert_s": 30e-6},
     "token-drop": {"drops_tokens": True},
+    "low-precision-gathers": {"gathers_low_precision": True},
     "delayed-scaling": {"delayed_scaling": True},
     "flash-2": {"attention_kernel": "flash-2"},
     "te-kernels": {"attention_kernel": "cudnn", "fusion": 0.42},
     **{name: {} for name in MEMORY_VARIANTS},
 }
 """What may be added to a stack's name: tensor-parallel communication hidden behind matmuls cut in pieces (torch's
-asynchronous tensor parallelism; 0.6 is an assumption, published runs show that not all hides); gradients reduced in
-the 16-bit dtype; CUDA graphs of whole steps, or of parts of layers (half of all launches, an assumption); DeepEP or
+asynchronous tensor parallelism; 0.6 is an assumption, published runs show that not all hides); gradients reduced in the
+16-bit dtype; CUDA graphs of whole steps, or of parts of layers (half of all launches, an assumption); DeepEP or
 HybridEP; exchanges of tokens behind another micro-batch's work (DualPipe, Megatron's 1F1B with overlapped all-to-all:
-0.8 is an assumption); experts in a Python loop (6 kernels of 5 us for each); experts of a fixed capacity; casts to fp8
-by the scales of steps before, which read their input once and not twice; FlashAttention 2's kernels;
+0.8 is an assumption); experts in a Python loop (6 kernels of 5 us for each); experts of a fixed capacity; gathers in
+fp8, as torchao's with one scale for a tensor are (and with a scale for each row not: torchtitan's docs/float8.md);
+casts to fp8 by the scales of steps before, which read their input once and not twice; FlashAttention 2's kernels;
 attention by cuDNN and fused norms, rotary and SwiGLU of Transformer Engine in a stack of torch's (as much fused as
 torch.compile is found to do)."""
 

@@ -131,7 +131,7 @@ def _add_unit(
     total, trainable = elements
     num_reductions = shape.num_microbatches if shape.gradient_sync == "every" else 1
     num_gathers = 2 * shape.num_microbatches if reshard else num_reductions
-    gathered, reduced = model.training.compute_bytes * total, MASTER_BYTES * trainable
+    gathered, reduced = model.gathered_bytes * total, MASTER_BYTES * trainable
     if total and sharded_over > 1:
         calls = count * num_gathers
         tally.add("data_shard", "all_gather", calls * gathered, calls)

@@ -496,7 +496,7 @@ class ShapeBounds:
             twice_s=model.optimizer_s(twice / columns.sharded_over, on_host),
             elements=elements,
             in_root=in_root,
-            gather_s=gather_s(elements.moved, model.training.compute_bytes, columns.rates),
+            gather_s=gather_s(elements.moved, model.gathered_bytes, columns.rates),
             reduce_s=reduce_s(elements.trained, model.software.gradient_bytes, columns.sharded_over, columns.rates),
             accumulate_s=self._accumulated_s(family, columns, elements.trainable_gathered),
             optimizer_s=model.optimizer_s(elements.trainable_stored / columns.sharded_over, on_host),

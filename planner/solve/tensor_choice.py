@@ -213,9 +213,10 @@ class CutChoice:
 
     def _collectives_s(self, costs: Costs, shape: Shape, places: "_Places") -> list[tuple[str, Floats]]:
         """(what enters, [place] -> seconds) of each collective of a layer, as far as it is not hidden."""
-        size = self.model.training.compute_bytes
+        usual, gathered = self.model.training.compute_bytes, self.model.gathered_bytes
+        sizes = {c.kind: gathered if c.kind == "all_gather" else usual for c in costs.collectives}
         return [
-            (c.entry, places.shown * places.seconds(c.kind, c.tensor.at(shape.samples, size, shape.tensor)))
+            (c.entry, places.shown * places.seconds(c.kind, c.tensor.at(shape.samples, sizes[c.kind], shape.tensor)))
             for c in costs.collectives
         ]
 

@@ -95,3 +95,19 @@ def counts_of(module: nn.Module, count: int) -> tuple[str, ...]:
     found = [name for name, value in vars(module).items() if type(value) is int and value == count]
     named: Sequence[str] = [name for name in found if "expert" in name]
     return tuple(named or found)
+
+
+def groups_of(count: int, operators: Iterable[Op]) -> tuple[int, int]:
+    """(groups of a router's `count` experts, how many of them it takes for a token before it takes experts), as
+    DeepSeek-V3's does: a top-k over one score for each group, then one over the scores of all experts. (1, 1) where the
+    operators show no such choice."""
+    scored: tuple[int, int, int] | None = None
+    for op in operators:
+        if op.name != "topk" or len(op.inputs[0].shape) != 2:
+            continue
+        tokens, choices = op.inputs[0].shape
+        if choices == count:
+            return scored[1:] if scored is not None and scored[0] == tokens else (1, 1)
+        if 1 < choices < count and count % choices == 0:
+            scored = tokens, choices, op.outputs[0].shape[-1]
+    return 1, 1

@@ -45,6 +45,8 @@ def fitted_experts(whole: Sequence[Observation]) -> tuple[Experts, ...]:
                 count=seen.count,
                 parameters=names,
                 routed=_fit(routed, 1, whole[0].size),
+                groups=seen.groups[0],
+                chosen_groups=seen.groups[1],
                 called=seen.called if all(run.experts[module].called == seen.called for run in whole) else "",
                 attributes=seen.attributes,
             )

@@ -17,7 +17,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..semantics.producers import Producers
 from .chain import Crossing, Layer, LayerChain, check_unwritten
 from .chain_watch import Cursor, stubbed
-from .expert_banks import BankCall, counts_of, is_linear_in, keeps_apart, routing_of, stacked_of, stacked_over
+from .expert_banks import (
+    BankCall,
+    counts_of,
+    groups_of,
+    is_linear_in,
+    keeps_apart,
+    routing_of,
+    stacked_of,
+    stacked_over,
+)
 from .fake import FakeModel
 from .meters import NOTHING, Op, Recorder, Size, Storages
 from .model_profile import Producer
@@ -47,6 +56,7 @@ class ExpertBank:
     parameters: list[str]
     called: Literal["", "routed", "stacked"] = ""
     attributes: tuple[str, ...] = ()
+    groups: tuple[int, int] = (1, 1)
 
 
 @dataclass
@@ -310,6 +320,8 @@ class LayerRun:
                 found = [f"{name}.{own}" for own, _ in module.named_parameters()]
                 attributes = counts_of(module, count)
                 self.observation.experts[name] = ExpertBank(count, call.rows, found, call.kind, attributes)
+        for bank in self.observation.experts.values():
+            bank.groups = groups_of(bank.count, forward)
 
     def _start(self, kind: str, name: str, call: int) -> None:
         self._cursor.start(kind, name, call)

@@ -235,6 +235,11 @@ class Experts(Frozen):
     count: PositiveInt
     parameters: tuple[str, ...] = Field(description="relative names; dim 0 counts the experts")
     routed: Amount = Field(description="tokens through all experts of a micro-batch: its tokens times the top-k")
+    groups: PositiveInt = Field(
+        default=1,
+        description="equal groups of neighbouring experts, of which the router first takes some for a token",
+    )
+    chosen_groups: PositiveInt = Field(default=1, description="how many groups it takes, which hold all of its experts")
     called: Literal["", "routed", "stacked"] = Field(
         default="",
         description="routed: with tokens, the experts of each and their weights, in which what it returns is linear; "
