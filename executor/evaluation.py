@@ -26,13 +26,18 @@ Metric = Callable[[Any, Any], torch.Tensor | float]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """While it lasts the model is in evaluation mode, and no gradients are kept; then modes are as they were."""
+    """While it lasts the model is in evaluation mode, and no gradients are kept; then modes are as they were. Torch's
+    fast path of nn.TransformerEncoder is off: it hands nested tensors from layer to layer, which nothing sends, and
+    reads weights past the layers that gather them."""
     modes = [(module, module.training) for module in model.modules()]
+    was_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(was_fast)
         for module, training in modes:
             module.training = training
 

@@ -5,6 +5,7 @@ import warnings
 from collections import deque
 from typing import Any
 
+import numpy
 import pytest
 import rich
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import weight_norm
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.executor import parallelize
 from meshwright.executor.reporting import terminal
@@ -265,7 +267,169 @@ def _old_norm() -> nn.Module:
         return nn.Sequential(weight_norm(_linear()), nn.ReLU(), weight_norm(_linear()))
 
 
+class Twice(nn.Module):
+    """Returns what it makes twice, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = _linear()
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        x = self.layer(torch.relu(state["x"]))
+        return {"all": [*state["all"], x], "x": x}
+
+
+class Gathers(nn.Module):
+    """Hands a dict from layer to layer, and reads all that is in it at the end."""
+
+    def __init__(self, hook: Any = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Twice() for _ in range(3))
+        for layer in self.layers if hook else ():
+            layer.register_forward_hook(hook)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state: dict[str, Any] = {"x": x, "all": []}
+        for layer in self.layers:
+            state = layer(state)
+        out: torch.Tensor = sum(state["all"])
+        return out
+
+
+def _doubles(module: nn.Module, given: Any, output: dict[str, Any]) -> None:
+    output["x"].mul_(2)
+
+
+class Between(nn.Module):
+    """One module runs between all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_linear() for _ in range(3))
+        self.places = nn.Embedding(4, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x + self.places(x[:, :4].argmax(-1))))
+        return x
+
+
+class Mixes(nn.Module):
+    """Mixes samples by a share that numpy draws, and returns its loss as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_linear() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        share = numpy.random.beta(0.4, 0.4)
+        x = share * x + (1 - share) * x.flip(1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return share * functional.mse_loss(x, y) + (1 - share) * functional.mse_loss(x, y.flip(1))
+
+
+class Repeats(nn.Module):
+    """Has its backward repeat its layers two by two, and what lies between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(_linear(), nn.Dropout(0.1)) for _ in range(4))
+        self.first = _linear()
+
+    def two(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(self.layers[number](x))
+        return x + torch.tanh(self.layers[number + 1](x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number in (0, 2):
+            x = checkpoint(self.two, number, x, use_reentrant=False)
+        return x
+
+
+class Encoder(nn.Module):
+    """Torch's encoder, whose fast path packs what is not padding in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True)
+        self.words, self.encoder = nn.Embedding(40, WIDTH), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.encoder(self.words(tokens), src_key_padding_mask=tokens == 0)
+        return out[:, 0]
+
+
+def _padded(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(1, 40, (size, 6))
+    tokens[:, -2:] = 0
+    return tokens, torch.randn(size, WIDTH)
+
+
+class Reordered(nn.Module):
+    """Has parameters of integers and booleans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.arange(WIDTH).flip(0), requires_grad=False)
+        self.mask = nn.Parameter(torch.arange(WIDTH) > 2, requires_grad=False)
+        self.layers = nn.ModuleList(_linear() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, self.order] * self.mask
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+BACKBONE = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
+
+
+class OnABackbone(nn.Module):
+    """Its backbone was made once, for all models of the file, and the loss uses it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.backbone = nn.Sequential(_linear(), nn.Tanh(), _linear()), BACKBONE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.backbone(self.layers(x))
+        return out
+
+
+class Writes(nn.Module):
+    """Changes its weight in the forward, in one of the ways that autograd does not hear of."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layer, self.other = way, _linear(), _linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "into .data":
+            self.layer.weight.data.clamp_(-0.1, 0.1)
+        elif self.way == ".data":
+            self.layer.weight.data = self.layer.weight.data.clamp(-0.1, 0.1)
+        elif self.way == "tie":
+            self.layer.weight = self.other.weight
+        return self.other(self.layer(x))  # type: ignore[no-any-return]
+
+
+def _in_one_memory() -> nn.Module:
+    model = nn.Sequential(_linear(), nn.Tanh(), _linear())
+    model[2].weight.data = model[0].weight.data  # type: ignore[union-attr]
+    return model
+
+
 HABITS: dict[str, Any] = {
+    "encoder": habit(Encoder, batch=_padded),
+    "reordered": habit(Reordered),
+    "backbone": habit(OnABackbone, loss=lambda output, batch: (output - BACKBONE(batch[1])).square().mean()),
+    "repeats": habit(Repeats),
+    "twice": habit(Gathers),
+    "twice, written into": habit(lambda: Gathers(_doubles)),
+    "between": habit(Between),
+    "mixes": habit(Mixes, loss=None),
     "compiled": habit(_compiled),
     "looks at itself": habit(LooksAtItself),
     "lazy": habit(lambda: nn.Sequential(nn.LazyLinear(WIDTH), nn.ReLU(), nn.LazyLinear(WIDTH))),
@@ -301,7 +465,12 @@ HABITS: dict[str, Any] = {
     ),
 }
 
-FIRST = {"averaging": 0, "remembering": 0, "bags": 0, "hooked": 1, "named": 2, "writes across": 1, "synced norm": 0}
+FIRST = {
+    **dict.fromkeys(("averaging", "remembering", "bags", "synced norm", "reordered"), 0),
+    **dict.fromkeys(("hooked", "writes across", "twice", "twice, written into", "between", "mixes", "repeats"), 1),
+    **dict.fromkeys(("encoder", "backbone"), 1),
+    "named": 2,
+}
 """Model -> which of its plans is tested by default; the others with the slow ones."""
 
 ONE_LAYER = ("averaging", "remembering", "mapped", "force, func", "force", "scripted")
@@ -337,6 +506,72 @@ def test_zero_bubble_stages_send_what_their_layers_have_saved(schedule: Any) -> 
 @pytest.mark.parametrize(("name", "why"), [("force", "calls torch.autograd.grad"), ("scripted", "by torch.jit")])
 def test_what_fully_shard_cannot_take_is_replicated(name: str, why: str) -> None:
     assert why in str(sharding_rule(trace(HABITS[name]), "fp32"))
+
+
+def test_a_generator_of_its_own_is_no_decision_by_values() -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.generator = _linear(), torch.Generator()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x + torch.randn(x.shape, generator=self.generator))
+            return out
+
+    assert not trace(habit(Draws)).decides_by_values
+
+
+def test_what_runs_between_layers_has_a_name_for_each_of_its_runs() -> None:
+    names = [layer.name for layer in trace(HABITS["between"]).layers]
+
+    assert len(set(names)) == len(names)
+
+
+def test_what_a_model_repeats_together_is_one_layer_and_told() -> None:
+    profile = trace(HABITS["repeats"])
+
+    assert [layer.modules for layer in profile.layers] == [
+        ("first",),
+        ("layers.0", "layers.1"),
+        ("layers.2", "layers.3"),
+    ]
+    assert any("repeated together in backward (torch.utils.checkpoint)" in note for note in profile.notes)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Writes("into .data"), "writes into the parameter layer.weight"),
+        (lambda: Writes(".data"), "writes into the parameter layer.weight"),
+        (lambda: Writes("tie"), "puts another tensor in the place of the parameter layer.weight"),
+        (_in_one_memory, "2.weight and 0.weight .* are two parameters in one memory"),
+    ],
+)
+def test_weights_that_no_optimizer_would_step_as_eager_does_are_refused(build: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        trace(habit(build))
+
+
+def test_a_loss_that_reads_a_model_by_itself_is_refused() -> None:
+    made: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        made.append(nn.Sequential(_linear(), nn.Tanh(), _linear()))
+        return made[-1]
+
+    def penalised(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return functional.mse_loss(output, batch[1]) + made[-1][0].weight.square().sum()  # type: ignore[index]
+
+    with pytest.raises(ValueError, match=r"reads 0\.\w+, which is not in the output, from a model that it holds"):
+        trace(habit(build, loss=penalised))
+
+
+def test_what_a_loss_would_train_by_itself_is_told() -> None:
+    centre = nn.Parameter(torch.zeros(WIDTH))
+    loaded = habit(_linear, loss=lambda output, batch: (output - batch[1] - centre).square().mean())
+
+    assert any("the loss would train a tensor of [32] of its own" in note for note in trace(loaded).notes)
+    assert not any("the loss would train" in note for note in trace(habit(_linear)).notes)
 
 
 def test_what_eager_cannot_train_either_is_said_to_be_so() -> None:

@@ -7,6 +7,7 @@ import torch
 from test_random_numbers import CASES, MODELS, VOCABULARY, profile_of
 
 from meshwright.executor import Trainer
+from meshwright.executor.parallel.micro_batches import loss_of
 from support import slow
 from support.ranks import run_ranks
 from support.same_numbers import Case, errors, numbers_of, plan_of, samples, trainer_of
@@ -62,3 +63,13 @@ def test_every_plan_evaluates_as_one_process_does(name: str) -> None:
         assert numbers.losses == pytest.approx(trained.losses, rel=1e-5)
     assert max(errors(found[0][2], trained, 2e-2, 1e-3).values()) < 1e-5
     assert expected[0][0]["loss"] > expected[1][0]["loss"]
+
+
+def test_a_loss_among_several_numbers_must_have_a_name_where_nothing_has_gradients() -> None:
+    loss, metric = torch.ones(()), torch.ones(1)
+
+    with torch.no_grad(), pytest.raises(ValueError, match=r'2 single numbers.*under a name, \{"loss": loss'):
+        loss_of((metric, loss))
+
+    with torch.no_grad():
+        assert loss_of((torch.ones(3), loss)) is not None

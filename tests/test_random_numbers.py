@@ -1,12 +1,15 @@
 """Dropout is that of one process under every plan, and ranks with other samples draw other numbers."""
 
+import random
 from functools import cache
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.executor import parallelize
 from meshwright.executor.parallel import random_numbers
@@ -78,6 +81,16 @@ class FusedDropNet(DropNet):
         self.end = nn.Dropout(0.1)
 
 
+class Repeating(DropNet):
+    """Calls checkpoint itself, around its layers."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.begin(self.tokens(tokens))
+        for block, by_hooks in zip(self.blocks, (True, False), strict=True):
+            x = checkpoint(block, x, use_reentrant=not by_hooks)
+        return self.head(self.end(x))
+
+
 MODELS = {"drop": DropNet, "fused": FusedDropNet}
 
 
@@ -107,8 +120,8 @@ CASES = {
 }  # fmt: skip
 
 
-def train(case: Case) -> Numbers:
-    trainer = trainer_of(MODELS[case.model], plan_of(case, profile_of(case.model)))
+def train(case: Case, build: type[nn.Module] | None = None) -> Numbers:
+    trainer = trainer_of(build or MODELS[case.model], plan_of(case, profile_of(case.model)))
     metrics = [trainer.step(batch) for batch in trainer.loader(samples(VOCABULARY, STEPS))]
     return Numbers(
         [m.loss for m in metrics], [m.grad_norm for m in metrics], trainer.named_gradients(), trainer.full_state_dict()
@@ -129,6 +142,36 @@ def test_dropout_is_that_of_one_process(name: str) -> None:
     found = train(case) if case.num_ranks == 1 else run_ranks(train, case.num_ranks, case)[0]
 
     assert max(errors(found, expected, 2e-2, 1e-3).values()) < TOLERANCE, errors(found, expected, 2e-2, 1e-3)
+
+
+def test_what_a_model_recomputes_by_itself_is_dropped_again() -> None:
+    found = train(Case("drop", num_microbatches=4), Repeating)
+
+    assert max(errors(found, one_process("drop"), 2e-2, 1e-3).values()) < TOLERANCE
+
+
+def drawn_by_others() -> tuple[float, float]:
+    trainer = trainer_of(MODELS["drop"], plan_of(Case("drop"), profile_of("drop")))
+    found: list[float] = []
+
+    def noting(output: Any, batch: Any) -> torch.Tensor:
+        found.append(random.random() + numpy.random.rand())
+        return loss(output, batch)
+
+    for batch in trainer.loader(samples(VOCABULARY, 1)):
+        trainer.forward_backward(batch, loss=noting)
+    return found[0], random.random()
+
+
+def test_pythons_and_numpys_numbers_follow_the_sample_and_leave_the_script_alone() -> None:
+    random.seed(1)
+    numpy.random.seed(1)
+    first, behind = drawn_by_others()
+    random.seed(2)
+    again, _ = drawn_by_others()
+
+    assert first == again
+    assert behind == random.Random(1).random()
 
 
 @pytest.mark.parametrize("fault", ["samples", "parts"])

@@ -43,10 +43,10 @@ from ...profiler.model.loaded import Batch, LoadedModel, split_inputs
 from ...profiler.model.model_profile import ModelProfile
 from ...profiler.model.source import file_of, with_adapters_of
 from ...profiler.model.trace import trace
-from ...profiler.semantics.draws import SameDraws
+from ...profiler.semantics.draws import SameDraws, dice_apart, seed_dice
 from ..parallel.mesh import RankMesh
 from ..parallel.micro_batches import loss_of, num_microbatches, num_samples, split_micro_batches
-from ..parallel.random_numbers import KEEPS_ALL, RandomNumbers
+from ..parallel.random_numbers import KEEPS_ALL, RandomNumbers, of_micro_batch
 from ..parallel.synced_norms import normalise_here, normalised, synced_norms
 from ..trainer import parallelize
 from .local_ranks import RankError, apart, run_local_ranks
@@ -560,7 +560,8 @@ def one_process(
     batches: Sequence[Batch],
     training: Training = Training(),
 ) -> _RunResult:
-    """What training in one process gives on these batches, with none of our machinery but the masks of dropout.
+    """What training in one process gives on these batches, with none of our machinery but the masks of dropout and
+    where Python's and numpy's random numbers begin.
 
     A batch goes through in the plan's micro-batches, one after the other. What a forward leaves behind (running
     averages, counters) is each data rank's own under the plan, so each has a replica of the module here, too.
@@ -579,11 +580,16 @@ def one_process(
     draws = SameDraws()
     masks = _masks_of_one_process(plan, replicas) if training.dropout else None
     last = _copied(batches[-1])  # for the evaluation: models may write into what they are given
-    with nullcontext() if training.dropout else no_dropout(), nullcontext() if training.dropout else draws:
+
+    def begins(step: int, place: int) -> None:
+        seed_dice(of_micro_batch(_SEED, (step, 0), place * plan.micro_batch))
+
+    off = nullcontext() if training.dropout else no_dropout()
+    with off, nullcontext() if training.dropout else draws, dice_apart():
         for step, batch in enumerate(batches, start=1):
             shares = [_micro_batches(share, plan) for share in _shares(batch, plan)]
             with nullcontext() if masks is None else masks.step(step):
-                losses.append(_accumulate(replicas, loaded, shares, together, masks))
+                losses.append(_accumulate(replicas, loaded, shares, together, masks, partial(begins, step)))
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             each = [torch.linalg.vector_norm(_real(grad), dtype=torch.float64) for grad in grads]
             norms.append(float(torch.stack(each).norm()))
@@ -598,7 +604,9 @@ def one_process(
         found = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
         drew = draws.drew or (together is not None and together.drew)
         shares = [_micro_batches(share, plan) for share in _shares(last, plan)]
-        return _RunResult(losses, norms, gradients, found, eps, drew, _evaluated(replicas, loaded, shares))
+        return _RunResult(
+            losses, norms, gradients, found, eps, drew, _evaluated(replicas, loaded, shares, partial(begins, 0))
+        )
 
 
 def _masks_of_one_process(plan: Plan, replicas: Sequence[nn.Module]) -> RandomNumbers:
@@ -613,13 +621,19 @@ def _masks_of_one_process(plan: Plan, replicas: Sequence[nn.Module]) -> RandomNu
 
 
 @torch.no_grad()
-def _evaluated(replicas: Sequence[nn.Module], loaded: LoadedModel, shares: Sequence[Sequence[Any]]) -> float | None:
+def _evaluated(
+    replicas: Sequence[nn.Module],
+    loaded: LoadedModel,
+    shares: Sequence[Sequence[Any]],
+    begins: Callable[[int], None],
+) -> float | None:
     """Mean loss of a batch in evaluation mode, None where the forward asks for gradients, of which there are none then.
-    shares: [data rank] -> micro-batches."""
+    shares: [data rank] -> micro-batches. begins: is told that so manieth one does."""
     total, count = 0.0, 0.0
     for i, share in enumerate(shares):
         model = replicas[i % len(replicas)].eval()
-        for part in share:
+        for place, part in enumerate(share, start=i * len(share)):
+            begins(place)
             weight = 1.0 if loaded.weight is None else float(loaded.weight(part))
             try:
                 loss = float(_loss(model, loaded, part))
@@ -707,9 +721,11 @@ def _accumulate(
     shares: Sequence[Sequence[Any]],
     together: "Together | None" = None,
     masks: RandomNumbers | None = None,
+    begins: Callable[[int], None] = lambda place: None,
 ) -> float:
     """Loss of a step; gradients are left on the first replica's parameters. shares: [data rank] -> micro-batches.
-    together: runs those of all data ranks at once, where a norm looks at all of them. masks: draws dropout's."""
+    together: runs those of all data ranks at once, where a norm looks at all of them. masks: draws dropout's. begins:
+    is told that so manieth micro-batch does, unless they run together."""
     parts = [(replicas[i % len(replicas)], part) for i, share in enumerate(shares) for part in share]
     weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for _, part in parts]
     total = 0.0
@@ -724,6 +740,7 @@ def _accumulate(
         for place, run in enumerate(runs):
             if masks is not None:
                 masks.micro_batch(place)
+            begins(place)
             loss = run()
             loss.backward()
             total += float(loss.detach())

@@ -181,13 +181,22 @@ def own_copy(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returned that computes its own: .loss, ["loss"], or the first single number."""
+    """The loss in what a model returned that computes its own: .loss, ["loss"], or the first single number that has a
+    gradient; without gradients the only one that might. Raises ValueError where there is none, or one of several."""
     found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(found, torch.Tensor):
         return found
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.requires_grad:
-            return leaf.reshape(())
+    single = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.numel() == 1]
+    if torch.is_grad_enabled():
+        single = [x for x in single if x.requires_grad][:1]
+    able = [x for x in single if x.is_floating_point()]
+    if len(able) == 1:
+        return able[0].reshape(())
+    if able:
+        raise ValueError(
+            f"the module returned {len(able)} single numbers, and without gradients nothing says which of them is the "
+            'loss; return it under a name, {"loss": loss, ...}'
+        )
     raise ValueError("the module returned no loss; give a loss(output, batch), or targets in the batch")
 
 

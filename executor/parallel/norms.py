@@ -7,12 +7,17 @@ import torch
 
 @torch.no_grad()
 def norms_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """[tensor] -> its Euclidean norm in float64, 0 if it is empty; not finite if an element is not.
+    """[tensor] -> its Euclidean norm in float64, 0 if it is empty; not finite if an element is not. Integers are taken
+    as numbers: there are parameters of them, which nothing trains.
 
     (Neither is it where squares overflow, beyond 1e19 in fp32. The largest element would tell the two apart, and takes
     twelve times as long on a CPU.)
     """
-    held = [tensor for tensor in tensors if tensor.numel()]
+    held = [
+        tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
+        for tensor in tensors
+        if tensor.numel()
+    ]
     if not held:
         return torch.zeros(len(tensors), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(held)

@@ -5,12 +5,15 @@ batch), so that it is the same under every plan: ranks with other samples draw o
 they have the same activations, and their own part of it where they have a part, be it of the features, the heads or
 the sequence.
 
-Everything else that a model or a loss draws from torch's generators (noise, masked tokens) begins anew with every
-micro-batch, from (seed, step, first sample): alike on ranks with the same samples, independent on others. What the
+Everything else that a model or a loss draws from torch's generators, Python's or numpy's (noise, masked tokens, mixup)
+begins anew with every micro-batch, from (seed, step, first sample): alike on ranks with the same samples, independent
+on others. What the
 training script draws outside of `step` is left alone.
 
 Recompute draws again what forward drew, because torch puts its generator back: each dropout draws one number from it,
-by which it is known again. Layers that are compiled draw as the compiler likes, from generators that begin so.
+by which it is known again. Whole layers may run again, too (of a model that calls checkpoint itself): they are known by
+what the generator began from before them. Layers that are compiled draw as the compiler likes, from generators that
+begin so.
 """
 
 import hashlib
@@ -29,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...planner.plan.document import Plan
 from ...profiler.model.gpu_kernel_emulation import fake_mode
 from ...profiler.model.known_numbers import knowing_numbers, known
+from ...profiler.semantics.draws import dice_apart, seed_dice
 from ...profiler.semantics.token_marks import Held, mark_of, own_shape, set_mark, taken, whole_shape
 from .mesh import RankMesh
 from .rehearsal import copied
@@ -68,6 +72,7 @@ class RandomNumbers:
         self._place: _Place = ("", 0, False)
         self._next = 0
         self._drawn: dict[int, tuple[_Place, int, int]] = {}
+        self._entered: dict[tuple[int, str, bool], tuple[_Place, int]] = {}
         self._given: Counter[int] = Counter()
 
     def watch(self, module: nn.Module, stages: Iterable[StageModule]) -> None:
@@ -88,9 +93,10 @@ class RandomNumbers:
         self._step = number, part
         self._count = self._plan.num_microbatches if num_microbatches is None else num_microbatches
         self._drawn.clear()
+        self._entered.clear()
         self._given.clear()
         on_gpu = self._mesh.device.type == "cuda"
-        with torch.random.fork_rng([self._mesh.device] if on_gpu else []):
+        with torch.random.fork_rng([self._mesh.device] if on_gpu else []), dice_apart():
             if not self.drops:
                 yield
                 return
@@ -102,6 +108,7 @@ class RandomNumbers:
         self._first = (self._mesh.data_rank * self._count + index) * self._plan.micro_batch
         self._calls.clear()
         self._enter(("", 0, False))
+        seed_dice(of_micro_batch(self.seed, self._step, self._first))
 
     def rehearse(self, args: Any, kwargs: Any) -> None:
         """See in a forward on fake tensors how large masks are before tensor parallelism cuts them. Does so once for
@@ -167,11 +174,21 @@ class RandomNumbers:
         self._given[stage] += 1
 
     def _layer_begins(self, name: str, module: nn.Module, args: Any) -> None:
-        self._enter((name, self._calls[name], False))
+        self._pass((name, self._calls[name], False))
 
     def _layer_ends(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self._enter((name, self._calls[name], True))
-        self._calls[name] += 1
+        self._pass((name, self._calls[name], True))
+        self._calls[name] += not _in_backward()
+
+    def _pass(self, place: _Place) -> None:
+        """Enter a place; in backward, where a layer runs again, the one that it was in forward."""
+        come_from = torch.default_generator.initial_seed(), place[0], place[2]
+        if not _in_backward():
+            self._entered[come_from] = place, self._first
+            self._enter(place)
+        elif come_from in self._entered:  # else torch was told not to put its generator back
+            place, self._first = self._entered[come_from]
+            self._enter(place)
 
     def _enter(self, place: _Place) -> None:
         self._place, self._next = place, 0
@@ -338,6 +355,16 @@ def _attention_in_parts(
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     return functional.dropout(scores.softmax(-1), dropout_p) @ value
+
+
+def of_micro_batch(seed: int, step: tuple[int, int], first: int) -> int:
+    """What Python's and numpy's random numbers begin from in a micro-batch. step: its number and which part of it.
+    first: of its samples in the global batch."""
+    return _number(seed, step, first)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_fake(x: torch.Tensor) -> bool:

@@ -38,13 +38,14 @@ from .synced_norms import normalise_here, synced_norms
 class Like:
     """What a tensor of the whole model is like; written: it is written into after it was made. mark: which tokens it
     holds, where ranks hold parts of a sequence. changed: a hook on its module has put another in its place, or written
-    into it."""
+    into it. alike: the leaves of the output that are this very tensor, if it is in it several times."""
 
     shape: torch.Size
     dtype: torch.dtype
     written: bool
     mark: Mark | None = None
     changed: bool = False
+    alike: tuple[int, ...] = ()
 
     def placeholder(self, device: torch.device) -> torch.Tensor:
         """Zeros; without memory unless they will be written into."""
@@ -62,14 +63,21 @@ class Stub:
 
     def output(self, arrived: Mapping[int, torch.Tensor]) -> Any:
         """Placeholders in the structure of the module's own output; what has arrived of it itself, for hooks of the
-        user's that keep what they see. (What a hook has changed is put in its place behind the hook.)"""
-        made = [self._leaf(leaf, arrived.get(i)) for i, leaf in enumerate(self.leaves)]
+        user's that keep what they see, and for leaves that are the same tensor, of which one arrives for all. (What a
+        hook has changed is put in its place behind the hook.)"""
+        made: list[Any] = []
+        for place, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Like) and leaf.alike and leaf.alike[0] < place:
+                made.append(made[leaf.alike[0]])
+            else:
+                made.append(self._leaf(place, leaf, arrived))
         return tree_unflatten(made, self.tree)
 
-    def _leaf(self, leaf: Any, arrived: torch.Tensor | None) -> Any:
+    def _leaf(self, place: int, leaf: Any, arrived: Mapping[int, torch.Tensor]) -> Any:
         if not isinstance(leaf, Like):
             return leaf
-        return leaf.placeholder(self.device) if arrived is None or leaf.changed else arrived
+        found = next((arrived[i] for i in leaf.alike or (place,) if i in arrived), None)
+        return leaf.placeholder(self.device) if found is None or leaf.changed else found
 
 
 class Rehearsal:
@@ -255,14 +263,14 @@ class _Notes:
     def seen(self) -> _Seen:
         """What was collected, at the end of the run."""
 
-        def like(leaf: Any, version: int, changed: bool = False) -> Any:
+        def like(leaf: Any, version: int, changed: bool = False, alike: tuple[int, ...] = ()) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return Like(leaf.shape, leaf.dtype, leaf._version != version, mark_of(leaf), changed)
+            return Like(leaf.shape, leaf.dtype, leaf._version != version, mark_of(leaf), changed, alike)
 
         return _Seen(
             {
-                key: (tuple(map(like, leaves, made, changed)), tree)
+                key: (tuple(map(like, leaves, made, changed, _alike(leaves))), tree)
                 for key, (leaves, made, tree, changed) in self._outputs.items()
             },
             {producer: like(*made) for producer, made in self._tensors.items()},
@@ -272,6 +280,14 @@ class _Notes:
 def _states(leaves: list[Any]) -> list[tuple[int, int]]:
     """Which tensor each leaf is, and how often it was written into."""
     return [(id(leaf), leaf._version) if isinstance(leaf, torch.Tensor) else (id(leaf), 0) for leaf in leaves]
+
+
+def _alike(leaves: list[Any]) -> list[tuple[int, ...]]:
+    """[leaf] -> the places of all that are the same object; () where it is the only one."""
+    places: dict[int, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        places.setdefault(id(leaf), []).append(place)
+    return [tuple(places[id(leaf)]) if len(places[id(leaf)]) > 1 else () for leaf in leaves]
 
 
 def copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:

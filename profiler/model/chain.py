@@ -7,8 +7,6 @@ Without any container every child with parameters is a layer. Code between layer
 where the fewest bytes cross.
 """
 
-import random
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import stateless
 from torch.utils._pytree import tree_leaves
 
+from ..semantics.draws import dice
 from ..semantics.producers import Producers, is_wrapped
 from .chain_watch import CallEvent, ChainWatch, Cursor, Key, recording_outputs, stubbed
 from .fake import FakeModel
@@ -90,6 +89,8 @@ class LayerChain:
     """Why fully_shard cannot take its modules."""
     hooks_gradients: bool = False
     """Whether layers put hooks on gradients that they compute."""
+    written: frozenset[str] = frozenset()
+    """Parameters that the forward writes into, through .data too."""
     read_again: tuple[str, ...] = ()
     """Places of what a forward leaves behind and the next one reads."""
     hookless: bool = False
@@ -117,7 +118,8 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
     units = find_units(fake.module)
     buffers = {name: (buffer, buffer._version) for name, buffer in fake.module.named_buffers()}
     parameters = {name: (parameter, parameter._version) for name, parameter in fake.module.named_parameters()}
-    dice = _dice()
+    every = dict(fake.module.named_parameters(remove_duplicate=False))
+    before = repr(dice())
     chain = _observe(fake, units, size, seq_len, most_operators)
     made = [name for name, _ in fake.module.named_parameters() if name not in parameters]
     if made:
@@ -125,7 +127,14 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
             f"the first forward of {fake.loaded.source} makes parameters, {made[0]} for one, which an optimizer made "
             "before it does not train; make them in __init__, or use torch's lazy modules (nn.LazyLinear)"
         )
-    if _dice() != dice and any(
+    now = dict(fake.module.named_parameters(remove_duplicate=False))
+    if replaced := [name for name, parameter in every.items() if now.get(name) is not parameter]:
+        raise ValueError(
+            f"the forward of {fake.loaded.source} puts another tensor in the place of the parameter {replaced[0]}, "
+            "which an optimizer made before it does not know; do that in __init__ (head.weight = embedding.weight), or "
+            "compute with the other tensor and leave the parameter where it is"
+        )
+    if repr(dice()) != before and any(
         _observe(fake, units, size, seq_len).signatures != chain.signatures for _ in range(_THROWS)
     ):
         raise ValueError(
@@ -138,18 +147,12 @@ def observe(fake: FakeModel, size: int, seq_len: int | None, most_operators: int
         chain = _observe(fake, units, size, seq_len)
     written = [name for name, (buffer, version) in buffers.items() if buffer._version != version]
     for name, (parameter, version) in parameters.items():
-        if parameter._version != version:
+        if parameter._version != version or name in chain.written:
             raise ValueError(
                 f"the forward writes into the parameter {name}, which under sharding is not there as a whole; change "
                 "parameters between steps, in the training loop"
             )
     return replace(chain, notes=(*chain.notes, *_stateful(fake.module, written), *_left(chain.read_again)))
-
-
-def _dice() -> str:
-    """The state of Python's and numpy's random numbers."""
-    numpy = sys.modules.get("numpy")
-    return repr((random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)))
 
 
 def _observe(
@@ -167,13 +170,17 @@ def _observe(
             watch = ChainWatch(fake, units, most_operators)
             swaps = patch.object(stateless, "_functional_call", _noting_swaps(stateless._functional_call, watch))
             grads = patch.object(torch.autograd, "grad", _noting(torch.autograd.grad, watch))
-            with watch, watch.producers, grads, swaps, _noting_hooks(watch):
+            with watch, watch.producers, grads, swaps, _noting_hooks(watch), watch.noting_repeated():
                 loss = fake.loss(batch, before_loss=watch.start_loss)
+                _check_loss(fake, watch)
+            own = _trained_by_loss(fake, batch, loss) if fake.loaded.loss is not None else ()
+            fake.returned.clear()
             if fake.left:
                 watch.inputs.read_again = fake.read_again((fake.batch(size, seq_len), fake.batch(size, seq_len)))
             if watch.inputs.overwrites and (not saves or any(x._version != version for x, version in saved)):
                 _check_backward(fake, loss)
-        return _build_chain(fake, units, watch)
+        chain = _build_chain(fake, units, watch)
+        return replace(chain, notes=(*chain.notes, *own))
 
     try:
         return watched(saved_tensors_hooks(pack, partial(_as_saved, fake)), True)
@@ -181,6 +188,41 @@ def _observe(
         if "saved tensor hooks" not in str(error):
             raise
         return replace(watched(nullcontext(), False), hookless=True)
+
+
+def _check_loss(fake: FakeModel, watch: ChainWatch) -> None:
+    """Raises ValueError where the loss reads parameters that it holds by itself: under a plan the model is another
+    object."""
+    given = {watch.storages.number(tensor) for tensor in fake.returned}
+    named = {name: watch.storages.number(parameter) for name, parameter in fake.module.named_parameters()}
+    read = {name for event in watch.events[watch.loss_from :] for name in event.parameters}
+    for name in sorted(read):
+        if fake.loaded.loss is not None and named[name] not in given:
+            raise ValueError(
+                f"loss(output, batch) of {fake.loaded.source} reads {name}, which is not in the output, from a model "
+                "that it holds by itself; a plan trains a model that it builds anew: let forward return what the loss "
+                "needs"
+            )
+
+
+def _trained_by_loss(fake: FakeModel, batch: Batch, loss: torch.Tensor) -> tuple[str, ...]:
+    """A note on what the loss would train beside the model's parameters."""
+    known = {id(x) for x in (*fake.module.parameters(), *fake.returned, *tree_leaves(batch))}
+    nodes, seen = [loss.grad_fn], {tensor.grad_fn for tensor in fake.returned}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found = getattr(node, "variable", None)
+        if found is not None and id(found) not in known:
+            return (
+                f"the loss would train a tensor of {list(found.shape)} of its own, which is none of the model's "
+                "parameters: no plan averages its gradients or steps it; let forward return what the loss makes of it, "
+                "or freeze it (requires_grad_(False))",
+            )
+        nodes += [following for following, _ in node.next_functions]
+    return ()
 
 
 def _check_backward(fake: FakeModel, loss: torch.Tensor) -> None:
@@ -329,6 +371,14 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
     notes = list(units.notes)
     spans = _collapse_repeats(units, events, spans, notes)
     spans = _collapse_leaks(watch, run, spans, notes)
+    for first, last in watch.inputs.repeats:
+        if _span_of(spans, first) != _span_of(spans, last):
+            spans = _joined(spans, first, last)
+            names = dict.fromkeys(event.key[1] for event in events[first : last + 1] if event.key[0] == "module")
+            notes.append(
+                f"the forward has {' and '.join(names) or 'functions'} repeated together in backward "
+                "(torch.utils.checkpoint), so all between is one layer"
+            )
     if watch.inputs.transforms and len(spans) > 1:
         spans = _joined(spans, spans[0][0], spans[-1][1])
         notes.append("the forward differentiates or maps itself (autograd.grad, torch.func), so all of it is one layer")
@@ -350,6 +400,7 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
     problem = _sharding_problem(fake, watch, layers)
     chain = LayerChain(units, layers, crossings, graph, (), watch.shapes, tuple(notes), problem)
     chain = replace(chain, hooks_gradients=watch.inputs.hooks_inside, read_again=tuple(watch.inputs.read_again))
+    chain = replace(chain, written=frozenset(watch.written()))
     parameters = dict(root.named_parameters(remove_duplicate=False))
     signatures = tuple(_signature(root, parameters, events, chain, index) for index in range(len(layers)))
     return replace(chain, signatures=signatures)
@@ -569,7 +620,16 @@ def _layers(
     if unread:
         notes.append(f"never used by the forward, kept with the last layer: {', '.join(unread)}")
         layers[-1] = replace(layers[-1], root="", parameters=(*layers[-1].parameters, *unread))
-    return tuple(replace(layer, name=_name(layer, i, len(layers), units, root)) for i, layer in enumerate(layers))
+    return _named([_name(layer, i, len(layers), units, root) for i, layer in enumerate(layers)], layers)
+
+
+def _named(names: list[str], layers: list[Layer]) -> tuple[Layer, ...]:
+    """The layers, each by a name of its own: what runs again between others is told by which run it is."""
+    runs = [names[:i].count(name) + 1 for i, name in enumerate(names)]
+    return tuple(
+        replace(layer, name=name if run == 1 else f"{name} (run {run})")
+        for layer, name, run in zip(layers, names, runs, strict=True)
+    )
 
 
 def _name(layer: Layer, index: int, num_layers: int, units: Units, root: nn.Module) -> str:

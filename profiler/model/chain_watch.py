@@ -21,6 +21,7 @@ from .layer_graph import wired
 from .layer_units import Units
 from .meters import NOTHING, Storages
 from .model_profile import Producer
+from .repeated_forwards import noting_repeated
 from .run_shapes import OutputSpec, Shapes, TensorSpec
 from .token_loops import TokenByTokenError
 
@@ -61,6 +62,11 @@ class Cursor:
             self.layer = self._after.get(self.key, self.layer)
         self.key = (kind, name, call)
         self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether what comes next is another event."""
+        return self._ended
 
     def end(self) -> None:
         """The running event has produced a tensor."""
@@ -134,6 +140,10 @@ class Inputs:
         """Whether what lies between layers does."""
         self.read_again: list[str] = []
         """Places of what a forward leaves behind and the next one reads."""
+        self.repeats: list[tuple[int, int]] = []
+        """(first, last) event of each forward that the model has its backward repeat."""
+        self.reentrant = False
+        """Whether it does so by reentrant checkpoints."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -181,6 +191,9 @@ class ChainWatch(Mode):
         self.from_parameters: set[int] = set()
         self.producers = Producers(fake.module, units.names, on_produced=self._produced, on_start=self._start)
         self._parameters = {self.storages.number(p): name for name, p in reversed(list(fake.module.named_parameters()))}
+        self._held = {name: (p, p.untyped_storage()) for name, p in fake.module.named_parameters()}
+        self._written: set[str] = set()
+        self.loss_from = 0
         self.inputs = Inputs(fake.module, units.names)
         self._outputs = recording_outputs(fake.module, units.names, self.cursor, self.shapes)
         self._inputs = self.inputs.watched()
@@ -196,9 +209,30 @@ class ChainWatch(Mode):
         self._inputs.__exit__(*error)
         self._outputs.__exit__(*error)
 
+    def written(self) -> set[str]:
+        """Parameters that anything has written into, or has given other numbers by setting their .data."""
+        return self._written | {n for n, (p, held) in self._held.items() if p.untyped_storage()._cdata != held._cdata}
+
+    @contextmanager
+    def noting_repeated(self) -> Iterator[None]:
+        """Notes which events the model has its backward repeat, by calling checkpoint itself."""
+        begun: list[int] = []
+
+        def begins() -> None:
+            begun.append(self.cursor.index + self.cursor.ended)
+
+        def ends() -> None:
+            first = begun.pop()
+            if self.producers.depth == 0 and first < self.cursor.index:
+                self.inputs.repeats.append((first, self.cursor.index))
+
+        with noting_repeated(begins, ends):
+            yield
+
     def start_loss(self) -> None:
         """The module has returned; what follows is the loss."""
         self._start(*LOSS)
+        self.loss_from = self.cursor.index
 
     def graph(self) -> nx.DiGraph:
         """The events by number, and the tensors that are read after the event that made them; each node of one has the
@@ -229,6 +263,8 @@ class ChainWatch(Mode):
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             made = self.storage_made.get(self.storages.number(args[0]), here)
             self.inputs.overwrites |= made < here
+            if (number := self.storages.number(args[0])) in self._parameters:
+                self._written.add(self._parameters[number])
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 number = self.storages.number(tensor)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from ..semantics.draws import SameDraws
+from ..semantics.draws import SameDraws, dice, dice_apart, put_dice_back
 from .batches import named_tensors
 from .building import in_training
 from .fake import scalar
@@ -99,14 +99,17 @@ def _losses(loaded: LoadedModel) -> tuple[float, float]:
         batch = tree_map(as_float, loaded.batch(SAMPLES))
         halves = [_half(batch, loaded, i) for i in range(2)]
 
+        drawn = dice()
+
         def loss(given: Batch) -> float:
             args, kwargs = split_inputs(module, tree_map(_own, given), loaded.loss is not None)
+            put_dice_back(drawn)
             with undone(module), torch.enable_grad():
                 output = module(*args, **kwargs)
                 found = scalar(output, loaded) if loaded.loss is None else loaded.loss(output, given)
             return float(found)
 
-        with SameDraws(), _batch_norms_apart(), _one_thread():
+        with SameDraws(), dice_apart(), _batch_norms_apart(), _one_thread():
             whole, parts = loss(batch), [loss(half) for half in halves]
         weights = [1.0 if loaded.weight is None else float(loaded.weight(half)) for half in halves]
     return whole, sum(w * p for w, p in zip(weights, parts, strict=True)) / sum(weights)

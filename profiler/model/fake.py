@@ -55,6 +55,8 @@ class FakeModel:
     knows_layout: bool = False
     """Whether the integers of a batch, and what the batch function says is layout, keep their numbers, and all that is
     computed of nothing else: what the model decides by them it decides as it does with real tensors."""
+    returned: list[torch.Tensor] = field(default_factory=list)
+    """The tensors that its forward has returned, while the loss is computed."""
     left: dict[str, torch.Tensor] = field(default_factory=dict)
     """What its last forward has left behind in attributes, lists and the like, by place; it is gone by then."""
 
@@ -129,6 +131,7 @@ class FakeModel:
         """Loss of one forward, which finds what the one before it has left behind."""
         args, kwargs = split_inputs(self.module, batch, self.loaded.loss is not None)
         output = self.module(*args, **kwargs)
+        self.returned[:] = [leaf for leaf in tree_leaves(_parts(output)) if isinstance(leaf, torch.Tensor)]
         before_loss()
         if self.loaded.loss is not None:
             output = self.loaded.loss(output, batch)
@@ -186,6 +189,7 @@ def fake_model(loaded: LoadedModel, dtype: torch.dtype, knows_layout: bool = Fal
     mode = LeanFakeMode()
     module = on_meta(loaded.build)
     _check_layouts(loaded, module)
+    _check_memory(loaded, module)
     listed, trained_as, whole = _buffers(module), _trained_as(module), whole_because(module)
     uncast = _to_fake(module, mode, dtype)
     knows_layout = knows_layout or bool(loaded.layout) or bool(loaded.choices)
@@ -214,6 +218,19 @@ def _buffers(module: nn.Module) -> tuple[BufferProfile, ...]:
         BufferProfile(name=name, shape=tuple(buffer.shape), dtype=str(buffer.dtype).removeprefix("torch."))
         for name, buffer in (*module.named_buffers(), *held_beside(module))
     )
+
+
+def _check_memory(loaded: LoadedModel, module: nn.Module) -> None:
+    """Raises ValueError where two parameters are in one memory."""
+    held: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.layout is torch.strided and parameter.numel():
+            other = held.setdefault(parameter.untyped_storage()._cdata, name)
+            if other != name:
+                raise ValueError(
+                    f"{name} and {other} of {loaded.source} are two parameters in one memory, into which an optimizer "
+                    f"writes twice; let it be one parameter: module.weight = other.weight, without .data"
+                )
 
 
 def _check_layouts(loaded: LoadedModel, module: nn.Module) -> None:
@@ -290,6 +307,11 @@ def _to_fake(
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
+
+
+def _parts(output: Any) -> Any:
+    """What an object holds, where that is no tuple, list, dict or tensor."""
+    return vars(output) if hasattr(output, "__dict__") and not isinstance(output, torch.Tensor | dict) else output
 
 
 def scalar(output: Any, loaded: LoadedModel) -> torch.Tensor:

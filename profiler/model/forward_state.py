@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .gpu_kernel_emulation import Mode
@@ -165,13 +166,21 @@ def _cell(cell: CellType) -> Changeable:
 
 
 def _draws(generator: torch.Generator) -> Changeable:
+    """Its state is numbers, also where tensors have none."""
+
+    def take() -> torch.Tensor:
+        with _disable_current_modes():
+            return generator.get_state()
+
     def differs(value: torch.Tensor) -> bool:
-        return not torch.equal(value, generator.get_state())
+        with _disable_current_modes():
+            return not torch.equal(value, generator.get_state())
 
     def put(value: torch.Tensor) -> None:
-        generator.set_state(value)
+        with _disable_current_modes():
+            generator.set_state(value)
 
-    return Changeable(generator.get_state, differs, put)
+    return Changeable(take, differs, put)
 
 
 def _numbers(tensor: torch.Tensor, silent: bool) -> Changeable:

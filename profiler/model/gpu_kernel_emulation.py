@@ -14,6 +14,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .repeated_forwards import repeating_under
+
 _attention = functional.scaled_dot_product_attention
 
 RNN_SAVED_PER_OUTPUT = 6
@@ -28,6 +30,7 @@ def as_on_gpu() -> Iterator[list[str]]:
     with ExitStack() as stack:
         stack.enter_context(_without_checks_of_numbers())
         stack.enter_context(_Kernels())
+        stack.enter_context(repeating_under(_Kernels))
         stack.enter_context(_Results())
         stack.enter_context(patch.object(functional, "_verify_batch_size", _noting(refusals)))
         if masking is not None and hasattr(masking, "find_packed_sequence_indices"):

@@ -136,6 +136,8 @@ def _guarded_build(build: Callable[[], Any], source: str, batch: Callable[[int],
 
     kept: list[nn.Module] = []
     """The one module that build always returns, as it was."""
+    parts: list[nn.Module] = []
+    """Modules that all that it returns have in them, as they were: a backbone that the file made."""
 
     def guarded() -> "nn.Module":
         import torch
@@ -150,13 +152,28 @@ def _guarded_build(build: Callable[[], Any], source: str, batch: Callable[[int],
                 "for example `return MyModel()`"
             )
         is_older = torch.get_default_device().type == "meta" and not all(p.is_meta for p in module.parameters())
-        if is_older and not kept and called(build, f"model() of {source}") is module:
-            kept.append(module)
-            module = copy_of(module)
+        if is_older and not kept and not parts:
+            again = called(build, f"model() of {source}")
+            if again is module:
+                kept.append(module)
+                module = copy_of(module)
+            else:
+                parts.extend(set(module.modules()) & set(again.modules()))
+        if parts:
+            _copy_parts(module, set(parts))
         module = without_cache(with_dense_gradients(without_compiler(module)))
         return initialised(module, forward) if is_lazy(module) else module
 
     return guarded
+
+
+def _copy_parts(module: "nn.Module", parts: "set[nn.Module]") -> None:
+    """Put copies in the places of modules that others have in them, too; one that is there twice stays one."""
+    copies: dict[nn.Module, nn.Module] = {}
+    for parent in [each for each in module.modules() if each not in parts]:
+        for name, child in parent._modules.items():
+            if child is not None and child in parts:
+                parent._modules[name] = copies.setdefault(child, copies.get(child) or copy_of(child))
 
 
 def without_cache(module: "nn.Module") -> "nn.Module":

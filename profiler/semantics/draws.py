@@ -1,5 +1,9 @@
 """Random draws inside of a model: the same for every run, so that two runs can be compared."""
 
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +41,36 @@ class SameDraws(TorchDispatchMode):
 def draws(func: Any) -> bool:
     """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags and "scaled_dot_product" not in func._overloadpacket.__name__
+
+
+def dice() -> tuple[Any, Any]:
+    """The states of Python's and numpy's own random numbers, which models draw from, too (mixup, schedules)."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+
+
+def put_dice_back(states: tuple[Any, Any]) -> None:
+    """Let Python and numpy draw again what they drew after `dice`."""
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+def seed_dice(number: int) -> None:
+    """Let Python and numpy draw what follows from a number."""
+    random.seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number % 2**32)
+
+
+@contextmanager
+def dice_apart() -> Iterator[None]:
+    """What is drawn from Python and numpy meanwhile changes nothing for what is drawn afterwards."""
+    before = dice()
+    try:
+        yield
+    finally:
+        put_dice_back(before)
 
 
 def _same(drawn: Any) -> Any:

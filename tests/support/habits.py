@@ -34,7 +34,7 @@ def squared(output: Any, batch: Any) -> torch.Tensor:
 def habit(
     build: Callable[[], nn.Module],
     batch: Callable[[int], Any] = pairs,
-    loss: Callable[[Any, Any], torch.Tensor] = squared,
+    loss: Callable[[Any, Any], torch.Tensor] | None = squared,
 ) -> LoadedModel:
     """A model of these functions."""
     return load_model(build, batch=batch, loss=loss)
