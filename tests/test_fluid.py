@@ -127,8 +127,9 @@ def many_of(runs: list[Layers], table: Table) -> tuple[list[ManyLayers], np.ndar
             float(run.weight_s[0]) if split else 0.0,
             np.zeros(1),
             run.backward_s - run.backward_s[0],
-            run.bytes[0],
+            run.bytes[0].copy(),
             np.array([run.once_s]),
+            np.zeros(1),
         )
         for run in runs
     ]
@@ -141,11 +142,12 @@ def test_no_step_is_shorter_than_whole_layers_on_ranks_allow(table: Table, room:
     draw, tight = random.Random(table.schedule + str(room)), []
     for _ in range(12):
         runs, wait_s = chain_of(draw, table), draw.choice((0.0, 0.1))
-        for run in runs:  # bytes alike on all stages, as of many shapes
-            run.bytes[:] = run.bytes[0]
+        many, _ = many_of(runs, table)
+        flights = np.array([draw.choice((1.0, 1.0, 2.0, 5.0)) for _ in range(table.num_stages)])
+        for run in runs:  # what a micro-batch keeps is alike on all stages, as of many shapes
+            run.bytes[:] = flights[:, None] * run.bytes[0]
         steps = steps_of(table, runs, room, wait_s)
 
-        many, flights = many_of(runs, table)
         rooms = np.full((table.num_ranks, 1), room)
         bound = float(least_of_ranks_s(table, many, flights, rooms, np.array([wait_s]), np.zeros(1))[0])
 
@@ -160,7 +162,8 @@ def test_whole_layers_on_ranks_are_told_from_divided_ones() -> None:
     one, kept = np.ones(1), np.zeros(1)
 
     def layers(count: float, seconds: float) -> ManyLayers:
-        return ManyLayers(count, one * seconds / 3, one * seconds, 0.0, np.zeros(1), np.zeros(1), kept, np.zeros(1))
+        each = one * seconds / 3, one * seconds, 0.0, np.zeros(1), np.zeros(1), kept, np.zeros(1), np.zeros(1)
+        return ManyLayers(count, *each)
 
     runs = [layers(1, 0.1), layers(8, 1.0), layers(1, 1.0)]
     rooms = np.ones((4, 1))
@@ -168,6 +171,23 @@ def test_whole_layers_on_ranks_are_told_from_divided_ones() -> None:
 
     # 9.1 seconds of layers for four ranks: 2.275 each if divided, but one has three of 1 s or two with another's 1 s
     assert bound == pytest.approx(64 * 3.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("flights", "paired", "again_s"), [(2.0, 0.0, 0.0), (10.0, 0.0, 0.6), (2.0, 4.0, 1.0)])
+def test_layers_on_ranks_hold_what_each_stage_has_in_flight_and_in_a_turn_of_two(
+    flights: float, paired: float, again_s: float
+) -> None:
+    table, one = Table("interleaved", 2, 400, 2), np.ones(1)
+    layers = ManyLayers(
+        6.0, one / 3, one, 0.0, np.zeros(1), np.array([0.0, 1.0]), np.array([1.0, 0.0]), np.zeros(1), paired * one
+    )
+    in_flight = np.array([flights, flights, 2.0, 2.0])
+
+    bound = float(least_of_ranks_s(table, [layers], in_flight, np.full((2, 1), 8.0), np.zeros(1), np.zeros(1))[0])
+
+    # each rank has three layers, one of them at least in its first stage, and keeps 8 bytes: it runs a part of the
+    # activations again that has `again_s` of a layer's seconds, the cheapest first
+    assert bound == pytest.approx(400 * (3 + again_s), rel=0.01)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.schedule)

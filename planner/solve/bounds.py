@@ -383,7 +383,7 @@ def fluid_layers(prices: StagePrices) -> tuple[list[Layers], list[float], float,
     shape, model, chain = prices.shape, prices.model, prices.chain
     num_stages, inner = shape.pipeline * shape.virtual_stages, chain.places[1:-1]
     crossings = model.crossings(shape)
-    shared = sum(n * (len(layers) - 1) for layers, n in chain.shared_weights(shape))
+    shared = chain.counted_twice(shape)
     if shape.virtual_stages == 1:
         _, memory, stage_rooms = prices.divisible(range(num_stages))
         rooms = stage_rooms.tolist()
@@ -423,9 +423,9 @@ def _held_by_several(prices: StagePrices, shared: float, crossing: float) -> tup
         memory.append(flights[:, None] * np.array([cost.kept_bytes for cost in costs]) + fixed)
     twice = state.sharded_parameters + state.optimizer + state.sharded_gradients + state.accumulated
     twice += max(0.0, state.copied_twice)
-    passing = min(min(cost.ending_bytes for cost in costs) for costs in prices.costs)
-    room = prices.budget - shape.virtual_stages * model.held_bytes(shape) + shared * twice - passing
-    rooms = [room] * shape.pipeline
+    passing = [min(cost.ending_bytes for cost in costs) for costs in prices.costs]
+    rooms = np.full(shape.pipeline, prices.budget - shape.virtual_stages * model.held_bytes(shape) + shared * twice)
+    rooms -= prices.chain.least_turns(table.rank_of, np.array(passing)[:, None])[:, 0]
     for stage, rank in enumerate(table.rank_of[:-1]):
         rooms[rank] -= (flights[stage] + 1) * crossing
-    return memory, rooms
+    return memory, rooms.tolist()

@@ -228,12 +228,12 @@ class StagePrices:
             costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
             for costs in self.costs
         ])  # fmt: skip
-        shared = sum(n * (len(layers) - 1) for layers, n in self.chain.shared_weights(shape))
+        shared = self.chain.counted_twice(shape)
         passes = [self._passes_of(shape.in_flight(stage))[0] for stage in stages]
         twice = shared * max(one.moment.shared(state) for one in passes)
         rooms = np.full(len(passes), self.budget - self._held_bytes + twice)
         rooms -= [
-            one.ending[-1].min() if stage == shape.pipeline - 1 else min(row.min() for row in one.ending)
+            min(one.ending[run].min() for run in self.chain.may_end(stage, shape.pipeline))
             for stage, one in zip(stages, passes, strict=True)
         ]
         memory = [np.array([one.before[run] for one in passes]) + fixed for run, fixed in enumerate(each)]

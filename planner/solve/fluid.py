@@ -221,7 +221,8 @@ def _of_ranks(table: Table) -> list[CriticalPath]:
 class ManyLayers:
     """What layers of one run cost at least in many shapes: [shape] -> seconds of forward, and of both passes at the
     fastest option; bytes whatever the option; [option] -> seconds that it takes longer, bytes that a micro-batch keeps
-    with it. weight_s: gradients of weights, with zero bubbles; once_s: [shape], at the end of a step."""
+    with it. weight_s: gradients of weights, with zero bubbles; once_s: [shape], at the end of a step; paired: [shape]
+    -> bytes by which the turn of one takes more at least with one of its kind after it in its stage."""
 
     count: float
     forward_s: Floats
@@ -231,6 +232,7 @@ class ManyLayers:
     again_s: Floats
     kept: Floats
     once_s: Floats
+    paired: Floats
 
 
 def least_of_many_s(
