@@ -21,6 +21,7 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
+from meshwright.planner.solve import fluid
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.layer_lower_bounds import LeastWork
 from meshwright.planner.solve.memory_bounds import MemoryBounds
@@ -91,6 +92,7 @@ def too_high(explorer: Explorer, asked: Instance, limit: int = 40) -> list[Shape
             bound = max(least[i], float(bounds.with_memory_s(family, space, [i])[0]))
             if family.pipeline > 1:
                 bound = max(bound, bounds.of_prices(prices, float("inf"))[0])
+                bound = max(bound, bounds.of_prices(prices, 1.001 * solved.seconds)[0])
             if family.pipeline > 1 and family.virtual_stages == 1:
                 bound = max(bound, least_by_ranks(prices, 2 * solved.seconds)[0])
             if solved.seconds < bound * (1 - 1e-9):
@@ -149,6 +151,14 @@ def test_layers_that_are_planted_too_dear_are_found(name: str, monkeypatch: pyte
         return [replace(run, **{name: 1.5 * getattr(run, name)}) for run in found[0]], *found[1:]
 
     monkeypatch.setattr(MemoryBounds, "layers", planted)
+    asked = [scarce(seed, memory) for seed, memory in SCARCE]
+
+    assert any(too_high(Explorer(a.profile, a.cluster, a.training), a, limit=20) for a in asked)
+
+
+def test_whole_layers_that_are_planted_to_run_too_much_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    least_again_s = fluid.least_again_s
+    monkeypatch.setattr(fluid, "least_again_s", lambda *asked: 1.5 * least_again_s(*asked))
     asked = [scarce(seed, memory) for seed, memory in SCARCE]
 
     assert any(too_high(Explorer(a.profile, a.cluster, a.training), a, limit=20) for a in asked)

@@ -239,6 +239,25 @@ class StagePrices:
         memory = [np.array([one.before[run] for one in passes]) + fixed for run, fixed in enumerate(each)]
         return [np.array(row) for row in self._weights], memory, rooms
 
+    def least_crossing(self, num_stages: int) -> Floats:
+        """[stage] -> bytes that a stage of so many holds at least of what it receives and sends, wherever it begins and
+        ends: every other stage has some place of the chain."""
+        shape, crossings = self.shape, self.model.crossings(self.shape)
+        at_place = np.array([crossings[place].bytes for place in self.chain.places])
+        arrived = np.array([row.max() for row in self._arrived])[self.chain.first_runs]
+        known: dict[int, Floats] = {}
+        found, spare = np.zeros(num_stages), len(at_place) - num_stages
+        for stage in range(num_stages):
+            flights = shape.in_flight(stage)
+            if flights not in known:
+                known[flights] = self._arrivals.held(flights, False, arrived)
+            begins, ends = slice(stage, stage + spare), slice(stage + 1, stage + 1 + spare)
+            compositions = self.chain.composition_of[begins, ends]
+            found[stage] = known[flights][compositions[compositions >= 0]].min(initial=np.inf)
+            if stage < num_stages - 1:
+                found[stage] += (flights + 1) * at_place[ends].min()
+        return found
+
     def bounds(self, stage: int, cutoff_s: float = float("inf")) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """([composition] -> seconds per micro-batch at least, seconds once per step, whether those are the price).
 
