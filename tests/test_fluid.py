@@ -11,6 +11,7 @@ from meshwright.planner.plan.schedules import ZERO_BUBBLE, Schedule
 from meshwright.planner.solve import fluid
 from meshwright.planner.solve.fluid import FluidPipelines, Layers, ManyLayers, Table, least_of_many_s
 from meshwright.planner.solve.rank_bounds import least_of_ranks_s
+from meshwright.planner.solve.whole_ranks import LayerTurns, hull, least_again_s
 from support import slow
 
 TABLES = (
@@ -127,8 +128,9 @@ def many_of(runs: list[Layers], table: Table) -> tuple[list[ManyLayers], np.ndar
             float(run.weight_s[0]) if split else 0.0,
             np.zeros(1),
             run.backward_s - run.backward_s[0],
-            run.bytes[0],
+            run.bytes[0].copy(),
             np.array([run.once_s]),
+            np.zeros(1),
         )
         for run in runs
     ]
@@ -141,11 +143,12 @@ def test_no_step_is_shorter_than_whole_layers_on_ranks_allow(table: Table, room:
     draw, tight = random.Random(table.schedule + str(room)), []
     for _ in range(12):
         runs, wait_s = chain_of(draw, table), draw.choice((0.0, 0.1))
-        for run in runs:  # bytes alike on all stages, as of many shapes
-            run.bytes[:] = run.bytes[0]
+        many, _ = many_of(runs, table)
+        flights = np.array([draw.choice((1.0, 1.0, 2.0, 5.0)) for _ in range(table.num_stages)])
+        for run in runs:  # what a micro-batch keeps is alike on all stages, as of many shapes
+            run.bytes[:] = flights[:, None] * run.bytes[0]
         steps = steps_of(table, runs, room, wait_s)
 
-        many, flights = many_of(runs, table)
         rooms = np.full((table.num_ranks, 1), room)
         bound = float(least_of_ranks_s(table, many, flights, rooms, np.array([wait_s]), np.zeros(1))[0])
 
@@ -160,7 +163,8 @@ def test_whole_layers_on_ranks_are_told_from_divided_ones() -> None:
     one, kept = np.ones(1), np.zeros(1)
 
     def layers(count: float, seconds: float) -> ManyLayers:
-        return ManyLayers(count, one * seconds / 3, one * seconds, 0.0, np.zeros(1), np.zeros(1), kept, np.zeros(1))
+        each = one * seconds / 3, one * seconds, 0.0, np.zeros(1), np.zeros(1), kept, np.zeros(1), np.zeros(1)
+        return ManyLayers(count, *each)
 
     runs = [layers(1, 0.1), layers(8, 1.0), layers(1, 1.0)]
     rooms = np.ones((4, 1))
@@ -168,6 +172,23 @@ def test_whole_layers_on_ranks_are_told_from_divided_ones() -> None:
 
     # 9.1 seconds of layers for four ranks: 2.275 each if divided, but one has three of 1 s or two with another's 1 s
     assert bound == pytest.approx(64 * 3.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("flights", "paired", "again_s"), [(2.0, 0.0, 0.0), (10.0, 0.0, 0.6), (2.0, 4.0, 1.0)])
+def test_layers_on_ranks_hold_what_each_stage_has_in_flight_and_in_a_turn_of_two(
+    flights: float, paired: float, again_s: float
+) -> None:
+    table, one = Table("interleaved", 2, 400, 2), np.ones(1)
+    layers = ManyLayers(
+        6.0, one / 3, one, 0.0, np.zeros(1), np.array([0.0, 1.0]), np.array([1.0, 0.0]), np.zeros(1), paired * one
+    )
+    in_flight = np.array([flights, flights, 2.0, 2.0])
+
+    bound = float(least_of_ranks_s(table, [layers], in_flight, np.full((2, 1), 8.0), np.zeros(1), np.zeros(1))[0])
+
+    # each rank has three layers, one of them at least in its first stage, and keeps 8 bytes: it runs a part of the
+    # activations again that has `again_s` of a layer's seconds, the cheapest first
+    assert bound == pytest.approx(400 * (3 + again_s), rel=0.01)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.schedule)
@@ -246,3 +267,47 @@ def test_equal_ranks_take_what_their_bounds_say(schedule: Schedule) -> None:
 
     assert even_step_s(schedule, 4, count, 3.0, 12.0) == pytest.approx(step_s)
     assert 3 * 3 + alone_s(schedule, 3, 4, count, 1.0, 2.0, 0.0) == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whole_layers_run_again_no_more_than_the_best_of_all_their_options(seed: int) -> None:
+    draw = random.Random(seed)
+    own = [draw.choice((1.0, 2.0, 5.0)) * np.array([1.0, 0.6, 0.1]) for _ in range(2)]
+    further, again_s = min(own, key=lambda sizes: float(sizes.sum())), np.array([0.0, 0.4, 1.0])
+    alone, paired = np.array([0.1, 0.3, draw.uniform(0, 2)]), np.array([0.5, draw.uniform(0, 2), 1.0])
+    room, most = draw.uniform(1, 8), 5
+
+    found = least_again_s(own, further, again_s, alone, paired, 2, room, most)
+
+    for number in range(2, most + 1):
+        each, least_s = [*own, *[further] * (number - 2)], float("inf")
+        for options in itertools.product(range(3), repeat=number):
+            turn = max([alone[o] for o in options] + ([min(paired[o] for o in options)] if number > 2 else []))
+            if sum(sizes[o] for sizes, o in zip(each, options, strict=True)) + turn <= room:
+                least_s = min(least_s, sum(again_s[o] for o in options))
+        if number == 2:
+            assert found[0] == pytest.approx(least_s)
+        assert found[number - 2] <= least_s
+
+
+def test_the_sides_of_a_hull_are_below_all_numbers_and_meet_some() -> None:
+    seconds = np.array([0.0, 1.0, 1.5, 4.0, 4.5, np.inf])
+
+    lines = hull(3, seconds)
+
+    below = np.max([start + slope * np.arange(3, 8) for start, slope in lines], axis=0)
+    assert below == pytest.approx([0.0, 0.75, 1.5, 3.0, 4.5])
+
+
+def test_whole_options_on_ranks_bring_the_program_nearer() -> None:
+    table, one = Table("interleaved", 2, 8, 2), np.ones(1)
+    flights = np.array([3.0, 2.0, 2.0, 1.0])
+    options = np.full(2, 1.0), np.array([2.0, 3.0]), np.zeros(2), flights[:, None] * np.array([1.0, 0.0])
+    end = Layers(1.0, 0.1 * one, 0.1 * one, 0 * one, np.zeros((4, 1)), 0.0)
+    runs, rooms = [end, Layers(4.0, *options, 0.0), end], [3.5, 3.5]
+    turns = LayerTurns(1, np.zeros(2), np.zeros(2), np.zeros(2))
+
+    divided_s, _ = FluidPipelines().least_s(table, runs, rooms, 0.0, enough_s=100.0)
+    whole_s, _ = FluidPipelines().least_s(table, runs, rooms, 0.0, enough_s=100.0, turns=turns)
+
+    assert whole_s > 1.01 * divided_s

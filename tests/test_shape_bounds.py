@@ -21,6 +21,7 @@ from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.shape import Shape
 from meshwright.planner.plan.training import TrainingSpec
+from meshwright.planner.solve import fluid
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.layer_lower_bounds import LeastWork
 from meshwright.planner.solve.memory_bounds import MemoryBounds
@@ -28,7 +29,7 @@ from meshwright.planner.solve.scan import least_by_ranks
 from meshwright.planner.solve.shape_bounds import ShapeBounds
 from meshwright.planner.solve.space import Family, Space
 from meshwright.profiler.machine.cluster import Group, Link
-from support.synthetic import cluster, device, profile, random_class
+from support.synthetic import cluster, device, layer_class, profile, random_class
 
 NETWORK = Link(bandwidth=5e10, latency=1e-5)
 TABLES = ("microbatch_s", "forward_s", "once_s", "step_s")
@@ -91,6 +92,7 @@ def too_high(explorer: Explorer, asked: Instance, limit: int = 40) -> list[Shape
             bound = max(least[i], float(bounds.with_memory_s(family, space, [i])[0]))
             if family.pipeline > 1:
                 bound = max(bound, bounds.of_prices(prices, float("inf"))[0])
+                bound = max(bound, bounds.of_prices(prices, 1.001 * solved.seconds)[0])
             if family.pipeline > 1 and family.virtual_stages == 1:
                 bound = max(bound, least_by_ranks(prices, 2 * solved.seconds)[0])
             if solved.seconds < bound * (1 - 1e-9):
@@ -152,6 +154,29 @@ def test_layers_that_are_planted_too_dear_are_found(name: str, monkeypatch: pyte
     asked = [scarce(seed, memory) for seed, memory in SCARCE]
 
     assert any(too_high(Explorer(a.profile, a.cluster, a.training), a, limit=20) for a in asked)
+
+
+def test_whole_layers_that_are_planted_to_run_too_much_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    least_again_s = fluid.least_again_s
+    monkeypatch.setattr(fluid, "least_again_s", lambda *asked: 1.5 * least_again_s(*asked))
+    asked = [scarce(seed, memory) for seed, memory in SCARCE]
+
+    assert any(too_high(Explorer(a.profile, a.cluster, a.training), a, limit=20) for a in asked)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "readers", "twice"), [(1, (0, 5), 1), (2, (0, 5), 0), (2, (1, 5), 1), (3, (1, 4), 1), (4, (1, 4), 0)]
+)
+def test_weights_of_layers_that_no_stage_holds_together_are_not_counted_twice(
+    pipeline: int, readers: tuple[int, int], twice: int
+) -> None:
+    block = layer_class("block", 1e12, 1000, saved=1e6, inputs=1e6)
+    chain = profile([block], [0] * 6, ties=[readers])
+    explorer = Explorer(chain, cluster(1, 4, device(1e9)), TrainingSpec(global_batch=8, seq_len=128))
+
+    found = explorer.chain.counted_twice(Shape(1, 1, 1, pipeline, 1, 8))
+
+    assert found == 1000 * twice
 
 
 @pytest.mark.parametrize("seed", slow.but_first(range(0, 30, 3), 4))

@@ -1,6 +1,7 @@
 """The chain of layers as runs of equal neighbours, its intervals, and the options of layers that no other beats."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -169,6 +170,36 @@ class Chain:
             held = self.model.held(self.model.kinds[layers[0]], shape)
             result.append((layers, float(sum(item.elements for item in held if prefix + item.name in names))))
         return result
+
+    def may_end(self, stage: int, num_stages: int) -> range:
+        """Runs of which the last layer of a stage may be: where the model's first or last layer is one of its kind, it
+        is in the first or last stage."""
+        last = len(self.runs) - 1
+        if stage == num_stages - 1:
+            return range(last, last + 1)
+        first = 1 if stage > 0 and self.runs[0].length == 1 else 0
+        end = last if self.runs[last].length == 1 else last + 1
+        return range(first, end) if first < end else range(last + 1)
+
+    def least_turns(self, rank_of: Sequence[int], per_run: Floats) -> Floats:
+        """[rank][shape] -> bytes that are there in some turn on a rank, at least: in that of the last layer of one of
+        its stages. rank_of: [stage] -> rank; per_run: [run][shape] -> bytes in the turn of a layer."""
+        found = np.zeros((max(rank_of) + 1, per_run.shape[1]))
+        for stage, rank in enumerate(rank_of):
+            found[rank] = np.maximum(found[rank], per_run[self.may_end(stage, len(rank_of))].min(axis=0))
+        return found
+
+    def counted_twice(self, shape: Shape) -> float:
+        """Padded elements on one tensor rank that layers of one stage may count more than once: of weights that several
+        of them read. Every other stage of the pipeline holds some place of the chain, so that layers far apart are
+        never in one stage, as an embedding at one end and a head at the other."""
+        most = len(self.places) - shape.pipeline
+        twice = 0.0
+        for layers, elements in self.shared_weights(shape):
+            at = [bisect_right(self.places, layer) for layer in layers]
+            if any(after - before < most for before, after in pairwise(at)):
+                twice += elements * (len(layers) - 1)
+        return twice
 
     def waiting_bytes(self, shape: Shape) -> list[float]:
         """[run] -> bytes of tensors that pass by a layer while it has its turn: gradients of what later layers have

@@ -110,6 +110,7 @@ class Crossings:
         known = {kind: self._on_slices(kind, shape) for kind in dict.fromkeys(kinds)}
         return np.array([*(known[kind] for kind in kinds), False])
 
+    @memo_by(lambda _, shape: _work_of(shape))
     def _bytes(self, shape: Shape) -> list[float]:
         spans = _spans(self._model.profile)
         at = np.array([1.0, shape.samples, 1.0, shape.samples])

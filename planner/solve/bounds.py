@@ -27,6 +27,7 @@ from .rank_bounds import least_of_ranks_s
 from .shape_bounds import ShapeBounds
 from .space import Family, Space, Split
 from .unequal import HeldOnKind, Kinds, UnequalPrices
+from .whole_ranks import LayerTurns
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -241,16 +242,16 @@ class Bounds:
         if isinstance(prices, UnequalPrices):
             chunked = is_chunked(prices.shape.schedule)
             return (0.0 if chunked else prices.least_with_memory_s()), None
-        runs, rooms, wait_s, end_s = fluid_layers(prices)
-        found, layers = self.pipelines.least_s(table_of(prices.shape), runs, rooms, wait_s, end_s, enough_s)
+        runs, rooms, wait_s, end_s, turns = fluid_layers(prices)
+        found, layers = self.pipelines.least_s(table_of(prices.shape), runs, rooms, wait_s, end_s, enough_s, turns)
         return found * (1 - ROUNDING), self._nearest(layers) if found < enough_s else None
 
     def of_whole_layers(self, prices: StagePrices, below_s: float, seconds: float) -> tuple[float, Ints | None]:
         """(seconds that no plan of a pipeline's shape beats, cuts that may be below `below_s`), by the integer program
         of fluid.py in so many seconds."""
-        runs, rooms, wait_s, end_s = fluid_layers(prices)
+        runs, rooms, wait_s, end_s, turns = fluid_layers(prices)
         table = table_of(prices.shape)
-        found, layers = self.pipelines.whole(table, runs, rooms, wait_s, end_s, below_s, seconds)
+        found, layers = self.pipelines.whole(table, runs, rooms, wait_s, end_s, below_s, seconds, turns)
         return found * (1 - ROUNDING), None if layers is None else self._nearest(layers)
 
     def _nearest(self, layers: Floats) -> Ints:
@@ -377,18 +378,19 @@ def table_of(shape: Shape) -> Table:
     return Table(shape.schedule, shape.pipeline, shape.num_microbatches, shape.virtual_stages)
 
 
-def fluid_layers(prices: StagePrices) -> tuple[list[Layers], list[float], float, float]:
+def fluid_layers(prices: StagePrices) -> tuple[list[Layers], list[float], float, float, LayerTurns | None]:
     """What the layers of a shape cost in a program: (of each run, bytes of each rank, seconds that a stage waits for a
-    transfer, seconds at the end of a step beyond those of layers)."""
+    transfer, seconds at the end of a step beyond those of layers, the turns of layers on ranks of several stages)."""
     shape, model, chain = prices.shape, prices.model, prices.chain
     num_stages, inner = shape.pipeline * shape.virtual_stages, chain.places[1:-1]
     crossings = model.crossings(shape)
-    shared = sum(n * (len(layers) - 1) for layers, n in chain.shared_weights(shape))
+    shared = chain.counted_twice(shape)
+    turns = None
     if shape.virtual_stages == 1:
         _, memory, stage_rooms = prices.divisible(range(num_stages))
         rooms = stage_rooms.tolist()
     else:
-        memory, rooms = _held_by_several(prices, shared, min((crossings[i].bytes for i in inner), default=0.0))
+        memory, rooms, turns = _held_by_several(prices, shared)
     update_s = model.optimizer_s(1.0, shape.offload_optimizer) / shape.sharded_over
     runs = [
         Layers(
@@ -402,13 +404,13 @@ def fluid_layers(prices: StagePrices) -> tuple[list[Layers], list[float], float,
         for group, costs in ((group, prices.costs[group[0]]) for group in chain.alike)
     ]
     wait_s = min((crossings[i].waited_s for i in inner), default=0.0)
-    return runs, rooms, wait_s, -shared * update_s
+    return runs, rooms, wait_s, -shared * update_s, turns
 
 
-def _held_by_several(prices: StagePrices, shared: float, crossing: float) -> tuple[list[Floats], list[float]]:
-    """([run] -> [stage][option] bytes of a layer, [rank] -> bytes of room for them) where ranks hold several stages:
-    all that a stage ever keeps, and the least that passes in a turn. shared: elements that are counted too often;
-    crossing: bytes that cross any cut at least."""
+def _held_by_several(prices: StagePrices, shared: float) -> tuple[list[Floats], list[float], LayerTurns | None]:
+    """([run] -> [stage][option] bytes of a layer, [rank] -> bytes of room for them, turns of layers) where ranks hold
+    several stages: all that a stage ever keeps, and the least that passes in a turn; turns only where all layers that
+    may recompute are of one kind, between a first and a last one. shared: elements that are counted too often."""
     shape, model = prices.shape, prices.model
     state, table = state_bytes(shape, model.training), table_of(shape)
     flights = np.array([float(shape.in_flight(stage)) for stage in range(table.num_stages)])
@@ -423,9 +425,16 @@ def _held_by_several(prices: StagePrices, shared: float, crossing: float) -> tup
         memory.append(flights[:, None] * np.array([cost.kept_bytes for cost in costs]) + fixed)
     twice = state.sharded_parameters + state.optimizer + state.sharded_gradients + state.accumulated
     twice += max(0.0, state.copied_twice)
-    passing = min(min(cost.ending_bytes for cost in costs) for costs in prices.costs)
-    room = prices.budget - shape.virtual_stages * model.held_bytes(shape) + shared * twice - passing
-    rooms = [room] * shape.pipeline
-    for stage, rank in enumerate(table.rank_of[:-1]):
-        rooms[rank] -= (flights[stage] + 1) * crossing
-    return memory, rooms
+    passing = [min(cost.ending_bytes for cost in costs) for costs in prices.costs]
+    rooms = np.full(shape.pipeline, prices.budget - shape.virtual_stages * model.held_bytes(shape) + shared * twice)
+    left = prices.chain.least_turns(table.rank_of, np.array(passing)[:, None])[:, 0]
+    rooms -= left
+    np.subtract.at(rooms, table.rank_of, prices.least_crossing(table.num_stages))
+    alike = prices.chain.alike
+    if len(alike) != 3 or any(prices.chain.lengths[group].sum() > 1 for group in (alike[0], alike[2])):
+        return memory, rooms.tolist(), None
+    each = [prices.costs[run] for run in alike[1]]
+    alone = np.min([[cost.ending_bytes for cost in costs] for costs in each], axis=0)
+    paired = np.min([[min(c.reducing_bytes(o) for o in costs) for c in costs] for costs in each], axis=0)
+    recomputes = len(alone) > 1
+    return memory, rooms.tolist(), LayerTurns(1, alone, paired, left) if recomputes else None

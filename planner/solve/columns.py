@@ -228,16 +228,35 @@ class StagePrices:
             costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
             for costs in self.costs
         ])  # fmt: skip
-        shared = sum(n * (len(layers) - 1) for layers, n in self.chain.shared_weights(shape))
+        shared = self.chain.counted_twice(shape)
         passes = [self._passes_of(shape.in_flight(stage))[0] for stage in stages]
         twice = shared * max(one.moment.shared(state) for one in passes)
         rooms = np.full(len(passes), self.budget - self._held_bytes + twice)
         rooms -= [
-            one.ending[-1].min() if stage == shape.pipeline - 1 else min(row.min() for row in one.ending)
+            min(one.ending[run].min() for run in self.chain.may_end(stage, shape.pipeline))
             for stage, one in zip(stages, passes, strict=True)
         ]
         memory = [np.array([one.before[run] for one in passes]) + fixed for run, fixed in enumerate(each)]
         return [np.array(row) for row in self._weights], memory, rooms
+
+    def least_crossing(self, num_stages: int) -> Floats:
+        """[stage] -> bytes that a stage of so many holds at least of what it receives and sends, wherever it begins and
+        ends: every other stage has some place of the chain."""
+        shape, crossings = self.shape, self.model.crossings(self.shape)
+        at_place = np.array([crossings[place].bytes for place in self.chain.places])
+        arrived = np.array([row.max() for row in self._arrived])[self.chain.first_runs]
+        known: dict[int, Floats] = {}
+        found, spare = np.zeros(num_stages), len(at_place) - num_stages
+        for stage in range(num_stages):
+            flights = shape.in_flight(stage)
+            if flights not in known:
+                known[flights] = self._arrivals.held(flights, False, arrived)
+            begins, ends = slice(stage, stage + spare), slice(stage + 1, stage + 1 + spare)
+            compositions = self.chain.composition_of[begins, ends]
+            found[stage] = known[flights][compositions[compositions >= 0]].min(initial=np.inf)
+            if stage < num_stages - 1:
+                found[stage] += (flights + 1) * at_place[ends].min()
+        return found
 
     def bounds(self, stage: int, cutoff_s: float = float("inf")) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """([composition] -> seconds per micro-batch at least, seconds once per step, whether those are the price).

@@ -490,6 +490,8 @@ class _Search:
         better, is_all = self.explorer.closer(node.prices, node.found, self._best, deadline_s)
         if is_all:
             node.bound = max(node.bound, self._best if better is None else better.seconds)
+        elif node.has_few_cuts:
+            node.bound = max(node.bound, self.bounds.of_prices(node.prices, self._best * (1 - PROVEN))[0])
         self._replace(node, better)
 
     def _open(self, gap: float) -> Iterator[ShapeNode]:

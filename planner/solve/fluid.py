@@ -14,6 +14,11 @@ are no more than the plan's and rooms no less. Paths are added until the step of
 has reached what is asked for. They belong to schedule, ranks and micro-batches alone: those that had a price in the
 last program of a table are where the next one begins. Runs are `Chain.alike`: neighbours of one kind are one run.
 
+Where ranks hold several stages of layers of one kind, what whole layers on a rank run again at least (whole_ranks.py)
+is known for each number n of them. It is no less than the sides of its convex hull a + b n, in a second program:
+
+                (again)    sum_{s on q, o} again[o] n[s,r,o] >= a + b sum_{s on q, o} n[s,r,o]    each rank q, side
+
 The integer program asks for whole layers: first on every rank, which says most of it and is quick, then in every stage
 with every option.
 
@@ -35,6 +40,7 @@ from numpy.typing import NDArray
 from ..cost.simulate import CriticalPath, critical_paths
 from ..plan.schedules import ZERO_BUBBLE, Schedule, stage_of
 from .solver import silence_highs
+from .whole_ranks import LayerTurns, hull, least_again_s
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -136,6 +142,7 @@ class FluidPipelines:
         wait_s: float,
         least_end_s: float = 0.0,
         enough_s: float = float("inf"),
+        turns: LayerTurns | None = None,
     ) -> tuple[float, Floats]:
         """(seconds that no step beats, or `enough_s` as soon as that is known to be less, [stage] -> layers that it
         holds in the solution); infinite if the layers cannot be held. Where not all cuts and options take as long, what
@@ -143,7 +150,7 @@ class FluidPipelines:
 
         rooms: [rank] -> bytes; wait_s: that a stage waits at least for the transfer on each of its sides; least_end_s:
         seconds that a step takes after the last pass of any rank, beyond those of layers (negative where they count
-        weights twice).
+        weights twice); turns: where whole layers on ranks are to count.
         """
         program = self._program(table, runs, rooms, wait_s, least_end_s)
         least_s = program.solve_with_paths(enough_s)
@@ -153,13 +160,25 @@ class FluidPipelines:
         self.prices.setdefault(table, []).append(prices)
         del self.prices[table][:-MOST_PRICES]
         self.num_prices[table] += 1
+        if turns is not None and least_s < enough_s < float("inf"):
+            program = self._program(table, runs, rooms, wait_s, least_end_s, turns, enough_s)
+            least_s = max(least_s, min(program.solve_with_paths(enough_s), enough_s))
         return least_s, program.layers
 
     def _program(
-        self, table: Table, runs: Sequence[Layers], rooms: Sequence[float], wait_s: float, least_end_s: float
+        self,
+        table: Table,
+        runs: Sequence[Layers],
+        rooms: Sequence[float],
+        wait_s: float,
+        least_end_s: float,
+        turns: LayerTurns | None = None,
+        below_s: float = float("inf"),
     ) -> "_Program":
-        """The program with the paths that are known."""
+        """The program with the paths that are known, for steps below that if `turns` are given."""
         program = _Program(table, runs, rooms, wait_s, least_end_s)
+        if turns is not None:
+            program.keep_options_whole(turns, rooms, below_s)
         program.add([*_of_ranks(table), *self._paths.get(table, [])])
         return program
 
@@ -172,12 +191,13 @@ class FluidPipelines:
         least_end_s: float,
         below_s: float,
         seconds: float,
+        turns: LayerTurns | None = None,
     ) -> tuple[float, Floats | None]:
         """(seconds that no step with whole layers beats, [stage] -> layers it holds in a solution below `below_s`, if
         one was found): the integer program, in so many seconds; first with whole layers on every rank, which says most
         of it, then in every stage with every option. The bound is `below_s` where there is no solution."""
         until_s = time.monotonic() + seconds
-        program = self._program(table, runs, rooms, wait_s, least_end_s)
+        program = self._program(table, runs, rooms, wait_s, least_end_s, turns, below_s)
         least_s = min(program.solve_with_paths(below_s, shorter_will_do=False), below_s)
         if least_s >= below_s:
             return below_s, None
@@ -221,7 +241,8 @@ def _of_ranks(table: Table) -> list[CriticalPath]:
 class ManyLayers:
     """What layers of one run cost at least in many shapes: [shape] -> seconds of forward, and of both passes at the
     fastest option; bytes whatever the option; [option] -> seconds that it takes longer, bytes that a micro-batch keeps
-    with it. weight_s: gradients of weights, with zero bubbles; once_s: [shape], at the end of a step."""
+    with it. weight_s: gradients of weights, with zero bubbles; once_s: [shape], at the end of a step; paired: [shape]
+    -> bytes by which the turn of one takes more at least with one of its kind after it in its stage."""
 
     count: float
     forward_s: Floats
@@ -231,6 +252,7 @@ class ManyLayers:
     again_s: Floats
     kept: Floats
     once_s: Floats
+    paired: Floats
 
 
 def least_of_many_s(
@@ -295,7 +317,7 @@ class _Program:
                     stage.append(s)
                     run.append(r)
                     option.append(o)
-        self.stage, self.run = np.array(stage), np.array(run)
+        self.stage, self.run, self.option = np.array(stage), np.array(run), np.array(option)
         pairs = list(zip(run, option, strict=True))
         back = [runs[r].backward_s[o] - (runs[r].weight_s[o] if split else 0.0) for r, o in pairs]
         self.seconds = np.array([
@@ -343,6 +365,39 @@ class _Program:
             self._model.addRow(-inf, room * scale, len(here), here, held[here] * scale)
         self.num = num
         self.amounts: Floats = np.zeros(num)
+
+    def keep_options_whole(self, turns: LayerTurns, rooms: Sequence[float], below_s: float) -> None:
+        """What ranks run again at least from now on where layers of the run are whole; no rank has so many that a step
+        could not be below that."""
+        layers, inf = self.runs[turns.run], highspy.kHighsInf
+        seconds, rank_of = layers.forward_s + layers.backward_s, np.array(self.table.rank_of)
+        again_s = seconds - seconds.min()
+        unit_s = float(again_s.max()) or 1.0
+        pairs = zip(self.stage.tolist(), self.run.tolist(), strict=True)
+        others = {s: float(self.runs[r].bytes[s].min()) for s, r in pairs if r != turns.run}
+        fewest = self.table.num_stages - len(others)  # of the run: a layer in every stage that has no other
+        fastest_s = self.table.num_microbatches * float(seconds.min())
+        for rank, room in enumerate(rooms):
+            stages = np.flatnonzero(rank_of == rank)
+            own = [layers.bytes[stage] for stage in stages if stage not in others]
+            most = min(layers.count - (fewest - len(own)), below_s // fastest_s + 1)
+            each = least_again_s(
+                own,
+                layers.bytes[stages].min(axis=0),
+                again_s,
+                turns.alone,
+                turns.paired,
+                len(stages),
+                room + float(turns.left[rank]) - sum(others.get(int(stage), 0.0) for stage in stages),
+                max(int(most), len(own)),
+            )
+            here = np.flatnonzero((self.run == turns.run) & (self.rank == rank)).astype(np.int32)
+            held = len(own) - 1 + np.isfinite(each).sum()
+            self._model.addRow(0.0, float(held), len(here), here, np.ones(len(here)))
+            for start_s, slope_s in hull(len(own), each):
+                self._model.addRow(
+                    start_s / unit_s, inf, len(here), here, (again_s[self.option[here]] - slope_s) / unit_s
+                )
 
     def add(self, paths: Sequence[CriticalPath]) -> None:
         """More paths that the step is no shorter than."""

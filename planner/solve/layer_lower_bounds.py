@@ -87,7 +87,7 @@ class LeastWork:
             weights.append(seconds[-1] + again_s)
             held.append((kept, total * state.sharded_parameters + trainable * (gradients + state.optimizer)))
             passing.append(saved)
-        shared = sum(elements * (len(layers) - 1) for layers, elements in self.chain.shared_weights(shape))
+        shared = self.chain.counted_twice(shape)
         twice = (state.sharded_parameters + gradients + state.optimizer) * shared
         need = float(counts @ np.array([kept.min() + fixed for kept, fixed in held])) - twice
         if need > room or max(passing) > room:

@@ -102,6 +102,11 @@ class MemoryBounds:
         data = bounds.data(family, leaves)
         fixed = (held.fixed + held.copies)[:, some]
         zero_bubble = family.schedule in ZERO_BUBBLE
+        turns = [
+            self._passing(family, leaves, kind, names, kept, some)
+            for kind, (names, kept) in enumerate(zip(ways.names, ways.kept, strict=True))
+        ]
+        alone, paired = (np.array([turn[i].min(axis=0) for turn in turns]) for i in (0, 1))
         runs = []
         for group in bounds.chain.alike:
             kind = bounds.kind_of_run[group[0]]
@@ -116,6 +121,7 @@ class MemoryBounds:
                     again_s=ways.again_s[kind] - ways.again_s[kind].min(),
                     kept=ways.kept[kind],
                     once_s=fastest.once_s[kind, some] + data.optimizer_s[kind, some],
+                    paired=paired[kind] - alone[kind],
                 )
             )
         num_stages, count = shape.pipeline * shape.virtual_stages, shape.num_microbatches
@@ -124,10 +130,11 @@ class MemoryBounds:
             flights = np.minimum(flights, max(1, count - 1))
         room = bounds.held(family, leaves).room[some] / family.pipeline + held.twice[some]
         rooms = np.tile(room - shape.virtual_stages * self.model.held_bytes(shape), (family.pipeline, 1))
+        rank_of = [rank_and_chunk(shape.schedule, stage, shape.pipeline)[0] for stage in range(num_stages)]
+        rooms -= bounds.chain.least_turns(rank_of, alone[bounds.kind_of_run])
         crossings, inner = self.model.crossings(shape), bounds.chain.places[1:-1]
         crossing = min((crossings[place].bytes for place in inner), default=0.0)
-        for stage in range(num_stages - 1):
-            rank, _ = rank_and_chunk(shape.schedule, stage, shape.pipeline)
+        for stage, rank in enumerate(rank_of[:-1]):
             rooms[rank] -= (flights[stage] + 1) * crossing
         return runs, flights, rooms, bounds.least_wait_s(family, leaves)[some], -data.twice_s[some]
 

@@ -7,8 +7,11 @@ has all its passes to do, and then
     without zero bubbles, the last backward passes those stages again,      T >= ahead[q] + m work[q](n[q]) + after[q]
     or its own layers reduce their gradients and the optimizer runs         T >= ahead[q] + m work[q](n[q]) + once[q]
 
-where a stage before it holds at least one layer, and work[q](n) knows what its memory makes n layers run again (in any
-shares: a convex function of the bytes that each may keep). All times grow with n, so the N-th least of all ranks' times
+where a stage before it holds at least one layer, and work[q](n) knows what its memory makes n layers run again, in any
+shares: with a byte at a price each layer takes what it costs least there, and what that is less the price of the room
+is no more than the seconds, whatever the price. Each of its stages holds a layer at least, at the micro-batches that
+are in flight there, and the others may be where fewest are. Where it holds more layers than stages, two are in one
+stage, and one's gradients are reduced in the other's turn. All times grow with n, so the N-th least of all ranks' times
 for 1, 2, ... layers is the least time in which N layers find a place.
 """
 
@@ -54,36 +57,76 @@ def least_of_ranks_s(
     )
     # [rank][shape]: of the first and the last layer, and of transfers
     own_s, own_once_s, sides_s = (np.zeros((num_ranks, num_shapes)) for _ in range(3))
-    rooms, fewest, flight = rooms.copy(), np.full(num_ranks, table.virtual), np.full(num_ranks, np.inf)
+    rooms, fewest, own = rooms.copy(), np.full(num_ranks, np.inf), [list[float]() for _ in range(num_ranks)]
     for stage, rank in enumerate(table.rank_of):
         sides_s[rank] += ((stage > 0) + (stage < last)) * wait_s
-        flight[rank] = min(flight[rank], max(flights[stage], TINY))
+        flight = max(float(flights[stage]), TINY)
+        fewest[rank] = min(fewest[rank], flight)
         if stage in ends:
             own_s[rank] += ends[stage].both_s
             own_once_s[rank] += ends[stage].once_s
             rooms[rank] -= ends[stage].fixed + flights[stage] * ends[stage].kept.min()
-            fewest[rank] -= 1
+        elif len(alike) == len(inner):
+            own[rank].append(flight)
     number = int(sum(layers.count for layers in alike))
     most = min(number, max(table.virtual, 2 * -(-number // num_ranks) + 2))
     numbers = np.arange(1, most + 1, dtype=float)
-    kept, again_s = _trade(alike)
+    beside = numbers * fixed[:, None] - rooms[:, :, None]
+    if len(inner) == 1 and table.virtual > 1:
+        beside[:, :, table.virtual :] += common.paired[:, None]
     # [rank][shape][layers]
-    per_layer = (rooms[:, :, None] / numbers - fixed[:, None]) / flight[:, None, None]
-    seconds = numbers * (both_s[:, None] + np.where(per_layer < kept[0], np.inf, np.interp(per_layer, kept, again_s)))
-    seconds = table.num_microbatches * (seconds + (own_s + sides_s)[:, :, None])
+    seconds = _again_s(own, fewest, *_trade(alike), beside, most)
+    seconds = table.num_microbatches * (seconds + numbers * both_s[:, None] + (own_s + sides_s)[:, :, None])
     ahead_s, after_s = _ways_there_and_back(table, ends.get(0), inner, wait_s)
     seconds += (ahead_s + least_end_s)[:, :, None]
     once = numbers * once_s[:, None] + own_once_s[:, :, None]
     seconds += once if table.schedule in ZERO_BUBBLE else np.maximum(once, after_s[:, :, None])
     least = np.where((rooms < 0).any(axis=0), np.inf, 0.0)
-    if len(alike) == len(inner):  # what its stages hold at least
-        ranks = np.flatnonzero(fewest > 0)
-        least = np.maximum(least, seconds[ranks, :, np.minimum(fewest[ranks], most) - 1].max(axis=0, initial=0.0))
+    for rank, each in enumerate(own):  # what its stages hold at least
+        if each:
+            least = np.maximum(least, seconds[rank, :, min(len(each), most) - 1])
     if most < number:
         least = np.maximum(least, np.minimum(_nth(seconds, number), seconds[:, :, -1].min(axis=0)))
     else:
         least = np.maximum(least, _nth(seconds, number))
     return least
+
+
+def _again_s(
+    own: Sequence[Sequence[float]], fewest: Floats, kept: Floats, again_s: Floats, beside: Floats, most: int
+) -> Floats:
+    """[rank][shape][layers] -> seconds that 1 to `most` layers of a rank run again for a micro-batch, at least;
+    infinite where they cannot be held. own: [rank] -> micro-batches in flight in each of its stages that holds a layer;
+    fewest: [rank] -> those where further layers may be; kept, again_s: as of `_trade`; beside: [rank][shape][layers] ->
+    bytes of the layers whatever they keep, less those of the room."""
+    num_ranks, width = len(own), max(map(len, own))
+    flights = np.array([[*sorted(each), *[0.0] * (width - len(each))] for each in own]).reshape(num_ranks, width)
+    numbers = np.arange(1, most + 1)
+    counts = np.array([len(each) for each in own])[:, None]
+    first = np.minimum(numbers, counts)  # of so many layers, those in stages of their own
+    others = numbers - first
+
+    def of_layers(each: Floats, further: Floats) -> Floats:
+        """[rank][layers] -> sum over layers. each: [rank][stage of its own]; further: [rank]."""
+        sums = np.concatenate((np.zeros((num_ranks, 1)), np.cumsum(each, axis=1)), axis=1)
+        total: Floats = np.take_along_axis(sums, first, axis=1) + others * further[:, None]
+        return total
+
+    found = np.zeros_like(beside)
+    known = [sorted({*each, few}) for each, few in zip(own, fewest.tolist(), strict=True)]
+    for place in range(max(map(len, known))):
+        at = np.array([each[min(place, len(each) - 1)] for each in known])
+        for price in -np.diff(again_s) / np.diff(kept):
+            per_byte_s = price / at
+            each, further = (
+                np.min([seconds + per_byte_s.reshape(-1, *[1] * (f.ndim - 1)) * f * size
+                        for seconds, size in zip(again_s, kept, strict=True)], axis=0)
+                for f in (flights, fewest)
+            )  # fmt: skip
+            cost = of_layers(each, further)[:, None, :] + per_byte_s[:, None, None] * beside
+            np.maximum(found, cost, out=found)
+    least = kept[0] * of_layers(flights, fewest)
+    return np.where(least[:, None, :] + beside > 0, np.inf, found)
 
 
 def _nth(seconds: Floats, number: int) -> Floats:

@@ -488,7 +488,7 @@ class ShapeBounds:
         in_root = np.array([kind.is_in_root(family.frugal) for kind in self.kinds])[:, None]
         bare = np.array([not model.layer_class(kind).parameters for kind in self.kinds])[:, None]
         one = family.pipeline == 1
-        shared = [sum(n * (len(layers) - 1) for layers, n in self.chain.shared_weights(shape)) for shape in shards]
+        shared = [self.chain.counted_twice(shape) for shape in shards]
         twice = np.array(shared, dtype=float)[columns.degree]
         on_host = family.offload_optimizer
         return Data(

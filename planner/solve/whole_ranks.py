@@ -1,0 +1,93 @@
+"""What ranks that hold several stages run again at least: exactly, each layer whole and with one option.
+
+With divided layers a rank runs half a layer again where its memory asks for a little more than one, and has room for
+the turn of a layer that is run again without being it. Here options are packed layer by layer: of all (bytes, seconds)
+that some layers can have, those are kept that no other beats in both. Where the largest turn is that of a layer with
+one option, the others have options whose turns are no larger, and the room is without that turn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+ROUNDING = 1e-9
+"""Relative: sums of the same bytes in another order differ by less."""
+
+
+@dataclass(frozen=True)
+class LayerTurns:
+    """Bytes that are there in a layer's turn only, of the one run of layers that is cut: [option] of one alone, and
+    with another one after it in its stage. run: which one; left: [rank] -> what its room leaves for turns already."""
+
+    run: int
+    alone: Floats
+    paired: Floats
+    left: Floats
+
+
+def least_again_s(
+    own: Sequence[Floats],
+    further: Floats,
+    again_s: Floats,
+    alone: Floats,
+    paired: Floats,
+    num_stages: int,
+    room: float,
+    most: int,
+) -> Floats:
+    """[layers] -> seconds that so many layers of a rank run again at least for a micro-batch, from one for each of its
+    `own` stages to `most`; infinite where they cannot be held.
+
+    own: of each stage that holds a layer, [option] -> bytes of it; further: those of each further layer; again_s,
+    alone, paired: [option]; num_stages: of the rank, so that of more layers two are in one stage; room: bytes, turns
+    included.
+    """
+    found = np.full(most - len(own) + 1, np.inf)
+    order = np.argsort(alone, kind="stable")
+    for number in range(1, len(order) + 1):
+        allowed, largest = order[:number], float(alone[order[number - 1]])
+        sizes, seconds = np.zeros(1), np.zeros(1)
+        for count in range(1, most + 1):
+            each = own[count - 1] if count <= len(own) else further
+            turn = largest if count <= num_stages else max(largest, float(paired[allowed].min()))
+            sizes = np.add.outer(sizes, each[allowed]).ravel()
+            seconds = np.add.outer(seconds, again_s[allowed]).ravel()
+            fits = sizes <= (room - turn) * (1 + ROUNDING)
+            sizes, seconds = _unbeaten(sizes[fits], seconds[fits])
+            if not len(sizes):
+                break
+            if count >= len(own):
+                found[count - len(own)] = min(found[count - len(own)], float(seconds[-1]))
+    return found * (1 - ROUNDING)
+
+
+def _unbeaten(sizes: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+    """Those that no other beats in both, the smallest first; of some that differ by rounding, one."""
+    order = np.lexsort((seconds, sizes))
+    sizes, seconds = sizes[order], seconds[order]
+    before = np.minimum.accumulate(np.concatenate(([np.inf], seconds[:-1])))
+    better = seconds < before - ROUNDING * np.abs(seconds)
+    return sizes[better], seconds[better]
+
+
+def hull(first: int, seconds: Floats) -> list[tuple[float, float]]:
+    """(seconds at no layers, seconds for each) of lines that [layers] -> seconds is nowhere below, from `first` layers
+    on: the sides of its lower convex hull. Finite up to some number."""
+    corners: list[tuple[int, float]] = []
+    for number, value in enumerate(seconds[np.isfinite(seconds)].tolist(), first):
+        while len(corners) > 1:
+            (a, at_a), (b, at_b) = corners[-2:]
+            if (at_b - at_a) * (number - a) < (value - at_a) * (b - a):
+                break
+            corners.pop()
+        corners.append((number, value))
+    lines = []
+    for (a, at_a), (b, at_b) in pairwise(corners):
+        slope = (at_b - at_a) / (b - a)
+        lines.append((at_a - slope * a, slope))
+    return lines or [(value, 0.0) for _, value in corners]
