@@ -34,6 +34,7 @@ from ...profiler.model.gpu_kernel_emulation import fake_mode
 from ...profiler.model.known_numbers import knowing_numbers, known
 from ...profiler.semantics.draws import dice_apart, seed_dice
 from ...profiler.semantics.token_marks import Held, mark_of, own_shape, set_mark, taken, whole_shape
+from ..torch_compat import in_backward
 from .mesh import RankMesh
 from .rehearsal import copied
 from .shared_gradients import hand_on_difference, out_of_sight
@@ -178,12 +179,12 @@ class RandomNumbers:
 
     def _layer_ends(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._pass((name, self._calls[name], True))
-        self._calls[name] += not _in_backward()
+        self._calls[name] += not in_backward()
 
     def _pass(self, place: _Place) -> None:
         """Enter a place; in backward, where a layer runs again, the one that it was in forward."""
         come_from = torch.default_generator.initial_seed(), place[0], place[2]
-        if not _in_backward():
+        if not in_backward():
             self._entered[come_from] = place, self._first
             self._enter(place)
         elif come_from in self._entered:  # else torch was told not to put its generator back
@@ -361,10 +362,6 @@ def of_micro_batch(seed: int, step: tuple[int, int], first: int) -> int:
     """What Python's and numpy's random numbers begin from in a micro-batch. step: its number and which part of it.
     first: of its samples in the global batch."""
     return _number(seed, step, first)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _is_fake(x: torch.Tensor) -> bool:
