@@ -798,8 +798,9 @@ class Trainer:
         self._random.micro_batch(0)
         with undone(self.model), torch.random.fork_rng(devices), self._autocast():
             read = _parameters_behind(self._loss_of(tree_map(_cloned, part), loss_fn), self.model)
-        unread = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in read]
+        unread = {n: p for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in read}
         self._replicas = data_parallel(self.model, self.mesh.group("data_replicate"), unread)
+        self._gradients.leave_to_reduce(list(unread.values()))  # where a later forward reads them
         if self._telemetry is not None:
             self._telemetry.replicated(self._replicas)
 

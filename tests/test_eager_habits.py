@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.executor import parallelize
+from meshwright.executor.parallel.micro_batches import split_micro_batches
 from meshwright.executor.reporting import terminal
 from meshwright.planner.answers.blame import blamed
 from meshwright.planner.plan.legality import micro_batch_rule, sharding_rule
@@ -421,7 +422,96 @@ def _in_one_memory() -> nn.Module:
     return model
 
 
+class LateBranch(nn.Module):
+    """Uses more of itself from its third forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late, self.calls = _linear(), _linear(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = torch.tanh(self.first(x))
+        return self.late(x) if self.calls > 2 else x
+
+
+class Distributed(nn.Module):
+    """A variational model by torch.distributions, which look at the numbers that they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.scale, self.decoder = _linear(), _linear(), _linear()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = torch.tanh(self.encoder(x))
+        found = torch.distributions.Normal(h, functional.softplus(self.scale(h)))
+        apart = torch.distributions.kl_divergence(found, torch.distributions.Normal(0.0, 1.0))
+        return {"loss": (self.decoder(found.rsample()) - x).square().mean() + apart.mean()}
+
+
+class State:
+    """What a layer returns that is no tensor."""
+
+    def __init__(self, h: torch.Tensor) -> None:
+        self.h = h
+
+
+class HandsObjects(nn.Module):
+    """Hands objects of its own from layer to layer."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = _linear()
+
+        def forward(self, state: State) -> State:
+            return State(torch.tanh(self.linear(state.h)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = State(x)
+        for layer in self.layers:
+            state = layer(state)
+        return state.h
+
+
+class ByItself(nn.Module):
+    """Computes with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(2))
+        self.biases = nn.ParameterList(torch.zeros(WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = torch.tanh(x @ weight + bias)
+        return x
+
+
+class Crops(nn.Module):
+    """Takes a list with a tensor for each sample, which are of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(_linear(), nn.Tanh(), _linear())
+
+    def forward(self, crops: list[torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = self.layers(torch.stack([crop.mean(0) for crop in crops]))
+        return out
+
+
+def _crops(size: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    return [torch.randn(2 + i % 3, WIDTH) for i in range(size)], torch.randn(size, WIDTH)
+
+
 HABITS: dict[str, Any] = {
+    "distributions": habit(Distributed, loss=None, batch=lambda size: (torch.randn(size, WIDTH),)),
+    "objects": habit(HandsObjects),
+    "crops": habit(Crops, batch=_crops),
     "encoder": habit(Encoder, batch=_padded),
     "reordered": habit(Reordered),
     "backbone": habit(OnABackbone, loss=lambda output, batch: (output - BACKBONE(batch[1])).square().mean()),
@@ -466,14 +556,14 @@ HABITS: dict[str, Any] = {
 }
 
 FIRST = {
-    **dict.fromkeys(("averaging", "remembering", "bags", "synced norm", "reordered"), 0),
+    **dict.fromkeys(("averaging", "remembering", "bags", "synced norm", "reordered", "crops"), 0),
     **dict.fromkeys(("hooked", "writes across", "twice", "twice, written into", "between", "mixes", "repeats"), 1),
-    **dict.fromkeys(("encoder", "backbone"), 1),
+    **dict.fromkeys(("encoder", "backbone", "distributions"), 1),
     "named": 2,
 }
 """Model -> which of its plans is tested by default; the others with the slow ones."""
 
-ONE_LAYER = ("averaging", "remembering", "mapped", "force, func", "force", "scripted")
+ONE_LAYER = ("averaging", "remembering", "mapped", "force, func", "force", "scripted", "objects")
 """Models that no pipeline cuts."""
 WHOLE = ("force", "scripted")
 """Models that are not sharded."""
@@ -572,6 +662,42 @@ def test_what_a_loss_would_train_by_itself_is_told() -> None:
 
     assert any("the loss would train a tensor of [32] of its own" in note for note in trace(loaded).notes)
     assert not any("the loss would train" in note for note in trace(habit(_linear)).notes)
+
+
+def test_replicas_average_what_only_a_later_forward_reads() -> None:
+    report = run(habit(LateBranch), data_replicate=2, micro_batch=1)
+
+    assert report.ok, report.lines
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (HandsObjects, "what layers.0 returns is no tensor"),
+        (ByItself, "ByItself computes with its parameters by itself"),
+        (_linear, "Linear is one module without parts"),
+    ],
+)
+def test_what_cannot_be_cut_says_why(build: Any, why: str) -> None:
+    profile = trace(habit(build))
+
+    assert len(profile.layers) == 1
+    assert any(note.startswith(why) and note.endswith("so all of it is one layer") for note in profile.notes)
+
+
+def test_a_list_with_an_entry_for_each_sample_is_not_cut() -> None:
+    assert "element 0 of a batch is a list with an entry for each sample" in trace(HABITS["crops"]).batch_problem
+
+
+def test_numpy_arrays_in_a_batch_are_told_as_such() -> None:
+    def batch(size: int) -> Any:
+        return {"x": torch.randn(size, WIDTH), "more": [numpy.zeros((size, 2))]}
+
+    with pytest.raises(ValueError, match=r"gives a numpy array of \[2, 2\] at \['more'\]\[0\].*torch.from_numpy"):
+        trace(habit(_linear, batch=batch))
+
+    with pytest.raises(ValueError, match=r"the batch holds a numpy array of \[4, 2\]"):
+        split_micro_batches(batch(4), 2, 4)
 
 
 def test_what_eager_cannot_train_either_is_said_to_be_so() -> None:

@@ -35,6 +35,8 @@ def odd(name: str) -> LoadedModel:
         ("batch_squeezed", "takes the samples for a dim of size 1"),
         ("momentum_copy", "writes into the parameter target.0.weight"),
         ("all_frozen", "nothing to train"),
+        ("first_batch_scales", "writes into the parameter 1.scale"),
+        ("penalty_by_name", "reads 0.bias, which is not in the output"),
     ],
 )
 def test_what_no_plan_runs_is_refused_when_it_is_profiled(name: str, words: str) -> None:
@@ -69,6 +71,13 @@ def test_dice_that_change_numbers_but_no_layers_are_fine() -> None:
     loaded = odd("lora")
 
     assert trace(load_model(Scaled, batch=loaded.make_batch, loss=loaded.loss)).num_parameters > 0
+
+
+def test_a_head_that_goes_by_the_words_is_profiled_though_other_lengths_go_other_ways() -> None:
+    profile = trace(odd("adaptive_softmax"))
+
+    assert not profile.decides_by_values
+    assert "goes the way of its batch function's integers" in profile.notes[0]
 
 
 def test_bounds_of_rows_are_not_cut() -> None:

@@ -40,6 +40,7 @@ class Gradients:
         self._may_differ = plan.model.decides_by_values
         self._ties = _ties_across_stages(plan, mesh, self._parameters)
         self._trained_somewhere: dict[int, bool] = {}
+        self._late: Sequence[nn.Parameter] = ()
         elsewhere = _counted_elsewhere(plan, self._parameters)
         on_slices = "tensor" in plan.token_axes  # so that tensor ranks share the experts, too
         is_first_tensor_rank = mesh.coordinates["tensor"] == 0
@@ -51,8 +52,14 @@ class Gradients:
             and (model.cut(name) is not None or is_first_tensor_rank or (name in model.experts and on_slices))
         ]
 
+    def leave_to_reduce(self, parameters: Sequence[nn.Parameter]) -> None:
+        """From now on average the gradients of these where they have any, which replicas do not wait for."""
+        self._late = parameters
+
     def reduce(self) -> None:
         """Bring gradients to what one device would have, apart from sharding."""
+        if any(parameter.grad is not None for parameter in self._late):
+            _all_reduce(self._late, self._mesh.group("data_replicate"), self._mesh.data_size)
         if self._average_after:
             if self._may_differ:
                 _fill_missing(self._parameters.values(), self._mesh.group("data_replicate"))

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ...planner.plan.document import Plan
 from ...planner.plan.schedules import num_microbatches_rule
+from ...profiler.model.loaded import array_in
 from ...profiler.model.model_profile import BatchTensor
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -35,9 +36,11 @@ def split_micro_batches(
     planned: the tensors of the batch that the profiler saw, which say along which dim samples lie, and how many rows
     each has (nodes of a graph, entries of a bag). A batch that is not like those has samples along its first dims.
     batch: where the planned tensors are found in the tree; default: the tree itself.
-    Raises ValueError when no tensor has that many samples.
+    Raises ValueError when no tensor has that many samples, and for numpy arrays, which would go whole into every part.
     """
     leaves, spec = tree_flatten(tree)
+    if any(type(leaf).__module__ == "numpy" for leaf in leaves) and (array := array_in(tree)):
+        raise ValueError(f"the batch holds {array}")
     dims = _sample_dims(tree if batch is None else batch, samples, planned)
     cut: list[int | None] = [None] * len(leaves)
     for i, leaf in enumerate(leaves):

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...planner.plan.document import Plan
 from ...profiler.model.gpu_kernel_emulation import fake_mode
 from ...profiler.model.known_numbers import knowing_numbers, known
+from ...profiler.semantics.distributions import unvalidated
 from ...profiler.semantics.draws import dice_apart, seed_dice
 from ...profiler.semantics.token_marks import Held, mark_of, own_shape, set_mark, taken, whole_shape
 from ..torch_compat import in_backward
@@ -166,7 +167,7 @@ class RandomNumbers:
             self._calls.clear()
             self._enter(("", 0, False))
             args, kwargs = tree_map(given_as, (args, kwargs))
-            with _replaced(dropped, attended):
+            with unvalidated(), _replaced(dropped, attended):
                 whole(*args, **kwargs)
         return found
 

@@ -25,6 +25,7 @@ from ...profiler.model.building import replace_tensors
 from ...profiler.model.gpu_kernel_emulation import fake_mode
 from ...profiler.model.known_numbers import MOST_KNOWN, knowing_numbers, known
 from ...profiler.model.model_profile import Producer
+from ...profiler.semantics.distributions import unvalidated
 from ...profiler.semantics.producers import Producers
 from ...profiler.semantics.token_marks import Mark, mark_of, set_mark
 from ...profiler.semantics.token_slices import TokenSlices
@@ -180,7 +181,13 @@ class Rehearsal:
             if context is not None:
                 context.leave_alone(model, self._expert_modules)
                 tokens = context.rehearsal()
-            with tokens, autocast, _WithoutGradients(), Producers(model, self._layer_modules, on_produced=notes.tensor):
+            with (
+                tokens,
+                autocast,
+                unvalidated(),
+                _WithoutGradients(),
+                Producers(model, self._layer_modules, on_produced=notes.tensor),
+            ):
                 model(*args, **kwargs)
             if context is not None and isinstance(tokens, TokenSlices) and not tokens.started:
                 raise context.other_length()

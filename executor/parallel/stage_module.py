@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from ...planner.plan.document import Plan
 from ...planner.plan.schedules import ZERO_BUBBLE
 from ...profiler.model.model_profile import CrossingTensor, Producer
+from ...profiler.semantics.distributions import unvalidated
 from ...profiler.semantics.producers import Producers
 from ...profiler.semantics.token_marks import own_shape, set_mark
 from ..torch_compat import alias, unit_of
@@ -142,7 +143,7 @@ class StageModule(nn.Module):
         )
         self._received = ()
         try:
-            with self._tokens(), self._autocast:
+            with self._tokens(), self._autocast, unvalidated():
                 with self._producers:
                     output = self.model(*micro_batch.args, **micro_batch.kwargs)
                 loss = self._loss_of(output, micro_batch.batch) if self.is_last else None

@@ -50,6 +50,24 @@ def _counts(numbers: torch.Tensor, rows: int) -> bool:
     return rows / 2 <= largest <= rows
 
 
+def list_of_samples(loaded: LoadedModel) -> str:
+    """Why a batch cannot be cut where it holds a list with an entry for each sample (sentences, crops); '' if none."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        place = _growing_list(loaded.batch(1), loaded.batch(2), "")
+    return f"element {place} of a batch is a list with an entry for each sample, which is not cut" if place else ""
+
+
+def _growing_list(one: Any, two: Any, place: str) -> str:
+    if type(one) is not type(two) or not isinstance(one, list | tuple | dict):
+        return ""
+    if len(one) != len(two):
+        return place if isinstance(one, list) else ""
+    pairs = ((name, one[name], two.get(name)) for name in one) if isinstance(one, dict) else None
+    inside = pairs or ((i, a, b) for i, (a, b) in enumerate(zip(one, two, strict=True)))
+    return next((found for n, a, b in inside if (found := _growing_list(a, b, f"{place}.{n}".lstrip(".")))), "")
+
+
 def batch_problem(tensors: Sequence[BatchTensor]) -> str:
     """Why a batch cannot be cut into micro-batches; '' if it can."""
     for tensor in tensors:

@@ -196,7 +196,7 @@ def _check_loss(fake: FakeModel, watch: ChainWatch) -> None:
     given = {watch.storages.number(tensor) for tensor in fake.returned}
     named = {name: watch.storages.number(parameter) for name, parameter in fake.module.named_parameters()}
     read = {name for event in watch.events[watch.loss_from :] for name in event.parameters}
-    for name in sorted(read):
+    for name in sorted(read - watch.read_before_loss):
         if fake.loaded.loss is not None and named[name] not in given:
             raise ValueError(
                 f"loss(output, batch) of {fake.loaded.source} reads {name}, which is not in the output, from a model "
@@ -394,6 +394,8 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
             f"the forward reads between layers what the one before has left in {between[0]}, so all of it is one layer"
         )
     spans = _collapse_hooked(root, watch, spans, notes)
+    if len(spans) == 1 and not any(note.endswith("one layer") for note in notes):
+        notes.append(_why_one(root, watch))
     crossings = _crossings(watch, spans)
     layers = _layers(root, units, watch, spans, notes)
     graph = wired(len(layers), ((c.made_by, c.used_by, c.num_bytes) for c in crossings))
@@ -404,6 +406,26 @@ def _build_chain(fake: FakeModel, units: Units, watch: ChainWatch) -> LayerChain
     parameters = dict(root.named_parameters(remove_duplicate=False))
     signatures = tuple(_signature(root, parameters, events, chain, index) for index in range(len(layers)))
     return replace(chain, signatures=signatures)
+
+
+def _why_one(root: nn.Module, watch: ChainWatch) -> str:
+    """Why a model of which nothing had to be joined is one layer all the same."""
+    name = type(root).__name__
+    if watch.inputs.transforms:
+        return "the forward differentiates or maps itself (autograd.grad, torch.func), so all of it is one layer"
+    if any(event.key[1] == "CheckpointFunction" for event in watch.events):
+        return (
+            f"{name} has its layers repeated by reentrant checkpoints, inside of which they are not seen "
+            "(checkpoint(..., use_reentrant=False) shows them), so all of it is one layer"
+        )
+    if len(watch.ran) > 1:
+        return (
+            f"what {watch.ran[0]} returns is no tensor, nor a tuple, list or dict with any in it, and what crosses a "
+            "cut is seen there only, so all of it is one layer"
+        )
+    if watch.ran:
+        return f"{watch.ran[0]} is the only part of {name} that runs as a module, so all of it is one layer"
+    return f"{name} computes with its parameters by itself, not through modules of its own, so all of it is one layer"
 
 
 def _read_early(root: nn.Module, events: list[CallEvent], layers: tuple[Layer, ...]) -> str:

@@ -193,7 +193,9 @@ class ChainWatch(Mode):
         self._parameters = {self.storages.number(p): name for name, p in reversed(list(fake.module.named_parameters()))}
         self._held = {name: (p, p.untyped_storage()) for name, p in fake.module.named_parameters()}
         self._written: set[str] = set()
+        self.ran: list[str] = []
         self.loss_from = 0
+        self.read_before_loss: set[str] = set()
         self.inputs = Inputs(fake.module, units.names)
         self._outputs = recording_outputs(fake.module, units.names, self.cursor, self.shapes)
         self._inputs = self.inputs.watched()
@@ -233,6 +235,7 @@ class ChainWatch(Mode):
         """The module has returned; what follows is the loss."""
         self._start(*LOSS)
         self.loss_from = self.cursor.index
+        self.read_before_loss = set(self.events[-1].parameters)
 
     def graph(self) -> nx.DiGraph:
         """The events by number, and the tensors that are read after the event that made them; each node of one has the
@@ -297,6 +300,8 @@ class ChainWatch(Mode):
 
     def _start(self, kind: str, name: str, call: int) -> None:
         self._check_loop(call)
+        if kind == "module" and name not in self.ran:
+            self.ran.append(name)
         self.cursor.start(kind, name, call)
         if self.cursor.index == len(self.events):
             self.events.append(CallEvent(self.cursor.key))

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..semantics.distributions import unvalidated
 from .repeated_forwards import repeating_under
 
 _attention = functional.scaled_dot_product_attention
@@ -29,6 +30,7 @@ def as_on_gpu() -> Iterator[list[str]]:
     masking: Any = sys.modules.get("transformers.masking_utils")
     with ExitStack() as stack:
         stack.enter_context(_without_checks_of_numbers())
+        stack.enter_context(unvalidated())
         stack.enter_context(_Kernels())
         stack.enter_context(repeating_under(_Kernels))
         stack.enter_context(_Results())

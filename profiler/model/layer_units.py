@@ -41,7 +41,7 @@ def find_units(root: nn.Module, closed: frozenset[str] = frozenset()) -> Units:
     elements = {name for name in names if name.rpartition(".")[0] in containers}
     elements |= _repeated_types(root, [name for name in names if name not in elements])
     if len(names) < 2:
-        notes = (f"{type(root).__name__} is one module without parts that could be cut, so it is a single layer",)
+        notes = (f"{type(root).__name__} is one module without parts that could be cut, so all of it is one layer",)
     held = tuple(name for name in sorted(opened) if name.rpartition(".")[0] in containers)
     return Units(tuple(names), frozenset(elements), held, notes)
 

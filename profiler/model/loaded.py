@@ -200,6 +200,8 @@ def _bound_batch(make_batch: MakeBatch, seq_len: int | None, source: str) -> Cal
             else functools.partial(make_batch, size, seq_len=seq_len)
         )
         made = called(call, f"batch({size}) of {source}")
+        if array := array_in(made):
+            raise ValueError(f"batch({size}) of {source} gives {array}")
         if isinstance(made, list):
             return tuple(made)
         if isinstance(made, tuple | dict | torch.Tensor):
@@ -210,6 +212,19 @@ def _bound_batch(make_batch: MakeBatch, seq_len: int | None, source: str) -> Cal
         )
 
     return bound
+
+
+def array_in(batch: Any) -> str:
+    """What is said of the first numpy array of a batch, and what to do; '' if there is none."""
+    from torch.utils._pytree import keystr, tree_flatten_with_path
+
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if type(leaf).__module__ == "numpy" and leaf.ndim:
+            return (
+                f"a numpy array of {list(leaf.shape)} at {keystr(path) or 'its top'}, which is cut into no "
+                "micro-batches and moved to no device; make it a tensor: torch.from_numpy(array)"
+            )
+    return ""
 
 
 def takes_seq_len(make_batch: MakeBatch) -> bool:
@@ -241,7 +256,8 @@ def called(function: Callable[[], Any], what: str) -> Any:
 
 def place_of(error: BaseException) -> str:
     """file:line of the innermost frame that is neither a library's nor ours; of a model that is a library's, of the
-    innermost that is neither torch's nor Python's. A library's file is named from its package on."""
+    innermost that is neither torch's nor Python's; of torch's own modules, of these. A library's file is named from its
+    package on."""
     frames = [
         (frame.filename, _in_library(frame.filename), frame.lineno)
         for frame in traceback.extract_tb(error.__traceback__)
@@ -249,7 +265,8 @@ def place_of(error: BaseException) -> str:
     ]
     own = [frame for frame in frames if not frame[1]]
     models = [frame for frame in frames if not frame[1].startswith(("torch/", "python/"))]
-    file, inside, line = (own or models or frames or [(__file__, Path(__file__).name, 0)])[-1]
+    public = [frame for frame in frames if not frame[1].startswith(("torch/_", "torch/utils/"))]
+    file, inside, line = (own or models or public or frames or [(__file__, Path(__file__).name, 0)])[-1]
     return f"{inside or file}:{line}"
 
 

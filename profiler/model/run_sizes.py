@@ -54,8 +54,15 @@ class RunSizes:
         """What makes each dim of a crossing tensor larger."""
         if self._like is not self:
             return self._like.dims(crossing)
+        if any(crossing.producer not in shapes.tensors for shapes in (self.one, self.two)):
+            raise ValueError(
+                f"the forward of {self._fake.loaded.source} runs other operations for one sample than for two: "
+                f"{crossing.producer.name}, which crosses between layers, is not called as often; make it the same for "
+                "every batch size"
+            )
         one, two = (shapes.tensors[crossing.producer].shape for shapes in (self.one, self.two))
-        return dims_of(one, two, None if self._longer is None else self._longer.tensors[crossing.producer].shape)
+        longer = None if self._longer is None else self._longer.tensors.get(crossing.producer)
+        return dims_of(one, two, None if longer is None else longer.shape)
 
     def sequence_dim(self, crossing: Crossing) -> int | None:
         """The one dim of a crossing tensor that grows with the sequence; None if there is none or more than one."""

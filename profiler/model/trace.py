@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..garbage import without_garbage_collection
 from ..tensor_cuts.context_trial import context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
-from .batches import batch_problem
+from .batches import batch_problem, list_of_samples
 from .building import WAS_SPARSE
 from .chain import Layer, LayerChain, observe, shapes_at
 from .class_costs import layer_class_of
@@ -267,7 +267,7 @@ def _profile_at(
         ties=_ties(fake, layers),
         buffers=fake.buffers,
         batch=batch,
-        batch_problem=batch_problem(batch),
+        batch_problem=batch_problem(batch) or list_of_samples(loaded),
         sharding_problem=chain.sharding_problem,
         hooks_gradients=chain.hooks_gradients,
         untrained=_untrained(fake),
