@@ -685,6 +685,25 @@ def test_what_cannot_be_cut_says_why(build: Any, why: str) -> None:
     assert any(note.startswith(why) and note.endswith("so all of it is one layer") for note in profile.notes)
 
 
+class WarmingUp:
+    """A loss that counts its calls and grows with them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        return functional.mse_loss(output, batch[1]) * min(1.0, self.calls / 100)
+
+
+def test_a_loss_that_counts_its_calls_couples_no_samples_and_counts_on_each_rank() -> None:
+    loaded = habit(lambda: nn.Sequential(_linear(), nn.Tanh(), _linear()), loss=WarmingUp())
+
+    assert not trace(loaded).coupling
+    report = run(loaded, data_replicate=2, micro_batch=2)
+    assert report.ok, report.lines
+
+
 def test_a_list_with_an_entry_for_each_sample_is_not_cut() -> None:
     assert "element 0 of a batch is a list with an entry for each sample" in trace(HABITS["crops"]).batch_problem
 
