@@ -46,7 +46,7 @@ from .faults import (
     raise_spoiled,
     tell_batch_norms,
 )
-from .parallel.checked_loss import CheckedLoss
+from .parallel.checked_loss import CheckedLoss, uncounted
 from .parallel.compiled import backend_of
 from .parallel.float8 import check_float8
 from .parallel.gradients import Gradients, forget_gradients, local_gradient, local_gradients
@@ -796,7 +796,7 @@ class Trainer:
         leaves behind is undone, and what it writes into the batch not done."""
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         self._random.micro_batch(0)
-        with undone(self.model), torch.random.fork_rng(devices), self._autocast():
+        with undone(self.model), uncounted(loss_fn), torch.random.fork_rng(devices), self._autocast():
             read = _parameters_behind(self._loss_of(tree_map(_cloned, part), loss_fn), self.model)
         unread = {n: p for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in read}
         self._replicas = data_parallel(self.model, self.mesh.group("data_replicate"), unread)

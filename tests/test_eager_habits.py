@@ -14,17 +14,20 @@ from torch.nn import functional
 from torch.nn.utils import weight_norm
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.executor import parallelize
 from meshwright.executor.parallel.micro_batches import split_micro_batches
 from meshwright.executor.reporting import terminal
 from meshwright.planner.answers.blame import blamed
+from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.legality import micro_batch_rule, sharding_rule
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.trace import trace
-from support.habits import GLOBAL_BATCH, WIDTH, habit, planned, run
+from support.habits import GLOBAL_BATCH, WIDTH, habit, pairs, planned, run, squared
+from support.ranks import RankError, run_ranks
 
 
 def _linear(width: int = WIDTH) -> nn.Linear:
@@ -685,6 +688,25 @@ def test_what_cannot_be_cut_says_why(build: Any, why: str) -> None:
     assert any(note.startswith(why) and note.endswith("so all of it is one layer") for note in profile.notes)
 
 
+class WarmingUp:
+    """A loss that counts its calls and grows with them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        return functional.mse_loss(output, batch[1]) * min(1.0, self.calls / 100)
+
+
+def test_a_loss_that_counts_its_calls_couples_no_samples_and_counts_on_each_rank() -> None:
+    loaded = habit(lambda: nn.Sequential(_linear(), nn.Tanh(), _linear()), loss=WarmingUp())
+
+    assert not trace(loaded).coupling
+    report = run(loaded, data_replicate=2, micro_batch=2)
+    assert report.ok, report.lines
+
+
 def test_a_list_with_an_entry_for_each_sample_is_not_cut() -> None:
     assert "element 0 of a batch is a list with an entry for each sample" in trace(HABITS["crops"]).batch_problem
 
@@ -734,6 +756,19 @@ def test_names_that_look_like_markup_are_printed_as_they_are(capsys: pytest.Capt
 
     shown = capsys.readouterr().out
     assert shown.count("[/bold]") == shown.count("[red]x") == 2
+
+
+def _counting(plan: Plan) -> None:
+    trainer = parallelize(lambda: nn.Sequential(_linear(), nn.Tanh(), _linear()), plan, torch.optim.AdamW, squared)
+    with FlopCounterMode(display=False):
+        trainer.step(pairs(GLOBAL_BATCH))
+
+
+def test_counting_operators_of_a_backward_in_two_parts_is_refused_in_words() -> None:
+    plan = planned(habit(lambda: nn.Sequential(_linear(), nn.Tanh(), _linear())), pipeline=2, schedule="zb-h1")
+
+    with pytest.raises(RankError, match="a hook is set on all modules, as FlopCounterMode does, and zb-h1"):
+        run_ranks(_counting, 2, plan)
 
 
 def test_noise_that_two_layers_read_is_drawn_once_and_sent() -> None:

@@ -37,7 +37,7 @@ from ...planner.plan.making import make_plan, shape_of
 from ...planner.plan.shape import LayerOption, Shape
 from ...profiler.machine.cluster import cluster_of
 from ...profiler.model.building import in_training, on_meta
-from ...profiler.model.coupling import as_float, upcast
+from ...profiler.model.coupling import as_float, upcast, with_own_loss
 from ...profiler.model.load import load_model
 from ...profiler.model.loaded import Batch, LoadedModel, split_inputs
 from ...profiler.model.model_profile import ModelProfile
@@ -571,6 +571,7 @@ def one_process(
     count = plan.degrees.data if parameters <= _MOST_REPLICATED else 1
     replicas = [in_training(_seeded(loaded)) for _ in range(count)]
     model = replicas[0]
+    alone = [with_own_loss(loaded) for _ in replicas]
     together = Together(replicas) if synced_norms(model) and count > 1 else None
     losses: list[float] = []
     norms: list[float] = []
@@ -589,7 +590,7 @@ def one_process(
         for step, batch in enumerate(batches, start=1):
             shares = [_micro_batches(share, plan) for share in _shares(batch, plan)]
             with nullcontext() if masks is None else masks.step(step):
-                losses.append(_accumulate(replicas, loaded, shares, together, masks, partial(begins, step)))
+                losses.append(_accumulate(replicas, alone, shares, together, masks, partial(begins, step)))
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             each = [torch.linalg.vector_norm(_real(grad), dtype=torch.float64) for grad in grads]
             norms.append(float(torch.stack(each).norm()))
@@ -605,7 +606,7 @@ def one_process(
         drew = draws.drew or (together is not None and together.drew)
         shares = [_micro_batches(share, plan) for share in _shares(last, plan)]
         return _RunResult(
-            losses, norms, gradients, found, eps, drew, _evaluated(replicas, loaded, shares, partial(begins, 0))
+            losses, norms, gradients, found, eps, drew, _evaluated(replicas, alone, shares, partial(begins, 0))
         )
 
 
@@ -623,7 +624,7 @@ def _masks_of_one_process(plan: Plan, replicas: Sequence[nn.Module]) -> RandomNu
 @torch.no_grad()
 def _evaluated(
     replicas: Sequence[nn.Module],
-    loaded: LoadedModel,
+    alone: Sequence[LoadedModel],
     shares: Sequence[Sequence[Any]],
     begins: Callable[[int], None],
 ) -> float | None:
@@ -631,7 +632,7 @@ def _evaluated(
     shares: [data rank] -> micro-batches. begins: is told that so manieth one does."""
     total, count = 0.0, 0.0
     for i, share in enumerate(shares):
-        model = replicas[i % len(replicas)].eval()
+        model, loaded = replicas[i % len(replicas)].eval(), alone[i % len(replicas)]
         for place, part in enumerate(share, start=i * len(share)):
             begins(place)
             weight = 1.0 if loaded.weight is None else float(loaded.weight(part))
@@ -649,7 +650,7 @@ def unsplit(loaded: LoadedModel, plan: Plan, batch: Batch) -> _RunResult:
     """The first step's loss and gradients of a global batch that goes through one process as it is, in one forward."""
     model = in_training(_seeded(loaded))
     with no_dropout(), SameDraws():
-        loss = _accumulate([model], loaded, [[batch]])
+        loss = _accumulate([model], [with_own_loss(loaded)], [[batch]])
     named = model.named_parameters(remove_duplicate=False)
     gradients = {n: p.grad for n, p in named if p.grad is not None}
     return _RunResult([loss], [], gradients, {}, 0.0)
@@ -717,23 +718,25 @@ def _micro_batches(share: Any, plan: Plan) -> list[Any]:
 
 def _accumulate(
     replicas: Sequence[nn.Module],
-    loaded: LoadedModel,
+    alone: Sequence[LoadedModel],
     shares: Sequence[Sequence[Any]],
     together: "Together | None" = None,
     masks: RandomNumbers | None = None,
     begins: Callable[[int], None] = lambda place: None,
 ) -> float:
     """Loss of a step; gradients are left on the first replica's parameters. shares: [data rank] -> micro-batches.
-    together: runs those of all data ranks at once, where a norm looks at all of them. masks: draws dropout's. begins:
+    alone: the model with each replica's own loss. together: runs those of all data ranks at once, where a norm looks
+    at all of them. masks: draws dropout's. begins:
     is told that so manieth micro-batch does, unless they run together."""
-    parts = [(replicas[i % len(replicas)], part) for i, share in enumerate(shares) for part in share]
-    weights = [1.0 if loaded.weight is None else float(loaded.weight(part)) for _, part in parts]
+    parts = [(i % len(replicas), part) for i, share in enumerate(shares) for part in share]
+    weight_of = alone[0].weight
+    weights = [1.0 if weight_of is None else float(weight_of(part)) for _, part in parts]
     total = 0.0
     for replica in replicas:
         replica.zero_grad()
 
-    def scaled(replica: nn.Module, part: Any, weight: float) -> torch.Tensor:
-        return _loss(replica, loaded, part) * (weight / sum(weights))
+    def scaled(number: int, part: Any, weight: float) -> torch.Tensor:
+        return _loss(replicas[number], alone[number], part) * (weight / sum(weights))
 
     runs = [partial(scaled, *part, weight) for part, weight in zip(parts, weights, strict=True)]
     if together is None:

@@ -1,16 +1,38 @@
 """The user's loss, held to what a training step can use."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
+
+from ...profiler.model.forward_state import undone
 
 _log = logging.getLogger("meshwright")
 
 _TWICE = 1e-3
 """Relative: how close to twice the loss that of all samples twice must be for the loss to be a sum."""
+
+
+@contextmanager
+def uncounted(loss: Callable[[Any, Any], Any] | None) -> Iterator[None]:
+    """Calls of a loss meanwhile leave it as it was, if it is an object: it may count them, or keep averages."""
+    own = loss._loss if isinstance(loss, CheckedLoss) else loss
+    if isinstance(own, nn.Module):
+        with undone(own):
+            yield
+        return
+    found = getattr(own, "__dict__", None)
+    held = found if isinstance(found, dict) else {}  # a class has no dict of its own to write into
+    before = dict(held)
+    try:
+        yield
+    finally:
+        held.clear()
+        held.update(before)
 
 
 class CheckedLoss:
@@ -42,7 +64,7 @@ class CheckedLoss:
 
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices):
+            with torch.no_grad(), torch.random.fork_rng(devices), uncounted(self):
                 both = float(self._loss(tree_map(twice, output), tree_map(twice, batch)))
         except Exception:  # it takes batches of one size only: nothing is seen then
             return

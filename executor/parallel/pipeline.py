@@ -62,7 +62,16 @@ class PipelineRunner:
         if key not in self._schedules:
             self._schedules[key] = self._make_schedule(count)
         last = next((stage for stage in self._stages if stage.is_last), None)
-        self._schedules[key].step(target=None if last is None else torch.zeros(count), return_outputs=False)
+        try:
+            self._schedules[key].step(target=None if last is None else torch.zeros(count), return_outputs=False)
+        except RuntimeError as error:
+            if self._splits and nn.modules.module._has_any_global_hook():
+                raise ValueError(
+                    f"a hook is set on all modules, as FlopCounterMode does, and {self._plan.schedule}, which runs the "
+                    "backward of a layer in two parts, cannot run through it: leave it off in trainer.step, or plan "
+                    "with --pin schedule=1f1b"
+                ) from error
+            raise
         for stage in self._stages:
             for unit, _ in stage.fsdp_units:
                 unit.reshard()  # a stage whose outputs want no gradient has had no backward to do it

@@ -1,9 +1,11 @@
 """Whether the samples of a batch see each other: then a micro-batch is part of what is trained, not only how."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -102,17 +104,25 @@ def _losses(loaded: LoadedModel) -> tuple[float, float]:
         drawn = dice()
 
         def loss(given: Batch) -> float:
+            alone = with_own_loss(loaded)
             args, kwargs = split_inputs(module, tree_map(_own, given), loaded.loss is not None)
             put_dice_back(drawn)
             with undone(module), torch.enable_grad():
                 output = module(*args, **kwargs)
-                found = scalar(output, loaded) if loaded.loss is None else loaded.loss(output, given)
+                found = scalar(output, loaded) if alone.loss is None else alone.loss(output, given)
             return float(found)
 
         with SameDraws(), dice_apart(), _batch_norms_apart(), _one_thread():
             whole, parts = loss(batch), [loss(half) for half in halves]
         weights = [1.0 if loaded.weight is None else float(loaded.weight(half)) for half in halves]
     return whole, sum(w * p for w, p in zip(weights, parts, strict=True)) / sum(weights)
+
+
+def with_own_loss(loaded: LoadedModel) -> LoadedModel:
+    """The model with a loss of its own where that is an object, which may count its calls: others' do not add to it."""
+    if loaded.loss is None or isinstance(loaded.loss, FunctionType | MethodType):
+        return loaded
+    return replace(loaded, loss=copy.deepcopy(loaded.loss))
 
 
 def _half(batch: Batch, loaded: LoadedModel, which: int) -> Batch:
