@@ -157,6 +157,10 @@ class _Solid(Function):
         return grad
 
 
+_EXPECTS_EVERY_GRADIENT = not hasattr(PipelineStage, "_get_grad_send_meta")
+"""Whether torch's stages, as before 2.12, wait for a gradient of every tensor that they have sent."""
+
+
 class LeanPipelineStage(PipelineStage):
     """torch's pipeline stage, with receive buffers only for micro-batches in flight, and a call before each backward.
 
@@ -231,12 +235,25 @@ class LeanPipelineStage(PipelineStage):
             stage_backward_weight(self.submod.parameters(), _without_overlap(groups or []), retain_graph=True)
         self._after_weights(last_backward)
 
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Sends of a micro-batch's gradients, which are zeros where there are none: torch before 2.12 does not make
+        them, and its stages expect some for every tensor that they have sent."""
+        if _EXPECTS_EVERY_GRADIENT and not self.is_first:
+            pairs = zip(self.bwd_cache[bwd_chunk_id], self.args_recv_info[bwd_chunk_id], strict=True)
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(info.buffer, device=self.device) if grad is None else grad for grad, info in pairs
+            )
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Gradients from the next stage, which is on this rank; where there is none, zeros on the device."""
-        for info, grad in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
-            if grad is None:
+        given = list(next_stage_bwd_outputs)
+        for place, info in enumerate(self.grad_recv_info[mb_index]):
+            if given[place] is None:
                 _move_buffers([info], self.device)
-        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+                if _EXPECTS_EVERY_GRADIENT:
+                    given[place] = torch.zeros_like(info.buffer)
+        super().set_local_bwd_input(tuple(given), mb_index)
 
     def _backward_past_inputs(self, chunk: int, loss: torch.Tensor | None) -> None:
         """Whole backward of those outputs that come from no input of the stage.

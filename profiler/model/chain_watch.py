@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ..semantics.draws import draws
 from ..semantics.producers import Producers, is_wrapped
 from .fake import FakeModel
-from .gpu_kernel_emulation import Mode, device_of
+from .gpu_kernel_emulation import Mode, device_of, tensors_in
 from .layer_graph import wired
 from .layer_units import Units
 from .meters import NOTHING, Storages
@@ -268,27 +268,25 @@ class ChainWatch(Mode):
             self.inputs.overwrites |= made < here
             if (number := self.storages.number(args[0])) in self._parameters:
                 self._written.add(self._parameters[number])
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):
-                number = self.storages.number(tensor)
-                shapes.append(tensor.shape)
-                if number in self._parameters:
-                    event.parameters.add(self._parameters[number])
-                    tainted = True
-                    continue
-                tainted |= number in self.from_parameters
-                if number in self.storage_made:
-                    self.storage_reads[number].add(here)
-                if id(tensor) in self.made:
-                    self.reads[id(tensor)].add(here)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                number = self.storages.number(tensor, made=True)
-                shapes.append(tensor.shape)
-                if number not in self._parameters:
-                    self.storage_made.setdefault(number, here)
-                    if tainted:
-                        self.from_parameters.add(number)
+        for tensor in tensors_in((args, kwargs)):
+            number = self.storages.number(tensor)
+            shapes.append(tensor.shape)
+            if number in self._parameters:
+                event.parameters.add(self._parameters[number])
+                tainted = True
+                continue
+            tainted |= number in self.from_parameters
+            if number in self.storage_made:
+                self.storage_reads[number].add(here)
+            if id(tensor) in self.made:
+                self.reads[id(tensor)].add(here)
+        for tensor in tensors_in(out):
+            number = self.storages.number(tensor, made=True)
+            shapes.append(tensor.shape)
+            if number not in self._parameters:
+                self.storage_made.setdefault(number, here)
+                if tainted:
+                    self.from_parameters.add(number)
         event.operators.append((func, tuple(shapes)))
         kind, name, _ = event.key
         self._check_loop(len(event.operators), name if kind == "module" else "")

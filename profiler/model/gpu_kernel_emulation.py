@@ -2,14 +2,14 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -151,29 +151,30 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-class LeanFakeMode(FakeTensorMode):
-    """Fake tensors without what torch does around each operator for its compiler and its logs."""
-
-    def __init__(self) -> None:
-        begin_autograd()
-        super().__init__(allow_non_fake_inputs=True)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return self.dispatch(func, types, args, kwargs or {})
-
-
 def device_of(func: Any, args: tuple[Any, ...]) -> torch.device | None:
     """The answer where torch asks a fake tensor for its device, as it does several times for each operator; None where
     something else is asked. Any mode may answer, without asking those below it."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     return None
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that an operator is given, or returns: by themselves or in lists, tuples and dicts. This is asked of
+    every operator of every run, so not of torch's pytrees, which know any container and take longer than the run."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    found = []
+    for item in value:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple | dict):
+            found += tensors_in(item)
+    return found
 
 
 class _Results(Mode):

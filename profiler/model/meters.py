@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..semantics.producers import unwrapped
-from .gpu_kernel_emulation import Mode, device_of
+from .gpu_kernel_emulation import Mode, device_of, tensors_in
 from .model_profile import FP32_BYTES, OpKind, OpPart
 
 aten = torch.ops.aten
@@ -42,8 +42,7 @@ class Size:
 NOTHING = Size()
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A tensor as an operator saw it: which storage, which part of it."""
 
     storage: int
@@ -93,6 +92,7 @@ class Storages:
         self._cast_of: dict[int, int] = {}
         self._dtype = dtype
         self._numbers: dict[int, int] = {}
+        self._living: dict[int, weakref.ref[Any]] = {}
         self._next = 0
 
     def number(self, tensor: torch.Tensor, made: bool = False) -> int:
@@ -106,18 +106,24 @@ class Storages:
             if made:
                 self.sizes[number] = self.size_of_bytes(storage.nbytes(), tensor.dtype)
                 self.log.append((number, True))
-            weakref.finalize(storage, self._died, address)
+            self._living[number] = weakref.ref(storage, partial(self._died, number, address))
         return number
 
     def size_of_bytes(self, num_bytes: int, dtype: torch.dtype) -> Size:
         """That many bytes of `dtype`, as a Size."""
         return Size(num_bytes / dtype.itemsize) if dtype == self._dtype else Size(0.0, num_bytes)
 
-    def size(self, tensor: torch.Tensor) -> Size:
-        """What reading or writing the tensor moves: an expanded tensor is no larger than its storage."""
-        inner = unwrapped(tensor)
-        num_bytes = min(inner.numel() * inner.element_size(), inner.untyped_storage().nbytes())
-        return self.size_of_bytes(num_bytes, tensor.dtype)
+    def size(self, *tensors: torch.Tensor) -> Size:
+        """What reading or writing tensors moves: an expanded one is no larger than its storage."""
+        elements = other_bytes = 0.0
+        for tensor in tensors:
+            inner, dtype = unwrapped(tensor), tensor.dtype
+            num_bytes = min(inner.numel() * dtype.itemsize, inner.untyped_storage().nbytes())
+            if dtype == self._dtype:
+                elements += num_bytes / dtype.itemsize
+            else:
+                other_bytes += num_bytes
+        return Size(elements, other_bytes)
 
     def cast(self, source: torch.Tensor, made: torch.Tensor) -> None:
         """An operator has made one from the other, in another dtype: if that is all, in fp32 both are one storage."""
@@ -165,8 +171,8 @@ class Storages:
                 best, best_bytes = live, total
         return best
 
-    def _died(self, address: int) -> None:
-        number = self._numbers.pop(address)
+    def _died(self, number: int, address: int, storage: object) -> None:
+        del self._living[number], self._numbers[address]
         if number in self.sizes:
             self.log.append((number, False))
 
@@ -193,10 +199,10 @@ class Recorder(Mode):
         kwargs = kwargs or {}
         if not self.active or func.namespace == "prim":
             return func(*args, **kwargs)
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        inputs = tensors_in((args, kwargs))
         views_in = tuple(View.of(t, self.storages.number(t)) for t in inputs)
         out = func(*args, **kwargs)
-        outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        outputs = tensors_in(out)
         views_out = tuple(View.of(t, self.storages.number(t, made=True)) for t in outputs)
         if func is aten._to_copy.default:
             self.storages.cast(inputs[0], outputs[0])
@@ -216,14 +222,9 @@ class Recorder(Mode):
         return out
 
     def _moved(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Size:
-        total = Size()
-        for tensor in outputs:
-            total += self.storages.size(tensor)
-        if name == "embedding":
-            return total + total + self.storages.size(inputs[-1])  # reads the rows that it looks up, not the table
-        for tensor in inputs:
-            total += self.storages.size(tensor)
-        return total
+        if name == "embedding":  # reads the rows that it looks up, not the table
+            return self.storages.size(*outputs, *outputs, inputs[-1])
+        return self.storages.size(*outputs, *inputs)
 
 
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
@@ -234,6 +235,7 @@ _LOSS = {"_log_softmax", "_log_softmax_backward_data"}
 _COPY = {"_to_copy", "clone", "copy_", "cat", "stack", "zeros_like", "fill_", "zero_", "zeros", "ones_like", "ones"}
 
 
+@cache
 def op_kind(func: Any) -> OpKind:
     """Kind of an aten operator."""
     name = func._overloadpacket.__name__

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from .gpu_kernel_emulation import Mode
+from .gpu_kernel_emulation import Mode, tensors_in
 
 _MOST_ELEMENTS = 1_000_000
 
@@ -32,7 +32,7 @@ class Positions(Mode):
         out = func(*args, **kwargs)
         if func is torch.ops.aten.embedding.default:
             self._look_up(args[0], args[1])
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = tensors_in((args, kwargs))
         if func._schema.is_mutable:
             for tensor in given:
                 self._known.pop(id(tensor), None)
