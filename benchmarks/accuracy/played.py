@@ -23,7 +23,7 @@ from meshwright.executor.parallel import expert_exchange
 from meshwright.executor.state.initialise import Values
 from meshwright.planner.cost.comm_cost import CollectiveKind
 from meshwright.planner.plan.document import AXES, GroupAxis, Plan
-from meshwright.profiler.model.gpu_kernel_emulation import fake_mode
+from meshwright.profiler.model.fake_modes import fake_mode
 from meshwright.profiler.model.loaded import LoadedModel
 
 from .counters import Passed, PeakMeter, Traffic

@@ -35,7 +35,7 @@ from meshwright.planner.plan.schedules import Schedule
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
-from meshwright.profiler.model.gpu_kernel_emulation import fake_mode
+from meshwright.profiler.model.fake_modes import fake_mode
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.trace import trace

@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.plan.document import Plan
-from ...profiler.model.gpu_kernel_emulation import fake_mode
+from ...profiler.model.fake_modes import fake_mode
 from ...profiler.model.known_numbers import knowing_numbers, known
 from ...profiler.semantics.distributions import unvalidated
 from ...profiler.semantics.draws import dice_apart, seed_dice

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...planner.plan.document import Plan
 from ...profiler.model.building import replace_tensors
-from ...profiler.model.gpu_kernel_emulation import fake_mode
+from ...profiler.model.fake_modes import fake_mode
 from ...profiler.model.known_numbers import MOST_KNOWN, knowing_numbers, known
 from ...profiler.model.model_profile import Producer
 from ...profiler.semantics.distributions import unvalidated

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...profiler.model.building import parameters_on_meta
-from ...profiler.model.gpu_kernel_emulation import fake_mode
+from ...profiler.model.fake_modes import fake_mode
 from ...profiler.model.held_tensors import HeldTensors, keep_hooks
 from ..parallel.expert import HeldExperts
 from ..parallel.tensor_layout import ParameterCut

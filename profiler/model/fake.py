@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .batches import named_tensors
 from .building import in_training, on_meta
+from .fake_modes import LeanFakeMode
 from .forward_state import Changeable, TensorsRead, changed, places_of, put_back, taken, undone
 from .gpu_kernel_emulation import as_on_gpu
 from .held_tensors import HeldTensors, held_beside, unregistered_modules, whole_because
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
-from .lean_fake_mode import LeanFakeMode
 from .loaded import Batch, LoadedModel, place_of, split_inputs
 from .model_profile import BufferProfile
 

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -135,20 +134,6 @@ class Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-
-@cache
-def begin_autograd() -> None:
-    """Let autograd's engine see which devices there are. Where there is no GPU, a torch with CUDA shows it one that is
-    not there as soon as fake tensors are made, and with a device of its own the engine refuses to run in processes that
-    are forked from this one (torch 2.11)."""
-    torch.ones((), requires_grad=True, device="cpu").backward()
-
-
-def fake_mode() -> FakeTensorMode:
-    """torch's mode for fake tensors, beside which real ones may be used."""
-    begin_autograd()
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def device_of(func: Any, args: tuple[Any, ...]) -> torch.device | None:

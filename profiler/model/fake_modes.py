@@ -6,12 +6,25 @@ may be kept, and how outputs alias inputs, is torch's answer as before.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .gpu_kernel_emulation import begin_autograd
+
+@cache
+def begin_autograd() -> None:
+    """Let autograd's engine see which devices there are. Where there is no GPU, a torch with CUDA shows it one that is
+    not there as soon as fake tensors are made, and with a device of its own the engine refuses to run in processes that
+    are forked from this one (torch 2.11)."""
+    torch.ones((), requires_grad=True, device="cpu").backward()
+
+
+def fake_mode() -> FakeTensorMode:
+    """torch's mode for fake tensors, beside which real ones may be used."""
+    begin_autograd()
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class LeanFakeMode(FakeTensorMode):

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from meshwright.profiler.model.lean_fake_mode import LeanFakeMode  # noqa: E402
+from meshwright.profiler.model.fake_modes import LeanFakeMode  # noqa: E402
 
 OPERATORS: dict[str, Callable] = {
     "pointwise": lambda x: x * 2,
