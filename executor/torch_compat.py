@@ -185,7 +185,11 @@ class LeanPipelineStage(PipelineStage):
         self._after_weights = after_weights
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        return self._on_meta(super()._prepare_forward_infra, *args, **kwargs)
+        trains, self.has_backward = self.has_backward, self.has_backward and not _EXPECTS_EVERY_GRADIENT
+        try:  # torch 2.11 would have received integers take gradients; which do is said at their receive
+            return self._on_meta(super()._prepare_forward_infra, *args, **kwargs)
+        finally:
+            self.has_backward = trains
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return self._on_meta(super()._prepare_backward_infra, *args, **kwargs)
@@ -193,12 +197,28 @@ class LeanPipelineStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Receives of a micro-batch's activations."""
         _move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+        if _EXPECTS_EVERY_GRADIENT and not self.is_first:
+            for info, like in zip(self.args_recv_info[fwd_chunk_id], self.inputs_meta, strict=True):
+                info.buffer.requires_grad_(like.requires_grad)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Receives of a micro-batch's gradients."""
         _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """First messages to the stages beside this one, but to those on this rank (torch 2.11 sends them, too)."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Activations from the stage before, which is on this rank; torch 2.11 would have integers take gradients."""
+        if not _EXPECTS_EVERY_GRADIENT:
+            super().set_local_fwd_input(prev_stage_outputs, mb_index)
+            return
+        given = (prev_stage_outputs,) if isinstance(prev_stage_outputs, torch.Tensor) else prev_stage_outputs
+        for info, tensor, like in zip(self.args_recv_info[mb_index], given, self.inputs_meta, strict=True):
+            info.buffer = tensor.detach().requires_grad_(like.requires_grad)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of a micro-batch. Raises what the model raised; torch wraps it in a list of argument shapes."""
