@@ -401,7 +401,8 @@ class _Search:
     def _solve(self, node: ShapeNode, cutoff: float) -> None:
         """Find the best plan of a shape, and keep the shape for the proof."""
         out = self._out
-        out.num_solved += node.found is None
+        out.num_solved += not node.asked
+        node.asked = True
         if not is_chunked(node.shape.schedule):
             node.bound = max(node.bound, node.by_ranks_s(cutoff))
         found = node.solve(cutoff, self._deadline_s) if node.bound < cutoff else None

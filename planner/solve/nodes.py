@@ -210,7 +210,8 @@ class ShapeNode:
     """One shape: the leaf of the tree.
 
     Its bound holds for all of its plans, so what is found may be slower: then the bound stands, and the difference is a
-    gap of the proof. raised: whether the bound knows all cuts and options as well as it can.
+    gap of the proof. raised: whether the bound knows all cuts and options as well as it can. asked: whether its best
+    plan has been looked for, found or not.
     """
 
     bound: float
@@ -220,6 +221,7 @@ class ShapeNode:
     space: Space
     search: Solver
     raised: bool = False
+    asked: bool = False
     cuts: NDArray[np.int64] | None = None
     found: Solved | None = None
 

@@ -173,8 +173,7 @@ def _observe(
             with watch, watch.producers, grads, swaps, _noting_hooks(watch), watch.noting_repeated():
                 loss = fake.loss(batch, before_loss=watch.start_loss)
                 _check_loss(fake, watch)
-            own = _trained_by_loss(fake, batch, loss) if fake.loaded.loss is not None else ()
-            fake.returned.clear()
+            own = _trained_by_loss(fake, watch, batch, loss) if fake.loaded.loss is not None else ()
             if fake.left:
                 watch.inputs.read_again = fake.read_again((fake.batch(size, seq_len), fake.batch(size, seq_len)))
             if watch.inputs.overwrites and (not saves or any(x._version != version for x, version in saved)):
@@ -193,7 +192,7 @@ def _observe(
 def _check_loss(fake: FakeModel, watch: ChainWatch) -> None:
     """Raises ValueError where the loss reads parameters that it holds by itself: under a plan the model is another
     object."""
-    given = {watch.storages.number(tensor) for tensor in fake.returned}
+    given = {watch.storages.number(tensor) for tensor in watch.returned}
     named = {name: watch.storages.number(parameter) for name, parameter in fake.module.named_parameters()}
     read = {name for event in watch.events[watch.loss_from :] for name in event.parameters}
     for name in sorted(read - watch.read_before_loss):
@@ -205,10 +204,10 @@ def _check_loss(fake: FakeModel, watch: ChainWatch) -> None:
             )
 
 
-def _trained_by_loss(fake: FakeModel, batch: Batch, loss: torch.Tensor) -> tuple[str, ...]:
+def _trained_by_loss(fake: FakeModel, watch: ChainWatch, batch: Batch, loss: torch.Tensor) -> tuple[str, ...]:
     """A note on what the loss would train beside the model's parameters."""
-    known = {id(x) for x in (*fake.module.parameters(), *fake.returned, *tree_leaves(batch))}
-    nodes, seen = [loss.grad_fn], {tensor.grad_fn for tensor in fake.returned}
+    known = {id(x) for x in (*fake.module.parameters(), *watch.returned, *tree_leaves(batch))}
+    nodes, seen = [loss.grad_fn], {tensor.grad_fn for tensor in watch.returned}
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:

@@ -195,6 +195,7 @@ class ChainWatch(Mode):
         self._written: set[str] = set()
         self.ran: list[str] = []
         self.loss_from = 0
+        self.returned: list[torch.Tensor] = []
         self.read_before_loss: set[str] = set()
         self.inputs = Inputs(fake.module, units.names)
         self._outputs = recording_outputs(fake.module, units.names, self.cursor, self.shapes)
@@ -231,8 +232,9 @@ class ChainWatch(Mode):
         with noting_repeated(begins, ends):
             yield
 
-    def start_loss(self) -> None:
-        """The module has returned; what follows is the loss."""
+    def start_loss(self, returned: list[torch.Tensor]) -> None:
+        """The module has returned these; what follows is the loss."""
+        self.returned = returned
         self._start(*LOSS)
         self.loss_from = self.cursor.index
         self.read_before_loss = set(self.events[-1].parameters)

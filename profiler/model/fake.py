@@ -29,6 +29,9 @@ from .known_numbers import MOST_KNOWN, knowing_numbers, known
 from .loaded import Batch, LoadedModel, place_of, split_inputs
 from .model_profile import BufferProfile
 
+BeforeLoss = Callable[[list[torch.Tensor]], None]
+"""Is told of the tensors that the module has returned."""
+
 
 class DecidesByValuesError(Exception):
     """The model reads numbers out of its tensors, which fake ones do not have."""
@@ -56,8 +59,6 @@ class FakeModel:
     knows_layout: bool = False
     """Whether the integers of a batch, and what the batch function says is layout, keep their numbers, and all that is
     computed of nothing else: what the model decides by them it decides as it does with real tensors."""
-    returned: list[torch.Tensor] = field(default_factory=list)
-    """The tensors that its forward has returned, while the loss is computed."""
     left: dict[str, torch.Tensor] = field(default_factory=dict)
     """What its last forward has left behind in attributes, lists and the like, by place; it is gone by then."""
 
@@ -98,7 +99,7 @@ class FakeModel:
             made = tree_map(lambda x: self._known(x, cast) if id(x) in kept else self._fake(x, cast), made)
         return made
 
-    def loss(self, batch: Batch, before_loss: Callable[[], None] = lambda: None) -> torch.Tensor:
+    def loss(self, batch: Batch, before_loss: BeforeLoss = lambda returned: None) -> torch.Tensor:
         """Loss of one forward, as if it were the first one. Raises ValueError in words when the model cannot take the
         batch."""
         before = taken(self._places)
@@ -128,12 +129,11 @@ class FakeModel:
     def _places(self) -> list[Changeable]:
         return places_of(self.module)
 
-    def next_loss(self, batch: Batch, before_loss: Callable[[], None] = lambda: None) -> torch.Tensor:
+    def next_loss(self, batch: Batch, before_loss: BeforeLoss = lambda returned: None) -> torch.Tensor:
         """Loss of one forward, which finds what the one before it has left behind."""
         args, kwargs = split_inputs(self.module, batch, self.loaded.loss is not None)
         output = self.module(*args, **kwargs)
-        self.returned[:] = [leaf for leaf in tree_leaves(_parts(output)) if isinstance(leaf, torch.Tensor)]
-        before_loss()
+        before_loss([leaf for leaf in tree_leaves(_parts(output)) if isinstance(leaf, torch.Tensor)])
         if self.loaded.loss is not None:
             output = self.loaded.loss(output, batch)
             if not isinstance(output, torch.Tensor):

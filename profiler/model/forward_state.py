@@ -1,5 +1,6 @@
 """What a forward may leave behind in a model: attributes and buffers that it binds anew or writes into, lists that it
-fills, generators that it draws from. So that a forward can be undone, or repeated from where it started."""
+fills, hooks that it puts on modules, generators that it draws from. So that a forward can be undone, or repeated from
+where it started."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +44,7 @@ def places_of(root: nn.Module) -> list[Changeable]:
         match holder:
             case nn.Module():
                 found.append(_entries(vars(holder), OF_MODULES))
+                found.extend(_entries(hooks) for hooks in (holder._forward_pre_hooks, holder._forward_hooks))
                 if holder._buffers:
                     found.append(_entries(holder._buffers))
             case dict():

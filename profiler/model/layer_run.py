@@ -330,7 +330,7 @@ class LayerRun:
         self.recorder.active = self._cursor.layer == self.index
         self._began |= self.recorder.active
 
-    def _start_loss(self) -> None:
+    def _start_loss(self, returned: list[torch.Tensor]) -> None:
         self._start("loss", "loss", 0)
 
     def _replace(self, producer: Producer, tensor: torch.Tensor) -> torch.Tensor:
