@@ -884,3 +884,11 @@ def test_a_refusal_names_the_rule_of_the_pin(pins: Pins, words: str) -> None:
 
     assert found is not None
     assert re.search(words, found.rule)
+
+
+def test_layouts_that_are_looked_at_twice_count_once() -> None:
+    certificate = planned(HABITS["bags"], ranks=4, pipeline=2).certificate
+
+    assert certificate is not None
+    shapes = certificate.shapes
+    assert shapes["total"] == shapes["rejected"] + shapes["pruned"] + shapes["solved"]
