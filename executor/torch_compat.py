@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -198,7 +198,8 @@ class LeanPipelineStage(PipelineStage):
         """Receives of a micro-batch's activations."""
         _move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
         if _EXPECTS_EVERY_GRADIENT and not self.is_first:
-            for info, like in zip(self.args_recv_info[fwd_chunk_id], self.inputs_meta, strict=True):
+            stage: Any = self  # what else its attributes are differs between versions
+            for info, like in zip(stage.args_recv_info[fwd_chunk_id], stage.inputs_meta, strict=True):
                 info.buffer.requires_grad_(like.requires_grad)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
@@ -217,7 +218,8 @@ class LeanPipelineStage(PipelineStage):
             super().set_local_fwd_input(prev_stage_outputs, mb_index)
             return
         given = (prev_stage_outputs,) if isinstance(prev_stage_outputs, torch.Tensor) else prev_stage_outputs
-        for info, tensor, like in zip(self.args_recv_info[mb_index], given, self.inputs_meta, strict=True):
+        stage: Any = self
+        for info, tensor, like in zip(stage.args_recv_info[mb_index], given, stage.inputs_meta, strict=True):
             info.buffer = tensor.detach().requires_grad_(like.requires_grad)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -259,7 +261,8 @@ class LeanPipelineStage(PipelineStage):
         """Sends of a micro-batch's gradients, which are zeros where there are none: torch before 2.12 does not make
         them, and its stages expect some for every tensor that they have sent."""
         if _EXPECTS_EVERY_GRADIENT and not self.is_first:
-            pairs = zip(self.bwd_cache[bwd_chunk_id], self.args_recv_info[bwd_chunk_id], strict=True)
+            infos = cast(Sequence[Any], self.args_recv_info[bwd_chunk_id])
+            pairs = zip(self.bwd_cache[bwd_chunk_id], infos, strict=True)
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros_like(info.buffer, device=self.device) if grad is None else grad for grad, info in pairs
             )
@@ -267,8 +270,8 @@ class LeanPipelineStage(PipelineStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Gradients from the next stage, which is on this rank; where there is none, zeros on the device."""
-        given = list(next_stage_bwd_outputs)
-        for place, info in enumerate(self.grad_recv_info[mb_index]):
+        given, infos = list(next_stage_bwd_outputs), cast(Sequence[Any], self.grad_recv_info[mb_index])
+        for place, info in enumerate(infos):
             if given[place] is None:
                 _move_buffers([info], self.device)
                 if _EXPECTS_EVERY_GRADIENT:
