@@ -166,6 +166,7 @@ def _observe(
 
     def watched(hooks: AbstractContextManager[Any], saves: bool) -> LayerChain:
         batch = fake.batch(size, seq_len)
+        again = fake.batch(size, seq_len), fake.batch(size, seq_len)  # those made while it runs have no numbers
         with fake.running(), hooks:
             watch = ChainWatch(fake, units, most_operators)
             swaps = patch.object(stateless, "_functional_call", _noting_swaps(stateless._functional_call, watch))
@@ -175,7 +176,7 @@ def _observe(
                 _check_loss(fake, watch)
             own = _trained_by_loss(fake, watch, batch, loss) if fake.loaded.loss is not None else ()
             if fake.left:
-                watch.inputs.read_again = fake.read_again((fake.batch(size, seq_len), fake.batch(size, seq_len)))
+                watch.inputs.read_again = fake.read_again(again)
             if watch.inputs.overwrites and (not saves or any(x._version != version for x, version in saved)):
                 _check_backward(fake, loss)
         chain = _build_chain(fake, units, watch)
