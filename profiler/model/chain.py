@@ -166,7 +166,6 @@ def _observe(
 
     def watched(hooks: AbstractContextManager[Any], saves: bool) -> LayerChain:
         batch = fake.batch(size, seq_len)
-        again = fake.batch(size, seq_len), fake.batch(size, seq_len)  # those made while it runs have no numbers
         with fake.running(), hooks:
             watch = ChainWatch(fake, units, most_operators)
             swaps = patch.object(stateless, "_functional_call", _noting_swaps(stateless._functional_call, watch))
@@ -175,10 +174,12 @@ def _observe(
                 loss = fake.loss(batch, before_loss=watch.start_loss)
                 _check_loss(fake, watch)
             own = _trained_by_loss(fake, watch, batch, loss) if fake.loaded.loss is not None else ()
-            if fake.left:
-                watch.inputs.read_again = fake.read_again(again)
             if watch.inputs.overwrites and (not saves or any(x._version != version for x, version in saved)):
                 _check_backward(fake, loss)
+        if fake.left:
+            batches = fake.batch(size, seq_len), fake.batch(size, seq_len)  # here: in fake mode they had no numbers
+            with fake.running():
+                watch.inputs.read_again = fake.read_again(batches)
         chain = _build_chain(fake, units, watch)
         return replace(chain, notes=(*chain.notes, *own))
 
