@@ -157,8 +157,13 @@ class _Solid(Function):
         return grad
 
 
-_EXPECTS_EVERY_GRADIENT = not hasattr(PipelineStage, "_get_grad_send_meta")
-"""Whether torch's stages, as before 2.12, wait for a gradient of every tensor that they have sent."""
+_TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+_EXPECTS_EVERY_GRADIENT = _TORCH < (2, 13)
+"""Whether torch's stages wait for a gradient of every tensor that they have sent, and send none where there is none."""
+
+_MARKS_BUFFERS = _TORCH < (2, 12)
+"""Whether what stages receive takes gradients because its buffer does, and every buffer does, be it of integers."""
 
 
 class LeanPipelineStage(PipelineStage):
@@ -174,22 +179,26 @@ class LeanPipelineStage(PipelineStage):
     def __init__(
         self,
         *args: Any,
+        input_args: tuple[torch.Tensor, ...],
         before_backward: Callable[[bool], None],
         before_weights: Callable[[], None],
         after_weights: Callable[[bool], None],
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, input_args=input_args, **kwargs)
+        self._take_gradients = [given.requires_grad for given in input_args]
         self._before_backward = before_backward
         self._before_weights = before_weights
         self._after_weights = after_weights
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        trains, self.has_backward = self.has_backward, self.has_backward and not _EXPECTS_EVERY_GRADIENT
-        try:  # torch 2.11 would have received integers take gradients; which do is said at their receive
+        if not _MARKS_BUFFERS:
+            return self._on_meta(super()._prepare_forward_infra, *args, **kwargs)
+        has_backward, self.has_backward = self.has_backward, False  # which take gradients is said at their receive
+        try:
             return self._on_meta(super()._prepare_forward_infra, *args, **kwargs)
         finally:
-            self.has_backward = trains
+            self.has_backward = has_backward
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return self._on_meta(super()._prepare_backward_infra, *args, **kwargs)
@@ -197,10 +206,10 @@ class LeanPipelineStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Receives of a micro-batch's activations."""
         _move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
-        if _EXPECTS_EVERY_GRADIENT and not self.is_first:
-            stage: Any = self  # what else its attributes are differs between versions
-            for info, like in zip(stage.args_recv_info[fwd_chunk_id], stage.inputs_meta, strict=True):
-                info.buffer.requires_grad_(like.requires_grad)
+        if _MARKS_BUFFERS and not self.is_first:
+            infos = cast(Sequence[Any], self.args_recv_info[fwd_chunk_id])
+            for info, takes_gradient in zip(infos, self._take_gradients, strict=True):
+                info.buffer.requires_grad_(takes_gradient)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
@@ -209,18 +218,18 @@ class LeanPipelineStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """First messages to the stages beside this one, but to those on this rank (torch 2.11 sends them, too)."""
+        """First messages to the stages beside this one, but to those on this rank (torch 2.12 sends them, too)."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Activations from the stage before, which is on this rank; torch 2.11 would have integers take gradients."""
-        if not _EXPECTS_EVERY_GRADIENT:
+        """Activations from the stage before, which is on this rank."""
+        if not _MARKS_BUFFERS:
             super().set_local_fwd_input(prev_stage_outputs, mb_index)
             return
         given = (prev_stage_outputs,) if isinstance(prev_stage_outputs, torch.Tensor) else prev_stage_outputs
-        stage: Any = self
-        for info, tensor, like in zip(stage.args_recv_info[mb_index], given, stage.inputs_meta, strict=True):
-            info.buffer = tensor.detach().requires_grad_(like.requires_grad)
+        infos = cast(Sequence[Any], self.args_recv_info[mb_index])
+        for info, tensor, takes_gradient in zip(infos, given, self._take_gradients, strict=True):
+            info.buffer = tensor.detach().requires_grad_(takes_gradient)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of a micro-batch. Raises what the model raised; torch wraps it in a list of argument shapes."""
@@ -258,8 +267,7 @@ class LeanPipelineStage(PipelineStage):
         self._after_weights(last_backward)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Sends of a micro-batch's gradients, which are zeros where there are none: torch before 2.12 does not make
-        them, and its stages expect some for every tensor that they have sent."""
+        """Sends of a micro-batch's gradients, zeros where there are none."""
         if _EXPECTS_EVERY_GRADIENT and not self.is_first:
             infos = cast(Sequence[Any], self.args_recv_info[bwd_chunk_id])
             pairs = zip(self.bwd_cache[bwd_chunk_id], infos, strict=True)

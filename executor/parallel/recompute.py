@@ -105,9 +105,7 @@ class _Keep:
         self._module = type(module).__name__
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if context.is_recompute:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(func._schema.arguments, () if context.is_recompute else args, strict=False):
             if argument.is_write and isinstance(value, torch.Tensor) and self._keeps(value):
                 raise ValueError(
                     f"{self._module} writes by {func} into what a matmul or attention returned, which selective "

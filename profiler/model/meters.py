@@ -273,7 +273,7 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     given = dict(kwargs)
     given.update(zip((a.name for a in func._schema.arguments), args, strict=False))
     q, k, v = (given[key].shape for key in ("query", "key", "value"))
-    k, v = ((*q[:-2], *shape[-2:]) for shape in (k, v))  # of as many heads: torch's formulas before 2.12 know no groups
+    k, v = ((*q[:-2], *shape[-2:]) for shape in (k, v))  # of as many heads: torch 2.11's formulas know no groups
     if "backward" in func._overloadpacket.__name__:
         grad = next(given[key] for key in ("grad_out", "grad_out_", "grad") if key in given)
         full = sdpa_backward_flop_count(grad.shape, q, k, v)
