@@ -1,17 +1,16 @@
 """The lean fake mode answers what torch's own does, and asks it for each operator only once."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-torch = pytest.importorskip("torch")
+from meshwright.profiler.model.fake_modes import LeanFakeMode
 
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-
-from meshwright.profiler.model.fake_modes import LeanFakeMode  # noqa: E402
-
-OPERATORS: dict[str, Callable] = {
+OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pointwise": lambda x: x * 2,
     "the same with a float, which makes another dtype of integers": lambda x: x.int() * 2.0,
     "the same with an int": lambda x: x.int() * 2,
@@ -29,12 +28,12 @@ OPERATORS: dict[str, Callable] = {
 }
 
 
-def _told(x):
+def _told(x: torch.Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_inference()
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_answers_twice_what_torch_answers(name):
+def test_answers_twice_what_torch_answers(name: str) -> None:
     told = []
     for mode in (FakeTensorMode(), LeanFakeMode()):
         with mode:
@@ -45,7 +44,7 @@ def test_answers_twice_what_torch_answers(name):
     assert all(each == told[0] for each in told)
 
 
-def test_asks_torch_once_for_each_operator():
+def test_asks_torch_once_for_each_operator() -> None:
     mode = LeanFakeMode()
     with mode, patch.object(FakeTensorMode, "dispatch", autospec=True, side_effect=FakeTensorMode.dispatch) as asked:
         x = torch.empty(2, 3)
@@ -58,7 +57,7 @@ def test_asks_torch_once_for_each_operator():
     assert asked.call_count == before
 
 
-def test_what_writes_in_place_returns_what_it_wrote_into():
+def test_what_writes_in_place_returns_what_it_wrote_into() -> None:
     with LeanFakeMode():
         x, y = torch.empty(3), torch.empty(3)
 
@@ -66,7 +65,7 @@ def test_what_writes_in_place_returns_what_it_wrote_into():
         assert y.add_(1) is y
 
 
-def test_a_view_is_of_the_tensor_that_is_given():
+def test_a_view_is_of_the_tensor_that_is_given() -> None:
     with LeanFakeMode():
         x, y = torch.empty(6), torch.empty(6)
         views = x.view(2, 3), y.view(2, 3)
