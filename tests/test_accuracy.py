@@ -48,10 +48,6 @@ def test_flops_of_whole_models_are_their_closed_forms(name: str) -> None:
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_flops_are_what_torch_counts_on_real_tensors(name: str) -> None:
-    if name == "lstm" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip(
-            "without bf16 in oneDNN, which this processor lacks, an LSTM is profiled step by step: 1% fewer FLOPs"
-        )
     (row,) = flops.counted_rows({name: small_model(name)})
 
     assert row["forward off"] == pytest.approx(0.0, abs=flops.MOST)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -60,8 +60,8 @@ _NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 class _Kernels(TorchFunctionMode):
     """Attention without its dropout, for which the CPU kernel would fall back to a T x T matrix; dropout whose mask is
-    a byte per element, where the CPU's has the compute dtype; x[mask] = value, which looks for the mask's places first,
-    as a choice between value and x at all of them."""
+    a byte per element, where the CPU's has the compute dtype; LSTMs fused in any dtype; x[mask] = value, which looks
+    for the mask's places first, as a choice between value and x at all of them."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,6 +71,8 @@ class _Kernels(TorchFunctionMode):
             return _without_dropout(*args, **kwargs)
         if func is functional.dropout or func is torch.dropout:
             return _dropout(func, *args, **kwargs)
+        if func is torch.lstm and _can_be_fused(*args):
+            return _lstm(*args, **kwargs)
         if func is torch.Tensor.__setitem__ and _is_by_mask(*args):
             tensor, mask, value = args
             where = mask.reshape(*mask.shape, *(1,) * (tensor.dim() - mask.dim())).to(tensor.device)
@@ -126,6 +128,52 @@ def _dropout(
         )
         return kept
     return torch.native_dropout(input, p, True)[0]
+
+
+def _can_be_fused(input: torch.Tensor, hx: Any, *more: Any) -> bool:
+    """Whether an LSTM has neither packed sequences (then sizes stand where states are) nor projections, which nothing
+    fuses."""
+    return isinstance(input, FakeTensor) and not isinstance(hx, torch.Tensor) and hx[0].shape == hx[1].shape
+
+
+def _lstm(
+    input: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One fused call for each layer and direction. A CPU's library makes it in fp32, and in bf16 where the processor
+    has that (oneDNN: AVX-512); else torch goes through the sequence step by step, as no GPU does."""
+    directions, (hidden, cells) = 1 + bidirectional, hx
+    each, width = len(weights) // (num_layers * directions), cells.shape[-1]
+    layer = (input.transpose(0, 1) if batch_first else input).contiguous()
+    last_hidden, last_cells = [], []
+    for i in range(num_layers):
+        outputs = []
+        for number in range(i * directions, (i + 1) * directions):
+            own = list(weights[number * each : (number + 1) * each])
+            own += [] if has_biases else [own[0].new_zeros(4 * width)] * 2
+            output, own_hidden, own_cells, _ = torch.ops.aten.mkldnn_rnn_layer(
+                layer, *own, hidden[number], cells[number], number % directions == 1, [], _LSTM, width, num_layers,
+                has_biases, bidirectional, batch_first, train,
+            )  # fmt: skip
+            outputs.append(output)
+            last_hidden.append(own_hidden)
+            last_cells.append(own_cells)
+        layer = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if i < num_layers - 1:
+            layer = _dropout(functional.dropout, layer, dropout, train)
+    output = layer.transpose(0, 1) if batch_first else layer
+    return output, torch.stack(last_hidden), torch.stack(last_cells)
+
+
+_LSTM = 2
+"""torch's number of this kind of recurrent layer (at::native, mkldnn_rnn_layer)."""
 
 
 class Mode(TorchDispatchMode):
