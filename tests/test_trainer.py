@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.executor import Trainer, apply, parallelize
 from meshwright.executor.parallel.expert import HeldExperts
+from meshwright.executor.parallel.micro_batches import num_microbatches
 from meshwright.executor.parallel.tensor_layout import ParameterCut
 from meshwright.executor.state import initialise
 from meshwright.executor.state.initialise import Materialiser, initial_values
@@ -24,6 +25,7 @@ from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 from support import tied_net
+from support.cli import some_plan
 from support.ranks import run_ranks
 from support.small_net import CLASSES, GLOBAL_BATCH, WIDTH, Net, assert_same, batch_of, loss, sgd
 from support.synthetic import cluster
@@ -133,6 +135,13 @@ def test_one_device_needs_no_process_group(make: Callable[..., Plan]) -> None:
 def test_wrong_share_is_refused_with_both_numbers(make: Callable[..., Plan]) -> None:
     with pytest.raises(ValueError, match=r"must hold 8 samples .*, found tensors of 6 samples"):
         trainer_of(make()).step(batch_of(6))
+
+
+def test_the_global_batch_given_to_every_rank_is_told_as_such() -> None:
+    plan = some_plan(replicate=4, micro_batches=2)
+
+    with pytest.raises(ValueError, match=r"the global batch: every data rank gives its own share .* trainer\.loader"):
+        num_microbatches(plan, plan.training.global_batch)
 
 
 def test_plan_may_be_a_file(make: Callable[..., Plan], tmp_path: Any) -> None:

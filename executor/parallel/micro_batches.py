@@ -96,9 +96,11 @@ def num_microbatches(plan: Plan, samples: int) -> int:
     most = plan.num_microbatches
     if rest or not 0 < count <= most:
         fewer = f", or fewer by whole micro-batches of {plan.micro_batch}" if most > 1 else ""
+        whole = ", the global batch" if samples == plan.training.global_batch and plan.degrees.data > 1 else ""
         raise ValueError(
             f"this rank's batch must hold {plan.micro_batch * most} samples (micro_batch x num_microbatches){fewer}, "
-            f"found tensors of {samples} samples"
+            f"found tensors of {samples} samples{whole}: every data rank gives its own share of a step's samples, as "
+            "trainer.loader(dataset) deals them out"
         )
     rule = num_microbatches_rule(plan.schedule, plan.degrees.pipeline, count, plan.degrees.virtual_stages)
     if rule is not None:
