@@ -167,3 +167,14 @@ def test_models_that_people_train_take_one_screen(
     told = capsys.readouterr()
     assert code == (3 if words == ["llama3_70b", "--gpus", "8"] else 0)
     assert len((told.out + told.err).splitlines()) <= MOST_LINES
+
+
+def test_set_ups_side_by_side_name_the_stack_that_they_are_priced_for() -> None:
+    plan = some_plan(shard=4)
+    found = estimate(plan, small_profile())
+    beside = [Candidate("planned", plan, found, Verdict(VerdictKind.PLAN, "the plan"))]
+
+    told = terminal.as_text(lambda console: terminal.print_comparison(console, beside, found.step_time_s))
+
+    assert "equal global batch, with fsdp2-eager" in told
+    assert "with fsdp2-eager" in terminal.as_text(lambda console: console.print(terminal.comparison_tables(beside)))

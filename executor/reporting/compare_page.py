@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from ...planner.answers.candidate import Candidate
 from ...planner.plan.document import Plan
@@ -10,7 +9,7 @@ from .choice_charts import loss_bars
 from .drawing import table, tag
 from .html_page import job_in_words, page, section, verdict_rows, wide
 from .measured_report import MeasuredTable
-from .report import comparison_rows, loss_rows
+from .report import comparison_rows, loss_rows, stack_of
 
 
 def comparison_page(
@@ -19,10 +18,9 @@ def comparison_page(
     """Set-ups side by side: one step of each by cause, the numbers, and what was measured."""
     title = f"{job.model.name} on {job.cluster.devices.replace(' x ', ' × ')}"
     head = f'<p class="kicker">Planned beside manual set-ups</p><h1>{escape(title)}</h1>'
-    stack = Path(job.training.software).stem
     head += tag(
         "p",
-        escape(f"{job_in_words(job)}. All at the same global batch, with {stack}, by the same cost model."),
+        escape(f"{job_in_words(job)}. All at the same global batch, with {stack_of(job)}, by the same cost model."),
         class_="sub",
     )
     picture, names = loss_bars(candidates)

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -19,7 +18,7 @@ from ...planner.plan.layer_counts import blocks_at
 from ...planner.plan.not_run import marked, not_run
 from ...profiler.machine.units import GIB, format_count, format_dollars, format_seconds
 from .glossary import Term, term
-from .report import choice_in_words, hosts_in_order, launch_command, proof_sentence
+from .report import choice_in_words, hosts_in_order, launch_command, proof_sentence, stack_of
 from .terminal import hanging, job_line
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ def _figures(plan: Plan) -> Iterator[RenderableType]:
         return
     sequences = plan.training.seq_len is not None
     line = Text(format_seconds(found.step_time_s), style="bold")
-    line.append(f" with {Path(plan.training.software).stem}", style="not bold")
+    line.append(f" with {stack_of(plan)}", style="not bold")
     band = time_band(plan)
     if band is not None:
         low, high = band.around(found.step_time_s)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...planner.answers.verdict import VerdictKind
@@ -362,6 +363,17 @@ def proof_sentence(plan: Plan) -> str:
     searched = "is searched" if certificate.framework is None else f"{certificate.framework} runs"
     slower = "faster" if faster < 0.00005 else f"more than {faster:.2%} faster"
     return f"no plan that {searched} is {slower} under the cost model ({looked}){_restriction(certificate)}"
+
+
+def stack_of(plan: Plan) -> str:
+    """The name of the training stack that a plan is priced for."""
+    return Path(plan.training.software).stem
+
+
+def stacks_of(candidates: Sequence["Candidate"]) -> str:
+    """The stacks that set-ups are priced for, one as a rule: "with fsdp2-eager"."""
+    names = dict.fromkeys(stack_of(candidate.plan) for candidate in candidates if candidate.plan is not None)
+    return f"with {' or '.join(names)}" if names else ""
 
 
 def comparison_rows(

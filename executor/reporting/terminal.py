@@ -4,7 +4,6 @@ import io
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -32,6 +31,7 @@ from .report import (
     layer_runs,
     loss_rows,
     splits_in_words,
+    stacks_of,
     stage_names,
 )
 
@@ -345,10 +345,8 @@ def print_comparison(console: Console, candidates: Sequence["Candidate"], refere
         if candidate.estimate is not None and reference_s is not None:
             ratio = f"{candidate.estimate.step_time_s / reference_s:.2f}x"
         table.add_row(label, step, ratio, gib, verdict)
-    plans = [candidate.plan for candidate in candidates if candidate.plan is not None]
-    stacks = dict.fromkeys(Path(plan.training.software).stem for plan in plans)
-    with_stack = f", with {' or '.join(stacks)}" if stacks else ""
-    print_titled(console, f"Planned beside manual set-ups, equal global batch{with_stack}", table)
+    title = ", ".join(filter(None, ["Planned beside manual set-ups, equal global batch", stacks_of(candidates)]))
+    print_titled(console, title, table)
 
 
 def print_measured(console: Console, found: "MeasuredTable") -> None:
@@ -393,6 +391,7 @@ def comparison_tables(candidates: Sequence["Candidate"]) -> Group:
     unit, causes, losses = loss_rows(candidates)
     verdicts = [(c.label, str(c.verdict)) for c in candidates]
     return Group(
+        Text(stacks_of(candidates)),
         rows_table(headings, rows),
         Text(f"where the step goes, {unit}"),
         rows_table(causes, losses),
