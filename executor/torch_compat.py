@@ -178,14 +178,18 @@ class LeanPipelineStage(PipelineStage):
 
     def __init__(
         self,
-        *args: Any,
+        submodule: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
         input_args: tuple[torch.Tensor, ...],
         before_backward: Callable[[bool], None],
         before_weights: Callable[[], None],
         after_weights: Callable[[bool], None],
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, input_args=input_args, **kwargs)
+        super().__init__(submodule, stage_index, num_stages, device, input_args=input_args, **kwargs)
         self._take_gradients = [given.requires_grad for given in input_args]
         self._before_backward = before_backward
         self._before_weights = before_weights

@@ -60,8 +60,7 @@ def memory_bands(priced: Sequence[Priced], wider: float) -> dict[str, Band]:
 
 def main() -> None:
     """Writes the bands: of step time from the rows of fit.json that were left out, of memory from all rows, as much
-    wider as errors were larger for rows that the constants had not been fitted to.
-    And what those runs are of."""
+    wider as errors were larger for rows that the constants had not been fitted to; and what those runs are of."""
     time = json.loads((FITTED / "fit.json").read_text())["bands"]
     memory = json.loads((FITTED / "memory.json").read_text())["errors"]
     lines = [
