@@ -1,13 +1,15 @@
 """Models that decide by the integers of their batch are profiled as these lead them, with operators for each sample."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from meshwright.profiler.model.known_numbers import knowing_numbers, known  # noqa: E402
 from meshwright.profiler.model.load import load_model  # noqa: E402
@@ -52,6 +54,16 @@ def loss(output, batch):
 '''
 
 
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
 def test_what_is_computed_of_known_numbers_is_known() -> None:
     mode, real = FakeTensorMode(), torch.tensor([[2, 3], [4, 5]])
     with knowing_numbers(mode):
@@ -61,6 +73,19 @@ def test_what_is_computed_of_known_numbers_is_known() -> None:
         assert sizes.prod(-1).tolist() == [6, 20]
         assert torch.tensor([position.max(), sizes[0, 0]]).tolist() == [22, 2]
         assert (sizes > 2).nonzero().shape == (3, 2)
+
+
+def test_a_list_of_known_numbers_is_read_at_once() -> None:
+    mode, real = FakeTensorMode(), torch.arange(4096).view(2, 2048)
+    with knowing_numbers(mode):
+        tokens = known(mode, real)
+        with _Operators() as run:
+            read = tokens.tolist()
+
+        assert read == [list(range(2048)), list(range(2048, 4096))]
+        assert not run.operators
+        with pytest.raises(DataDependentOutputException):
+            torch.empty(3).tolist()
 
 
 def test_places_of_a_mask_are_known_however_far_it_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def _observe(
             swaps = patch.object(stateless, "_functional_call", _noting_swaps(stateless._functional_call, watch))
             grads = patch.object(torch.autograd, "grad", _noting(torch.autograd.grad, watch))
             with watch, watch.producers, grads, swaps, _noting_hooks(watch), watch.noting_repeated():
-                loss = fake.loss(batch, before_loss=watch.start_loss)
+                loss = fake.loss(batch, before_loss=watch.start_loss, note_left=True)
                 _check_loss(fake, watch)
             own = _trained_by_loss(fake, watch, batch, loss) if fake.loaded.loss is not None else ()
             if watch.inputs.overwrites and (not saves or any(x._version != version for x, version in saved)):

@@ -99,19 +99,21 @@ class FakeModel:
             made = tree_map(lambda x: self._known(x, cast) if id(x) in kept else self._fake(x, cast), made)
         return made
 
-    def loss(self, batch: Batch, before_loss: BeforeLoss = lambda returned: None) -> torch.Tensor:
-        """Loss of one forward, as if it were the first one. Raises ValueError in words when the model cannot take the
-        batch."""
+    def loss(
+        self, batch: Batch, before_loss: BeforeLoss = lambda returned: None, note_left: bool = False
+    ) -> torch.Tensor:
+        """Loss of one forward, as if it were the first one. note_left: keep in `left` what it leaves behind. Raises
+        ValueError in words when the model cannot take the batch."""
         before = taken(self._places)
         try:
             return self.next_loss(batch, before_loss)
         finally:
+            left = changed(before)
+            now = self._held() if left and note_left else {}
+            put_back(left)
+            known = {id(tensor) for tensor in self._held().values()} if now else set()
             self.left.clear()
-            if left := changed(before):
-                now = self._held()
-                put_back(left)
-                known = {id(tensor) for tensor in self._held().values()}
-                self.left.update((place, tensor) for place, tensor in now.items() if id(tensor) not in known)
+            self.left.update((place, tensor) for place, tensor in now.items() if id(tensor) not in known)
 
     def _held(self) -> dict[str, torch.Tensor]:
         return {**dict(self.module.named_buffers()), **dict(held_beside(self.module))}
