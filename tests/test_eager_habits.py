@@ -560,8 +560,8 @@ HABITS: dict[str, Any] = {
 
 FIRST = {
     **dict.fromkeys(("averaging", "remembering", "bags", "synced norm", "reordered", "crops"), 0),
-    **dict.fromkeys(("hooked", "writes across", "twice", "twice, written into", "between", "mixes", "repeats"), 1),
-    **dict.fromkeys(("encoder", "backbone", "distributions"), 1),
+    **dict.fromkeys(("hooked", "writes across", "twice", "twice, written into", "repeats"), 1),
+    "backbone": 1,
     "named": 2,
 }
 """Model -> which of its plans is tested by default; the others with the slow ones."""

@@ -215,6 +215,7 @@ def test_a_window_whose_mask_is_made_otherwise_for_one_sample_trains_in_stages(
     assert run_plan("verify", "plan.json") == 0
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hugging_face_cache_is_named_by_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

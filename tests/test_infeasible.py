@@ -178,7 +178,7 @@ def test_the_smallest_number_of_gpus_is_that_of_uneven_stages() -> None:
             (units(3, 3, 1, 1), replace(PIPELINE_ONLY, schedule="1f1b")),
             (units(8, 1, 1, 1, 1, 1, 1), PIPELINE_ONLY),
         ],
-        2,
+        1,
     ),
     ids=["by pairs", "uneven, any layout", "by pairs, 1f1b", "one large"],
 )

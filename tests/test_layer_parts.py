@@ -124,6 +124,7 @@ def test_every_choice_of_parts_is_offered_only_when_asked() -> None:
     assert {option.recompute for option in more} - {option.recompute for option in usual} == set(ways_of_parts(block()))
 
 
+@pytest.mark.slow
 def test_a_block_of_llama_has_70_options() -> None:
     """None, selective, full and 15 choices of its two norms, attention and feed-forward; each with parameters given
     back or kept, and, but for selective recompute, with activations on the device or on the host."""

@@ -250,6 +250,7 @@ def renamed(model: ModelProfile) -> ModelProfile:
     return model.model_copy(update={"layers": layers, "tensors": tensors, "ties": ties})
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(plans())
 def test_names_of_layers_change_neither_memory_nor_time(

@@ -371,6 +371,7 @@ def _tokens(size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+@pytest.mark.slow
 def test_a_model_that_would_keep_keys_for_generation_does_not_while_it_trains() -> None:
     loaded = load_model(_caching, batch=_tokens)
     profile = trace(loaded)

@@ -191,6 +191,7 @@ def test_no_runner_up_is_beaten_by_another_micro_batch_of_its_degrees(seed: int)
         assert best.shape.layout in shown or candidate.estimate.step_time_s <= best_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_shapes_are_all_accounted_for() -> None:
     model, on, training = random_instance(7)
 

@@ -178,6 +178,7 @@ def test_costs_of_some_cuts_are_between_those_of_fewer_and_of_more(tmp_path: Pat
     assert len(mode_costs(layer_class, (0, 2), False).collectives) == 4
 
 
+@pytest.mark.slow
 def test_what_no_degree_divides_stays_whole_beside_what_it_divides(tmp_path: Path) -> None:
     profile = _shallow("gpt2_xl", tmp_path, n_layer=2)  # 25 heads, 6400 features
 

@@ -64,7 +64,8 @@ def sums(costs: Costs) -> list[float]:
     return [*found, sum(op.moved.at(2, 2) for op in operators), *(getattr(costs, name).at(2, 2) for name in KEPT)]
 
 
-@pytest.mark.parametrize("layer", ["Scan", pytest.param("Cells", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["Scan", "Cells"])
 def test_a_scan_is_profiled_from_runs_of_a_few_tokens(
     layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

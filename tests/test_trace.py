@@ -33,9 +33,10 @@ def _block_flops(profile: ModelProfile, part: str = "forward") -> float:
     return sum(amount_at(op.flops, 1) for op in costs.operators if (op.part == "forward") == (part == "forward"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "width", "kv_width", "hidden"),
-    [("llama3_8b", 4096, 1024, 14336), pytest.param("llama31_405b", 16384, 1024, 53248, marks=pytest.mark.slow)],
+    [("llama3_8b", 4096, 1024, 14336), ("llama31_405b", 16384, 1024, 53248)],
 )
 def test_llama_flops_equal_the_closed_form(name: str, width: int, kv_width: int, hidden: int) -> None:
     length = 8192

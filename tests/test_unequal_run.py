@@ -98,7 +98,10 @@ def test_a_searched_plan_with_uneven_stages_gives_the_numbers_of_one_process() -
     assert max(relative.values()) < TOLERANCE, relative
 
 
-REPLICAS = plan_in_order((1, 0), *PLANS["1f1b, replicas, tied across stages"])
+@cache
+def replicas() -> Plan:
+    """A pipeline whose first stage is on the faster devices."""
+    return plan_in_order((1, 0), *PLANS["1f1b, replicas, tied across stages"])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ REPLICAS = plan_in_order((1, 0), *PLANS["1f1b, replicas, tied across stages"])
 def test_processes_play_the_ranks_of_their_kind_of_device(seats: str, devices: list[str], ranks: list[int]) -> None:
     places = [(host, seats[:i].count(host)) for i, host in enumerate(seats)]
 
-    assert plan_ranks(REPLICAS, places, devices) == ranks
+    assert plan_ranks(replicas(), places, devices) == ranks
 
 
 def test_hosts_of_unequal_size_are_matched_by_it() -> None:
@@ -137,7 +140,7 @@ def test_each_rank_compares_its_own_stage_with_its_own_device(monkeypatch: pytes
     prediction = Prediction(
         step_time_s=1.0, tokens_per_s=1.0, mfu=0.1, stage_memory_bytes=(70 * GIB, 30 * GIB), budget_bytes=75 * GIB
     )
-    plan = REPLICAS.model_copy(update={"prediction": prediction})
+    plan = replicas().model_copy(update={"prediction": prediction})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Card(39.4))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100-SXM4-40GB")

@@ -129,6 +129,7 @@ def test_a_rank_that_fails_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyP
     assert "in fail" in report.detail
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_are_ended() -> None:
     def hang() -> None:
         while torch.distributed.get_rank():

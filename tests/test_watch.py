@@ -79,7 +79,9 @@ def _start(plan: Plan, folder: Path, happens: Callable[[Path], None], come: tupl
     ("come", "message"),
     [
         ((0,), "meshwright: rank 1 of 2 has not come for"),
-        ((1,), "meshwright: rank 0 of 2, which holds the store of the job at 127.0.0.1:"),
+        pytest.param(
+            (1,), "meshwright: rank 0 of 2, which holds the store of the job at 127.0.0.1:", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_rank_that_never_comes_is_named(

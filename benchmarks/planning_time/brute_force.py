@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import chain, combinations, pairwise, permutations, product
 from pathlib import Path
 from typing import get_args
@@ -168,9 +169,14 @@ def every_plan(asked: Instance) -> Iterator[Plan]:
             yield make_plan(asked.profile, asked.cluster, asked.training, shape, stages)
 
 
-def num_plans(asked: Instance) -> int:
-    """How many plans there are."""
-    return sum(_num_assignments(asked, shape) for shape in every_shape(asked))
+def num_plans(asked: Instance, most: float = math.inf) -> int:
+    """How many plans there are; counted no further than to more than `most`."""
+    count = 0
+    for shape in every_shape(asked):
+        count += _num_assignments(asked, shape)
+        if count > most:
+            break
+    return count
 
 
 def every_shape(asked: Instance) -> Iterator[Shape]:
@@ -181,6 +187,7 @@ def every_shape(asked: Instance) -> Iterator[Shape]:
         data, rest = divmod(num_devices, tensor * pipeline * context)
         if rest or training.global_batch % data or pipeline > len(profile.layers) or tensor_rule(profile, tensor):
             continue
+        cuts_of = cache(partial(_cut_choices, asked, tensor, data, context))
         for shard, micro_batch in product(divisors(data), divisors(training.global_batch // data)):
             count = training.global_batch // data // micro_batch
             sharded = shard * context > 1
@@ -212,8 +219,8 @@ def every_shape(asked: Instance) -> Iterator[Shape]:
                         offload_optimizer=pins.offload_optimizer,
                     )
                     if pins.allows_shape(shape):
-                        orders, choices = _orders(asked, shape), _cut_choices(asked, shape)
-                        yield from (replace(shape, mesh_axes=o, cuts=cuts) for o, cuts in product(orders, choices))
+                        choices = product(_orders(asked, shape), cuts_of(sequence))
+                        yield from (replace(shape, mesh_axes=order, cuts=cuts) for order, cuts in choices)
 
 
 def _tokens(asked: Instance, tensor: int, context: int, shard: int) -> Iterator[tuple[ContextKind, bool, int]]:
@@ -231,17 +238,15 @@ def _tokens(asked: Instance, tensor: int, context: int, shard: int) -> Iterator[
         yield from ((kind, sequence, expert) for expert in experts if expert_rule(profile, expert, sequence) is None)
 
 
-def _cut_choices(asked: Instance, shape: Shape) -> list[Cuts | None]:
+def _cut_choices(asked: Instance, tensor: int, data: int, context: int, sequence: bool) -> list[Cuts | None]:
     """What tensor parallelism cuts: all that its degree divides, or what the integer program of tensor_choice.py (which
     has a brute force of its own in its tests) finds worth leaving whole for any micro-batch."""
     found: dict[Cuts | None, None] = {None: None}
-    if shape.tensor > 1:
-        share = shape.micro_batch * shape.num_microbatches
+    if tensor > 1:
+        share = asked.training.global_batch // data
         for size in divisors(share):
             if asked.pins.allows("micro_batch", size):
-                whole = Shape(
-                    1, shape.data, shape.tensor, 1, size, share // size, shape.sequence, context=shape.context
-                )
+                whole = Shape(1, data, tensor, 1, size, share // size, sequence, context=context)
                 found |= dict.fromkeys(asked.choice.worth_trying(whole))
     return list(found)
 
@@ -339,7 +344,7 @@ def instances(count: int, most_plans: int, first: int = 0) -> Iterator[Instance]
     while count:
         asked = instance(seed)
         seed += 1
-        if FEWEST_PLANS <= num_plans(asked) <= most_plans:
+        if FEWEST_PLANS <= num_plans(asked, most_plans) <= most_plans:
             count -= 1
             yield asked
 
