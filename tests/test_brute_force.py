@@ -5,11 +5,13 @@
 
 import math
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
 from benchmarks.planning_time.brute_force import Agreement, agreement, every_plan, every_shape, instances, num_plans
 from benchmarks.planning_time.instances import Instance, chunked_instance, instance
+from meshwright.planner.answers.infeasible import filled_by_state
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.schedules import Schedule, is_chunked
 from meshwright.planner.solve.explore import Explorer
@@ -80,6 +82,18 @@ def test_the_space_holds_no_shape_that_the_plain_loops_do_not(asked: Instance) -
 
     long_enough = {s for s in shapes if s.pipeline * s.virtual_stages <= len(asked.profile.layers)}
     assert {replace(s, mesh_axes=()) for s in long_enough} <= {replace(s, mesh_axes=()) for s in every_shape(asked)}
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("asked", slow.but(FEW, FEW[3:]), ids=lambda asked: str(asked.seed))
+def test_devices_are_never_filled_by_less_than_the_state(asked: Instance, away: bool) -> None:
+    pins = replace(asked.pins, offload_optimizer=away)
+    filled = filled_by_state(Explorer(asked.profile, asked.cluster, asked.training), pins)
+
+    for plan in islice(every_plan(replace(asked, pins=pins)), 0, None, 5):
+        memory = estimate(plan, asked.profile).memory
+        total = sum(stage.device_bytes for stage in memory) / sum(stage.budget_bytes for stage in memory)
+        assert filled <= total, plan.label
 
 
 def test_the_number_of_plans_is_that_of_the_plans() -> None:

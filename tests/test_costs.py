@@ -546,3 +546,18 @@ def test_recompute_that_saves_nothing_is_not_offered() -> None:
     offered = prices.options(prices.kinds[0], Shape(2, 1, 1, 1, micro_batch=1, num_microbatches=4))
 
     assert [option.recompute for option in offered] == ["none", "full"]
+
+
+@pytest.mark.parametrize("block", [1, 7, 256])
+@pytest.mark.parametrize("columns", [1, 2, 5])
+def test_what_no_other_beats_stays_and_of_equal_ones_the_first(
+    block: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knapsack, "BLOCK", block)
+    points = np.random.default_rng(columns).integers(0, 6, (60, columns)).astype(float)
+
+    stays = knapsack._unbeaten(points, math.inf)
+
+    unique = [i for i, point in enumerate(points) if not (points[:i] == point).all(axis=1).any()]
+    unbeaten = [i for i in unique if not ((points <= points[i]).all(axis=1) & (points < points[i]).any(axis=1)).any()]
+    assert sorted(stays) == unbeaten

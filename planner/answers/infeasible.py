@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ...profiler.machine.cluster import ClusterSpec, cluster_of, device_names, load_device
 from ...profiler.machine.units import format_bytes, format_seconds
 from ..cost.estimate import Estimate, estimate, memory_by
+from ..cost.memory_cost import state_bytes
 from ..cost.stage_cost import budget_bytes
 from ..cost.stage_models import stage_models
 from ..plan.document import Plan, parts_of
@@ -123,7 +124,7 @@ def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: floa
 
     even: a plan that does not fit. deadline: time.monotonic() from which the closest so far does, and says so.
     """
-    closest, fails, does = even, 1.0, even.more_memory
+    closest, fails, does = even, max(1.0, filled_by_state(explorer, pins)), even.more_memory
     while does > fails * (1 + PRECISE):
         middle = math.sqrt(fails * does)
         roomier = Explorer(
@@ -139,6 +140,17 @@ def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: floa
         else:
             return replace(closest, in_time=False)
     return closest
+
+
+def filled_by_state(explorer: Explorer, pins: Pins) -> float:
+    """How full parameters, gradients and optimizer state make all devices together at least, each element being on one
+    of them, whatever the layout: from 1 on, nothing fits."""
+    cluster, training = explorer.cluster, explorer.training
+    shapes = (Shape(1, 2, 1, 1, 1, 1, reshard=each, offload_optimizer=pins.offload_optimizer) for each in (False, True))
+    states = [state_bytes(shape, training) for shape in shapes]
+    least = min(2 * (state.sharded_parameters + state.sharded_gradients + state.optimizer) for state in states)
+    room = sum(group.count * group.devices_per_host * budget_bytes(group.device, training) for group in cluster.hosts)
+    return explorer.profile.num_trainable * least / room
 
 
 def _with_memory(cluster: ClusterSpec, times: float) -> ClusterSpec:
@@ -281,7 +293,10 @@ def _recomputed(plan: Plan) -> str:
 
 
 def fits(explorer: Explorer, pins: Pins, deadline: float) -> bool:
-    """Whether a plan fits: one of the leanest even ones, or any of the space that is found until the deadline."""
+    """Whether a plan fits: there is room for the state, and one of the leanest even ones does, or any of the space that
+    is found until the deadline."""
+    if filled_by_state(explorer, pins) >= 1:
+        return False
     if any(over <= 0 for over, _ in _leanest(explorer, pins)):
         return True
     return explorer.explore(pins, deadline, near=0, any_will_do=True).best is not None

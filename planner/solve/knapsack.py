@@ -32,6 +32,12 @@ FURTHER = 4
 FEW = 200_000
 """So many combinations, or fewer, are looked through at once."""
 
+BLOCK = 256
+"""Combinations that are compared with all others at once, fewer where these are many."""
+
+AT_ONCE = 1 << 22
+"""Comparisons of one step."""
+
 SLACK = 1e-12
 """Relative: sums that differ by less are equal, whatever the order of addition."""
 
@@ -355,15 +361,27 @@ def _most_inside(table: Ints, row: Turns) -> Floats:
 
 
 def _unbeaten(points: Floats, deadline_s: float) -> Ints:
-    """Rows that no other is below in one column and nowhere above."""
-    left = np.lexsort(points.T[::-1])
-    kept = []
+    """Rows that no other is below in one column and nowhere above; of equal ones the first. Blocks of them in the order
+    of their columns: what beats a row stands before it."""
+    order = np.lexsort(points.T[::-1])
+    left, kept = points[order], []
     while len(left):
         in_time(deadline_s)
-        best = left[0]
-        kept.append(best)
-        left = left[~(points[left] >= points[best]).all(axis=1)]
-    return np.array(kept, dtype=np.int64)
+        size = max(1, min(BLOCK, AT_ONCE // len(left)))
+        block, rest = left[:size], left[size:]
+        stays = ~np.triu(_nowhere_above(block, block), 1).any(axis=0)
+        kept.append(order[:size][stays])
+        longer = ~_nowhere_above(block[stays], rest).any(axis=0)
+        left, order = rest[longer], order[size:][longer]
+    return np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
+
+
+def _nowhere_above(some: Floats, others: Floats) -> NDArray[np.bool_]:
+    """[one][other] -> whether it is above the other in no column; in the first it never is."""
+    found = np.ones((len(some), len(others)), dtype=np.bool_)
+    for column in range(1, some.shape[1]):
+        found &= some[:, column, None] <= others[None, :, column]
+    return found
 
 
 def least_weight(

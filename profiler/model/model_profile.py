@@ -11,7 +11,7 @@ The sequence length is that of the profile. Where the model was run at two more 
 through the three for every amount: work and memory of a layer grow with 1, s or s^2.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -426,17 +426,22 @@ class ModelProfile(Document):
     @property
     def num_parameters(self) -> int:
         """Parameters of the model; tied ones count once."""
+        return sum(parameter.num_elements for parameter in self._parameters())
+
+    @property
+    def num_trainable(self) -> int:
+        """Those of them that are trained."""
+        return sum(parameter.num_elements for parameter in self._parameters() if parameter.trainable)
+
+    def _parameters(self) -> Iterator[ParameterProfile]:
+        """Each once, however many layers read it."""
         repeated = {name for group in self.ties for name in group[1:]}
-        count = 0
-        seen: set[str] = set()
         for layer in self.layers:
-            shapes = {p.name: p.num_elements for p in self.classes[layer.layer_class].parameters}
+            known = {parameter.name: parameter for parameter in self.classes[layer.layer_class].parameters}
             for full_name in layer.parameters:
-                relative = full_name.removeprefix(layer.root + ".") if layer.root else full_name
-                if full_name not in repeated and full_name not in seen:
-                    seen.add(full_name)
-                    count += shapes[relative]
-        return count
+                if full_name not in repeated:
+                    repeated.add(full_name)
+                    yield known[full_name.removeprefix(layer.root + ".") if layer.root else full_name]
 
     @property
     def expert_modules(self) -> tuple[str, ...]:
