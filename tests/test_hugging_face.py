@@ -215,22 +215,24 @@ def test_a_window_whose_mask_is_made_otherwise_for_one_sample_trains_in_stages(
     assert run_plan("verify", "plan.json") == 0
 
 
-@pytest.mark.slow
 def test_a_model_of_the_hugging_face_cache_is_named_by_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from huggingface_hub import constants
 
-    hub = tmp_path / "hub" / "models--someone--tiny-sight"
-    written(hub / "snapshots" / "abc", "LlavaForConditionalGeneration")
+    hub = tmp_path / "hub" / "models--someone--tiny-llama"
+    snapshot = hub / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    config = {**TEXT, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (snapshot / "config.json").write_text(json.dumps(config))
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text("abc")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
 
-    assert run_plan("someone/tiny-sight", "--gpus", "2", "--device", "h100-80gb", "-o", "plan.json", "-q") == 0
-    assert json.loads((tmp_path / "plan.json").read_text())["model"]["source"] == "someone/tiny-sight"
-    assert load_model("someone/tiny-sight").name == "tiny-sight"
+    assert run_plan("someone/tiny-llama", "--gpus", "2", "--device", "h100-80gb", "-o", "plan.json", "-q") == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["model"]["source"] == "someone/tiny-llama"
+    assert load_model("someone/tiny-llama").name == "tiny-llama"
 
     assert run_plan("someone/other", "--gpus", "2", "--device", "h100-80gb") == 2
     told = " ".join(capsys.readouterr().err.split())

@@ -177,7 +177,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_seq_len_needs_a_batch_that_takes_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--seq-len 64 was given, but batch\(size\).*takes no seq_len"):
+    with pytest.raises(ValueError, match=r"64 tokens per sample were asked for, but batch\(size\).*takes no seq_len"):
         load_model(_file(tmp_path, GOOD), seq_len=64)
 
 

@@ -123,7 +123,7 @@ def shown(candidates: Sequence[Candidate], plan: Plan, most: int = SHOWN) -> tup
             continue
         layouts.add(c.plan.label)
         kept.append(c)
-    return tuple(kept[:most])
+    return tuple(sorted(kept[:most], key=lambda c: c.seconds))
 
 
 def in_words(candidate: Candidate, plan: Plan, found: Estimate) -> str:

@@ -32,11 +32,9 @@ FURTHER = 4
 FEW = 200_000
 """So many combinations, or fewer, are looked through at once."""
 
-BLOCK = 256
-"""Combinations that are compared with all others at once, fewer where these are many."""
-
-AT_ONCE = 1 << 22
-"""Comparisons of one step."""
+BLOCK = 64
+"""Combinations that are compared with all others at once: of 20,000 five times as fast as one by one (measured; from 16
+to 1,024 the same within a fifth)."""
 
 SLACK = 1e-12
 """Relative: sums that differ by less are equal, whatever the order of addition."""
@@ -367,17 +365,17 @@ def _unbeaten(points: Floats, deadline_s: float) -> Ints:
     left, kept = points[order], []
     while len(left):
         in_time(deadline_s)
-        size = max(1, min(BLOCK, AT_ONCE // len(left)))
-        block, rest = left[:size], left[size:]
+        block, rest = left[:BLOCK], left[BLOCK:]
         stays = ~np.triu(_nowhere_above(block, block), 1).any(axis=0)
-        kept.append(order[:size][stays])
+        kept.append(order[:BLOCK][stays])
         longer = ~_nowhere_above(block[stays], rest).any(axis=0)
-        left, order = rest[longer], order[size:][longer]
+        left, order = rest[longer], order[BLOCK:][longer]
     return np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
 
 
 def _nowhere_above(some: Floats, others: Floats) -> NDArray[np.bool_]:
-    """[one][other] -> whether it is above the other in no column; in the first it never is."""
+    """[one][other] -> whether it is above the other in no column. In the first none is: rows come in its order, and the
+    others after these or among them."""
     found = np.ones((len(some), len(others)), dtype=np.bool_)
     for column in range(1, some.shape[1]):
         found &= some[:, column, None] <= others[None, :, column]

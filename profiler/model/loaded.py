@@ -56,8 +56,8 @@ class LoadedModel:
         """This model with micro-batches of another sequence length. Raises ValueError if it has no sequence."""
         if self.make_batch is None or not takes_seq_len(self.make_batch):
             raise ValueError(
-                f"--seq-len {seq_len} was given, but batch(size) of {self.source} takes no seq_len: "
-                "write it as `def batch(size, seq_len=1024)`, or leave --seq-len out"
+                f"{seq_len} tokens per sample were asked for, but batch(size) of {self.source} takes no seq_len: write "
+                "it as `def batch(size, seq_len=1024)`, leave --seq-len out, or give the model that the plan is of"
             )
         if seq_len < 1:
             raise ValueError(f"--seq-len is {seq_len}; it must be at least 1, for example --seq-len 1024")
