@@ -237,19 +237,19 @@ class LeanPipelineStage(PipelineStage):
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of a micro-batch. Raises what the model raised; torch wraps it in a list of argument shapes."""
-        try:
+        with _as_raised():
             return super().forward_one_chunk(*args, **kwargs)
-        except RuntimeError as error:
-            raise error.__cause__ or error from None
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Backward of a micro-batch, or its part for inputs, after which its buffers are given back."""
+        """Backward of a micro-batch, or its part for inputs, after which its buffers are given back. Raises what the
+        model's backward raised, out of memory too, as the forward does."""
         self._before_backward(last_backward)
         if not full_backward and not self.is_first:
             self._backward_past_inputs(bwd_chunk_id, loss)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with _as_raised():
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         grads = self.bwd_cache[bwd_chunk_id]
         self.bwd_cache[bwd_chunk_id] = tuple(None if grad is None else grad.contiguous() for grad in grads)
         for infos in (self.args_recv_info[bwd_chunk_id], self.grad_recv_info.get(bwd_chunk_id, ())):
@@ -263,7 +263,8 @@ class LeanPipelineStage(PipelineStage):
         and be counted twice.
         """
         if self.is_first:  # nobody waits for the gradients of its inputs
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            with _as_raised():
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         else:
             self._before_weights()
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
@@ -314,6 +315,15 @@ class LeanPipelineStage(PipelineStage):
             return prepare(*args, **kwargs)
         finally:
             self.device = device
+
+
+@contextmanager
+def _as_raised() -> Iterator[None]:
+    """torch's stages wrap what a model raises in one more error."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise error.__cause__ or error from None
 
 
 def custom_schedule(

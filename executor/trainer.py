@@ -48,8 +48,9 @@ from .faults import (
 )
 from .parallel.checked_loss import CheckedLoss, uncounted
 from .parallel.compiled import backend_of
+from .parallel.flat_gradients import local_gradient, local_gradients
 from .parallel.float8 import check_float8
-from .parallel.gradients import Gradients, forget_gradients, local_gradient, local_gradients
+from .parallel.gradients import Gradients, forget_gradients
 from .parallel.mesh import RankMesh, check_world_size, connect
 from .parallel.micro_batches import (
     Scale,
@@ -272,7 +273,8 @@ class Trainer:
         self._runner: PipelineRunner | None = None
         if plan.degrees.pipeline > 1:
             assert mesh.device_mesh is not None
-            self._runner = PipelineRunner(stages_in(model.module), plan, mesh.device_mesh, mesh.device)
+            stages, replicas = stages_in(model.module), self._gradients.replicas
+            self._runner = PipelineRunner(stages, plan, mesh.device_mesh, mesh.device, replicas)
         self._replicas: DistributedDataParallel | None = None
         self._reduces: bool | None = None  # what units of fully_shard were told last
         self._first_step: AbstractContextManager[Any] | None = None
@@ -316,7 +318,7 @@ class Trainer:
             raise ValueError("step() after forward_backward(): call optimizer_step() first, which ends that step")
         step = self.progress.steps + 1
         with self._task(f"in step {step}", f"after step {step}", times=1.0), self._memory_explained():
-            self._accumulate(batch, 1.0, None)
+            self._accumulate(batch, 1.0, None, ends_step=True)
             return self._finish_step()
 
     def forward_backward(self, batch: Any, scale: float = 1.0, loss: Loss | None = None) -> torch.Tensor:
@@ -361,8 +363,11 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(self._out_of_memory()) from error
 
-    def _accumulate(self, batch: Any, scale: float, loss: Loss | None) -> tuple[list[torch.Tensor], list[Scale]]:
-        """(losses of the micro-batches on the last stage, their factors)."""
+    def _accumulate(
+        self, batch: Any, scale: float, loss: Loss | None, ends_step: bool = False
+    ) -> tuple[list[torch.Tensor], list[Scale]]:
+        """(losses of the micro-batches on the last stage, their factors). ends_step: no more gradients come before the
+        optimizer's step."""
         if not torch.is_grad_enabled():
             raise ValueError("a step under torch.no_grad() or inference_mode(): take it outside, or call evaluate()")
         self._look(batch)
@@ -380,7 +385,7 @@ class Trainer:
         self._marks.append(torch.stack([share, count]))
         drawn = self._random.step(self.progress.steps + 1, len(self._given), len(scales))
         with self._first_step or nullcontext(), drawn, self._applied.computing():
-            losses = self._forward_backward(batch, scales, loss or self._loss)
+            losses = self._forward_backward(batch, scales, loss or self._loss, ends_step)
         if self._first_step is not None:
             self._first_step = None
             self._compile()
@@ -760,14 +765,16 @@ class Trainer:
         total /= degrees.tensor * degrees.pipeline * degrees.context  # each share was counted by every rank that has it
         return (weights * degrees.data / total).unbind()  # on the device, for reading them would wait for it
 
-    def _forward_backward(self, batch: Any, scales: list[Scale], loss_fn: Loss | None) -> list[torch.Tensor]:
+    def _forward_backward(
+        self, batch: Any, scales: list[Scale], loss_fn: Loss | None, ends_step: bool
+    ) -> list[torch.Tensor]:
         """Losses of the micro-batches (on the last stage); gradients are left on the parameters, averaged."""
         if self._runner is not None:
             args, kwargs = split_inputs(stages_in(self.model)[0].model, batch, self._loss is not None)
             given = self._split((args, kwargs), batch, len(scales))
             self._random.rehearse(*given[0])
             with with_loss(stages_in(self.model), loss_fn):
-                return self._runner.step(args, kwargs, batch, scales)
+                return self._runner.step(args, kwargs, batch, scales, ends_step)
         losses = []
         whole = (*split_inputs(self.model, batch, self._loss is not None), batch)
         parts = self._split(whole, batch, len(scales))

@@ -424,6 +424,23 @@ def count_buffers(model: nn.Module, loaded: LoadedModel, plan: Plan, batch: Any)
     return most, count(next(iter(runner._schedules.values()))._stage)
 
 
+def _without_room(stage: StageModule) -> None:
+    def raises(gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 20 GiB")
+
+    if stage.is_last:
+        next(stage.parameters()).register_hook(raises)
+
+
+@pytest.mark.parametrize("schedule", slow.but_first(["1f1b", "zb-h1"], 1))
+def test_what_a_backward_raises_is_what_the_step_raises(schedule: str) -> None:
+    loaded = load("mlp")
+    plan = plan_with("mlp", [1], schedule=schedule)
+
+    with pytest.raises(RankError, match="rank 1 of 2 failed: OutOfMemoryError: Tried"):
+        check_equal_to_one_process(loaded, plan, _without_room)
+
+
 def test_only_micro_batches_in_flight_have_receive_buffers() -> None:
     loaded = load("mlp")
     plan = plan_with("mlp", [1, 1, 1], num_microbatches=12)

@@ -6,27 +6,16 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ...planner.cost.traffic import BUCKET_ELEMENTS
 from ...planner.plan.document import Axis, Plan
+from ...planner.plan.schedules import ZERO_BUBBLE
 from ..apply import AppliedModel
 from ..torch_compat import own_group
+from .flat_gradients import all_reduce, local_gradient, local_gradients
 from .mesh import RankMesh
 from .norms import norms_of
-
-
-def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """This rank's shard of a gradient; shares its memory."""
-    found = local_gradients([parameter])
-    return found[0] if found else None
-
-
-@torch.no_grad()  # else what is local becomes a node for autograd
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's shards of the gradients that there are; they share their memory."""
-    grads = (p.grad for p in parameters)
-    return [g.to_local() if isinstance(g, DTensor) else g for g in grads if g is not None]
+from .stage_module import stages_in
+from .stage_replicas import StageReplicas
 
 
 class Gradients:
@@ -41,6 +30,12 @@ class Gradients:
         self._ties = _ties_across_stages(plan, mesh, self._parameters)
         self._trained_somewhere: dict[int, bool] = {}
         self._late: Sequence[nn.Parameter] = ()
+        self.replicas: StageReplicas | None = None
+        """What averages gradients of replicas of pipeline stages; None without them."""
+        if self._average_after and plan.degrees.pipeline > 1:
+            stages = [list(stage.parameters()) for stage in stages_in(model.module)]
+            group, in_parts = mesh.group("data_replicate"), plan.schedule in ZERO_BUBBLE
+            self.replicas = StageReplicas(self._parameters, stages, group, mesh.data_size, in_parts)
         elsewhere = _counted_elsewhere(plan, self._parameters)
         on_slices = "tensor" in plan.token_axes  # so that tensor ranks share the experts, too
         is_first_tensor_rank = mesh.coordinates["tensor"] == 0
@@ -59,14 +54,16 @@ class Gradients:
     def reduce(self) -> None:
         """Bring gradients to what one device would have, apart from sharding."""
         if any(parameter.grad is not None for parameter in self._late):
-            _all_reduce(self._late, self._mesh.group("data_replicate"), self._mesh.data_size)
-        if self._average_after:
+            all_reduce(self._late, self._mesh.group("data_replicate"), self._mesh.data_size)
+        if self.replicas is not None:
+            self.replicas.finish()
+        elif self._average_after:
             if self._may_differ:
                 _fill_missing(self._parameters.values(), self._mesh.group("data_replicate"))
-            _all_reduce(self._parameters.values(), self._mesh.group("data_replicate"), self._mesh.data_size)
+            all_reduce(self._parameters.values(), self._mesh.group("data_replicate"), self._mesh.data_size)
         partial = [p for n, p in self._parameters.items() if n in self._layout.partial]
         if partial:
-            _all_reduce(partial, self._mesh.group("tensor"))
+            all_reduce(partial, self._mesh.group("tensor"))
         for number, (copies, group) in enumerate(self._ties):
             if group is not None:
                 self._fill_copies(number, copies, group)
@@ -124,32 +121,6 @@ def _fill_missing(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _all_reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, divide_by: int = 1) -> None:
-    """Sum gradients over a group, in flat buffers; all its ranks have the same parameters with gradients."""
-    bucket: list[torch.Tensor] = []
-    for parameter in parameters:
-        grad = local_gradient(parameter)
-        if grad is None:
-            continue
-        if bucket and (
-            grad.dtype != bucket[0].dtype or sum(g.numel() for g in bucket) + grad.numel() > BUCKET_ELEMENTS
-        ):
-            _all_reduce_flat(bucket, group, divide_by)
-            bucket = []
-        bucket.append(grad)
-    if bucket:
-        _all_reduce_flat(bucket, group, divide_by)
-
-
-def _all_reduce_flat(grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None, divide_by: int) -> None:
-    flat = torch.cat([g.reshape(-1) for g in grads])
-    dist.all_reduce(flat, group=group)
-    if divide_by != 1:
-        flat /= divide_by
-    for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-        grad.copy_(total.view_as(grad))
-
-
 def _sum_copies(copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Add up the gradients of copies of one parameter: of this rank, and of the others of the group, if there are."""
     trained = [(copy, grad) for copy in copies if (grad := local_gradient(copy)) is not None]
@@ -159,7 +130,7 @@ def _sum_copies(copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None)
     for _, grad in others:
         total += grad
     if group is not None:
-        _all_reduce([first], group)
+        all_reduce([first], group)
     for _, grad in others:
         grad.copy_(total)
 

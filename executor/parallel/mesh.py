@@ -37,9 +37,9 @@ def mechanism(plan: Plan) -> Mechanism:
     fsdp: `fully_shard`, whenever parameters are sharded, and where the planner says that it is needed without that
     (uses_fully_shard; over a one-wide axis then). cast: only what fully_shard casts, for tensor-parallel layers on one
     data rank (not in pipelines, whose zero-bubble schedules look for gradients on the parameters of a stage). ddp:
-    DistributedDataParallel, for whole replicas. plain: one data rank, or replicas of pipeline stages, whose gradients
-    are averaged once after the schedule (a pipeline schedule drives backward itself, past DDP's hooks), or of a model
-    that decides by values (DDP would wait for gradients that a replica does not have).
+    DistributedDataParallel, for whole replicas. plain: one data rank, or replicas of pipeline stages (see
+    stage_replicas.py), or of a model that decides by values, whose gradients are averaged after backward (DDP would
+    wait for those that a replica does not have).
     """
     degrees = plan.degrees
     if uses_fully_shard(shape_of(plan), plan.training):

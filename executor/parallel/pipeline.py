@@ -15,6 +15,7 @@ from ...planner.plan.schedules import ZERO_BUBBLE, stage_of, table
 from ..torch_compat import LeanPipelineStage, custom_schedule, reduce_gradients
 from .micro_batches import MicroBatch, Scale, shapes_in, split_micro_batches
 from .stage_module import StageModule
+from .stage_replicas import StageReplicas
 
 _SCALAR = torch.empty((), device="meta")
 
@@ -25,21 +26,35 @@ class PipelineRunner:
     stages: StageModules in the order of the rank's chunks, or what fully_shard made of them.
     mesh: has the plan's axis "pipeline"; torch sorts the ranks of its group, whatever their order in the pipeline.
     Gradients that fully_shard reduces are reduced as the plan's gradient_sync says: after the last micro-batch, or
-    after each.
+    after each. replicas: average those of replicas of these stages; None: somebody else does.
     """
 
-    def __init__(self, stages: Sequence[StageModule], plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(
+        self,
+        stages: Sequence[StageModule],
+        plan: Plan,
+        mesh: DeviceMesh,
+        device: torch.device,
+        replicas: StageReplicas | None = None,
+    ) -> None:
         self._plan = plan
         self._stages = list(stages)
         self._group = mesh.get_group("pipeline")
         processes = mesh["pipeline"].mesh.tolist()
         self._group_ranks = [sorted(processes).index(process) for process in processes]
         self._device = device
+        self._replicas = replicas
+        self._ends_step = False
         self._splits = plan.schedule in ZERO_BUBBLE
         self._schedules: dict[tuple[Any, ...], Any] = {}  # by the shapes of inputs, and how many micro-batches
 
     def step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, scales: Sequence[Scale] | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch: Any,
+        scales: Sequence[Scale] | None = None,
+        ends_step: bool = False,
     ) -> list[torch.Tensor]:
         """Losses of the micro-batches on the rank of the last stage, [] elsewhere; gradients are added to the
         parameters'.
@@ -47,7 +62,8 @@ class PipelineRunner:
         args, kwargs: the model's inputs for all micro-batches of this data rank, the same on every stage.
         batch: the same, as the loss function takes it.
         scales: weight of each micro-batch's loss in the gradient, as many as there are micro-batches; None: the plan's
-        number of them, 1 / num_microbatches each. Shapes may be others in every step.
+        number of them, 1 / num_microbatches each. Shapes may be others in every step. ends_step: no more gradients come
+        before the optimizer's step, so that replicas may begin to average what there is.
         """
         count = self._plan.num_microbatches if scales is None else len(scales)
         samples, planned = self._plan.micro_batch * count, self._plan.model.batch
@@ -56,6 +72,9 @@ class PipelineRunner:
         micro_batches = [
             MicroBatch(args, kwargs, batch, scale) for (args, kwargs, batch), scale in zip(parts, weights, strict=True)
         ]
+        self._ends_step = ends_step
+        if self._replicas is not None:
+            self._replicas.begin()
         for stage in self._stages:
             stage.begin(micro_batches, self._device)
         key = (count, *shapes_in(micro_batches[0]))
@@ -118,6 +137,8 @@ class PipelineRunner:
         _set_sync(stage, reduce=now, release=now)
         if self._splits and stage.stage > 0:
             self._before_weights(stage)
+        if last and self._ends_step and self._replicas is not None:
+            self._replicas.before_last(self._stages.index(stage))
 
     def _before_weights(self, stage: StageModule) -> None:
         """torch does a backward for weights past fully_shard's hooks, which would gather parameters; and the parameters
@@ -129,6 +150,8 @@ class PipelineRunner:
 
     def _after_weights(self, stage: StageModule, last: bool) -> None:
         """And which would reduce gradients."""
+        if last and self._ends_step and self._replicas is not None:
+            self._replicas.done(self._stages.index(stage))
         if isinstance(stage, FSDPModule):
             _set_sync(stage, reduce=last or self._plan.gradient_sync == "every", release=last)
             reduce_gradients(stage)

@@ -170,7 +170,8 @@ def _add_replicas(tally: Tally, model: CostModel, shape: Shape, layers: Sequence
     decide by values, once a step in flat buffers."""
     sizes = _sizes(model, shape, layers, lambda _, item: item.trainable)
     if shape.pipeline > 1 or model.profile.decides_by_values:
-        tally.add("data_replicate", "all_reduce", MASTER_BYTES * sum(sizes), num_buffers(sizes))
+        in_order = sizes[::-1] if shape.pipeline > 1 else sizes
+        tally.add("data_replicate", "all_reduce", MASTER_BYTES * sum(sizes), num_buffers(in_order))
         return
     times = shape.num_microbatches if shape.gradient_sync == "every" else 1
     calls = times * num_ddp_buckets([MASTER_BYTES * size for size in reversed(sizes)])
@@ -216,7 +217,7 @@ def _sizes(
 
 
 def num_buffers(sizes: Iterable[float]) -> int:
-    """Flat buffers that gradients of so many elements fill one after another (executor/parallel/gradients.py)."""
+    """Flat buffers that gradients of so many elements fill one after another (executor/parallel/flat_gradients.py)."""
     buffers = filled = 0.0
     for size in sizes:
         if not buffers or filled + size > BUCKET_ELEMENTS:

@@ -1,0 +1,128 @@
+"""Averages gradients of replicas of pipeline stages while the last backward of a step goes on, as DDP does without one.
+
+A pipeline's schedule drives backward itself, past DDP's hooks. So gradients are gathered here in flat buffers, which
+all replicas sum in the same order: a buffer as soon as the last micro-batch's backward has brought every gradient in
+it, and those before it are on their way. What is left is summed after the schedule.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .flat_gradients import all_reduce, in_buffers, local_gradients
+
+
+class StageReplicas:
+    """The gradients of this rank's stages, and the ranks that hold the same stages.
+
+    named: the rank's parameters. stages: those of each of its stages, in their order. A parameter of two stages (tied
+    weights) is left to the end, as is what had not exactly one gradient in the last backward of the first step: that
+    step learns it, and averages everything at its end. in_parts: the schedule puts off gradients of weights, so that
+    they are known to be there only when a stage is done.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        stages: Sequence[Sequence[nn.Parameter]],
+        group: dist.ProcessGroup | None,
+        num_replicas: int,
+        in_parts: bool,
+    ) -> None:
+        self._group, self._num_replicas, self._in_parts = group, num_replicas, in_parts
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._all = list(named.values())
+        times = Counter(id(parameter) for parameter in chain(*stages))
+        self._stages = [[p for p in stage if p.requires_grad and times[id(p)] == 1] for stage in stages]
+        self._buffers: list[list[nn.Parameter]] | None = self._made_of(list(chain(*self._stages))) if in_parts else None
+        self._hooks: list[RemovableHandle] = []
+        self._arrived: Counter[int] = Counter()
+        self._sent: list[tuple[torch.Tensor, dist.Work]] = []
+        self._next = 0
+
+    def begin(self) -> None:
+        """The schedule runs again."""
+        self._remove_hooks()
+        self._arrived.clear()
+        self._sent, self._next = [], 0
+
+    def before_last(self, stage: int) -> None:
+        """What comes next is the step's last backward of a stage."""
+        if not self._in_parts:
+            trained = [parameter for parameter in self._stages[stage] if parameter.requires_grad]
+            self._hooks += [each.register_post_accumulate_grad_hook(self._has_arrived) for each in trained]
+
+    def done(self, stage: int) -> None:
+        """All gradients of a stage are there."""
+        self._arrived.update(map(id, self._stages[stage]))
+        self._send_ready()
+
+    def finish(self) -> None:
+        """Average what is left, and wait for what was sent."""
+        self._remove_hooks()
+        if self._buffers is None:
+            all_reduce(self._all, self._group, self._num_replicas)
+            self._learn()
+            return
+        for buffer in self._buffers[self._next :]:
+            self._send(buffer)
+        for flat, work in self._sent:
+            work.wait()
+            flat /= self._num_replicas
+        sent = set(map(id, chain(*self._buffers)))
+        all_reduce([p for p in self._all if id(p) not in sent], self._group, self._num_replicas)
+        self.begin()
+
+    def _has_arrived(self, parameter: nn.Parameter) -> None:
+        self._arrived[id(parameter)] += 1
+        if self._buffers is None:
+            return
+        if self._arrived[id(parameter)] > 1:
+            raise RuntimeError(
+                f"{self._names[id(parameter)]} was given two gradients in one backward, though only one in the first "
+                "step: replicas of pipeline stages need the same backward in every step; plan with --pin pipeline=1"
+            )
+        self._send_ready()
+
+    def _send_ready(self) -> None:
+        assert self._buffers is not None
+        while self._next < len(self._buffers) and all(self._arrived[id(p)] for p in self._buffers[self._next]):
+            self._send(self._buffers[self._next])
+            self._next += 1
+
+    @torch.no_grad()
+    def _send(self, buffer: Sequence[nn.Parameter]) -> None:
+        """The gradients become parts of the flat buffer, so that nothing is to be copied back."""
+        given = [p for p in buffer if p.grad is not None]
+        if not given:
+            return
+        gradients = local_gradients(given)
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        for parameter, part in zip(given, flat.split([g.numel() for g in gradients]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+        self._sent.append((flat, work))
+
+    def _learn(self) -> None:
+        """Make buffers of what has had one gradient in the last backward, on every replica; if there was one."""
+        if not self._arrived:
+            return
+        own = list(chain(*self._stages))
+        once = torch.tensor([self._arrived[id(p)] == 1 for p in own], dtype=torch.int32, device=own[0].device)
+        dist.all_reduce(once, op=dist.ReduceOp.MIN, group=self._group)
+        self._buffers = self._made_of([p for p, is_one in zip(own, once.tolist(), strict=True) if is_one])
+
+    def _made_of(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Buffers in the order in which backward comes to parameters: from the last to the first."""
+        return in_buffers(parameters[::-1])
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
