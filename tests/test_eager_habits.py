@@ -2,6 +2,7 @@
 
 import re
 import warnings
+import weakref
 from collections import deque
 from typing import Any
 
@@ -25,6 +26,7 @@ from meshwright.planner.plan.legality import micro_batch_rule, sharding_rule
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.forward_state import TensorsRead
 from meshwright.profiler.model.trace import trace
 from support.habits import GLOBAL_BATCH, WIDTH, habit, pairs, planned, run, squared
 from support.ranks import RankError, run_ranks
@@ -612,6 +614,18 @@ def test_a_generator_of_its_own_is_no_decision_by_values() -> None:
             return out
 
     assert not trace(habit(Draws)).decides_by_values
+
+
+def test_a_tensor_that_is_watched_is_kept_so_that_no_other_is_taken_for_it() -> None:
+    """Qwen2-VL keeps what it computed of positions and lets go of it in the next forward: another tensor got its id."""
+    seen = torch.ones(2)
+    place = weakref.ref(seen)
+    with TensorsRead({"seen": seen}) as read:
+        seen = seen.clone()
+        torch.ones(2).add(seen)
+
+    assert place() is not None
+    assert read.places == ["seen"]
 
 
 def test_what_runs_between_layers_has_a_name_for_each_of_its_runs() -> None:

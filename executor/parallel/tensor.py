@@ -291,14 +291,16 @@ class _Region:
     def gather_sum(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Hook: gather every slice that enters a module; gradients that come back are shares, to be summed."""
 
-        def gather(x: Any) -> Any:
-            found = self._length(x)
-            if found is None or own_shape(x)[found[0]] == found[1]:
-                return x
-            return call(GatherSum, x, found[0], self.group)
-
         seen: dict[int, Any] = {}
-        return tree_map(lambda x: seen.setdefault(id(x), gather(x)), (args, kwargs))
+
+        def gather(x: Any) -> Any:
+            if id(x) not in seen:
+                found = self._length(x)
+                whole = found is None or own_shape(x)[found[0]] == found[1]
+                seen[id(x)] = x if found is None or whole else call(GatherSum, x, found[0], self.group)
+            return seen[id(x)]
+
+        return tree_map(gather, (args, kwargs))
 
     def row_output(self, sliced: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         """What a row does to its product."""

@@ -101,11 +101,12 @@ def undone(root: nn.Module) -> Iterator[None]:
 
 
 class TensorsRead(Mode):
-    """Notes which of some tensors operators are given."""
+    """Notes which of some tensors, by place, operators are given."""
 
-    def __init__(self, places: dict[int, str]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self._places = places
+        self._tensors = list(tensors.values())  # kept, so that no other gets the id of one
+        self._places = {id(tensor): place for place, tensor in tensors.items()}
         self.places: list[str] = []
 
     def __torch_dispatch__(

@@ -11,7 +11,7 @@ def parameters_read(loaded: LoadedModel) -> set[str]:
     """Names of the parameters that one forward of one sample reads."""
     fake = fake_model(loaded, torch.bfloat16)
     batch = fake.batch(1, loaded.seq_len)
-    read = TensorsRead({id(parameter): name for name, parameter in fake.module.named_parameters()})
+    read = TensorsRead(dict(fake.module.named_parameters()))
     with fake.running(), read:
         fake.loss(batch)
     return set(read.places)
