@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.execution import drawn
-from benchmarks.execution.matrix import run
+from benchmarks.execution import drawn, matrix
 from meshwright.executor import torch_compat
 from meshwright.executor.parallel.micro_batches import loss_of, split_micro_batches
 from meshwright.executor.parallel.partition import check_partition, crossing_into, parameters_of_stages
@@ -545,14 +544,15 @@ def test_a_batch_of_the_wrong_size_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_weights_stay_gathered_until_all_of_them_are_done() -> None:
+def test_weights_stay_gathered_until_all_of_them_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of whisper, some backward for weights leads through the inputs of other layers, which gave theirs back."""
+    monkeypatch.setattr(matrix, "GLOBAL_BATCH", 2)  # whose batch would take minutes
     profile = drawn.profile_of("whisper_large_v3")
     shape = Shape(
-        data_replicate=1, data_shard=2, tensor=1, pipeline=2, micro_batch=8, num_microbatches=1, schedule="zb-h2"
+        data_replicate=1, data_shard=2, tensor=1, pipeline=2, micro_batch=1, num_microbatches=1, schedule="zb-h2"
     )
-    training = TrainingSpec(global_batch=16, seq_len=profile.seq_len, precision="fp32")
+    training = TrainingSpec(global_batch=2, seq_len=profile.seq_len, precision="fp32")
     options = [[LayerOption(reshard=True)] * count for count in (3, len(profile.layers) - 3)]
     plan = make_plan(profile, synthetic.cluster(1, 4), training, shape, options)
 
-    assert run(drawn.Drawn("whisper_large_v3", plan))["failure"] is None
+    assert matrix.run(drawn.Drawn("whisper_large_v3", plan))["failure"] is None

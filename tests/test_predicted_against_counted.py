@@ -31,7 +31,7 @@ from support.zoo import zoo_module
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GLOBAL_BATCH = 8
-SEQ_LEN = 128
+SEQ_LEN = 64
 VOCABULARY = 512
 SMALLEST_BYTES = 64
 LEAST, MOST = 0.96, 1.22
