@@ -85,3 +85,13 @@ def test_a_loss_that_is_no_tensor_is_refused() -> None:
 
     with pytest.raises(ValueError, match="returned a dict, not the one tensor that is trained on"):
         trace(replace(made, loss=lambda output, batch: {"loss": output.sum()}))
+
+
+def test_work_that_does_not_grow_evenly_with_samples_is_refused_in_words() -> None:
+    tree = Tree.of(
+        '{"seed": 21065, "blocks": ["force", "linear", "linear", "unregistered", "linear", "linear"], "order": [0, 3], '
+        '"ties": [], "skips": [], "hooks": [], "writes": [], "dtype": "float32", "batch": "vectors", "loss": "pairs"}'
+    )
+
+    with pytest.raises(ValueError, match="cannot be priced: an operator of .* must grow evenly with the samples"):
+        trace(loaded(tree))

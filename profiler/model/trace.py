@@ -12,9 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..document import in_a_sentence
 from ..garbage import without_garbage_collection
 from ..tensor_cuts.context_trial import context_problem
 from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
@@ -255,39 +257,46 @@ def _profile_at(
     )
     _check_complete(fake, layers)
     batch = batch_tensors(fake, sizes)
-    profile = ModelProfile(
-        name=loaded.name,
-        source=loaded.source,
-        fingerprint="",
-        seq_len=sizes.seq_len,
-        torch_version=torch.__version__,
-        classes=classes,
-        layers=layers,
-        tensors=crossing_tensors(fake, chain, sizes, seen),
-        ties=_ties(fake, layers),
-        buffers=fake.buffers,
-        batch=batch,
-        batch_problem=batch_problem(batch) or list_of_samples(loaded),
-        sharding_problem=chain.sharding_problem,
-        hooks_gradients=chain.hooks_gradients,
-        untrained=_untrained(fake),
-        returns_loss=loaded.loss is None,
-        attention_modules=_attention_modules(chain, found),
-        mixed_precision_problem=mixed_precision,
-        smallest_micro_batch=2 if sizes.one.refused else 1,
-        global_batch=loaded.global_batch,
-        longest_seq_len=sizes.longest,
-        assumes=loaded.assumes,
-        notes=(
-            *notes,
-            *loaded.notes,
-            *_batch_norms(fake),
-            *_dense(fake),
-            *chain.notes,
-            *(note for i in firsts for note in found[i].notes),
-            *_uncut(classes),
-        ),
-    )
+    try:
+        profile = ModelProfile(
+            name=loaded.name,
+            source=loaded.source,
+            fingerprint="",
+            seq_len=sizes.seq_len,
+            torch_version=torch.__version__,
+            classes=classes,
+            layers=layers,
+            tensors=crossing_tensors(fake, chain, sizes, seen),
+            ties=_ties(fake, layers),
+            buffers=fake.buffers,
+            batch=batch,
+            batch_problem=batch_problem(batch) or list_of_samples(loaded),
+            sharding_problem=chain.sharding_problem,
+            hooks_gradients=chain.hooks_gradients,
+            untrained=_untrained(fake),
+            returns_loss=loaded.loss is None,
+            attention_modules=_attention_modules(chain, found),
+            mixed_precision_problem=mixed_precision,
+            smallest_micro_batch=2 if sizes.one.refused else 1,
+            global_batch=loaded.global_batch,
+            longest_seq_len=sizes.longest,
+            assumes=loaded.assumes,
+            notes=(
+                *notes,
+                *loaded.notes,
+                *_batch_norms(fake),
+                *_dense(fake),
+                *chain.notes,
+                *(note for i in firsts for note in found[i].notes),
+                *_uncut(classes),
+            ),
+        )
+    except ValidationError as error:
+        what = in_a_sentence(error).removeprefix("the document: ")
+        raise ValueError(
+            f"{loaded.source} cannot be priced: {what}; its work must grow evenly with the samples of a micro-batch, "
+            "at one, two and more of them"
+        ) from error
     return profile.model_copy(update={"fingerprint": _fingerprint(profile)})
 
 
