@@ -93,5 +93,5 @@ def test_work_that_does_not_grow_evenly_with_samples_is_refused_in_words() -> No
         '"ties": [], "skips": [], "hooks": [], "writes": [], "dtype": "float32", "batch": "vectors", "loss": "pairs"}'
     )
 
-    with pytest.raises(ValueError, match="cannot be priced: an operator of .* must grow evenly with the samples"):
+    with pytest.raises(ValueError, match=r"cannot be priced: an operator of .* must grow evenly with the samples"):
         trace(loaded(tree))
