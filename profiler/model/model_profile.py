@@ -500,7 +500,10 @@ def _check_class(layer_class: LayerClass) -> None:
         if any(part >= count for held in costs.part_bytes for part in (*held.saved_in, *held.given_to)):
             raise ValueError(f"{layer_class.name} holds bytes of a part that is not there: it has {count}")
         if min((amount_at(op.flops, 1) for op in costs.operators), default=0.0) < -1.0:
-            raise ValueError(f"an operator of {layer_class.name} does less than no FLOPs for one sample")
+            raise ValueError(
+                f"an operator of {layer_class.name} does less than no FLOPs for one sample; work must grow evenly with "
+                "the samples of a micro-batch"
+            )
     for named, found in (
         ("tensor_alone", layer_class.tensor_alone),
         ("sequence_without", layer_class.sequence_without),

@@ -7,7 +7,8 @@ tensors of the compute dtype can be told from those of a dtype of their own (fp3
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,7 @@ def trace(
     """
     if seq_len is not None:
         loaded = loaded.with_seq_len(seq_len)
-    with without_garbage_collection():
+    with without_garbage_collection(), _in_words(loaded):
         try:
             return _without_numbers(loaded, lengths, progress, cuts)
         except DecidesByValuesError as error:
@@ -78,6 +79,16 @@ def trace(
             return _by_values(loaded, decision, lengths, progress, cuts)
         note = f"goes the way of its batch function's integers, by which {decision} decides: others may lead elsewhere"
         return profile.model_copy(update={"notes": (note, *profile.notes)})
+
+
+@contextmanager
+def _in_words(loaded: LoadedModel) -> Iterator[None]:
+    """What a profile may not hold, as a sentence on the model."""
+    try:
+        yield
+    except ValidationError as error:
+        what = in_a_sentence(error).removeprefix("the document: ")
+        raise ValueError(f"{loaded.source} cannot be priced: {what}") from error
 
 
 def _without_numbers(
@@ -257,46 +268,39 @@ def _profile_at(
     )
     _check_complete(fake, layers)
     batch = batch_tensors(fake, sizes)
-    try:
-        profile = ModelProfile(
-            name=loaded.name,
-            source=loaded.source,
-            fingerprint="",
-            seq_len=sizes.seq_len,
-            torch_version=torch.__version__,
-            classes=classes,
-            layers=layers,
-            tensors=crossing_tensors(fake, chain, sizes, seen),
-            ties=_ties(fake, layers),
-            buffers=fake.buffers,
-            batch=batch,
-            batch_problem=batch_problem(batch) or list_of_samples(loaded),
-            sharding_problem=chain.sharding_problem,
-            hooks_gradients=chain.hooks_gradients,
-            untrained=_untrained(fake),
-            returns_loss=loaded.loss is None,
-            attention_modules=_attention_modules(chain, found),
-            mixed_precision_problem=mixed_precision,
-            smallest_micro_batch=2 if sizes.one.refused else 1,
-            global_batch=loaded.global_batch,
-            longest_seq_len=sizes.longest,
-            assumes=loaded.assumes,
-            notes=(
-                *notes,
-                *loaded.notes,
-                *_batch_norms(fake),
-                *_dense(fake),
-                *chain.notes,
-                *(note for i in firsts for note in found[i].notes),
-                *_uncut(classes),
-            ),
-        )
-    except ValidationError as error:
-        what = in_a_sentence(error).removeprefix("the document: ")
-        raise ValueError(
-            f"{loaded.source} cannot be priced: {what}; its work must grow evenly with the samples of a micro-batch, "
-            "at one, two and more of them"
-        ) from error
+    profile = ModelProfile(
+        name=loaded.name,
+        source=loaded.source,
+        fingerprint="",
+        seq_len=sizes.seq_len,
+        torch_version=torch.__version__,
+        classes=classes,
+        layers=layers,
+        tensors=crossing_tensors(fake, chain, sizes, seen),
+        ties=_ties(fake, layers),
+        buffers=fake.buffers,
+        batch=batch,
+        batch_problem=batch_problem(batch) or list_of_samples(loaded),
+        sharding_problem=chain.sharding_problem,
+        hooks_gradients=chain.hooks_gradients,
+        untrained=_untrained(fake),
+        returns_loss=loaded.loss is None,
+        attention_modules=_attention_modules(chain, found),
+        mixed_precision_problem=mixed_precision,
+        smallest_micro_batch=2 if sizes.one.refused else 1,
+        global_batch=loaded.global_batch,
+        longest_seq_len=sizes.longest,
+        assumes=loaded.assumes,
+        notes=(
+            *notes,
+            *loaded.notes,
+            *_batch_norms(fake),
+            *_dense(fake),
+            *chain.notes,
+            *(note for i in firsts for note in found[i].notes),
+            *_uncut(classes),
+        ),
+    )
     return profile.model_copy(update={"fingerprint": _fingerprint(profile)})
 
 
