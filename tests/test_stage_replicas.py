@@ -109,7 +109,7 @@ def _two_gradients_in_one_backward() -> None:
     named = dict(model.named_parameters())
     replicas = StageReplicas(named, [list(named.values())], None, dist.get_world_size(), in_parts=False)
     for times in (1, 2):
-        replicas.begin()
+        replicas.begin(ends_step=True)
         replicas.before_last(0)
         for _ in range(times):
             model(torch.ones(2, 3)).sum().backward()

@@ -44,7 +44,6 @@ class PipelineRunner:
         self._group_ranks = [sorted(processes).index(process) for process in processes]
         self._device = device
         self._replicas = replicas
-        self._ends_step = False
         self._splits = plan.schedule in ZERO_BUBBLE
         self._schedules: dict[tuple[Any, ...], Any] = {}  # by the shapes of inputs, and how many micro-batches
 
@@ -72,9 +71,8 @@ class PipelineRunner:
         micro_batches = [
             MicroBatch(args, kwargs, batch, scale) for (args, kwargs, batch), scale in zip(parts, weights, strict=True)
         ]
-        self._ends_step = ends_step
         if self._replicas is not None:
-            self._replicas.begin()
+            self._replicas.begin(ends_step)
         for stage in self._stages:
             stage.begin(micro_batches, self._device)
         key = (count, *shapes_in(micro_batches[0]))
@@ -137,7 +135,7 @@ class PipelineRunner:
         _set_sync(stage, reduce=now, release=now)
         if self._splits and stage.stage > 0:
             self._before_weights(stage)
-        if last and self._ends_step and self._replicas is not None:
+        if last and self._replicas is not None:
             self._replicas.before_last(self._stages.index(stage))
 
     def _before_weights(self, stage: StageModule) -> None:
@@ -150,7 +148,7 @@ class PipelineRunner:
 
     def _after_weights(self, stage: StageModule, last: bool) -> None:
         """And which would reduce gradients."""
-        if last and self._ends_step and self._replicas is not None:
+        if last and self._replicas is not None:
             self._replicas.done(self._stages.index(stage))
         if isinstance(stage, FSDPModule):
             _set_sync(stage, reduce=last or self._plan.gradient_sync == "every", release=last)

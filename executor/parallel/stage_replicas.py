@@ -40,27 +40,30 @@ class StageReplicas:
         times = Counter(id(parameter) for parameter in chain(*stages))
         self._stages = [[p for p in stage if p.requires_grad and times[id(p)] == 1] for stage in stages]
         self._buffers: list[list[nn.Parameter]] | None = self._made_of(list(chain(*self._stages))) if in_parts else None
+        self._ends_step = False
         self._hooks: list[RemovableHandle] = []
         self._arrived: Counter[int] = Counter()
         self._sent: list[tuple[torch.Tensor, dist.Work]] = []
         self._next = 0
 
-    def begin(self) -> None:
-        """The schedule runs again."""
+    def begin(self, ends_step: bool = False) -> None:
+        """The schedule runs again. ends_step: for the last time before the optimizer's step."""
+        self._ends_step = ends_step
         self._remove_hooks()
         self._arrived.clear()
         self._sent, self._next = [], 0
 
     def before_last(self, stage: int) -> None:
-        """What comes next is the step's last backward of a stage."""
-        if not self._in_parts:
+        """What comes next is the last backward of a stage."""
+        if self._ends_step and not self._in_parts:
             trained = [parameter for parameter in self._stages[stage] if parameter.requires_grad]
             self._hooks += [each.register_post_accumulate_grad_hook(self._has_arrived) for each in trained]
 
     def done(self, stage: int) -> None:
         """All gradients of a stage are there."""
-        self._arrived.update(map(id, self._stages[stage]))
-        self._send_ready()
+        if self._ends_step:
+            self._arrived.update(map(id, self._stages[stage]))
+            self._send_ready()
 
     def finish(self) -> None:
         """Average what is left, and wait for what was sent."""
