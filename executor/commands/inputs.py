@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...profiler.model.loaded import LoadedModel
 
 DEFAULT_DEVICE = "h100-80gb"
-MODEL_RULE = "MODEL is a model.py, file.py:function, config.json or profile.json"
+MODEL_RULE = "MODEL is a model.py, file.py:function, config.json, profile.json, or owner/name in the Hugging Face cache"
 
 
 def read_cluster(machine: options.MachineOptions) -> ClusterSpec:
