@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.executor import parallelize
-from meshwright.executor.parallel import tensor_collectives
+from meshwright.executor.parallel import tensor, tensor_collectives
 from meshwright.executor.parallel.shared_gradients import SharedGradients, unwatched
 from meshwright.executor.parallel.tensor_layout import ParameterCut, TensorLayout
 from meshwright.planner.plan.document import ClassPlan, Plan
@@ -207,3 +207,18 @@ def test_activation_that_enters_between_columns_and_row_is_refused() -> None:
 def test_parameter_inside_and_outside_of_a_cut_is_refused() -> None:
     with pytest.raises(ValueError, match=r"scale is read between features .* and outside"):
         _watched(twice=True)
+
+
+def test_a_slice_that_a_module_is_given_twice_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = []
+    monkeypatch.setattr(tensor, "call", lambda function, x, dim, group: gathered.append(x) or x.repeat(2, 1))
+    region = tensor._Region.__new__(tensor._Region)
+    monkeypatch.setattr(region, "_length", lambda x: (0, 4) if isinstance(x, torch.Tensor) else None, raising=False)
+    region.group = None  # type: ignore[assignment]
+    x, other = torch.ones(2, 3), torch.zeros(2, 3)
+
+    (query, key, scale), more = region.gather_sum(nn.Identity(), (x, x, 2), {"value": other})
+
+    assert [id(each) for each in gathered] == [id(x), id(other)]
+    assert query is key
+    assert (query.shape, more["value"].shape, scale) == ((4, 3), (4, 3), 2)
