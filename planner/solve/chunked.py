@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -208,13 +208,15 @@ class LeastRecompute:
         of the chain] -> bytes of a micro-batch that cross there."""
         sent = self.frame.holds @ ((self.flights + 1) * crossing[list(cuts.places[1:])])
         room = free * (1 + ROUNDING) - cuts.work @ static - sent[:, None]
+        several = [(self.layers.kind[way.may] != self.layers.kind[way.may][:1]).any() for way in self.ways]
+        by_price = self._added_by_price_s(cuts, room) if any(several) else np.zeros_like(room)
         found = []
-        for way in self.ways:
+        for way, of_several in zip(self.ways, several, strict=True):
             added = self._added_in_one_way_s(way, cuts, room)
-            if (self.layers.kind[way.may] != self.layers.kind[way.may][:1]).any():
+            if of_several:
                 there = [self.layers.kind[(layers > 0) & way.may] for layers in cuts.work]
-                several = np.array([len(np.unique(kinds)) > 1 for kinds in there])
-                added = np.where(several[:, None], self._added_by_price_s(cuts, room), added)
+                mixed = np.array([len(np.unique(kinds)) > 1 for kinds in there])
+                added = np.where(mixed[:, None], by_price, added)
             found.append(added)
         return found
 
@@ -238,17 +240,25 @@ class LeastRecompute:
 
     def _added_by_price_s(self, cuts: StageCuts, room: Floats) -> Floats:
         """[rank][shape] -> the same, whatever the layers and the ways."""
-        layers, holds, flights = self.layers, self.frame.holds, self.flights
-        room = room - _most(cuts.work > 0, np.stack([turn.min(axis=0) for turn in layers.turn]))
-        ties = tie_prices(list(layers.again_s), list(layers.kept))
-        rates = np.unique(np.concatenate([ties / n for n in (1.0, max(1.0, flights.max()), max(1.0, flights.mean()))]))
-        priced, both = (flights[:, None] * rates)[:, :, None], zip(layers.again_s, layers.kept, strict=True)
-        # [stage][price][run]: least seconds and priced bytes of a layer beyond its fastest option
-        least = np.stack([(again - again.min() + priced * held).min(axis=2) for again, held in both], axis=2)
-        dear = holds @ (cuts.stages[:, None, :] * least).sum(axis=2)
-        fewest = flights[:, None] * np.array([held.min() for held in layers.kept])
-        fits = (holds @ (cuts.stages * fewest).sum(axis=1))[:, None] <= room
+        holds, flights, (kinds, rates) = self.frame.holds, self.flights, self._kinds
+        room = room - _most(cuts.work > 0, np.stack([turn.min(axis=0) for turn in self.layers.turn]))
+        stages = np.stack([cuts.stages[:, self.layers.kind == number].sum(axis=1) for number in kinds], axis=1)
+        priced = (flights[:, None] * rates)[:, :, None]
+        # [stage][price][kind]: least seconds and priced bytes of a layer beyond its fastest option
+        least = np.stack([(again - again.min() + priced * held).min(axis=2) for again, held in kinds.values()], axis=2)
+        dear = holds @ (stages[:, None, :] * least).sum(axis=2)
+        fewest = flights[:, None] * np.array([held.min() for _, held in kinds.values()])
+        fits = (holds @ (stages * fewest).sum(axis=1))[:, None] <= room
         return np.where(fits, (dear[:, :, None] - room[:, None, :] * rates[:, None]).max(axis=1), np.inf)
+
+    @cached_property
+    def _kinds(self) -> tuple[dict[int, tuple[Floats, Floats]], Floats]:
+        """(Kind of layer -> what each way to recompute it takes and keeps; prices of memory that are tried.)"""
+        each = zip(self.layers.kind.tolist(), self.layers.again_s, self.layers.kept, strict=True)
+        kinds = {number: (again, kept) for number, again, kept in each}
+        ties = tie_prices([again for again, _ in kinds.values()], [kept for _, kept in kinds.values()])
+        flights = (1.0, max(1.0, self.flights.max()), max(1.0, self.flights.mean()))
+        return kinds, np.unique(np.concatenate([ties / number for number in flights]))
 
 
 def _most(there: Flags, of_runs: Floats) -> Floats:

@@ -54,6 +54,11 @@ class ItemGroup:
     weights: Floats
     memory: Floats
 
+    @cached_property
+    def options(self) -> tuple[bytes, bytes]:
+        """What is equal for items that have the same options."""
+        return self.weights.tobytes(), self.memory.tobytes()
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -156,10 +161,25 @@ class _PackingCase:
             least, second = np.partition(costs, 1, axis=0)[:2]
             prices = prices[second - least <= SLACK * np.maximum(1.0, np.abs(second))]
         prices = np.concatenate((prices, [self.price]))
-        others = -prices * self.room
-        for other in (*self.groups[:row], *self.groups[row + 1 :]):
-            others += other.count * np.min(other.weights[:, None] + prices * other.memory[:, None], axis=0)
-        return _Tail(prices, np.min(weights[:, None] + prices * memory[:, None], axis=0), others)
+        least = np.min(weights[:, None] + prices * memory[:, None], axis=0)
+        return _Tail(prices, least, self.others(row, prices))
+
+    def others(self, row: int, prices: Floats) -> Floats:
+        """[price of memory] -> what all rows but this one take at least, less the room for all."""
+        found: Floats = -prices * self.room
+        for kind in self.kinds:
+            count = kind.count - (self.groups[row].count if kind.options == self.groups[row].options else 0)
+            found += count * np.min(kind.weights[:, None] + prices * kind.memory[:, None], axis=0)
+        return found
+
+    @cached_property
+    def kinds(self) -> list[ItemGroup]:
+        """The groups, those of the same options as one."""
+        found: dict[tuple[bytes, bytes], ItemGroup] = {}
+        for group in self.groups:
+            known = found.get(group.options)
+            found[group.options] = replace(group, count=group.count + (known.count if known else 0))
+        return list(found.values())
 
     @cached_property
     def later(self) -> Floats:
@@ -311,6 +331,14 @@ def _counts_in_turns(case: _PackingCase, place: int, limit: float, deadline_s: f
     limit += SLACK * max(1.0, float(np.abs(group.weights).max())) * group.count
     free = case.rooms - case.earlier[place] - case.later[place + 1]
     free += SLACK * np.maximum(1.0, np.abs(case.rooms))
+    if group.count == 1:
+        prices = np.concatenate((tie_prices([group.weights], [group.memory]), [case.price]))
+        weighs = (group.weights[:, None] + prices * group.memory[:, None] + case.others(place, prices)).max(axis=1)
+        fits = (row.before.T + row.ending.T <= free).all(axis=1)
+        table = np.diag((fits & (weighs <= limit)).astype(np.int64))[::-1]
+        table = table[table.any(axis=1)]
+        least = float(weighs[weighs > limit].min(initial=math.inf))
+        return table[_unbeaten_of_row(case, place, table, deadline_s)], least
     table, left, least = np.zeros((1, len(row.weights)), dtype=np.int64), np.array([group.count]), math.inf
     for option, tail in enumerate(case.tails[place]):
         behind = row.behind[:, option + 1 :].min(axis=1)
@@ -484,14 +512,16 @@ def _enumerated(groups: list[ItemGroup], room: float, price: float, gap: float, 
     """The best packing among all whose reduced cost is within `gap`, as is what they leave of the room at its price."""
     fewest = [group.count * float(group.memory.min()) for group in groups]
     largest = [group.count * float(group.memory.max()) for group in groups]
-    tables = [
-        _counts_within(group, price, gap, room - (sum(largest) - most), room - (sum(fewest) - least))
-        for group, least, most in zip(groups, fewest, largest, strict=True)
-    ]
+    known: dict[tuple[int, tuple[bytes, bytes]], Ints] = {}
+    for group, least, most in zip(groups, fewest, largest, strict=True):
+        if (group.count, group.options) not in known:
+            table = _counts_within(group, price, gap, room - (sum(largest) - most), room - (sum(fewest) - least))
+            known[group.count, group.options] = table
+    tables = [known[group.count, group.options] for group in groups]
     if not all(map(len, tables)):
         return None
-    least = [float((table @ group.memory).min()) for table, group in zip(tables, groups, strict=True)]
-    least_after = np.cumsum(least[::-1])
+    lightest_of = [float((table @ group.memory).min()) for table, group in zip(tables, groups, strict=True)]
+    least_after = np.cumsum(lightest_of[::-1])
     weight, memory, excess = np.zeros(1), np.zeros(1), np.zeros(1)
     chosen: list[tuple[Ints, Ints]] = []
     for i, (table, group) in enumerate(zip(tables, groups, strict=True)):
