@@ -1,5 +1,6 @@
 """Models that decide by the integers of their batch are profiled as these lead them, with operators for each sample."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from meshwright.profiler.model.chain import observe  # noqa: E402
+from meshwright.profiler.model.fake import fake_model  # noqa: E402
 from meshwright.profiler.model.known_numbers import knowing_numbers, known  # noqa: E402
+from meshwright.profiler.model.layer_run import LayerRun  # noqa: E402
 from meshwright.profiler.model.load import load_model  # noqa: E402
 from meshwright.profiler.model.trace import trace  # noqa: E402
 from support.cli import run_plan  # noqa: E402
@@ -209,7 +213,15 @@ def test_it_trains_in_stages_and_in_shards(pin: str, tmp_path: Path, monkeypatch
     assert run_plan("verify", "plan.json") == 0
 
 
-def test_a_layer_that_is_not_met_again_is_refused() -> None:
+def _error(output: torch.Tensor, given: Any) -> torch.Tensor:
+    return (output - given[1]).pow(2).mean()
+
+
+def _rows(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 8), torch.randn(size, 8)
+
+
+def test_a_layer_is_met_again_at_its_modules_where_a_helper_before_it_does_not_run() -> None:
     class Shifts(nn.Module):
         """Ends its first layer in the last of as many calls as there are samples."""
 
@@ -223,8 +235,19 @@ def test_a_layer_that_is_not_met_again_is_refused() -> None:
                 x[i].mul(2.0)
             return self.blocks[2](self.blocks[1](y))
 
-    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(size, 8), torch.randn(size, 8)
+    profile = trace(load_model(Shifts, batch=_rows, loss=_error))
 
-    with pytest.raises(ValueError, match=r"so blocks\.1 was not found again"):
-        trace(load_model(Shifts, batch=batch, loss=lambda output, given: (output - given[1]).pow(2).mean()))
+    assert [layer.name for layer in profile.layers] == ["blocks.0", "blocks.1", "blocks.2"]
+    parts = [{op.part for op in each.whole.operators if op.kind == "matmul"} for each in profile.classes]
+    assert parts == [{"forward", "backward_weight"}, *[{"forward", "backward_input", "backward_weight"}] * 2]
+
+
+def test_a_layer_that_is_not_met_again_is_refused() -> None:
+    loaded = load_model(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), batch=_rows, loss=_error)
+    fake = fake_model(loaded, torch.float32)
+    chain = observe(fake, 2, None)
+    first, last = chain.layers
+    other = replace(chain, layers=(replace(first, last_key=("glue", "mul", 1)), replace(last, calls=())))
+
+    with fake.running(), pytest.raises(ValueError, match="so 1 was not found again"):
+        LayerRun(fake, other, 1, chain.shapes, 2, None).run()

@@ -1,7 +1,7 @@
 """Watches a whole model run once: which layer module or function makes and reads which tensor."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,13 +47,15 @@ class Cursor:
     at this one.
     """
 
-    def __init__(self, last_keys: Sequence[Key] = ()) -> None:
-        """last_keys: of the last event of each layer."""
+    def __init__(self, last_keys: Sequence[Key] = (), calls: Sequence[Collection[tuple[str, int]]] = ()) -> None:
+        """last_keys: of the last event of each layer, which may be a helper that does not run at every batch size.
+        calls: of each layer's modules, which do."""
         self.index = -1
         self.key: Key = ("start", "", 0)
         self.layer = 0
         self._ended = True
         self._after = {key: i + 1 for i, key in enumerate(last_keys)}
+        self._within: dict[Key, int] = {("module", *call): i for i, own in enumerate(calls) for call in own}
 
     def start(self, kind: str, name: str, call: int) -> None:
         """Go on to the next event, unless the last one was a function that returned no tensor."""
@@ -61,6 +63,7 @@ class Cursor:
             self.index += 1
             self.layer = self._after.get(self.key, self.layer)
         self.key = (kind, name, call)
+        self.layer = max(self.layer, self._within.get(self.key, 0))
         self._ended = False
 
     @property

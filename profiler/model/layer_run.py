@@ -124,7 +124,7 @@ class LayerRun:
         self.observation = Observation(size)
         self._shapes = shapes
         self._batch = fake.batch(size, seq_len)
-        self._cursor = Cursor([layer.last_key for layer in chain.layers])
+        self._cursor = Cursor([layer.last_key for layer in chain.layers], [layer.calls for layer in chain.layers])
         self._began = False
         self._modules: list[str] = []
         self._saved: set[int] = set()
