@@ -301,6 +301,39 @@ def test_a_batch_of_the_wrong_shape_is_refused_in_words() -> None:
         _of_module(nn.Linear(8, 8), 5)
 
 
+def test_what_a_model_itself_refuses_is_told_as_its_own_words_with_the_line() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("states cannot be None")
+
+    with pytest.raises(ValueError, match=r"micro-batch: ValueError: states cannot be None \(.*test_trace\.py:\d+\)"):
+        trace(load_model(Picky, batch=lambda size: torch.randn(size, 8), loss=lambda output, batch: output.mean()))
+
+
+def test_a_tensor_that_loses_its_dim_of_samples_at_one_sample_is_no_hindrance() -> None:
+    class Squeezes(nn.Module):
+        """Of two samples `last` has a dim, of one it has none; every sample is told apart in what it returns."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8, bias=i > 0) for i in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            last = x[:, :1].ne(0).squeeze()
+            for layer in self.layers:
+                x = layer(x.t().contiguous().t()) * last.view(-1, 1)  # one sample is not copied: three are run as well
+            return x
+
+    loaded = load_model(Squeezes, batch=lambda size: torch.randn(size, 8), loss=lambda output, batch: output.mean())
+    profile = trace(loaded)
+
+    assert len(profile.layers) == 3
+
+
 def test_nothing_to_train_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to train"):
         _of_module(nn.Linear(8, 8).requires_grad_(False), 8)

@@ -26,7 +26,7 @@ from .forward_state import Changeable, TensorsRead, changed, places_of, put_back
 from .gpu_kernel_emulation import as_on_gpu
 from .held_tensors import HeldTensors, held_beside, unregistered_modules, whole_because
 from .known_numbers import MOST_KNOWN, knowing_numbers, known
-from .loaded import Batch, LoadedModel, place_of, split_inputs
+from .loaded import Batch, LoadedModel, is_ours, place_of, split_inputs
 from .model_profile import BufferProfile
 
 BeforeLoss = Callable[[list[torch.Tensor]], None]
@@ -155,7 +155,9 @@ class FakeModel:
                 yield refusals
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise DecidesByValuesError(str(error.func), place_of(error)) from error
-        except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as error:
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError) as error:
+            if isinstance(error, ValueError) and is_ours(error):
+                raise
             if ".numpy() is not supported" in str(error):
                 raise DecidesByValuesError("numpy", place_of(error)) from error
             if "cuda" in str(error).lower():

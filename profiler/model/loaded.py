@@ -254,6 +254,15 @@ def called(function: Callable[[], Any], what: str) -> Any:
         raise ValueError(f"{what} raised {type(error).__name__}: {error} ({place_of(error)})") from error
 
 
+def is_ours(error: BaseException) -> bool:
+    """Whether it was raised in a file of the profiler, in whose words it is then, and not in a model's or torch's."""
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return Path(innermost.f_code.co_filename).is_relative_to(_PROFILER)
+
+
+_PROFILER = Path(__file__).parents[1]
+
+
 def place_of(error: BaseException) -> str:
     """file:line of the innermost frame that is neither a library's nor ours; of a model that is a library's, of the
     innermost that is neither torch's nor Python's; of torch's own modules, of these. A library's file is named from its
@@ -261,7 +270,7 @@ def place_of(error: BaseException) -> str:
     frames = [
         (frame.filename, _in_library(frame.filename), frame.lineno)
         for frame in traceback.extract_tb(error.__traceback__)
-        if not Path(frame.filename).is_relative_to(Path(__file__).parents[1]) and not frame.filename.startswith("<")
+        if not Path(frame.filename).is_relative_to(_PROFILER) and not frame.filename.startswith("<")
     ]
     own = [frame for frame in frames if not frame[1]]
     models = [frame for frame in frames if not frame[1].startswith(("torch/", "python/"))]

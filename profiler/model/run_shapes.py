@@ -1,5 +1,6 @@
 """What a run produced, as specs from which tensors like its own can be made."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,10 @@ class OutputSpec:
         leaves, tree = tree_flatten(output)
         return cls(tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in leaves), tree)
 
+    def is_like(self, other: "OutputSpec") -> bool:
+        """Whether tensors stand in the same places, of as many dims each."""
+        return self.tree == other.tree and _dims(self.leaves) == _dims(other.leaves)
+
     def one_more(self, less: "OutputSpec") -> "OutputSpec":
         """At one sample more; less: at one fewer."""
         pairs = zip(self.leaves, less.leaves, strict=True)
@@ -88,6 +93,10 @@ class OutputSpec:
     def empty(self) -> Any:
         """A new output of this spec."""
         return tree_unflatten([x.empty() if isinstance(x, TensorSpec) else x for x in self.leaves], self.tree)
+
+
+def _dims(leaves: Iterable[Any]) -> list[int | None]:
+    return [len(x.shape) if isinstance(x, TensorSpec) else None for x in leaves]
 
 
 @dataclass
@@ -101,6 +110,13 @@ class Shapes:
     furthest: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of tables that are read by position: rows, and the highest that is read (see positions)."""
     _stand_ins: dict[tuple[str, int], Any] = field(default_factory=dict)
+
+    def is_like(self, other: "Shapes") -> bool:
+        """Whether both runs made the same tensors, of as many dims each."""
+        if self.outputs.keys() != other.outputs.keys() or self.tensors.keys() != other.tensors.keys():
+            return False
+        alike = all(len(spec.shape) == len(other.tensors[key].shape) for key, spec in self.tensors.items())
+        return alike and all(output.is_like(other.outputs[key]) for key, output in self.outputs.items())
 
     def one_more(self, less: "Shapes") -> "Shapes":
         """What a run with one sample more would produce, from this one and one with one fewer; for fake tensors."""
