@@ -332,12 +332,7 @@ def _counts_in_turns(case: _PackingCase, place: int, limit: float, deadline_s: f
     free = case.rooms - case.earlier[place] - case.later[place + 1]
     free += SLACK * np.maximum(1.0, np.abs(case.rooms))
     if group.count == 1:
-        prices = np.concatenate((tie_prices([group.weights], [group.memory]), [case.price]))
-        weighs = (group.weights[:, None] + prices * group.memory[:, None] + case.others(place, prices)).max(axis=1)
-        fits = (row.before.T + row.ending.T <= free).all(axis=1)
-        table = np.diag((fits & (weighs <= limit)).astype(np.int64))[::-1]
-        table = table[table.any(axis=1)]
-        least = float(weighs[weighs > limit].min(initial=math.inf))
+        table, least = _options_of_one(case, place, limit, free)
         return table[_unbeaten_of_row(case, place, table, deadline_s)], least
     table, left, least = np.zeros((1, len(row.weights)), dtype=np.int64), np.array([group.count]), math.inf
     for option, tail in enumerate(case.tails[place]):
@@ -358,6 +353,17 @@ def _counts_in_turns(case: _PackingCase, place: int, limit: float, deadline_s: f
         left = after[fits]
     table[:, -1] = left
     return table[_unbeaten_of_row(case, place, table, deadline_s)], least
+
+
+def _options_of_one(case: _PackingCase, place: int, limit: float, free: Floats) -> tuple[Ints, float]:
+    """The same of a row of one item, all of whose options are looked at at once. free: [pass] -> bytes at its turn."""
+    row, group = case.rows[place], case.groups[place]
+    prices = np.concatenate((tie_prices([group.weights], [group.memory]), [case.price]))
+    weighs = (group.weights[:, None] + prices * group.memory[:, None] + case.others(place, prices)).max(axis=1)
+    held = row.before + row.ending
+    light = weighs <= limit
+    taken = np.flatnonzero(light & (free >= held.T).all(axis=1))[::-1]
+    return np.eye(len(weighs), dtype=np.int64)[taken], float(weighs[~light].min(initial=math.inf))
 
 
 def _unbeaten_of_row(case: _PackingCase, place: int, table: Ints, deadline_s: float) -> Ints:
