@@ -203,6 +203,31 @@ def test_what_reduces_over_the_cut_features_forbids_the_cut(between: Callable[[t
     assert _cuts_between(between) == ()
 
 
+class _Router(nn.Linear):
+    """A linear layer that returns scores and logits, as Llama 4's."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = super().forward(x)
+        return logits.softmax(-1), logits
+
+
+class _Routed(_Pair):
+    def __init__(self) -> None:
+        super().__init__(torch.relu)
+        self.router = _Router(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, _ = self.router(x)
+        return super().forward(x) * scores[..., :1]
+
+
+def test_a_linear_layer_that_returns_several_tensors_is_left_whole() -> None:
+    model = nn.Sequential(_Routed(), _Routed(), nn.Flatten())
+    loaded = load_model(model, batch=lambda size: torch.ones(size, 4, 8), loss=lambda output, batch: output.mean())
+
+    assert [(cut.columns, cut.rows) for cut in trace(loaded).classes[0].cuts] == [(("up",), ("down",))]
+
+
 def test_features_that_no_degree_divides_are_not_cut() -> None:
     assert _cuts_between(functional.gelu, width=31) == ()
 

@@ -159,7 +159,8 @@ class _Probe:
 
         def tap(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-                if run.recorder.active and args and isinstance(args[0], torch.Tensor):
+                # a router may be a linear layer that returns scores and logits
+                if run.recorder.active and args and all(isinstance(x, torch.Tensor) for x in (args[0], output)):
                     calls[name] += 1
                     number = run.storages.number
                     like = next((first for tensor, first in given if tensor is args[0]), name)
