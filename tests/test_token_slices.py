@@ -47,11 +47,18 @@ def on_part(run: Run, x: torch.Tensor, spans: tuple[tuple[int, int], ...] = SPAN
         return run(part)
 
 
+def turned_in_complex_numbers(x: torch.Tensor) -> torch.Tensor:
+    angles = torch.outer(torch.arange(x.size(1)).float(), torch.tensor([1.0, 0.1, 0.01]))
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], 3, 2))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(2)
+
+
 ALIKE: dict[str, Run] = {
     "positions": lambda x: x + torch.arange(x.shape[1]).unsqueeze(-1),
     "rotary": lambda x: (
         x * torch.linspace(0, 1, x.size(1)).cos()[None, :, None] - torch.cat((-x[..., 3:], x[..., :3]), dim=-1)
     ),
+    "rotary in complex numbers": turned_in_complex_numbers,
     "norms": lambda x: functional.layer_norm(x, (WIDTH,)) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)),
     "heads": lambda x: x.view(*x.shape[:-1], 2, 3).transpose(1, 2),
     "heads joined": lambda x: x.view(2, LENGTH, 2, -1).permute(0, 2, 1, 3).transpose(1, 2).reshape(2, LENGTH, -1),

@@ -360,6 +360,14 @@ def _with_dims(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) 
     return set_mark(x if gone else x.view_as(x), held.at(held.dim - sum(d < held.dim for d in gone)))
 
 
+def _pairs(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Pairs of numbers along the last dim as complex ones, and back."""
+    held = _only(name, args, kwargs)
+    if name == "view_as_complex" and held.dim == _ndim(args[0]) - 1:
+        raise _refuse(name, "goes over the tokens of a sequence")
+    return set_mark(func(*args, **kwargs), held)
+
+
 def _expand(mode: TokenSlices, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     x = args[0]
     held = _only(name, args[:1], {})
@@ -578,7 +586,7 @@ _POINTWISE = """
     relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus softsign tanhshrink
     logsigmoid hardshrink softshrink threshold dropout alpha_dropout rrelu
     to type type_as float double half bfloat16 long int bool short char byte cpu cuda clone contiguous detach alias
-    data.__get__ real.__get__ fill zero copy truediv floordiv mod and or xor invert
+    data.__get__ real.__get__ imag.__get__ polar complex conj angle fill zero copy truediv floordiv mod and or xor invert
     """
 
 _LOSS_ARGUMENTS = {
@@ -605,6 +613,7 @@ def _table() -> dict[str, Rule]:
         _view: "view reshape flatten unflatten view_as reshape_as",
         _moved: "transpose permute swapaxes swapdims movedim moveaxis t T.__get__ mT.__get__ adjoint",
         _with_dims: "unsqueeze squeeze",
+        _pairs: "view_as_complex view_as_real",
         _expand: "expand broadcast_to expand_as",
         _repeat: "repeat",
         _split: "split chunk tensor_split unbind split_with_sizes",
