@@ -586,7 +586,8 @@ _POINTWISE = """
     relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus softsign tanhshrink
     logsigmoid hardshrink softshrink threshold dropout alpha_dropout rrelu
     to type type_as float double half bfloat16 long int bool short char byte cpu cuda clone contiguous detach alias
-    data.__get__ real.__get__ imag.__get__ polar complex conj angle fill zero copy truediv floordiv mod and or xor invert
+    data.__get__ real.__get__ imag.__get__ polar complex conj angle fill zero copy truediv floordiv mod and or xor
+    invert
     """
 
 _LOSS_ARGUMENTS = {
