@@ -314,6 +314,20 @@ def test_what_a_model_itself_refuses_is_told_as_its_own_words_with_the_line() ->
         trace(load_model(Picky, batch=lambda size: torch.randn(size, 8), loss=lambda output, batch: output.mean()))
 
 
+def test_a_forward_that_casts_its_weights_is_refused_with_the_line() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.router.to(torch.float32)(x.float())
+            return output
+
+    with pytest.raises(ValueError, match=r"casts or moves the weights of a module in its forward \(.*:\d+\)"):
+        trace(load_model(Casts, batch=lambda size: torch.randn(size, 8), loss=lambda output, batch: output.mean()))
+
+
 def test_a_tensor_that_loses_its_dim_of_samples_at_one_sample_is_no_hindrance() -> None:
     class Squeezes(nn.Module):
         """Of two samples `last` has a dim, of one it has none; every sample is told apart in what it returns."""

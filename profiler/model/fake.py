@@ -160,6 +160,11 @@ class FakeModel:
                 raise
             if ".numpy() is not supported" in str(error):
                 raise DecidesByValuesError("numpy", place_of(error)) from error
+            if "_apply(): Couldn't swap" in str(error):
+                raise ValueError(
+                    f"{self.loaded.source} casts or moves the weights of a module in its forward ({place_of(error)}), "
+                    "which are not there as a whole under sharding: do it once, where the model is built"
+                ) from error
             if "cuda" in str(error).lower():
                 raise ValueError(
                     f"{self.loaded.source} moves tensors to a GPU itself ({place_of(error)}), which is for the trainer "
