@@ -201,6 +201,17 @@ def batch(size, seq_len=24):
 """
 
 
+def test_a_configuration_that_does_not_run_is_to_be_mended_itself(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = {**TEXT, "model_type": "llama", "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
+    path.write_text(json.dumps(config))
+
+    with pytest.raises(
+        ValueError, match=r"sdpa_attention\.py:\d+\)\. Make the numbers of the configuration fit together"
+    ):
+        trace(load_model(path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_a_window_whose_mask_is_made_otherwise_for_one_sample_trains_in_stages(

@@ -45,24 +45,99 @@ NAMED = (
 )
 """Model types that people ask for most beside Llama, with the class that trains them."""
 
+_MINICPM_TOKENS = {"image_token_id": 248056, "image_start_id": 248053, "image_end_id": 248054}
+
 _CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "llava": {"text_config": {"model_type": "llama", "vocab_size": 32064}},
     "llava_next": {"text_config": {"model_type": "llama", "vocab_size": 32064}},
+    "llava_next_video": {"text_config": {"model_type": "llama", "vocab_size": 32064}},
     "dbrx": {"attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000}},
+    "idefics2": {"text_config": {"model_type": "mistral", "vocab_size": 32003}},
     "idefics3": {
         "vision_config": {"image_size": 364, "patch_size": 14},
         "text_config": {"model_type": "llama", "vocab_size": 128259},
     },
+    "aria": {"vision_config": {"image_size": 980, "patch_size": 14}},
+    "deepseek_vl": {"text_config": {"model_type": "llama", "vocab_size": 102400}},
+    "deepseek_vl_hybrid": {"text_config": {"model_type": "llama", "vocab_size": 102400}},
+    "deepseek_ocr2": {
+        "vision_config": {
+            "encoder_config": {
+                "hidden_size": 896,
+                "intermediate_size": 4864,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 14,
+                "num_key_value_heads": 2,
+            }
+        },
+        "text_config": {
+            "vocab_size": 129280,
+            "hidden_size": 1280,
+            "intermediate_size": 6848,
+            "moe_intermediate_size": 896,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 10,
+            "num_experts_per_tok": 6,
+            "mlp_layer_types": ["dense", *["sparse"] * 11],
+        },
+    },
+    "exaone4_5": {"vision_config": {"out_hidden_size": 4096}},
+    "florence2": {"text_config": {"model_type": "bart", "vocab_size": 51328}},
+    "hyperclovax_vision_v2": {"text_config": {"model_type": "hyperclovax", "vocab_size": 128256}},
     "instructblipvideo": {"video_token_index": 50271},
-    "minicpmv4_7": {"image_token_id": 248056, "image_start_id": 248053, "image_end_id": 248054},
+    "janus": {
+        "text_config": {
+            "model_type": "llama",
+            "vocab_size": 102400,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+        }
+    },
+    "kimi_k25": {"text_config": {"model_type": "deepseek_v3", "vocab_size": 163840}},
+    "minicpmv4_6": _MINICPM_TOKENS,
+    "minicpmv4_7": _MINICPM_TOKENS,
+    "minicpm_ocr": _MINICPM_TOKENS,
+    "molmo2": {"adapter_config": {"text_hidden_size": 4096}},
+    "ovis2": {
+        "text_config": {
+            "model_type": "qwen2",
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+        }
+    },
+    "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
+    "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
+    "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},
+    "qwen3_vl_moe": {"vision_config": {"out_hidden_size": 2048}},
+    "qwen3_omni_moe_thinker": {
+        "vision_config": {"out_hidden_size": 2048},
+        "text_config": {"vocab_size": 152064, "num_attention_heads": 32, "head_dim": 128, "num_hidden_layers": 48},
+    },
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
 }
-"""By model type, where the default configuration does not run: Gemma 3's pictures have fewer patches than tokens,
-Idefics3's 7 x 7 patches are not merged by 2 x 2; the token of a picture of LLaVA, LLaVA-NeXT and Idefics3 lies outside
-the vocabulary, InstructBLIP-Video has none; DBRX's attention names no rope_theta. The values are those of the published
-google/gemma-3-4b-it, llava-hf/llava-1.5-7b-hf, llava-hf/llava-v1.6-mistral-7b-hf, HuggingFaceM4/Idefics3-8B-Llama3 and
-databricks/dbrx-base, from memory: nothing could be looked up; for InstructBLIP-Video it is the last token of the
-vocabulary. MiniCPM-V names no tokens of pictures: those are the ones that its text model, Qwen3.5, has for them."""
+"""By model type, where the default configuration does not run.
+
+The token of a picture lies outside the vocabulary of LLaVA, LLaVA-NeXT, its video model, Idefics, DeepSeek-VL, Janus,
+Florence-2, HyperCLOVA X, Kimi and Qwen3-Omni; InstructBLIP-Video has none. Pictures come out in another width than
+words of EXAONE, Janus, Molmo 2, Ovis 2 and the Qwen-VLs. Gemma 3's pictures have fewer patches than tokens, Idefics3's
+7 x 7 patches are not merged by 2 x 2, Aria's are none of the numbers that it has queries for. DeepSeek-OCR 2 does not
+say which layers have experts, DBRX's attention no rope_theta, wav2vec 2.0's other encoders no number of letters; the
+heads of Qwen3-Omni are no whole part of its width.
+
+The values are those of the published google/gemma-3-4b-it, llava-hf/llava-1.5-7b-hf, llava-v1.6-mistral-7b-hf and
+LLaVA-NeXT-Video-7B-hf, HuggingFaceM4/idefics2-8b and Idefics3-8B-Llama3, rhymes-ai/Aria,
+deepseek-ai/deepseek-vl-7b-chat, DeepSeek-OCR-2 and Janus-Pro-1B, florence-community/Florence-2-base, naver's
+HyperCLOVAX-SEED-Think-32B, moonshotai/Kimi-K2.5, allenai/Molmo2-8B, AIDC-AI/Ovis2-2B, Qwen2-VL-72B, Qwen2.5-VL-72B,
+Qwen3-VL-8B and -30B-A3B, Qwen3-Omni-30B-A3B and databricks/dbrx-base, from memory: nothing could be looked up. For
+InstructBLIP-Video it is the last token of the vocabulary, for EXAONE the width of its text, for the letters those of
+wav2vec 2.0. MiniCPM-V names no tokens of pictures: those are the ones that its text model, Qwen3.5, has for them."""
 
 _TASKS = (
     "CAUSAL_LM",

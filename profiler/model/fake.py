@@ -172,8 +172,7 @@ class FakeModel:
                 ) from error
             raise ValueError(
                 f"{self.loaded.source} does not run with its own micro-batch: {type(error).__name__}: {error} "
-                f"({place_of(error)}). "
-                "Check that the batch function returns what forward takes: (inputs..., targets)"
+                f"({place_of(error)}). {self.loaded.if_not_run}"
             ) from error
         finally:
             log.disabled = was_disabled

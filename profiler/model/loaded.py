@@ -49,6 +49,8 @@ class LoadedModel:
     """Tokens that a sample has at least, whatever seq_len says."""
     layout: frozenset[str] = frozenset()
     """Tensors of a batch whose numbers say how it is laid out: the sizes of its pictures, which of them are there."""
+    if_not_run: str = "Check that the batch function returns what forward takes: (inputs..., targets)"
+    """What to do where forward does not run."""
     choices: Choices = ""
     """What it chooses by scores (the experts of a token), where the scores have no numbers: see knowing_numbers."""
 

@@ -1,23 +1,19 @@
-"""Pictures in text, as the processor of a Hugging Face model hands them over: how many tokens stand for one, and which
-tensors bring it. Where the number of tokens depends on the size of a picture, that size is an assumption."""
+"""Pictures in text, as the processor of a Hugging Face model hands them over: which tensors bring one, and how many
+tokens stand for it, which the model itself is asked."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from .handed_over import HandedOver, pixels
+from .picture_tensors import WAYS
+from .picture_tokens import AskedModel
 
 if TYPE_CHECKING:
     import torch
 
     Tensors = dict[str, torch.Tensor]
-
-_GRID = 16
-"""Tokens along each side of a picture whose size is free: 448 pixels of Qwen2-VL, as much as one tile of others."""
-
-_FRAMES = 4
-"""Frames of a video, as the processor of InstructBLIP-Video takes."""
-
-_PROMPT = 32
-"""Tokens of the question that is asked about a picture while it is looked at."""
 
 
 @dataclass(frozen=True)
@@ -43,38 +39,91 @@ class Picture:
         return len(self.begins) + self.tokens + len(self.ends)
 
 
-def picture_of(takes: Collection[str], config: Any) -> Picture | None:
-    """The picture in the text of a model whose forward takes these; None where how to make it is not known here."""
-    vision = getattr(config, "vision_config", None)
-    if vision is None or "labels" not in takes:
+def picture_of(takes: Collection[str], config: Any, model: AskedModel) -> Picture | None:
+    """The picture in the text of a model whose forward takes these; None where how to make it is not known here. Raises
+    ValueError, with the picture and what the model said to it, where that takes it in none of the ways that its forward
+    names."""
+    vision = _vision(config)
+    if vision is None or not _has_places(takes, config):
         return None
-    for names, make in _MAKERS:
+    refused = ""
+    for names, make in WAYS:
         if names <= set(takes):
             try:
-                found = make(config, vision)
+                ways = list(make(config, vision))
             except AttributeError:  # a configuration without what the names of the tensors promise
                 continue
-            if found is not None:
-                return found
+            for way in ways:
+                try:
+                    tokens = way.tokens or model.tokens(partial(way.tensors, 1), way.layout)
+                except ValueError as error:
+                    refused = refused or f"{way.size or 'pictures'}: {error}"
+                    continue
+                return _picture(takes, config, way, tokens)
+    if refused:
+        raise ValueError(refused)
     return None
 
 
-def _side(config: Any) -> tuple[int, int]:
-    side = getattr(config, "image_size", 224)
-    return (side[0], side[1]) if isinstance(side, list | tuple) else (side, side)
+def picture_beside(takes: Collection[str], config: Any) -> Picture | None:
+    """A picture that is beside the text, not in it: that of BLIP."""
+    vision = _vision(config)
+    placed = any("image" in name for name in takes) or any(hasattr(config, name) for name in _MARKS)
+    if vision is None or "pixel_values" not in takes or placed:
+        return None
+    return Picture(0, None, lambda size, seq_len: {"pixel_values": pixels(vision, size)})
 
 
-def _mark(config: Any) -> int | None:
-    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
-    found = (getattr(config, name, None) for name in names)
-    return next((token for token in found if isinstance(token, int)), None)
+_MARKS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 
-def pixels(config: Any, *outer: int) -> "torch.Tensor":
-    """Pictures of the size that a vision configuration names: [outer..., channels, height, width]."""
-    import torch
+def mark_of(config: Any) -> int | None:
+    """The token that stands in the text in the places of a picture."""
+    found = [getattr(config, name, None) for name in _MARKS]
+    named = getattr(config, "vocabulary_map", None) or {}
+    return next((token for token in (*found, named.get("<image>")) if isinstance(token, int)), None)
 
-    return torch.randn(*outer, getattr(config, "num_channels", 3), *_side(config))
+
+def unsaid_mark(takes: Collection[str], config: Any) -> str:
+    """Where a configuration that has pictures should say which token marks them, and does not; '' if it does."""
+    if _vision(config) is None or "pixel_values" not in takes or _has_places(takes, config):
+        return ""
+    if hasattr(config, "vocabulary_map"):
+        return '"<image>" in its "vocabulary_map"'
+    return next((f'"{name}"' for name in _MARKS if hasattr(config, name)), "")
+
+
+def _has_places(takes: Collection[str], config: Any) -> bool:
+    """Whether a configuration or a mask says where in the text pictures are."""
+    return mark_of(config) is not None or "image_embeds_position_mask" in takes
+
+
+def _vision(config: Any) -> Any:
+    parts = (getattr(config, name, None) for name in ("vision_config", "vq_config"))
+    return next((part for part in parts if part is not None), None)
+
+
+def _picture(takes: Collection[str], config: Any, way: HandedOver, tokens: int) -> Picture:
+    named = [name for name in _BESIDE if name in takes]
+    types = "token_type_ids" in takes and config.model_type in _SEES_ITS_PROMPT_WHOLE
+
+    def tensors(size: int, seq_len: int) -> "Tensors":
+        here = _in_text(size, seq_len, tokens, after=len(way.begins))
+        made = {**way.tensors(size), **dict.fromkeys(named, here), **way.beside(size, seq_len, tokens)}
+        return {**made, "token_type_ids": 1 - here} if types else made
+
+    layout = way.layout | set(named) | ({"token_type_ids"} if types else set())
+    took = f"{way.size} in each sample, which takes {tokens} token{'s' if tokens > 1 else ''}{way.also}"
+    assumes = took if way.size else ""
+    return Picture(tokens, mark_of(config), tensors, layout, assumes, way.begins, way.ends)
+
+
+_BESIDE = ("mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
+"""Names under which a forward may take, for each token, whether a picture stands there."""
+
+_SEES_ITS_PROMPT_WHOLE = ("paligemma",)
+"""Types of models that attend to all of the picture and of what is asked about it at once: their token types say 0 of
+these, and 1 of what is to be learnt."""
 
 
 def _in_text(size: int, seq_len: int, tokens: int, after: int = 0) -> "torch.Tensor":
@@ -84,150 +133,3 @@ def _in_text(size: int, seq_len: int, tokens: int, after: int = 0) -> "torch.Ten
     here = torch.zeros(size, seq_len, dtype=torch.long)
     here[:, after : after + tokens] = 1
     return here
-
-
-def _of_fixed_size(config: Any, vision: Any) -> Picture | None:
-    """As many tokens for each picture as the configuration says: LLaVA, Gemma 3, ..."""
-    mark, side = _mark(config), getattr(vision, "image_size", None)
-    told = (getattr(config, name, None) for name in ("image_seq_length", "mm_tokens_per_image"))
-    tokens = next((number for number in told if isinstance(number, int)), None)
-    by_size = getattr(config, "image_grid_pinpoints", None) is not None
-    if by_size or mark is None or tokens is None or not isinstance(side, int | list | tuple):
-        return None
-    return Picture(tokens, mark, lambda size, seq_len: {"pixel_values": pixels(vision, size)})
-
-
-def _in_a_grid(config: Any, vision: Any) -> Picture | None:
-    """Patches in rows, those of all pictures behind each other, and the grid of each: Qwen2-VL and its like."""
-    patch, merged, deep = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
-    mark, side = _mark(config), _GRID * merged
-    if mark is None:
-        return None
-
-    def tensors(size: int, seq_len: int) -> "Tensors":
-        import torch
-
-        return {
-            "pixel_values": torch.randn(size * side**2, channels * deep * patch**2),
-            "image_grid_thw": torch.tensor([[1, side, side]] * size),
-            "mm_token_type_ids": _in_text(size, seq_len, _GRID**2),
-        }
-
-    layout = frozenset({"image_grid_thw", "mm_token_type_ids"})
-    return Picture(_GRID**2, mark, tensors, layout, _assumed(patch * side, patch * side, _GRID**2))
-
-
-def _in_a_row(config: Any, vision: Any) -> Picture | None:
-    """Patches of all pictures in one row, the grid of each, and a token at both of its ends: MiniCPM-V."""
-    patch, channels, mark = vision.patch_size, vision.num_channels, _mark(config)
-    merged = 2 if config.downsample_mode == "4x" else 4
-    across = config.image_size // (patch * merged)
-    side, ends = across * merged, (config.image_start_id, config.image_end_id)
-    if mark is None or None in ends or across < 1:
-        return None
-
-    def tensors(size: int, seq_len: int) -> "Tensors":
-        import torch
-
-        return {
-            "pixel_values": torch.randn(1, channels, patch, size * side**2 * patch),
-            "target_sizes": torch.tensor([[side, side]] * size),
-            "mm_token_type_ids": _in_text(size, seq_len, across**2, after=1),
-        }
-
-    layout = frozenset({"target_sizes", "mm_token_type_ids"})
-    told = _assumed(patch * side, patch * side, across**2) + ", not cut into slices"
-    return Picture(across**2, mark, tensors, layout, told, ends[:1], ends[1:])
-
-
-def _in_tiles(config: Any, vision: Any) -> Picture | None:
-    """A small version and the tiles of a large one, whose rows end in a token each: LLaVA-NeXT."""
-    tile, patch = vision.image_size, vision.patch_size
-    height, width = min(config.image_grid_pinpoints, key=lambda sides: (sides[0] * sides[1], sides))
-    tiles = (height // tile) * (width // tile) + 1
-    rows, columns = height // patch, width // patch
-    tokens = (tile // patch) ** 2 + rows * (columns + 1)
-    mark = _mark(config)
-    if mark is None or config.vision_feature_select_strategy != "default":
-        return None
-
-    def tensors(size: int, seq_len: int) -> "Tensors":
-        import torch
-
-        return {"pixel_values": pixels(vision, size, tiles), "image_sizes": torch.tensor([[height, width]] * size)}
-
-    return Picture(tokens, mark, tensors, frozenset({"image_sizes"}), _assumed(height, width, tokens))
-
-
-def _in_one_tile(config: Any, vision: Any) -> Picture | None:
-    """Pictures of a sample in a row, those that are all zeros only fill it up: Idefics3, SmolVLM."""
-    height, width = _side(vision)
-    tokens = (height // vision.patch_size) * (width // vision.patch_size) // config.scale_factor**2
-    mark = _mark(config)
-    if mark is None:
-        return None
-
-    def tensors(size: int, seq_len: int) -> "Tensors":
-        import torch
-
-        seen = torch.ones(size, 1, height, width, dtype=torch.long)
-        return {"pixel_values": pixels(vision, size, 1), "pixel_attention_mask": seen}
-
-    layout = frozenset({"pixel_values", "pixel_attention_mask"})
-    return Picture(tokens, mark, tensors, layout, _assumed(height, width, tokens) + ", not cut into tiles")
-
-
-def _asked_about(config: Any, vision: Any) -> Picture | None:
-    """A picture, or the frames of a video, that a Q-Former sums up in a few tokens: InstructBLIP."""
-    of_video = getattr(config, "image_token_index", None) is None
-    frames, mark = _FRAMES if of_video else 1, _mark(config)
-    if mark is None:
-        return None
-
-    def tensors(size: int, seq_len: int) -> "Tensors":
-        import torch
-
-        seen = (size, frames) if of_video else (size,)
-        asked = torch.randint(config.qformer_config.vocab_size, (size, _PROMPT))
-        return {"pixel_values": pixels(vision, *seen), "qformer_input_ids": asked}
-
-    of = f"videos of {frames} frames" if of_video else "one picture in each sample"
-    return Picture(
-        frames * config.num_query_tokens, mark, tensors, assumes=f"{of} and {_PROMPT} tokens to ask the Q-Former by"
-    )
-
-
-def _in_patches(config: Any, vision: Any) -> Picture | None:
-    """Patches with their row and column before them, as many as the model takes at most: Kosmos-2.5."""
-    most, tokens = vision.max_num_patches, config.latent_query_num
-    columns = int(most**0.5)
-
-    def tensors(size: int, seq_len: int) -> "Tensors":
-        import torch
-
-        at = torch.arange(columns**2)
-        where = torch.stack((at // columns + 1, at % columns + 1), -1).float()
-        inside = torch.randn(size, columns**2, vision.patch_embed_hidden_size)
-        patches = torch.cat((where.expand(size, -1, -1), inside), -1)
-        return {"flattened_patches": patches, "image_embeds_position_mask": _in_text(size, seq_len, tokens)}
-
-    layout = frozenset({"image_embeds_position_mask"})
-    assumes = f"one picture of {columns} x {columns} patches in each sample, which takes {tokens} tokens"
-    return Picture(tokens, None, tensors, layout, assumes)
-
-
-def _assumed(height: int, width: int, tokens: int) -> str:
-    return f"one picture of {height} x {width} pixels in each sample, which takes {tokens} tokens"
-
-
-_MAKERS: tuple[tuple[set[str], Callable[[Any, Any], Picture | None]], ...] = (
-    ({"pixel_values", "image_grid_thw", "mm_token_type_ids"}, _in_a_grid),
-    ({"pixel_values", "target_sizes", "mm_token_type_ids"}, _in_a_row),
-    ({"flattened_patches", "image_embeds_position_mask"}, _in_patches),
-    ({"pixel_values", "qformer_input_ids"}, _asked_about),
-    ({"pixel_values", "pixel_attention_mask"}, _in_one_tile),
-    ({"pixel_values", "image_sizes", "vision_feature_select_strategy"}, _in_tiles),
-    ({"pixel_values"}, _of_fixed_size),
-)
-"""What a forward takes -> how its picture is made; the first that its configuration fits."""

@@ -1,0 +1,84 @@
+"""Recordings of speech, as the feature extractors of Hugging Face models hand them over, and the loss of heads that
+write down what is said without being told when (CTC)."""
+
+from typing import TYPE_CHECKING, Any
+
+from .loaded import Batch, Loss, MakeBatch
+
+if TYPE_CHECKING:
+    import torch
+
+_SECONDS, _RATE, _LETTERS = 10, 16_000, 100
+"""Of a recording, what it is sampled at, and letters said in it: an assumption, of the size of read sentences."""
+
+_FRAMES_PER_S = 100
+"""Frames of a spectrogram in a second, where each is 10 ms later than the one before."""
+
+_STACKED = {"wav2vec2-bert": (2, 2), "granite_speech5_ctc": (4, 2)}
+"""By model type: (how many times as wide as its frequencies a frame is, how many frames it is made of). Both put two
+frames beside each other; Granite's have beside them how they change."""
+
+_BINS = 80
+"""Frequencies of a frame, where a configuration does not say."""
+
+HEARD = ("input_values", "input_features")
+"""Main inputs that are recordings: as they are, or as spectrograms."""
+
+
+def heard(size: int) -> "torch.Tensor":
+    """[size, samples]: recordings as they are."""
+    import torch
+
+    return torch.randn(size, _SECONDS * _RATE)
+
+
+def assumed(letters: bool) -> str:
+    """What is assumed of a recording; letters: of what is said in it, too."""
+    of = f"recordings of {_SECONDS} s at {_RATE // 1000} kHz"
+    return f"{of} in which {_LETTERS} letters are said" if letters else of
+
+
+def ctc_batches(config: Any, main_input: str) -> MakeBatch:
+    """Recordings, and letters said in them, none of which is the blank."""
+
+    def batch(size: int) -> Batch:
+        import torch
+
+        said = torch.randint(config.vocab_size - 1, (size, _LETTERS))
+        sound = heard(size) if main_input == "input_values" else _spectrogram(config, size)
+        return {main_input: sound, "targets": said + (said >= _blank(config)).long()}
+
+    return batch
+
+
+def _spectrogram(config: Any, size: int) -> "torch.Tensor":
+    """[size, frames, width of each]."""
+    import torch
+
+    parts = (config, getattr(config, "encoder_config", None))
+    told = (getattr(part, "num_mel_bins", None) for part in parts)
+    bins = next((number for number in told if isinstance(number, int)), _BINS)
+    times, frames = _STACKED.get(config.model_type, (1, 1))
+    wide = getattr(config, "feature_projection_input_dim", None) or bins * times
+    return torch.randn(size, _SECONDS * _FRAMES_PER_S // frames, wide)
+
+
+def _blank(config: Any) -> int:
+    return int(config.pad_token_id or 0)
+
+
+def ctc_loss(config: Any) -> Loss:
+    """The loss of transformers' CTC heads, whose own asks for the targets' lengths by their values."""
+
+    def loss(output: Any, batch: Any) -> "torch.Tensor":
+        import torch
+
+        rows = output.logits.log_softmax(-1, dtype=torch.float32).transpose(0, 1)
+        targets = batch["targets"]
+        lengths = (rows.shape[0],) * rows.shape[1], (targets.shape[1],) * rows.shape[1]
+        blank = _blank(config)
+        each = torch.nn.functional.ctc_loss(rows, targets, *lengths, blank, reduction="none", zero_infinity=True)
+        mean: torch.Tensor = each.mean() / targets.shape[1]
+        return mean
+
+    return loss
