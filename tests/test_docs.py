@@ -85,7 +85,13 @@ def test_the_site_has_every_page_and_its_links_stay_in_it(tmp_path: Path) -> Non
         assert [t for t in targets if t and not (file.parent / t).exists()] == [], page
 
 
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all pages: each works in a folder of its own, and profiles are made once."""
+    return tmp_path_factory.mktemp("pages")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in ORDER if not page.startswith("reference/")])
-def test_every_block_runs(page: str, tmp_path: Path) -> None:
-    assert run_page(DOCS / page, tmp_path / "scratch", compare=False) == []
+def test_every_block_runs(page: str, scratch: Path) -> None:
+    assert run_page(DOCS / page, scratch, compare=False) == []
