@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from meshwright.profiler.model.load import load_model  # noqa: E402
-from meshwright.profiler.model.loaded import split_inputs  # noqa: E402
+from meshwright.profiler.model.loaded import LoadedModel, split_inputs  # noqa: E402
 from meshwright.profiler.model.trace import trace  # noqa: E402
 from support import slow  # noqa: E402
 from support.cli import run_plan  # noqa: E402
@@ -199,6 +199,41 @@ def batch(size, seq_len=24):
     tokens = torch.randint(64, (size, seq_len))
     return {"input_ids": tokens, "labels": tokens}
 """
+
+
+def _loaded(kind: str, architecture: str, folder: Path, **changes: Any) -> LoadedModel:
+    path = folder / "config.json"
+    config = transformers.CONFIG_MAPPING[kind](**changes)
+    path.write_text(json.dumps({**config.to_dict(), "model_type": kind, "architectures": [architecture]}))
+    return load_model(path)
+
+
+def test_recordings_that_a_forward_would_take_beside_text_are_said_to_be_left_out(tmp_path: Path) -> None:
+    loaded = _loaded("voxtral", "VoxtralForConditionalGeneration", tmp_path)
+
+    assert loaded.assumes == ("samples without input_features, which its forward would take",)
+
+
+def test_a_decoder_without_a_token_to_begin_by_is_given_what_it_reads(tmp_path: Path) -> None:
+    loaded = _loaded("t5", "T5ForConditionalGeneration", tmp_path)
+
+    assert loaded.batch(2).keys() == {"input_ids", "labels", "decoder_input_ids"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "shape"),
+    [
+        ("whisper", "WhisperForConditionalGeneration", (2, 80, 3000)),
+        ("speech_to_text", "Speech2TextForConditionalGeneration", (2, 1000, 80)),
+        ("canary", "CanaryForConditionalGeneration", (2, 1000, 128)),
+    ],
+)
+def test_spectrograms_are_of_the_form_that_their_encoder_takes(
+    kind: str, architecture: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    batch: dict[str, Any] = _loaded(kind, architecture, tmp_path).batch(2)
+
+    assert batch["input_features"].shape == shape
 
 
 def test_a_configuration_that_does_not_run_is_to_be_mended_itself(tmp_path: Path) -> None:

@@ -220,6 +220,7 @@ class _Odd(nn.Module):
         self.position = nn.Parameter(torch.zeros(8))
         self.unused = nn.Parameter(torch.zeros(3))
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.tower = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.position
@@ -233,8 +234,8 @@ def test_every_parameter_has_a_layer() -> None:
 
     assert "position" in profile.layers[0].parameters
     assert "unused" in profile.layers[-1].parameters
-    assert any("never used" in note and "unused" in note for note in profile.notes)
-    assert profile.num_parameters == 8 + 3 + 3 * 72
+    assert any(note.endswith(": unused, tower (4 parameters)") for note in profile.notes)
+    assert profile.num_parameters == 8 + 3 + 3 * 72 + 4
 
 
 class _Decides(nn.Module):

@@ -7,8 +7,8 @@ Without any container every child with parameters is a layer. Code between layer
 where the fewest bytes cross.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -641,9 +641,28 @@ def _layers(
         layers.append(Layer("", root_name, own, calls, read, first, last, span[-1].key, writes, overwritten))
     unread = tuple(name for name, p in names.items() if id(p) not in read_anywhere)
     if unread:
-        notes.append(f"never used by the forward, kept with the last layer: {', '.join(unread)}")
+        notes.append(f"never used by the forward, kept with the last layer: {_told(unread, names)}")
         layers[-1] = replace(layers[-1], root="", parameters=(*layers[-1].parameters, *unread))
     return _named([_name(layer, i, len(layers), units, root) for i, layer in enumerate(layers)], layers)
+
+
+_MOST_TOLD = 5
+"""Parameters, or modules full of them, that a note names."""
+
+
+def _told(some: Sequence[str], names: Iterable[str]) -> str:
+    """Some of the parameters in words: by the outermost modules that have no others."""
+    inside, all_inside = (Counter(place for name in each for place in _places(name)) for each in (some, names))
+    groups = Counter(next(place for place in _places(name) if inside[place] == all_inside[place]) for name in some)
+    told = [f"{place} ({count} parameters)" if count > 1 else place for place, count in groups.items()]
+    more = [f"{len(told) - _MOST_TOLD} more"] if len(told) > _MOST_TOLD else []
+    return ", ".join((*told[:_MOST_TOLD], *more))
+
+
+def _places(name: str) -> list[str]:
+    """Modules around a parameter, the outermost first, and itself."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _named(names: list[str], layers: list[Layer]) -> tuple[Layer, ...]:

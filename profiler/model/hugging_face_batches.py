@@ -46,7 +46,8 @@ def batches_of(architecture: Any, config: Any, path: Path, build: Build) -> Batc
         picture = _picture(architecture, takes, config, path, AskedModel(build, str(path)))
         if picture is not None:
             make = _text_with_picture(config, picture, LABELS[task] if task in _CLASSIFIES else None)
-            return Batches(make, None, picture.layout, picture.assumes, fewest_tokens=picture.around + 1)
+            assumes = _joined(picture.assumes, _left_out(takes, main_input, "pixel_values"))
+            return Batches(make, None, picture.layout, assumes, fewest_tokens=picture.around + 1)
     if config.model_type in _IN_CODEBOOKS and main_input == "input_ids":
         return Batches(_codes(config))
     if task is None and main_input in _SEEN and {"labels", "decoder_input_ids"} <= takes:
@@ -62,7 +63,18 @@ def batches_of(architecture: Any, config: Any, path: Path, build: Build) -> Batc
             "and its like; SAM and its like; text in which tokens stand for the pictures that its get_image_features "
             'takes); give another head under "architectures", or write a model.py with model() and batch(size)'
         )
-    return Batches(_inputs_and_labels(task, main_input, takes, config), assumes=_ASSUMED.get(main_input, ""))
+    assumes = _joined(_assumed(config, main_input), _left_out(takes, main_input))
+    return Batches(_inputs_and_labels(task, main_input, takes, config), assumes=assumes)
+
+
+def _left_out(takes: Collection[str], *given: str) -> str:
+    """What a forward takes beside text, and is not given, in words."""
+    left = [name for name in ("pixel_values", *recordings.HEARD) if name in takes and name not in given]
+    return f"samples without {' and '.join(left)}, which its forward would take" if left else ""
+
+
+def _joined(*said: str) -> str:
+    return "; ".join(each for each in said if each)
 
 
 def _letters_heard(config: Any, path: Path, main_input: str) -> Batches:
@@ -79,13 +91,10 @@ def _inputs_and_labels(task: str, main_input: str, takes: Collection[str], confi
         seen = next((part for part in parts_of(config) if hasattr(part, "image_size")), config)
     else:
         seen = config
-    if "decoder_input_ids" not in takes:
+    if "decoder_input_ids" not in takes or main_input == "flattened_patches":
         begins_by: tuple[str, ...] = ()
-    elif main_input == "input_values":
-        begins_by = ("decoder_start_token_id", "pad_token_id")
     else:
-        composed = task == "SEQ_TO_SEQ_CAUSAL_LM" and main_input != "flattened_patches" and parts_of(config)
-        begins_by = ("decoder_start_token_id",) if composed else ()
+        begins_by = ("decoder_start_token_id", *(("pad_token_id",) if main_input == "input_values" else ()))
     starts = all(isinstance(getattr(config, name, None), int) for name in begins_by)
 
     def sequences(size: int, seq_len: int) -> Batch:
@@ -178,11 +187,14 @@ _SEEN = ("pixel_values", "flattened_patches")
 _PATCHES_ACROSS = 45
 """Patches along each side of a picture that is as large as may be: Pix2Struct's processor takes up to 2,048 in all."""
 
-_ASSUMED = {
-    "flattened_patches": f"pictures of {_PATCHES_ACROSS} x {_PATCHES_ACROSS} patches",
-    "input_values": recordings.assumed(letters=False),
-}
-"""What is assumed of a main input."""
+
+def _assumed(config: Any, main_input: str) -> str:
+    """What is assumed of a main input, in words."""
+    if main_input == "flattened_patches":
+        return f"pictures of {_PATCHES_ACROSS} x {_PATCHES_ACROSS} patches"
+    is_free = main_input in recordings.HEARD and config.model_type != "whisper"
+    return recordings.assumed(letters=False) if is_free else ""
+
 
 _IN_CODEBOOKS = ("musicgen_decoder", "musicgen_melody_decoder")
 """Types of models that write several rows of codes, each of its own codebook, at once."""
@@ -284,10 +296,13 @@ def _patches(config: Any, size: int, seq_len: int) -> "torch.Tensor":
 
 
 def _spectrogram(config: Any, size: int, seq_len: int) -> "torch.Tensor":
-    """Two frames for each position of the encoder, whose second convolution has a stride of 2."""
+    """Two frames for each position of Whisper's encoder, whose second convolution has a stride of 2, by frequency;
+    others' as long as a recording."""
     import torch
 
-    return torch.randn(size, config.num_mel_bins, 2 * config.max_source_positions)
+    if config.model_type == "whisper":
+        return torch.randn(size, config.num_mel_bins, 2 * config.max_source_positions)
+    return recordings.spectrogram(config, size)
 
 
 def _class_per_sample(config: Any, size: int, seq_len: int) -> "torch.Tensor":

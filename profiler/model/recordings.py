@@ -45,18 +45,18 @@ def ctc_batches(config: Any, main_input: str) -> MakeBatch:
         import torch
 
         said = torch.randint(config.vocab_size - 1, (size, _LETTERS))
-        sound = heard(size) if main_input == "input_values" else _spectrogram(config, size)
+        sound = heard(size) if main_input == "input_values" else spectrogram(config, size)
         return {main_input: sound, "targets": said + (said >= _blank(config)).long()}
 
     return batch
 
 
-def _spectrogram(config: Any, size: int) -> "torch.Tensor":
+def spectrogram(config: Any, size: int) -> "torch.Tensor":
     """[size, frames, width of each]."""
     import torch
 
     parts = (config, getattr(config, "encoder_config", None))
-    told = (getattr(part, "num_mel_bins", None) for part in parts)
+    told = (getattr(part, name, None) for part in parts for name in ("num_mel_bins", "input_feat_per_channel"))
     bins = next((number for number in told if isinstance(number, int)), _BINS)
     times, frames = _STACKED.get(config.model_type, (1, 1))
     wide = getattr(config, "feature_projection_input_dim", None) or bins * times
