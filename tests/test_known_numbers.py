@@ -9,7 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch._subclasses import fake_tensor  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # noqa: E402
+from torch.utils._mode_utils import no_dispatch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from meshwright.profiler.model.chain import observe  # noqa: E402
@@ -99,6 +101,30 @@ def test_places_of_a_mask_are_known_however_far_it_is_expanded(monkeypatch: pyte
         marked = (known(mode, real) == 7).unsqueeze(-1)
 
         assert torch.empty(2, 3, 5)[marked.expand(2, 3, 5)].shape == (3 * 5,)
+
+
+@pytest.mark.parametrize("kind", ["interpolated", "too many"])
+def test_numbers_that_are_not_kept_are_not_computed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = FakeTensorMode()
+    with mode:
+        table = torch.empty(1, 64, 8, 8)
+    places = known(mode, torch.rand(1, 1, 2000, 2))
+    row, column = known(mode, torch.zeros(1 << 13, 1)), known(mode, torch.zeros(1, 1 << 13))
+    entered: list[str] = []  # real kernels run where dispatch is off, and so does the one line of log of each operator
+    dispatch = FakeTensorMode.dispatch
+    monkeypatch.setattr(fake_tensor, "no_dispatch", lambda: entered.append("real") or no_dispatch())
+    monkeypatch.setattr(FakeTensorMode, "dispatch", lambda *args: entered.append("operator") or dispatch(*args))
+
+    with knowing_numbers(mode):
+        if kind == "interpolated":
+            made = nn.functional.grid_sample(table, places, mode="bicubic", align_corners=False)
+        else:
+            made = row + column
+
+    assert made.numel() == (64 * 2000 if kind == "interpolated" else 1 << 26)
+    assert entered.count("real") == entered.count("operator") > 0
+    assert made.constant is None
+    assert all(x.constant is not None for x in (places, row, column))
 
 
 EXPERTS = """

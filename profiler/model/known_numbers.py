@@ -101,6 +101,9 @@ class _KnownRanges(Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if _is_in_vain(func, args):
+            with _forgotten(args):
+                return func(*args, **(kwargs or {}))
         before = args[0].constant if func is torch.ops.aten.expand.default and isinstance(args[0], FakeTensor) else None
         made = func(*args, **(kwargs or {}))
         if before is not None and made.constant is None and before.dtype == torch.bool:
@@ -113,6 +116,33 @@ class _KnownRanges(Mode):
         with no_dispatch():
             real = func(*args, **(kwargs or {}))
         return known(self._mode, real)
+
+
+_INTERPOLATING = ("grid_sampler_2d", "grid_sampler_3d", "upsample_bicubic2d", "upsample_bilinear2d")
+"""Operators that are made of many others, of which those on places alone would be computed for every channel."""
+
+
+def _is_in_vain(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator would compute numbers that are not kept: places in what is not known, or too many."""
+    if func.overloadpacket.__name__ in _INTERPOLATING:
+        return True
+    fakes = [x for x in args[:3] if isinstance(x, FakeTensor)]
+    if len(fakes) < 2 or torch.Tag.pointwise not in func.tags or any(x.constant is None for x in fakes):
+        return False
+    return torch.broadcast_shapes(*(x.shape for x in fakes)).numel() > MOST_KNOWN
+
+
+@contextmanager
+def _forgotten(args: tuple[Any, ...]) -> Iterator[None]:
+    """While it lasts, the numbers of these tensors are not known."""
+    held = [(x, x.constant) for x in args if isinstance(x, FakeTensor)]
+    for x, _ in held:
+        x.constant = None
+    try:
+        yield
+    finally:
+        for x, constant in held:
+            x.constant = constant
 
 
 class _KnownChoices(Mode):
