@@ -47,6 +47,10 @@ NAMED = (
 
 _MINICPM_TOKENS = {"image_token_id": 248056, "image_start_id": 248053, "image_end_id": 248054}
 
+_HALF_TURNED = {
+    "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+}
+
 _CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "llava": {"text_config": {"model_type": "llama", "vocab_size": 32064}},
@@ -84,6 +88,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "exaone4_5": {"vision_config": {"out_hidden_size": 4096}},
     "florence2": {"text_config": {"model_type": "bart", "vocab_size": 51328}},
+    "glm4v": _HALF_TURNED,
+    "glm46v": _HALF_TURNED,
+    "glmga": _HALF_TURNED,
     "hyperclovax_vision_v2": {"text_config": {"model_type": "hyperclovax", "vocab_size": 128256}},
     "instructblipvideo": {"video_token_index": 50271},
     "janus": {
@@ -128,11 +135,11 @@ The token of a picture lies outside the vocabulary of LLaVA, LLaVA-NeXT, its vid
 Florence-2, HyperCLOVA X, Kimi and Qwen3-Omni; InstructBLIP-Video has none. Pictures come out in another width than
 words of EXAONE, Janus, Molmo 2, Ovis 2 and the Qwen-VLs. Gemma 3's pictures have fewer patches than tokens, Idefics3's
 7 x 7 patches are not merged by 2 x 2, Aria's are none of the numbers that it has queries for. DeepSeek-OCR 2 does not
-say which layers have experts, DBRX's attention no rope_theta, wav2vec 2.0's other encoders no number of letters; the
-heads of Qwen3-Omni are no whole part of its width.
+say which layers have experts, DBRX's attention no rope_theta, the GLM-Vs no part of a head that is turned, wav2vec
+2.0's other encoders no number of letters; the heads of Qwen3-Omni are no whole part of its width.
 
 The values are those of the published google/gemma-3-4b-it, llava-hf/llava-1.5-7b-hf, llava-v1.6-mistral-7b-hf and
-LLaVA-NeXT-Video-7B-hf, HuggingFaceM4/idefics2-8b and Idefics3-8B-Llama3, rhymes-ai/Aria,
+LLaVA-NeXT-Video-7B-hf, zai-org/GLM-4.1V-9B-Thinking, HuggingFaceM4/idefics2-8b and Idefics3-8B-Llama3, rhymes-ai/Aria,
 deepseek-ai/deepseek-vl-7b-chat, DeepSeek-OCR-2 and Janus-Pro-1B, florence-community/Florence-2-base, naver's
 HyperCLOVAX-SEED-Think-32B, moonshotai/Kimi-K2.5, allenai/Molmo2-8B, AIDC-AI/Ovis2-2B, Qwen2-VL-72B, Qwen2.5-VL-72B,
 Qwen3-VL-8B and -30B-A3B, Qwen3-Omni-30B-A3B and databricks/dbrx-base, from memory: nothing could be looked up. For
@@ -210,9 +217,9 @@ def asked(kind: str, architecture: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / kind / "config.json"
         path.parent.mkdir()
-        config = transformers.CONFIG_MAPPING[kind](**changes)
-        path.write_text(json.dumps({**config.to_dict(), "model_type": kind, "architectures": [architecture]}))
         try:
+            config = transformers.CONFIG_MAPPING[kind](**changes)
+            path.write_text(json.dumps({**config.to_dict(), "model_type": kind, "architectures": [architecture]}))
             with torch.device("meta"):
                 whole = _built(getattr(transformers, architecture), config)
         except Exception as error:
