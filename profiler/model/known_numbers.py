@@ -129,7 +129,8 @@ def _is_in_vain(func: Any, args: tuple[Any, ...]) -> bool:
     fakes = [x for x in args[:3] if isinstance(x, FakeTensor)]
     if len(fakes) < 2 or torch.Tag.pointwise not in func.tags or any(x.constant is None for x in fakes):
         return False
-    return torch.broadcast_shapes(*(x.shape for x in fakes)).numel() > MOST_KNOWN
+    numbers: int = torch.broadcast_shapes(*(x.shape for x in fakes)).numel()
+    return numbers > MOST_KNOWN
 
 
 @contextmanager
