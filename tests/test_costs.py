@@ -30,6 +30,7 @@ from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve import knapsack
 from meshwright.planner.solve.knapsack import ItemGroup, Turns, least_weight, lightest
+from meshwright.planner.solve.solver import OutOfTimeError
 from meshwright.profiler.machine.cluster import Group, Link
 from meshwright.profiler.model.model_profile import Bytes, ModelProfile, OpProfile
 from support import slow
@@ -417,8 +418,12 @@ def test_knapsack_finds_the_least_weight_of_all_packings(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", slow.but_first(range(20), 6))
-def test_the_lightest_packing_in_turns_is_that_of_all_packings(seed: int) -> None:
+def test_the_lightest_packing_in_turns_is_that_of_all_packings(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to three runs of equal items with up to five options each, in two passes."""
+    if seed % 2:
+        monkeypatch.setattr(knapsack, "SMALL", 0)
+    if seed % 4 == 1:
+        monkeypatch.setattr(knapsack, "FEW", 20)
     rng = np.random.default_rng(seed)
     for _ in range(10):
         rows = [
@@ -524,6 +529,45 @@ def test_a_second_pass_with_less_room_leaves_few_combinations_to_look_through(mo
     held_at_last = sum(row.before[1] @ counts for row, counts in zip(rows, found.counts, strict=True)) + last[0, 0]
     assert 60.6 < held_at_last <= 60.7
     assert compared[0] < 5_000
+
+
+def test_one_row_of_many_combinations_is_looked_through_without_comparing_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 layers of eight options, of which the lightest keeps 12 GiB, and whatever keeps less holds much in its turn
+    (a Granite model on 64 GPUs): 720,000 combinations are lighter than what fits."""
+    weights = np.array([0.67578, 0.67361, 0.67434, 0.67216, 0.6281, 0.62592, 0.49803, 0.49585])
+    held = np.array([0.35654, 0.51383, 0.65017, 0.80747, 3.49388, 3.65117, 12.13552, 12.29281])
+    after = np.array([[0.31459, 0.47189] * 4, [0.03932] * 8])
+    turn = np.array([19.51779, 19.20319, 19.18221, 18.86762, 16.38045, 16.06586, 7.69686, 7.38227])
+    turns = np.array([turn, turn + 0.31459])
+    of_first, of_last = np.array([[0.59979], [0.91438]]), np.full((2, 1), 6.5766)
+    rows = [
+        Turns(1, np.array([0.0241]), np.full((2, 1), 1.54141), np.array([[2.05521], [1.15606]]), of_first, of_first),
+        Turns(24, weights, np.array([held] * 2), after, turns, np.array([turn] * 2)),
+        Turns(1, np.array([0.30862]), np.full((2, 1), 4.99763), np.array([[2.05523], [1.15607]]), of_last, of_last),
+    ]
+    compared, unbeaten = [0], knapsack._unbeaten
+
+    def counted(points: np.ndarray, deadline_s: float) -> np.ndarray:
+        compared[0] += len(points)
+        return unbeaten(points, deadline_s)
+
+    monkeypatch.setattr(knapsack, "_unbeaten", counted)
+
+    found = lightest(rows, np.array([72.84597, 71.94681]), 16.12, np.zeros((2, 1)))
+
+    assert found is not None
+    assert found.weight == pytest.approx(15.79, abs=0.01)
+    assert compared[0] < 5_000
+
+
+def test_a_row_of_too_many_combinations_is_given_up_as_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knapsack, "MOST", 3)
+    monkeypatch.setattr(knapsack, "FIRST_STEP", 1)
+    rng = np.random.default_rng(0)
+    row = Turns(9, np.arange(6.0), *(rng.integers(1, 20, (2, 6)).astype(float) for _ in range(4)))
+
+    with pytest.raises(OutOfTimeError, match="too many ways to recompute"):
+        lightest([row], np.array([90.0, 90.0]), math.inf, np.zeros((2, 6)))
 
 
 def test_options_that_another_beats_in_time_and_memory_are_dropped() -> None:

@@ -32,6 +32,14 @@ FURTHER = 4
 FEW = 200_000
 """So many combinations, or fewer, are looked through at once."""
 
+SMALL = 4096
+"""Combinations of a row, or fewer, of which those that others beat are always left out; of more, only where they are
+multiplied by those of other rows: of 24 layers with 8 options 720,000 are looked through in a second or two, and
+compared with each other in minutes."""
+
+MOST = 8_000_000
+"""Combinations of a row that are looked through at most: half a GiB."""
+
 BLOCK = 64
 """Combinations that are compared with all others at once: of 20,000 five times as fast as one by one (measured; from 16
 to 1,024 the same within a fifth)."""
@@ -287,9 +295,14 @@ def _lightest_in_turns(case: _PackingCase, limit: float, deadline_s: float) -> t
     rows, rooms, gap = case.rows, case.rooms, limit - case.bound
     tables: dict[int, Ints] = {}
     for i in sorted(range(len(rows)), key=lambda i: -rows[i].count):
-        tables[i], least = _counts_in_turns(case, i, limit, deadline_s)
+        in_time(deadline_s)
+        tables[i], least = _counts_in_turns(case, i, limit)
         if not len(tables[i]):
             return None, max(limit, least)
+    for i in sorted(tables, key=lambda i: len(tables[i])):
+        with_others = math.prod(map(len, tables.values()))
+        if len(tables[i]) <= SMALL or FEW < with_others > len(tables[i]):
+            tables[i] = tables[i][_unbeaten_of_row(case, i, tables[i], deadline_s)]
     weight, excess = np.zeros(1), np.zeros(1)
     before, most = np.zeros((1, len(rooms))), np.full((1, len(rooms)), -np.inf)
     chosen: list[tuple[Ints, Ints]] = []
@@ -320,20 +333,19 @@ def _lightest_in_turns(case: _PackingCase, limit: float, deadline_s: float) -> t
     return _traced([tables[i] for i in range(len(rows))], chosen, weight), limit
 
 
-def _counts_in_turns(case: _PackingCase, place: int, limit: float, deadline_s: float) -> tuple[Ints, float]:
-    """([combination][option] -> items, for the combinations of a row that may be part of a packing below `limit`, do
-    not hold too much by themselves, and are not beaten by another; what packings with others of them weigh at least).
+def _counts_in_turns(case: _PackingCase, place: int, limit: float) -> tuple[Ints, float]:
+    """([combination][option] -> items, for the combinations of a row that may be part of a packing below `limit` and do
+    not hold too much by themselves; what packings with others of them weigh at least).
 
     Option by option in the order of their turns: those that take it must fit, and what is left must be light enough
-    with the options after it.
+    with the options after it. Raises OutOfTimeError where combinations are more than MOST.
     """
     row, group = case.rows[place], case.groups[place]
     limit += SLACK * max(1.0, float(np.abs(group.weights).max())) * group.count
     free = case.rooms - case.earlier[place] - case.later[place + 1]
     free += SLACK * np.maximum(1.0, np.abs(case.rooms))
     if group.count == 1:
-        table, least = _options_of_one(case, place, limit, free)
-        return table[_unbeaten_of_row(case, place, table, deadline_s)], least
+        return _options_of_one(case, place, limit, free)
     table, left, least = np.zeros((1, len(row.weights)), dtype=np.int64), np.array([group.count]), math.inf
     for option, tail in enumerate(case.tails[place]):
         behind = row.behind[:, option + 1 :].min(axis=1)
@@ -344,6 +356,8 @@ def _counts_in_turns(case: _PackingCase, place: int, limit: float, deadline_s: f
             turn = np.minimum(row.transient[:, option], row.ending[:, option])
             fitting = np.clip(((free - turn - there) / rise).min(axis=1), 0, left).astype(np.int64)
             most = np.maximum(np.minimum(most, fitting), fewest - 1)
+        if (most - fewest + 1).sum() > MOST:
+            raise OutOfTimeError("there are too many ways to recompute; give fewer with --recompute")
         rows, taken = _extended(fewest, most)
         after = left[rows] - taken
         turn = np.where(after[:, None] > 0, row.transient[:, option], row.ending[:, option])
@@ -352,7 +366,7 @@ def _counts_in_turns(case: _PackingCase, place: int, limit: float, deadline_s: f
         table[:, option] = taken[fits]
         left = after[fits]
     table[:, -1] = left
-    return table[_unbeaten_of_row(case, place, table, deadline_s)], least
+    return table, least
 
 
 def _options_of_one(case: _PackingCase, place: int, limit: float, free: Floats) -> tuple[Ints, float]:
