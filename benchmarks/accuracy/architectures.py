@@ -92,6 +92,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "glm46v": _HALF_TURNED,
     "glmga": _HALF_TURNED,
     "hyperclovax_vision_v2": {"text_config": {"model_type": "hyperclovax", "vocab_size": 128256}},
+    **{kind: {"head_dim": 128} for kind in ("hunyuan_v1_dense", "hunyuan_v1_moe")},
     "instructblipvideo": {"video_token_index": 50271},
     "janus": {
         "text_config": {
@@ -104,10 +105,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "kimi_k25": {"text_config": {"model_type": "deepseek_v3", "vocab_size": 163840}},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "minicpmv4_6": _MINICPM_TOKENS,
     "minicpmv4_7": _MINICPM_TOKENS,
     "minicpm_ocr": _MINICPM_TOKENS,
     "molmo2": {"adapter_config": {"text_hidden_size": 4096}},
+    "nemotron": {"num_key_value_heads": 8},
     "ovis2": {
         "text_config": {
             "model_type": "qwen2",
@@ -136,13 +139,15 @@ Florence-2, HyperCLOVA X, Kimi and Qwen3-Omni; InstructBLIP-Video has none. Pict
 words of EXAONE, Janus, Molmo 2, Ovis 2 and the Qwen-VLs. Gemma 3's pictures have fewer patches than tokens, Idefics3's
 7 x 7 patches are not merged by 2 x 2, Aria's are none of the numbers that it has queries for. DeepSeek-OCR 2 does not
 say which layers have experts, DBRX's attention no rope_theta, the GLM-Vs no part of a head that is turned, wav2vec
-2.0's other encoders no number of letters; the heads of Qwen3-Omni are no whole part of its width.
+2.0's other encoders no number of letters; the heads of Qwen3-Omni are no whole part of its width. Hunyuan's heads have
+no width, Nemotron no number of key-value heads, and LFM2's layers no types: every fourth attends here.
 
 The values are those of the published google/gemma-3-4b-it, llava-hf/llava-1.5-7b-hf, llava-v1.6-mistral-7b-hf and
 LLaVA-NeXT-Video-7B-hf, zai-org/GLM-4.1V-9B-Thinking, HuggingFaceM4/idefics2-8b and Idefics3-8B-Llama3, rhymes-ai/Aria,
 deepseek-ai/deepseek-vl-7b-chat, DeepSeek-OCR-2 and Janus-Pro-1B, florence-community/Florence-2-base, naver's
 HyperCLOVAX-SEED-Think-32B, moonshotai/Kimi-K2.5, allenai/Molmo2-8B, AIDC-AI/Ovis2-2B, Qwen2-VL-72B, Qwen2.5-VL-72B,
-Qwen3-VL-8B and -30B-A3B, Qwen3-Omni-30B-A3B and databricks/dbrx-base, from memory: nothing could be looked up. For
+Qwen3-VL-8B and -30B-A3B, Qwen3-Omni-30B-A3B, tencent/Hunyuan-7B-Instruct, nvidia's Nemotron-4 15B and
+databricks/dbrx-base, from memory: nothing could be looked up. For
 InstructBLIP-Video it is the last token of the vocabulary, for EXAONE the width of its text, for the letters those of
 wav2vec 2.0. MiniCPM-V names no tokens of pictures: those are the ones that its text model, Qwen3.5, has for them."""
 
@@ -160,6 +165,9 @@ RESULTS = Path(__file__).parent / "results"
 _LONGEST_S = 900.0
 _MOST_WORDS = 300
 """Characters of notes in the table."""
+
+_MOST_OF_VALUE = 60
+"""Characters of a changed value in the table."""
 
 _BATCH = 512
 """Samples of a step."""
@@ -231,7 +239,8 @@ def asked(kind: str, architecture: str) -> Row:
         try:
             profile = api.profile(path)
             row.profile_s = _cpu_s() - began
-            row.parameters, row.notes = profile.num_parameters, tuple(profile.notes)
+            row.parameters = profile.num_parameters
+            row.notes = tuple(note.replace(f"{folder}/", "") for note in profile.notes)
             planned = [_planned(profile, gpus) for gpus in (8, 64)]
             row.said, row.outcome = tuple(planned), "planned"
         except ValueError as error:
@@ -253,7 +262,7 @@ def _flat(changes: dict[str, Any], within: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield from _flat(value, f"{within}{name}.")
         elif name != "model_type":
-            yield f"{within}{name}={value}"
+            yield f"{within}{name}={textwrap.shorten(str(value), _MOST_OF_VALUE, placeholder=' ...')}"
 
 
 def _planned(profile: Any, gpus: int) -> str:
