@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from meshwright.profiler.model.load import load_model  # noqa: E402
-from meshwright.profiler.model.loaded import LoadedModel, split_inputs  # noqa: E402
+from meshwright.profiler.model.loaded import LoadedModel  # noqa: E402
 from meshwright.profiler.model.trace import trace  # noqa: E402
-from support import slow  # noqa: E402
+from support import hub_models, slow  # noqa: E402
 from support.cli import run_plan  # noqa: E402
 
 NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -170,14 +170,8 @@ def test_a_config_brings_micro_batches_that_its_head_takes(architecture: str, tm
 
     profile = trace(loaded)
 
-    torch.manual_seed(0)
-    module, batch = loaded.build(), loaded.batch(2)
-    args, kwargs = split_inputs(module, batch, loaded.loss is not None)
-    output = module(*args, **kwargs)
-    loss = output.loss if loaded.loss is None else loaded.loss(output, batch)
-    loss.backward()
-    assert torch.isfinite(loss)
-    trained = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+    module, _, _ = hub_models.trained_once(loaded)
+    trained = hub_models.with_gradients(module)
     assert trained  # what stays without a gradient is a vision tower's last norm, which its features leave out
     assert profile.num_parameters == sum(parameter.numel() for parameter in module.parameters())
     assert profile.decides_by_values == ""
@@ -201,11 +195,9 @@ def batch(size, seq_len=24):
 """
 
 
-def _loaded(kind: str, architecture: str, folder: Path, **changes: Any) -> LoadedModel:
-    path = folder / "config.json"
-    config = transformers.CONFIG_MAPPING[kind](**changes)
-    path.write_text(json.dumps({**config.to_dict(), "model_type": kind, "architectures": [architecture]}))
-    return load_model(path)
+def _loaded(kind: str, architecture: str, folder: Path) -> LoadedModel:
+    config = transformers.CONFIG_MAPPING[kind]()
+    return hub_models.loaded_from(folder, {**config.to_dict(), "model_type": kind}, architecture)
 
 
 def test_recordings_that_a_forward_would_take_beside_text_are_said_to_be_left_out(tmp_path: Path) -> None:

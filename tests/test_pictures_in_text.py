@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from meshwright.profiler.model.load import load_model  # noqa: E402
-from meshwright.profiler.model.loaded import LoadedModel, split_inputs  # noqa: E402
-from support import slow  # noqa: E402
+from meshwright.profiler.model.loaded import LoadedModel  # noqa: E402
+from support import hub_models, slow  # noqa: E402
 
 NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT = {
@@ -332,26 +332,18 @@ BY_CODES = ("ChameleonForConditionalGeneration", "Emu3ForConditionalGeneration")
 
 
 def loaded_from(folder: Path, architecture: str, **changed: Any) -> LoadedModel:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**CONFIGS[architecture], **changed, "architectures": [architecture]}))
-    return load_model(path)
+    return hub_models.loaded_from(folder, {**CONFIGS[architecture], **changed}, architecture)
 
 
 @pytest.mark.parametrize("architecture", slow.but_first(CONFIGS, QUICK))
 def test_what_is_handed_over_trains_the_model_for_real(architecture: str, tmp_path: Path) -> None:
     loaded = loaded_from(tmp_path, architecture)
-    torch.manual_seed(0)
-    module, batch = loaded.build(), loaded.batch(2)
-    args, kwargs = split_inputs(module, batch, loaded.loss is not None)
 
-    output = module(*args, **kwargs)
-    loss = output.loss if loaded.loss is None else loaded.loss(output, batch)
-    loss.backward()
+    module, batch, kwargs = hub_models.trained_once(loaded)
 
     assert isinstance(batch, dict)
     assert kwargs.keys() == batch.keys() - {"targets"}  # no tensor is made for nothing
-    assert torch.isfinite(loss)
-    trained = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+    trained = hub_models.with_gradients(module)
     if any("pixel" in name for name in batch) and architecture not in BY_CODES:
         assert any("vision" in name or "visual" in name for name in trained)
     assert trained
@@ -362,6 +354,13 @@ def test_a_picture_whose_patches_become_no_tokens_is_refused_with_what_the_model
         ValueError, match=r"AriaForConditionalGeneration of .* does not take pictures: .*Number of patches 4 not"
     ):
         loaded_from(tmp_path, "AriaForConditionalGeneration", projector_patch_to_query_dict={"9": 2})
+
+
+def test_a_sample_shorter_than_its_picture_is_refused_in_our_words_alone(tmp_path: Path) -> None:
+    loaded = loaded_from(tmp_path, "Mistral3ForConditionalGeneration").with_seq_len(8)
+
+    with pytest.raises(ValueError, match=r"^batch\(1\) of .*: a picture takes \d+ tokens, .* longer --seq-len$"):
+        loaded.batch(1)
 
 
 def test_a_token_of_pictures_that_no_embedding_has_is_refused(tmp_path: Path) -> None:

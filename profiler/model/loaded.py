@@ -253,6 +253,8 @@ def called(function: Callable[[], Any], what: str) -> Any:
             'reads a command line below `if __name__ == "__main__":`'
         ) from error
     except Exception as error:
+        if isinstance(error, ValueError) and is_ours(error):
+            raise ValueError(f"{what}: {error}") from error
         raise ValueError(f"{what} raised {type(error).__name__}: {error} ({place_of(error)})") from error
 
 
