@@ -127,6 +127,17 @@ def test_numbers_that_are_not_kept_are_not_computed(kind: str, monkeypatch: pyte
     assert all(x.constant is not None for x in (places, row, column))
 
 
+def test_known_numbers_stay_known_where_they_are_interpolated() -> None:
+    mode = FakeTensorMode()
+    real = torch.arange(16.0).view(1, 1, 4, 4)
+    expected = (nn.functional.interpolate(real, scale_factor=2, mode="bilinear") > 7).nonzero()
+    picture = known(mode, real)
+
+    with knowing_numbers(mode):
+        larger = nn.functional.interpolate(picture, scale_factor=2, mode="bilinear")
+        assert (larger > 7).nonzero().tolist() == expected.tolist()
+
+
 EXPERTS = """
 import torch
 from torch import nn

@@ -124,9 +124,9 @@ _INTERPOLATING = ("grid_sampler_2d", "grid_sampler_3d", "upsample_bicubic2d", "u
 
 def _is_in_vain(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operator would compute numbers that are not kept: places in what is not known, or too many."""
-    if func.overloadpacket.__name__ in _INTERPOLATING:
-        return True
     fakes = [x for x in args[:3] if isinstance(x, FakeTensor)]
+    if func.overloadpacket.__name__ in _INTERPOLATING:
+        return any(x.constant is None for x in fakes)
     if len(fakes) < 2 or torch.Tag.pointwise not in func.tags or any(x.constant is None for x in fakes):
         return False
     numbers: int = torch.broadcast_shapes(*(x.shape for x in fakes)).numel()
