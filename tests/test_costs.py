@@ -30,7 +30,6 @@ from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve import knapsack
 from meshwright.planner.solve.knapsack import ItemGroup, Turns, least_weight, lightest
-from meshwright.planner.solve.solver import OutOfTimeError
 from meshwright.profiler.machine.cluster import Group, Link
 from meshwright.profiler.model.model_profile import Bytes, ModelProfile, OpProfile
 from support import slow
@@ -558,16 +557,6 @@ def test_one_row_of_many_combinations_is_looked_through_without_comparing_them(m
     assert found is not None
     assert found.weight == pytest.approx(15.79, abs=0.01)
     assert compared[0] < 5_000
-
-
-def test_a_row_of_too_many_combinations_is_given_up_as_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knapsack, "MOST", 3)
-    monkeypatch.setattr(knapsack, "FIRST_STEP", 1)
-    rng = np.random.default_rng(0)
-    row = Turns(9, np.arange(6.0), *(rng.integers(1, 20, (2, 6)).astype(float) for _ in range(4)))
-
-    with pytest.raises(OutOfTimeError, match="too many ways to recompute"):
-        lightest([row], np.array([90.0, 90.0]), math.inf, np.zeros((2, 6)))
 
 
 def test_options_that_another_beats_in_time_and_memory_are_dropped() -> None:

@@ -37,9 +37,6 @@ SMALL = 4096
 multiplied by those of other rows: of 24 layers with 8 options 720,000 are looked through in a second or two, and
 compared with each other in minutes."""
 
-MOST = 8_000_000
-"""Combinations of a row that are looked through at most: half a GiB."""
-
 BLOCK = 64
 """Combinations that are compared with all others at once: of 20,000 five times as fast as one by one (measured; from 16
 to 1,024 the same within a fifth)."""
@@ -338,7 +335,7 @@ def _counts_in_turns(case: _PackingCase, place: int, limit: float) -> tuple[Ints
     not hold too much by themselves; what packings with others of them weigh at least).
 
     Option by option in the order of their turns: those that take it must fit, and what is left must be light enough
-    with the options after it. Raises OutOfTimeError where combinations are more than MOST.
+    with the options after it.
     """
     row, group = case.rows[place], case.groups[place]
     limit += SLACK * max(1.0, float(np.abs(group.weights).max())) * group.count
@@ -356,8 +353,6 @@ def _counts_in_turns(case: _PackingCase, place: int, limit: float) -> tuple[Ints
             turn = np.minimum(row.transient[:, option], row.ending[:, option])
             fitting = np.clip(((free - turn - there) / rise).min(axis=1), 0, left).astype(np.int64)
             most = np.maximum(np.minimum(most, fitting), fewest - 1)
-        if (most - fewest + 1).sum() > MOST:
-            raise OutOfTimeError("there are too many ways to recompute; give fewer with --recompute")
         rows, taken = _extended(fewest, most)
         after = left[rows] - taken
         turn = np.where(after[:, None] > 0, row.transient[:, option], row.ending[:, option])
