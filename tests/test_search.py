@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 import random
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
@@ -13,8 +14,8 @@ import pytest
 
 from meshwright.planner.answers.candidate import Candidate
 from meshwright.planner.answers.check import check
-from meshwright.planner.answers.search import InfeasibleError, SolverError, adopted, search
-from meshwright.planner.answers.verdict import FITS
+from meshwright.planner.answers.search import InfeasibleError, SolverError, adopted, price_setup, search
+from meshwright.planner.answers.verdict import FITS, VerdictKind
 from meshwright.planner.cost.chain import Chain
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel
@@ -22,6 +23,7 @@ from meshwright.planner.plan.document import Plan
 from meshwright.planner.plan.making import make_plan, shape_of
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.schedules import is_chunked
+from meshwright.planner.plan.setups import parse_setup
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve import explore
@@ -353,6 +355,40 @@ def test_options_that_fit_are_found_even_when_time_is_over(pipeline: int) -> Non
     assert best.seconds <= found.seconds < 1.2 * best.seconds
     stages = [[option for _, option, count in choice.parts for _ in range(count)] for choice in found.choices]
     assert estimate(make_plan(model, chain.model.cluster, training, shape, stages), model).fits
+
+
+def test_what_time_ended_on_is_not_the_bound_of_a_shape_of_one_stage() -> None:
+    """Options found in no time are no best ones, so that the shape's own bound stays in the proof."""
+    draw = random.Random(0)
+    classes = [layer_class(f"l{i}", 1e12, int(1e7), draw.uniform(1e8, 6e8), 1e7) for i in range(24)]
+    model, training = profile(classes, list(range(24))), TrainingSpec(global_batch=16, seq_len=64)
+    asked = model, cluster(per_host=2, on=device(memory=11e9)), training
+    pins = Pins(pipeline=1, tensor=1, micro_batch=8, data_shard=1)
+    in_time = Explorer(*asked).explore(pins, math.inf, near=0)
+    late = StagePrices._best_choice
+
+    def slow_choice(self: StagePrices, composition: int, in_flight: int, cutoff: float) -> object:
+        time.sleep(max(0.0, self.chain.deadline_s - time.monotonic()) + 0.01)
+        return late(self, composition, in_flight, cutoff)
+
+    with mock.patch.object(StagePrices, "_best_choice", slow_choice):
+        found = Explorer(*asked).explore(pins, time.monotonic() + 1.0, near=0)
+
+    assert in_time.best is not None
+    assert found.best is not None
+    assert not found.complete
+    assert found.best.seconds > in_time.best.seconds >= found.bound
+
+
+def test_a_set_up_that_was_not_searched_to_the_end_is_not_said_not_to_fit() -> None:
+    block = layer_class("block", 1e12, 10_000_000, 3e7, 1e6)
+    model, on, training = profile([block], [0] * 8), cluster(per_host=4), TrainingSpec(global_batch=8, seq_len=64)
+
+    found = price_setup(parse_setup("fsdp", 4, 4), model, on, training, time_limit_s=-1.0)
+
+    assert found.plan is None
+    assert found.verdict.kind is VerdictKind.NOT_FOUND
+    assert str(found.verdict) == "not found in the time there was; it may fit"
 
 
 def test_layers_that_read_one_parameter_stay_on_one_stage() -> None:

@@ -25,7 +25,7 @@ from ..solve.scan import scan, simulated_s
 from ..solve.space import Family, Space
 from .blame import blamed
 from .explain import does_not_fit
-from .verdict import Verdict, not_legal
+from .verdict import LATE, Verdict, not_legal
 
 MOST_GPUS = 64
 """How many times more GPUs are tried before giving up on the smallest number that would do."""
@@ -220,7 +220,7 @@ def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) ->
         rules = {rule: count for rule, count in (rejected or space.rejected).items() if count}
         degrees = f"no layout of {explorer.cluster.num_devices} GPUs has these degrees"
         return not_legal(max(rules, key=lambda rule: rules[rule], default=degrees))
-    return does_not_fit(closest.estimate)
+    return does_not_fit(closest.estimate) if closest.over_bytes > 0 else LATE
 
 
 def _nothing_legal(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> str:

@@ -74,6 +74,7 @@ class Verdict:
 
 
 FITS = Verdict(VerdictKind.FITS)
+LATE = Verdict(VerdictKind.NOT_FOUND, note=" in the time there was; it may fit")
 THE_PLAN = Verdict(VerdictKind.PLAN)
 
 
@@ -83,6 +84,6 @@ def not_legal(rule: str) -> Verdict:
 
 
 def nearest(verdicts: Iterable[Verdict]) -> Verdict:
-    """Of what became of several attempts that all failed: the first that is legal and does not fit, or the first."""
+    """Of what became of several attempts that all failed: the first that is legal, or the first."""
     found = list(verdicts)
-    return next((verdict for verdict in found if verdict.kind is VerdictKind.DOES_NOT_FIT), found[0])
+    return next((verdict for verdict in found if verdict.kind is not VerdictKind.ILLEGAL), found[0])

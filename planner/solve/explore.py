@@ -406,9 +406,10 @@ class _Search:
         if not is_chunked(node.shape.schedule):
             node.bound = max(node.bound, node.by_ranks_s(cutoff))
         found = node.solve(cutoff, self._deadline_s) if node.bound < cutoff else None
-        if expired(self._deadline_s):  # it may have been left half solved
+        is_late = expired(self._deadline_s)  # it may have been left half solved
+        if is_late:
             out.complete = False
-        if node.shape.pipeline > 1:
+        if node.shape.pipeline > 1 or is_late:  # else what was found of it is the best of it
             self._rest.append(node)
         if found is None or (node.found is not None and found.seconds >= node.found.seconds):
             return
