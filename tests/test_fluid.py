@@ -1,7 +1,9 @@
 """Programs over all cuts and options: below every step there is, and their prices bound other shapes."""
 
 import itertools
+import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from meshwright.planner.cost.simulate import alone_s, even_step_s, simulated_step_s
 from meshwright.planner.plan.schedules import ZERO_BUBBLE, Schedule
 from meshwright.planner.solve import fluid
-from meshwright.planner.solve.fluid import FluidPipelines, Layers, ManyLayers, Table, least_of_many_s
+from meshwright.planner.solve.fluid import FluidPipelines, Layers, ManyLayers, Table, least_of_many_s, united
 from meshwright.planner.solve.rank_bounds import least_of_ranks_s
 from meshwright.planner.solve.whole_ranks import LayerTurns, hull, least_again_s
 from support import slow
@@ -217,6 +219,46 @@ def test_prices_of_one_shape_bound_itself_exactly_and_others_from_below(table: T
         assert bounds[1] <= seconds[1] * (1 + 1e-6)
         if scale == 1.0:
             assert bounds[1] == pytest.approx(seconds[1], rel=1e-4)
+
+
+def in_turn(draw: random.Random, table: Table) -> list[Layers]:
+    """A first layer, two kinds that take turns, and a last layer."""
+    first, kind, last = (replace(run, count=1.0) for run in chain_of(draw, table))
+    other = replace(chain_of(draw, table)[1], count=1.0)
+    return [first, *[kind, other] * (table.num_stages // 2 + 1), last]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.schedule)
+def test_kinds_in_any_order_take_no_longer_than_in_theirs_and_nearly_as_long(table: Table) -> None:
+    draw = random.Random(table.schedule)
+    for _ in range(4):
+        runs, room = in_turn(draw, table), draw.uniform(10, 40)
+        steps, rooms = steps_of(table, runs, room, 0.05), [room] * table.num_ranks
+        ordered, free = FluidPipelines(), FluidPipelines()
+
+        ordered_s, _ = ordered.least_s(table, runs, rooms, 0.05)
+        free_s, layers = free.least_s(table, runs, rooms, 0.05, in_order=False)
+
+        assert free_s <= ordered_s * (1 + 1e-3)
+        assert free_s == pytest.approx(ordered_s, rel=0.1)
+        assert ordered_s <= min(steps, default=math.inf) * (1 + 1e-9)
+        assert layers.sum() == pytest.approx(len(runs))
+        if np.isfinite(free_s):
+            many, flights = many_of([replace(run, bytes=run.bytes[:1]) for run in runs], table)
+            shape_rooms = np.full((table.num_ranks, 1), room)
+            prices = free.prices[table][-1]
+            bound = least_of_many_s(table, prices, many, flights, shape_rooms, np.array([0.05]), np.zeros(1), 0.0)
+            assert float(bound[0]) <= free_s * (1 + 1e-6)
+
+
+def test_equal_layers_become_one_run_and_single_ones_at_the_ends_stay() -> None:
+    one, other = (Layers(1.0, *[np.full(1, x)] * 3, np.full((2, 1), x), 0.0) for x in (1.0, 2.0))
+    two = replace(one, count=2.0)
+
+    assert [run.count for run in united([one, one, other, two, other, one], neighbours_only=False)[0]] == [1, 3, 2, 1]
+    assert united([one, one, other, two, other, one], neighbours_only=False)[1] == [0, 1, 2, 1, 2, 3]
+    assert united([one, one, two, other, two, one], neighbours_only=True)[1] == [0, 1, 1, 2, 3, 4]
+    assert united([two, one, one, two], neighbours_only=True)[1] == [0, 0, 0, 0]
 
 
 def test_layers_that_no_rank_can_hold_have_no_step() -> None:

@@ -6,6 +6,7 @@ yet: where groups sit, how layers are cut, what is run again. Those of shapes ar
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,16 +236,26 @@ class Bounds:
                 least = np.maximum(least, each)
         return least
 
-    def of_prices(self, prices: StagePrices | UnequalPrices, enough_s: float) -> tuple[float, Ints | None]:
+    def of_prices(
+        self, prices: StagePrices | UnequalPrices, enough_s: float, in_order: bool = True
+    ) -> tuple[float, Ints | None]:
         """(seconds that a pipeline's shape takes at least whatever its cuts and options, [stage] -> numbers of the
         places where stages begin that are nearest to the solution), by a program (fluid.py); as soon as they are known
-        to be `enough_s`, no more is looked for."""
+        to be `enough_s`, no more is looked for. in_order: whether layers stay in their order, which takes longer where
+        kinds take turns (`kinds_take_turns`)."""
         if isinstance(prices, UnequalPrices):
             chunked = is_chunked(prices.shape.schedule)
             return (0.0 if chunked else prices.least_with_memory_s()), None
         runs, rooms, wait_s, end_s, turns = fluid_layers(prices)
-        found, layers = self.pipelines.least_s(table_of(prices.shape), runs, rooms, wait_s, end_s, enough_s, turns)
+        table = table_of(prices.shape)
+        found, layers = self.pipelines.least_s(table, runs, rooms, wait_s, end_s, enough_s, turns, in_order)
         return found * (1 - ROUNDING), self._nearest(layers) if found < enough_s else None
+
+    @cached_property
+    def kinds_take_turns(self) -> bool:
+        """Whether layers of one kind come again after others."""
+        kinds = [self.model.kinds[self.chain.runs[group[0]].start] for group in self.chain.alike]
+        return len(set(kinds)) < len(kinds)
 
     def of_whole_layers(self, prices: StagePrices, below_s: float, seconds: float) -> tuple[float, Ints | None]:
         """(seconds that no plan of a pipeline's shape beats, cuts that may be below `below_s`), by the integer program

@@ -14,6 +14,10 @@ are no more than the plan's and rooms no less. Paths are added until the step of
 has reached what is asked for. They belong to schedule, ranks and micro-batches alone: those that had a price in the
 last program of a table are where the next one begins. Runs are `Chain.alike`: neighbours of one kind are one run.
 
+Where kinds of layers take turns (three layers of one attention, then one of another), runs are as many as layers. The
+program without (order), and all layers of a kind as one run, says nearly as much, and takes a hundredth of the time on
+the longest: it comes first.
+
 Where ranks hold several stages of layers of one kind, what whole layers on a rank run again at least (whole_ranks.py)
 is known for each number n of them. It is no less than the sides of its convex hull a + b n, in a second program:
 
@@ -30,7 +34,7 @@ spares most of them a program.
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import highspy
@@ -79,6 +83,29 @@ class Layers:
     weight_s: Floats
     bytes: Floats
     once_s: float
+
+    def cost_as_much_as(self, others: "Layers") -> bool:
+        """Whether one layer costs the same in each regard."""
+        mine, theirs = ((e.forward_s, e.backward_s, e.weight_s, e.bytes) for e in (self, others))
+        return self.once_s == others.once_s and all(map(np.array_equal, mine, theirs))
+
+
+def united(runs: Sequence[Layers], neighbours_only: bool) -> tuple[list[Layers], list[int]]:
+    """(layers that cost the same as one run, [run] -> which of those); a single layer at either end stays by itself,
+    as it has its place."""
+    found: list[Layers] = []
+    united_of: list[int] = []
+    for r, layers in enumerate(runs):
+        at_end = layers.count == 1 and r in (0, len(runs) - 1)
+        first = 1 if runs[0].count == 1 else 0
+        others = range(max(first, len(found) - 1) if neighbours_only else first, len(found))
+        same = None if at_end else next((u for u in others if layers.cost_as_much_as(found[u])), None)
+        if same is None:
+            found.append(layers)
+        else:
+            found[same] = replace(found[same], count=found[same].count + layers.count)
+        united_of.append(len(found) - 1 if same is None else same)
+    return found, united_of
 
 
 @dataclass(frozen=True)
@@ -143,6 +170,7 @@ class FluidPipelines:
         least_end_s: float = 0.0,
         enough_s: float = float("inf"),
         turns: LayerTurns | None = None,
+        in_order: bool = True,
     ) -> tuple[float, Floats]:
         """(seconds that no step beats, or `enough_s` as soon as that is known to be less, [stage] -> layers that it
         holds in the solution); infinite if the layers cannot be held. Where not all cuts and options take as long, what
@@ -150,9 +178,10 @@ class FluidPipelines:
 
         rooms: [rank] -> bytes; wait_s: that a stage waits at least for the transfer on each of its sides; least_end_s:
         seconds that a step takes after the last pass of any rank, beyond those of layers (negative where they count
-        weights twice); turns: where whole layers on ranks are to count.
+        weights twice); turns: where whole layers on ranks are to count; in_order: whether layers stay in their order,
+        or those of a kind may be in any stages.
         """
-        program = self._program(table, runs, rooms, wait_s, least_end_s)
+        program = self._program(table, runs, rooms, wait_s, least_end_s, in_order=in_order)
         least_s = program.solve_with_paths(enough_s)
         if np.isinf(least_s):
             return least_s, np.zeros(table.num_stages)
@@ -160,7 +189,7 @@ class FluidPipelines:
         self.prices.setdefault(table, []).append(prices)
         del self.prices[table][:-MOST_PRICES]
         self.num_prices[table] += 1
-        if turns is not None and least_s < enough_s < float("inf"):
+        if turns is not None and in_order and least_s < enough_s < float("inf"):
             program = self._program(table, runs, rooms, wait_s, least_end_s, turns, enough_s)
             least_s = max(least_s, min(program.solve_with_paths(enough_s), enough_s))
         return least_s, program.layers
@@ -174,9 +203,10 @@ class FluidPipelines:
         least_end_s: float,
         turns: LayerTurns | None = None,
         below_s: float = float("inf"),
+        in_order: bool = True,
     ) -> "_Program":
         """The program with the paths that are known, for steps below that if `turns` are given."""
-        program = _Program(table, runs, rooms, wait_s, least_end_s)
+        program = _Program(table, runs, rooms, wait_s, least_end_s, in_order)
         if turns is not None:
             program.keep_options_whole(turns, rooms, below_s)
         program.add([*_of_ranks(table), *self._paths.get(table, [])])
@@ -301,8 +331,15 @@ class _Program:
     """The program with what HiGHS has of it."""
 
     def __init__(
-        self, table: Table, runs: Sequence[Layers], rooms: Sequence[float], wait_s: float, least_end_s: float
+        self,
+        table: Table,
+        each: Sequence[Layers],
+        rooms: Sequence[float],
+        wait_s: float,
+        least_end_s: float,
+        in_order: bool = True,
     ) -> None:
+        runs, self._united_of = united(each, neighbours_only=in_order)
         self.table, self.runs, self.wait_s, self.least_end_s = table, runs, wait_s, least_end_s
         num_stages, split = table.num_stages, table.schedule in ZERO_BUBBLE
         rank_of = np.array(table.rank_of)
@@ -350,7 +387,7 @@ class _Program:
         for s in range(num_stages):
             here = everything[self.stage == s]
             self._model.addRow(1.0, inf, len(here), here, np.ones(len(here)))
-        for r in range(len(runs) - 1):
+        for r in range(len(runs) - 1 if in_order else 0):
             for s in range(num_stages - 1):
                 here = everything[((self.run == r) | (self.run == r + 1)) & (self.stage <= s)]
                 share = np.where(self.run[here] == r, 1 / runs[r].count, -1 / runs[r + 1].count)
@@ -571,6 +608,7 @@ class _Program:
             given[r, : s + 1] += dual / self.runs[r].count
             given[r + 1, : s + 1] -= dual / self.runs[r + 1].count
         per_byte_s = np.maximum(0.0, -memory) * np.array(self._scales) * self.unit_s
+        given = given[self._united_of]
         own = len(_of_ranks(table))
         priced = [path for path, weight in zip(self._paths[own:], weights[own:].tolist(), strict=True) if weight > 0]
         return PathPrices(passes, ends, per_byte_s, given, given_s), priced

@@ -210,8 +210,9 @@ class ShapeNode:
     """One shape: the leaf of the tree.
 
     Its bound holds for all of its plans, so what is found may be slower: then the bound stands, and the difference is a
-    gap of the proof. raised: whether the bound knows all cuts and options as well as it can. asked: whether its best
-    plan has been looked for, found or not.
+    gap of the proof. by_kind: whether the bound knows all options, but not yet in which order kinds of layers come;
+    raised: whether it knows all cuts and options as well as it can. asked: whether its best plan has been looked for,
+    found or not.
     """
 
     bound: float
@@ -220,6 +221,7 @@ class ShapeNode:
     family: Family
     space: Space
     search: Solver
+    by_kind: bool = False
     raised: bool = False
     asked: bool = False
     cuts: NDArray[np.int64] | None = None
@@ -237,17 +239,20 @@ class ShapeNode:
         return self.shape.pipeline > 1 and num_cuts(self.prices) <= FEW_CUTS
 
     def children(self, cutoff_s: float, enough_s: float) -> "Iterator[ShapeNode]":
-        """Itself with a bound that knows all cuts and options; none if that reaches the cut-off."""
+        """Itself with a bound that knows all options, then all cuts; none if that reaches the cut-off."""
         least_s, bounds = self.bound, self.search.bounds
         if self.shape.pipeline > 1 and bounds.kinds is None:  # other shapes have found prices since
             which = self.space.leaves(self.family).each.index(self._leaf)
             least_s = max(least_s, float(bounds.by_prices_s(self.family, self.space, np.array([which]))[0]))
-        if least_s < enough_s and self.shape.pipeline > 1 and not self.has_few_cuts:
-            fluid_s, self.cuts = bounds.of_prices(self.prices, enough_s)
+        has_program = self.shape.pipeline > 1 and not self.has_few_cuts
+        in_order = self.by_kind or not (has_program and bounds.kinds_take_turns)
+        if least_s < enough_s and has_program:
+            fluid_s, self.cuts = bounds.of_prices(self.prices, enough_s, in_order)
             least_s = max(least_s, fluid_s)
-            if least_s < enough_s:
+            if least_s < enough_s and in_order:
                 least_s = max(least_s, self.by_ranks_s(cutoff_s))
-        self.bound, self.raised = least_s, least_s < enough_s
+        self.bound, self.by_kind = least_s, least_s < enough_s
+        self.raised = self.by_kind and in_order
         if least_s < cutoff_s:
             yield self
 
