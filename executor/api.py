@@ -283,12 +283,11 @@ def planned(request: Request, waiting: terminal.Waiting) -> Planned:
     stack = request.choices.stack(request.job.stack)
     training, assumptions = inputs.read_training(profile, machine, request.job.global_batch, stack)
     if request.objective is not Objective.THROUGHPUT:
-        from ..planner.answers.sweep import cluster_for, objective_in_words
+        from ..planner.answers.sweep import cluster_for
 
         waiting(f"looking for the number of GPUs ({request.objective.value})")
-        whole = machine
-        machine = cluster_for(request.objective, profile, whole, training, pins)
-        assumptions.append(objective_in_words(request.objective, whole, machine))
+        machine, said = cluster_for(request.objective, profile, machine, training, pins)
+        assumptions.append(said)
     if request.job.seq_len is None and profile.seq_len is not None:
         assumptions.append(f"{profile.seq_len:,} tokens per sample: the model's own; --seq-len changes it")
     assumptions.extend(profile.assumes)
@@ -701,8 +700,8 @@ def check_report(path: str | Path, trace: str | Path | None) -> Path:
 def _of_setup(text: str, profile: ModelProfile, cluster: ClusterSpec, training: "TrainingSpec", pins: "Pins") -> "Pins":
     """What a set-up in words decides, or the first set-up of a framework's usual ones that fits. pins: of the other
     flags, of which only --for goes with it."""
+    from ..planner.answers.fitting import closest_plan
     from ..planner.answers.guidance import named_rules
-    from ..planner.answers.infeasible import closest_plan
     from ..planner.answers.search import pins_of
     from ..planner.plan.pin_texts import in_words
     from ..planner.plan.setups import IllegalSetupError, parse_setup

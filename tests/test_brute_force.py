@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.planning_time.brute_force import Agreement, agreement, every_plan, every_shape, instances, num_plans
 from benchmarks.planning_time.instances import Instance, chunked_instance, instance
-from meshwright.planner.answers.infeasible import filled_by_state
+from meshwright.planner.answers.fitting import filled_by_state
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.schedules import Schedule, is_chunked
 from meshwright.planner.solve.explore import Explorer

@@ -13,6 +13,7 @@ from meshwright.planner.answers.blame import blamed, is_legal
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.decision_path import Step, walk
 from meshwright.planner.answers.explain import CAUSES, causes_apart, compared, reason
+from meshwright.planner.answers.fitting import closest_plan, grown
 from meshwright.planner.answers.guidance import (
     FEWER_SPLITS,
     IN_THE_NODE,
@@ -23,7 +24,6 @@ from meshwright.planner.answers.guidance import (
     no_candidates,
     rules_of_thumb,
 )
-from meshwright.planner.answers.infeasible import closest_plan, grown
 from meshwright.planner.answers.search import pins_of, search
 from meshwright.planner.answers.sweep import (
     Point,
@@ -505,7 +505,7 @@ def test_the_fewest_gpus_are_those_of_trying_all(memory: float) -> None:
     model, on = chain(parameters=100_000_000, heads=8), cluster(1, 8, device(memory=memory))
     training = job()
 
-    chosen = cluster_for(Objective.MIN_GPUS, model, on, training, Pins()).num_devices
+    chosen = cluster_for(Objective.MIN_GPUS, model, on, training, Pins())[0].num_devices
 
     fitting = [
         count
@@ -518,7 +518,7 @@ def test_the_fewest_gpus_are_those_of_trying_all(memory: float) -> None:
 def test_a_token_costs_least_where_gpus_times_step_is_least() -> None:
     model, on, training = chain(parameters=100_000_000, heads=8), cluster(1, 8), job()
 
-    chosen = cluster_for(Objective.COST, model, on, training, Pins()).num_devices
+    chosen = cluster_for(Objective.COST, model, on, training, Pins())[0].num_devices
 
     cost = {}
     for count in (1, 2, 4, 8):

@@ -3,21 +3,26 @@
 import math
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from meshwright.planner.answers import infeasible
+from meshwright.planner.answers import search as answers_search
 from meshwright.planner.answers.check import check
-from meshwright.planner.answers.infeasible import (
+from meshwright.planner.answers.fitting import (
     PRECISE,
-    InfeasibleError,
+    Fewest,
     closest_of_all,
     closest_plan,
     fewest,
+    fits,
     grown,
-    offloaded,
+    state_and_room,
 )
+from meshwright.planner.answers.infeasible import InfeasibleError, offloaded
 from meshwright.planner.answers.search import search
 from meshwright.planner.answers.sweep import cluster_for
 from meshwright.planner.answers.why_not import best_of
@@ -25,7 +30,7 @@ from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.pin_texts import read_pins
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import Objective, TrainingSpec
-from meshwright.planner.solve.explore import Explorer
+from meshwright.planner.solve.explore import Explorer, Outcome
 from meshwright.profiler.machine.cluster import ClusterSpec
 from meshwright.profiler.model.model_profile import ModelProfile
 from support import slow
@@ -47,13 +52,26 @@ def refused(on: ClusterSpec, training: TrainingSpec | None = None, pins: Pins | 
     return caught.value
 
 
-@pytest.mark.parametrize("first", [1, 2, 5, 24, 25, 90, 300])
+@pytest.mark.parametrize("first", [1, 2, 5, 24, 25, 90, 256, 300])
 def test_the_fewest_that_does_is_found_whatever_the_place(first: int) -> None:
-    assert fewest(range(1, 301), lambda count: count >= first) == first
+    assert fewest(range(1, 301), lambda count: count >= first).count == first
 
 
-def test_none_of_a_list_may_do() -> None:
-    assert fewest([1, 2, 3], lambda count: False) is None
+@pytest.mark.parametrize(
+    ("counts", "does", "found"),
+    [
+        ([1, 2, 3], lambda count: False, Fewest(None, False)),
+        (range(1, 9), lambda count: count >= 6, Fewest(6, True)),
+        ([5, 6, 7, 8], lambda count: count == 8, Fewest(8, True)),
+        (range(1, 9), lambda count: count >= 6 or (None if count == 3 else False), Fewest(6, False)),
+        ([8, *range(16, 513, 8)], lambda count: count >= 136, Fewest(136, False)),  # 24 to 56 were left out
+        (range(1, 9), lambda count: count in (3, 8), Fewest(3, True)),  # more need not do
+    ],
+)
+def test_it_is_only_shown_where_each_smaller_number_was_tried(
+    counts: list[int], does: Callable[[int], bool | None], found: Fewest
+) -> None:
+    assert fewest(counts, does) == found
 
 
 @pytest.mark.parametrize("memory", slow.but_first([1.6e9, 0.8e9, 1.1e9], 1))
@@ -200,13 +218,42 @@ def test_no_plan_of_any_kind_is_over_by_less_than_the_closest(model: ModelProfil
 
 
 def test_the_closest_is_only_called_so_where_all_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, on = units(3, 3, 1, 1), cluster(1, 2, device(memory=1e8))
+    model, on = units(3, 3, 1, 1), cluster(1, 2, device(memory=0.8e9))
 
     with pytest.raises(InfeasibleError, match=r"\. The closest, "):
         search(model, on, job(), pins=PIPELINE_ONLY)
-    monkeypatch.setattr(infeasible, "SEARCHED_S", 0.0)
-    with pytest.raises(InfeasibleError, match=r"\. The closest that 0 s found, "):
+    monkeypatch.setattr(infeasible, "CLOSEST_S", 0.0)
+    with pytest.raises(InfeasibleError, match=r"\. The closest that was found, "):
         search(model, on, job(), pins=PIPELINE_ONLY)
+
+
+def test_state_that_no_layout_has_room_for_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 million elements of 16 bytes, 1.28 GB, on two devices of 95 MB."""
+    model, on = units(3, 3, 1, 1), cluster(1, 2, device(memory=1e8))
+    monkeypatch.setattr(answers_search, "explore_all", None)  # nothing has to be searched
+
+    with pytest.raises(InfeasibleError) as caught:
+        search(model, on, job(), pins=replace(PIPELINE_ONLY, offload_optimizer=False))
+
+    state, room = state_and_room(Explorer(model, on, job()), PIPELINE_ONLY)
+    assert (state, room) == (pytest.approx(80e6 * 16), pytest.approx(2 * 95e6))
+    said = "its state alone takes 1.19 GiB, and all GPUs together may use 181 MiB. The closest with even stages, "
+    assert said in str(caught.value)
+
+
+def test_layouts_that_are_not_decided_are_not_said_not_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, on = units(3, 3, 1, 1), cluster(1, 2, device(memory=0.8e9))
+    whole = Explorer.explore
+
+    def undecided(*asked: Any, **more: Any) -> Outcome:
+        return replace(whole(*asked, **more), bound=1.0)
+
+    monkeypatch.setattr(Explorer, "explore", undecided)
+    with pytest.raises(InfeasibleError) as caught:
+        search(model, on, job(), pins=PIPELINE_ONLY)
+
+    assert "no layout of test was found on which synthetic fits, but not all are shown not to fit." in str(caught.value)
+    assert fits(Explorer(model, on, job()), PIPELINE_ONLY, math.inf) is None
 
 
 @pytest.mark.slow
@@ -225,4 +272,4 @@ def test_stages_that_go_there_and_back_may_be_over_by_less() -> None:
 def test_the_objective_of_fewest_gpus_finds_uneven_stages() -> None:
     model, on = units(*[8] * 4, *[1] * 32), cluster(1, 8, device(memory=17 * 10_000_000 * 20.0))
 
-    assert cluster_for(Objective.MIN_GPUS, model, on, job(), PIPELINE_ONLY).num_devices == 4
+    assert cluster_for(Objective.MIN_GPUS, model, on, job(), PIPELINE_ONLY)[0].num_devices == 4

@@ -17,7 +17,7 @@ from meshwright.executor.reporting.report_facts import host_patterns
 from meshwright.executor.reporting.terminal import print_memory, print_placement
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.explain import reason
-from meshwright.planner.answers.infeasible import closest_plan
+from meshwright.planner.answers.fitting import closest_plan
 from meshwright.planner.answers.search import InfeasibleError, search
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.cost.layer_cost import CostModel

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ...planner.answers.infeasible import grown
+from ...planner.answers.fitting import grown
 from ...planner.answers.sweep import LeftOut
 from ...planner.plan.training import SAMPLES_PER_GPU
 from ...profiler.machine.cluster import ClusterSpec

@@ -14,6 +14,7 @@ from ..plan.legality import context_rule, divisors
 from ..plan.pins import Pins
 from ..solve.explore import Explorer
 from .blame import blamed
+from .fitting import Closest, closest_plan
 from .guidance import (
     COMBINED,
     FEWER_SPLITS,
@@ -27,7 +28,6 @@ from .guidance import (
     Question,
     rules_of_thumb,
 )
-from .infeasible import Closest, closest_plan
 from .why_not import best_of, first_that_fits, priced_answer
 
 _MOST_STAGES = 64

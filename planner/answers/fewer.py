@@ -9,7 +9,7 @@ from ..cost.estimate import Estimate
 from ..plan.document import Plan
 from ..plan.pins import Pins
 from ..solve.explore import Explorer
-from .infeasible import grown
+from .fitting import grown
 from .why_not import best_of
 
 NEARLY = 1.25

@@ -24,6 +24,7 @@ from ..solve.union import explore_all
 from .alternatives import SHOWN, family, kept, of_other_families, ordered
 from .candidate import Candidate
 from .explain import compared
+from .fitting import filled_by_state
 from .guidance import RuleOfThumb, rules_of_thumb
 from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
 from .simplicity import preference
@@ -102,10 +103,12 @@ def search(
     if framework is not None:
         _check_runs(framework, pins, profile, training)
     explorer = Explorer(profile, cluster, training, framework)
+    if all(filled_by_state(explorer, each) >= 1 for each in pins.alternatives):
+        raise explain_infeasible(explorer, pins, None)
     outcome = explore_all(explorer, pins.alternatives, deadline, progress=progress)
     if outcome.best is None:
         if outcome.complete:
-            raise explain_infeasible(explorer, pins, outcome.rejected)
+            raise explain_infeasible(explorer, pins, outcome)
         outcome.solved += _by_rules(explorer, pins)
     if outcome.best is None:
         raise SolverError(f"no plan found within {time_limit_s:g} s; give it longer with --time-limit")

@@ -15,7 +15,7 @@ from ..plan.document import Plan
 from ..plan.pins import Pins
 from ..plan.training import Objective, TrainingSpec
 from ..solve.explore import Explorer
-from .infeasible import SEARCHED_S, fewest, fits, grown
+from .fitting import SEARCHED_S, fewest, fits, grown
 from .search import InfeasibleError, SearchResult, SolverError, search
 from .sensitivity import scaled, sensitivity
 from .why_not import best_of
@@ -195,14 +195,15 @@ def robustness(point: Point) -> str:
 
 def cluster_for(
     objective: Objective, profile: ModelProfile, cluster: ClusterSpec, training: TrainingSpec, pins: Pins
-) -> ClusterSpec:
-    """The part of a cluster that an objective asks for, of equal devices and full hosts; at an unchanged batch.
+) -> tuple[ClusterSpec, str]:
+    """(The part of a cluster that an objective asks for, of equal devices and full hosts, at an unchanged batch, what
+    is said of it.)
 
     throughput: all of it. min-gpus: the fewest on which anything fits. cost: those on which a token costs least; the
     price of a device does not matter, as all are alike. The whole cluster where nothing smaller does.
     """
     if objective is Objective.THROUGHPUT:
-        return cluster
+        return cluster, ""
     if any(group.device != cluster.hosts[0].device for group in cluster.hosts):
         raise ValueError(
             f"--objective {objective} chooses among equal devices; {cluster.name} has several kinds: give --gpus and "
@@ -212,11 +213,13 @@ def cluster_for(
     if objective is Objective.MIN_GPUS:
         deadline = time.monotonic() + SEARCHED_S
 
-        def would_do(count: int) -> bool:
+        def would_do(count: int) -> bool | None:
             return fits(Explorer(profile, grown(cluster, count), training, pins.framework), pins, deadline)
 
         found = fewest(counts, would_do)
-        return cluster if found is None else grown(cluster, found)
+        part = cluster if found.count is None else grown(cluster, found.count)
+        which = "the fewest that this job fits on" if found.shown else "the fewest found that this job fits on"
+        return part, f"{_used(cluster, part)}: {which} (--objective min-gpus)"
     cost: dict[int, float] = {}
     for count in (count for count in counts if count & (count - 1) == 0 or count == cluster.num_devices):
         explorer = Explorer(profile, grown(cluster, count), training, pins.framework)
@@ -224,15 +227,13 @@ def cluster_for(
         if other is not None:
             cost[count] = count * other[1].step_time_s
     # Where nothing fits, the whole cluster's search says why.
-    return grown(cluster, min(cost, key=lambda count: cost[count], default=cluster.num_devices))
+    part = grown(cluster, min(cost, key=lambda count: cost[count], default=cluster.num_devices))
+    why = "a token costs least there, of the powers of two up to all of them"
+    return part, f"{_used(cluster, part)}: {why} (--objective cost)"
 
 
-def objective_in_words(objective: Objective, cluster: ClusterSpec, part: ClusterSpec) -> str:
-    """What an objective chose, in a phrase."""
-    used = f"{part.num_devices:,} of {cluster.num_devices:,} GPUs"
-    if objective is Objective.MIN_GPUS:
-        return f"{used}: the fewest that this job fits on (--objective min-gpus)"
-    return f"{used}: a token costs least there, of the powers of two up to all of them (--objective cost)"
+def _used(cluster: ClusterSpec, part: ClusterSpec) -> str:
+    return f"{part.num_devices:,} of {cluster.num_devices:,} GPUs"
 
 
 def _counts(cluster: ClusterSpec) -> list[int]:

@@ -16,8 +16,9 @@ from .blame import blamed
 from .candidate import Candidate
 from .check import violations
 from .explain import CAUSES, causes_apart
+from .fitting import Closest, closest_plan
 from .guidance import RuleOfThumb
-from .infeasible import Closest, closest_plan, closest_verdict
+from .infeasible import closest_verdict
 from .search import pins_of
 from .verdict import FITS, VerdictKind, nearest
 

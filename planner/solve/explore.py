@@ -114,6 +114,11 @@ class Outcome:
         """The shape of the shortest simulated step."""
         return min(self.solved, key=lambda s: s.seconds, default=None)
 
+    @property
+    def nothing_fits(self) -> bool:
+        """Whether no plan of the space fits, which is more than that none was found."""
+        return self.complete and not self.solved and math.isinf(self.bound)
+
 
 class Explorer:
     """Searches spaces of one model, cluster and job; caches what all of them share."""

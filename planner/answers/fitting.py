@@ -1,0 +1,275 @@
+"""What fits: the plan that needs least memory, how full the state alone makes all devices, and how many would do."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...profiler.machine.cluster import ClusterSpec, cluster_of
+from ..cost.estimate import Estimate, estimate, memory_by
+from ..cost.memory_cost import state_bytes
+from ..cost.stage_cost import budget_bytes
+from ..cost.stage_models import stage_models
+from ..plan.document import Plan
+from ..plan.making import make_plan
+from ..plan.pins import Pins
+from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
+from ..plan.shape import LayerOption, Shape
+from ..solve.explore import Explorer
+from ..solve.space import Family, Space
+
+SEARCHED_S = 10.0
+"""Seconds for the smallest number of GPUs, and for other ways out: each is looked for in the whole space."""
+
+CLOSEST_S = 5.0
+"""Seconds for the plan that is over by least."""
+
+EACH_S = 2.0
+"""Seconds that each number of GPUs gets at least, whatever the others took."""
+
+MOST_GPUS = 64
+"""How many times more GPUs are tried before giving up on the smallest number that would do."""
+
+MOST_TRIED = 4
+"""Numbers of GPUs that are tried one by one between one that is too small and one that does."""
+
+PRECISE = 0.005
+"""So near, in device memory, the plan that is over by least is looked for."""
+
+
+@dataclass(frozen=True)
+class Closest:
+    """The plan that misses the budget by least, or by least of those that were looked at.
+
+    of_all: whether it is that of the whole space. needed: nothing fits with fewer than so many times the memory.
+    """
+
+    plan: Plan
+    estimate: Estimate
+    of_all: bool = False
+    needed: float = 1.0
+
+    @property
+    def stage(self) -> int:
+        """The stage that is most over."""
+        memory = self.estimate.memory
+        return max(range(len(memory)), key=lambda stage: memory[stage].over_bytes)
+
+    @property
+    def over_bytes(self) -> float:
+        """Bytes over the budget on that stage; not positive: it fits."""
+        return self.estimate.memory[self.stage].over_bytes
+
+    @property
+    def where(self) -> str:
+        """That stage, in words that say from where stages are counted."""
+        last = len(self.estimate.memory) - 1
+        word = "stage" if self.plan.degrees.virtual_stages == 1 else "pipeline rank"
+        return f"{word} {self.stage} (of 0 to {last})" if last else "every GPU"
+
+    @property
+    def more_memory(self) -> float:
+        """With so many times the memory on every device it fits."""
+        return max(memory.device_bytes / memory.budget_bytes for memory in self.estimate.memory)
+
+
+def closest_plan(explorer: Explorer, pins: Pins) -> Closest | None:
+    """Of the legal shapes with the smallest micro-batch, everything recomputed and sharded that may be, the plan that
+    misses the budget by least; None if no shape is legal."""
+    best = min(_leanest(explorer, pins), key=lambda one: one[0], default=None)
+    return None if best is None else Closest(best[1], estimate(best[1], explorer.profile))
+
+
+def _leanest(explorer: Explorer, pins: Pins) -> Iterator[tuple[float, Plan]]:
+    """(bytes over the budget on the stage that is most over, plan) of each of the frugal shapes."""
+    for shape in frugal_shapes(explorer, pins):
+        stages = even_stages(explorer, shape, pins)
+        plan = make_plan(explorer.profile, explorer.cluster, explorer.training, shape, stages)
+        yield max(memory.over_bytes for memory in memory_by(explorer.model, plan)), plan
+
+
+def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: float) -> Closest:
+    """The plan of the whole space, with uneven stages and chunked schedules, that needs least memory of its devices,
+    to PRECISE: by halving between devices on which nothing fits and such on which something does.
+
+    even: a plan that does not fit. deadline: time.monotonic() from which the closest so far does, and says so; so it
+    does where layouts are left of which it is not known whether they fit.
+    """
+    closest, fails, does = even, max(1.0, filled_by_state(explorer, pins)), even.more_memory
+    while does > fails * (1 + PRECISE):
+        middle = math.sqrt(fails * does)
+        roomier = Explorer(
+            explorer.profile, _with_memory(explorer.cluster, middle), explorer.training, explorer.framework
+        )
+        found = roomier.explore(pins, deadline, near=0, any_will_do=True)
+        if found.best is not None:
+            plan = explorer.plan_of(found.best)
+            closest = Closest(plan, estimate(plan, explorer.profile))
+            does = min(middle, closest.more_memory)
+        elif found.nothing_fits:
+            fails = middle
+        else:
+            return replace(closest, needed=fails)
+    return replace(closest, of_all=True, needed=fails)
+
+
+def filled_by_state(explorer: Explorer, pins: Pins) -> float:
+    """How full parameters, gradients and optimizer state make all devices together at least: from 1 on, nothing
+    fits."""
+    needed, room = state_and_room(explorer, pins)
+    return needed / room
+
+
+def state_and_room(explorer: Explorer, pins: Pins) -> tuple[float, float]:
+    """(bytes of parameters, gradients and optimizer state at least, whatever the layout, each element being on one of
+    the devices, bytes that all devices together may use)."""
+    cluster, training = explorer.cluster, explorer.training
+    shapes = (Shape(1, 2, 1, 1, 1, 1, reshard=each, offload_optimizer=pins.offload_optimizer) for each in (False, True))
+    states = [state_bytes(shape, training) for shape in shapes]
+    least = min(2 * (state.sharded_parameters + state.sharded_gradients + state.optimizer) for state in states)
+    room = sum(group.count * group.devices_per_host * budget_bytes(group.device, training) for group in cluster.hosts)
+    return explorer.profile.num_trainable * least, room
+
+
+def _with_memory(cluster: ClusterSpec, times: float) -> ClusterSpec:
+    """The cluster with so many times the memory on every device."""
+    hosts = tuple(
+        group.model_copy(update={"device": group.device.model_copy(update={"memory": times * group.device.memory})})
+        for group in cluster.hosts
+    )
+    return cluster.model_copy(update={"hosts": hosts})
+
+
+def frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
+    """Per choice of tensor, context and pipeline degree: sequence parallelism, the most expert ranks, the smallest
+    micro-batch and the widest sharding."""
+    space = Space(explorer.profile, explorer.cluster, explorer.training, pins)
+    frugal: dict[object, Family] = {}
+    for family in space.families():
+        if pins.schedule is None and is_chunked(family.schedule):
+            continue  # 1F1B holds no more
+        key = family.tensor, family.context, family.pipeline, family.virtual_stages
+        best = frugal.setdefault(key, family)
+        if _frugal_first(family) < _frugal_first(best):
+            frugal[key] = family
+    for family in frugal.values():
+        yield max(space.shapes(family), key=lambda s: (s.data_shard, s.gradient_sync == "every", s.reshard))
+
+
+def _frugal_first(family: Family) -> tuple[bool, int, int, bool]:
+    """What holds less of families of the same degrees comes first."""
+    return not family.sequence, -family.expert, family.micro_batch, family.schedule == "gpipe"
+
+
+def even_stages(explorer: Explorer, shape: Shape, pins: Pins) -> list[list[LayerOption]]:
+    """Layers by the memory of the stages' devices, as many on each where they are equal, at the options that hold
+    least."""
+    model, kinds = explorer.model, explorer.model.kinds
+    frugal = {}
+    recompute = "none" if shape.schedule in ZERO_BUBBLE else pins.recompute
+    for kind in dict.fromkeys(kinds):
+        options = model.options(kind, shape, recompute, pins.reshard, pins.offered - {"offload"})
+        frugal[kind] = min(options, key=lambda o: _held(explorer, kind, shape, o))
+    num_layers, stages, first = len(kinds), [], 0
+    num_stages = shape.pipeline * shape.virtual_stages
+    devices = [each.device for each in stage_models(model, shape)]
+    places = (rank_and_chunk(shape.schedule, stage, shape.pipeline)[0] for stage in range(num_stages))
+    rooms = [max(1, int(budget_bytes(devices[place], model.training))) for place in places]
+    for stage in range(num_stages):
+        last = min(sum(rooms[: stage + 1]) * num_layers // sum(rooms), num_layers - num_stages + stage + 1)
+        last = max(last, first + 1)
+        stages.append([frugal[kind] for kind in kinds[first:last]])
+        first = last
+    return stages
+
+
+def _held(explorer: Explorer, kind: object, shape: Shape, option: LayerOption) -> float:
+    cost = explorer.model.cost(kind, shape, option)  # type: ignore[arg-type]
+    return shape.in_flight(0) * cost.kept_bytes + cost.held_bytes
+
+
+def fits(explorer: Explorer, pins: Pins, deadline: float) -> bool | None:
+    """Whether a plan fits: there is room for the state, and one of the leanest even ones does, or any of the space that
+    is found until the deadline; None where that leaves it open."""
+    if filled_by_state(explorer, pins) >= 1:
+        return False
+    if any(over <= 0 for over, _ in _leanest(explorer, pins)):
+        return True
+    found = explorer.explore(pins, deadline, near=0, any_will_do=True)
+    if found.best is not None:
+        return True
+    return False if found.nothing_fits else None
+
+
+@dataclass(frozen=True)
+class Fewest:
+    """The least number of GPUs that was found to do, if one was; shown: whether no smaller one does."""
+
+    count: int | None
+    shown: bool
+
+
+def fewest(counts: Sequence[int], does: Callable[[int], bool | None]) -> Fewest:
+    """The first count that does: of the first, and of powers of two in their order; then by halving what lies between
+    the last two until that is short, then one by one. Counts below the last power of two that does not do are left out
+    where they are many. does: None where it is not known."""
+    answers: dict[int, bool | None] = {}
+
+    def asked(count: int) -> bool:
+        answers[count] = does(count)
+        return bool(answers[count])
+
+    failed, place = -1, None
+    for i, count in enumerate(counts):
+        if i in (0, len(counts) - 1) or count & (count - 1) == 0:
+            if asked(count):
+                place = i
+                break
+            failed = i
+    if place is None:
+        return Fewest(None, False)
+    while place - failed - 1 > MOST_TRIED:
+        middle = (failed + place) // 2
+        if asked(counts[middle]):
+            place = middle
+        else:
+            failed = middle
+    left = [i for i in range(place) if counts[i] not in answers]
+    if len(left) > MOST_TRIED:
+        left = [i for i in left if i > failed]
+    place = next((i for i in left if asked(counts[i])), place)
+    return Fewest(counts[place], all(answers.get(count) is False for count in counts[:place]))
+
+
+def smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> Fewest:
+    """The smallest number of GPUs of this kind that would do, of those that fill hosts, by a search of the whole space
+    for each until the deadline; none if not even 64 times as many do."""
+    cluster = explorer.cluster
+    per_host, here = _full_host(cluster), cluster.num_devices
+    free = replace(pins, data_replicate=None, data_shard=None, pipeline=None, tensor=None, context=None, expert=None)
+
+    def with_gpus(count: int) -> Explorer:
+        return Explorer(explorer.profile, grown(cluster, count), explorer.training, explorer.framework)
+
+    def would_do(count: int) -> bool | None:
+        return fits(with_gpus(count), free, max(deadline, time.monotonic() + EACH_S))
+
+    inside = range(here + 1, per_host + 1)
+    hosts = range(here // per_host + 1, MOST_GPUS * max(1, here // per_host) + 1)
+    counts = [*inside, *(per_host * count for count in hosts if count > 1)]
+    needed = here * filled_by_state(explorer, free)
+    return fewest([count for count in counts if count > needed] or counts[-1:], would_do)
+
+
+def _full_host(cluster: ClusterSpec) -> int:
+    """Devices of a host: a cluster that is part of one can grow to all of it."""
+    here = cluster.devices_per_host
+    return max(here, cluster.device.devices_per_host) if cluster.num_hosts == 1 else here
+
+
+def grown(cluster: ClusterSpec, count: int) -> ClusterSpec:
+    """A cluster of `count` of the same devices on the same kind of host."""
+    per_host = _full_host(cluster)
+    grown = cluster_of(cluster.device, count, per_host if count % per_host == 0 and per_host > 1 else None)
+    hosts = tuple(group.model_copy(update={"link": cluster.link}) for group in grown.hosts)
+    return grown.model_copy(update={"hosts": hosts, "network": cluster.network})
