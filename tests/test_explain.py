@@ -783,7 +783,7 @@ def test_a_weight_that_keeps_a_model_on_one_stage_is_named() -> None:
     block = layer_class("block", 1e11, 1000, 1e6, 1e6)
     layers = chain().layers[:4]
     shared = [
-        layer.model_copy(update={"layer_class": 0, "parameters": (f"{i % 3}.weight",)})
+        layer.model_copy(update={"layer_class": 0, "parameters": (f"{i % 3}.weight",), "root": f"{i % 3}"})
         for i, layer in enumerate(layers)
     ]
     model = profile([block], [0, 0, 0, 0]).model_copy(update={"layers": tuple(shared)})

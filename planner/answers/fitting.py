@@ -18,14 +18,14 @@ from ..plan.shape import LayerOption, Shape
 from ..solve.explore import Explorer
 from ..solve.space import Family, Space
 
-SEARCHED_S = 10.0
+SEARCHED_S = 6.0
 """Seconds for the smallest number of GPUs, and for other ways out: each is looked for in the whole space."""
 
 CLOSEST_S = 5.0
 """Seconds for the plan that is over by least."""
 
 EACH_S = 2.0
-"""Seconds that each number of GPUs gets at least, whatever the others took."""
+"""Seconds that each number of GPUs gets at least, whatever the others took, and each other device."""
 
 MOST_GPUS = 64
 """How many times more GPUs are tried before giving up on the smallest number that would do."""
@@ -211,8 +211,8 @@ class Fewest:
 
 def fewest(counts: Sequence[int], does: Callable[[int], bool | None]) -> Fewest:
     """The first count that does: of the first, and of powers of two in their order; then by halving what lies between
-    the last two until that is short, then one by one. Counts below the last power of two that does not do are left out
-    where they are many. does: None where it is not known."""
+    the last two, at the count that two divides most often, until that is short, then one by one. Counts below the last
+    power of two that does not do are left out where they are many. does: None where it is not known."""
     answers: dict[int, bool | None] = {}
 
     def asked(count: int) -> bool:
@@ -229,7 +229,7 @@ def fewest(counts: Sequence[int], does: Callable[[int], bool | None]) -> Fewest:
     if place is None:
         return Fewest(None, False)
     while place - failed - 1 > MOST_TRIED:
-        middle = (failed + place) // 2
+        middle = max(range(failed + 1, place), key=lambda i: counts[i] & -counts[i])
         if asked(counts[middle]):
             place = middle
         else:

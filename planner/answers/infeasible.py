@@ -24,6 +24,7 @@ from .blame import blamed
 from .explain import does_not_fit
 from .fitting import (
     CLOSEST_S,
+    EACH_S,
     SEARCHED_S,
     Closest,
     Fewest,
@@ -182,7 +183,8 @@ def _changes(explorer: Explorer, pins: Pins, smallest: Fewest, closest: Closest)
     larger = sorted((d for d in map(load_device, device_names()) if d.memory > memory), key=lambda d: d.memory)
     for device in larger:
         same = cluster_of(device, explorer.cluster.num_devices)
-        if fits(Explorer(explorer.profile, same, explorer.training, explorer.framework), pins, deadline):
+        on = Explorer(explorer.profile, same, explorer.training, explorer.framework)
+        if fits(on, pins, time.monotonic() + EACH_S):
             yield f"devices with {format_bytes(device.memory)} (--device {device.name})"
             break
     away = offloaded(explorer, pins)
