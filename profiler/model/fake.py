@@ -3,7 +3,6 @@
 A model that decides by the values of its tensors needs real ones: `real_model` is the same thing with numbers.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .batches import named_tensors
 from .building import in_training, on_meta
-from .fake_modes import LeanFakeMode
+from .fake_modes import LeanFakeMode, without_log
 from .forward_state import Changeable, TensorsRead, changed, places_of, put_back, taken, undone
 from .gpu_kernel_emulation import as_on_gpu
 from .held_tensors import HeldTensors, held_beside, unregistered_modules, whole_because
@@ -148,10 +147,8 @@ class FakeModel:
     @contextmanager
     def running(self) -> Iterator[list[str]]:
         """Fake mode, kernels as on a GPU, and failures told in a sentence. Yields what refused a batch of one."""
-        log = logging.getLogger("torch._subclasses.fake_tensor")
-        was_disabled, log.disabled = log.disabled, True
         try:
-            with self._without_numbers(), as_on_gpu() as refusals, torch.enable_grad():
+            with without_log(), self._without_numbers(), as_on_gpu() as refusals, torch.enable_grad():
                 yield refusals
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise DecidesByValuesError(str(error.func), place_of(error)) from error
@@ -174,8 +171,6 @@ class FakeModel:
                 f"{self.loaded.source} does not run with its own micro-batch: {type(error).__name__}: {error} "
                 f"({place_of(error)}). {self.loaded.if_not_run}"
             ) from error
-        finally:
-            log.disabled = was_disabled
 
     def _without_numbers(self) -> AbstractContextManager[Any]:
         if self.mode is None:

@@ -5,7 +5,9 @@ but takes longer to look that up, and to make a tensor of it, than a layer's own
 may be kept, and how outputs alias inputs, is torch's answer as before.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -25,6 +27,17 @@ def fake_mode() -> FakeTensorMode:
     """torch's mode for fake tensors, beside which real ones may be used."""
     begin_autograd()
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def without_log() -> Iterator[None]:
+    """What torch's fake tensors refuse is raised, and not printed beside that."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
 
 
 class LeanFakeMode(FakeTensorMode):

@@ -13,6 +13,7 @@ from .loaded import Batch, Build, Loss, MakeBatch
 from .picture_patches import numbered_patches
 from .picture_tokens import AskedModel
 from .pictures import Picture, mark_of, picture_beside, picture_of, unsaid_mark
+from .recordings_in_text import recording_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +44,14 @@ def batches_of(architecture: Any, config: Any, path: Path, build: Build) -> Batc
         return Batches(_texts_and_pictures(config))
     task = next((task for task in LABELS if _is_made_for(architecture, task)), None)
     if task != "MASKED_LM" and {"input_ids", "labels"} <= takes:
-        picture = _picture(architecture, takes, config, path, AskedModel(build, str(path)))
+        asked = AskedModel(build, str(path))
+        picture = _picture(architecture, takes, config, path, asked)
+        given = "pixel_values"
+        if picture is None:
+            picture, given = recording_of(takes, config, asked), "input_features"
         if picture is not None:
             make = _text_with_picture(config, picture, LABELS[task] if task in _CLASSIFIES else None)
-            assumes = _joined(picture.assumes, _left_out(takes, main_input, "pixel_values"))
+            assumes = _joined(picture.assumes, _left_out(takes, main_input, given))
             return Batches(make, None, picture.layout, assumes, fewest_tokens=picture.around + 1)
     if config.model_type in _IN_CODEBOOKS and main_input == "input_ids":
         return Batches(_codes(config))
@@ -249,7 +254,7 @@ def _text_with_picture(config: Any, picture: Picture, make_labels: "_MakeTensor 
 
         if seq_len <= picture.around:
             raise ValueError(
-                f"a picture takes {picture.around} tokens, and a sample has {seq_len}: give a longer --seq-len"
+                f"a {picture.kind} takes {picture.around} tokens, and a sample has {seq_len}: give a longer --seq-len"
             )
         below = min(mark or text.vocab_size, text.vocab_size)
         words = torch.randint(below, (size, seq_len)) if below > 1 else _tokens(text, size, seq_len)

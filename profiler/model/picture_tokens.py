@@ -1,4 +1,5 @@
-"""How many tokens stand for a picture: asked of the Hugging Face model itself, on tensors without memory."""
+"""How many tokens stand for a picture or a recording: asked of the Hugging Face model itself, on tensors without
+memory."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -22,11 +23,12 @@ class AskedModel:
         self._source = source
 
     def tokens(self, make: "Callable[[], Mapping[str, torch.Tensor]]", layout: Collection[str]) -> int:
-        """Tokens that stand for the picture which these tensors bring. layout: those of them whose numbers it may look
-        at, beside integers. Raises ValueError where the model does not take them, with what it said."""
+        """Tokens that stand for the picture or recording which these tensors bring. layout: those of them whose numbers
+        it may look at, beside integers. Raises ValueError where the model does not take them, with what it said."""
         import torch
         from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+        from .fake_modes import without_log
         from .known_numbers import knowing_numbers, known
 
         module, mode = self._module
@@ -41,7 +43,7 @@ class AskedModel:
                 else:
                     brought[name] = known(mode, tensor, torch.bfloat16 if tensor.is_floating_point() else None)
         try:
-            with knowing_numbers(mode), torch.no_grad():
+            with without_log(), knowing_numbers(mode), torch.no_grad():
                 output = ask(**brought)
                 features = _features(output)
                 tokens = sum(each.numel() // each.shape[-1] for each in features)
@@ -53,6 +55,11 @@ class AskedModel:
         if getattr(output, "pooler_output", None) is not None and wide != of_words:
             raise ValueError(f"it makes {wide:,} numbers for each token of a picture, and {of_words:,} for one of text")
         return tokens
+
+    def takes(self, method: str) -> Collection[str]:
+        """Names of what a method of the model takes; none if it has no such method."""
+        found = [getattr(each, method) for each in _owners(self._module[0]) if hasattr(each, method)]
+        return {name for each in found for name in inspect.signature(each).parameters}
 
     @property
     def words(self) -> int:
@@ -83,13 +90,18 @@ class AskedModel:
 
 
 def _that_takes(tensors: "Mapping[str, torch.Tensor]", module: "nn.Module") -> Callable[..., Any]:
-    for owner in (module, getattr(module, "model", None), getattr(module, "base_model", None)):
-        for name in ("get_image_features", "get_video_features"):
+    for owner in _owners(module):
+        for name in ("get_image_features", "get_video_features", "get_audio_features"):
             method = getattr(owner, name, None)
             if method is not None and tensors.keys() <= inspect.signature(method).parameters.keys():
                 found: Callable[..., Any] = method
                 return found
     raise ValueError(f"it has no get_image_features({', '.join(tensors)})")
+
+
+def _owners(module: "nn.Module") -> "list[Any]":
+    """A model with a head, and what is below the head."""
+    return [module, getattr(module, "model", None), getattr(module, "base_model", None)]
 
 
 def _features(output: Any) -> "tuple[torch.Tensor, ...]":

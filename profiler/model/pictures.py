@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picture:
-    """The picture of one sample.
+    """The picture of one sample, or what is in the places of one.
 
     tokens: that stand for it in the text, each of them `mark` (None: any). tensors: (samples, tokens of each) -> what
     brings it. layout: those whose numbers say where a picture is and how large. assumes: its size in words, if free.
-    begins, ends: tokens that stand before and after it.
+    begins, ends: tokens that stand before and after it. kind: what it is called.
     """
 
     tokens: int
@@ -32,6 +32,7 @@ class Picture:
     assumes: str = ""
     begins: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    kind: str = "picture"
 
     @property
     def around(self) -> int:

@@ -1,0 +1,70 @@
+"""Recordings in text, as processors of Hugging Face models hand them over; how many tokens stand for one the model
+itself is asked."""
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .picture_tokens import AskedModel
+from .pictures import Picture
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = dict[str, torch.Tensor]
+
+_FRAMES_PER_S = 100
+"""Frames of a spectrogram in a second."""
+
+_FREE_S = 10
+"""Seconds of a recording whose length is free: an assumption."""
+
+_MARKS = ("audio_token_id", "audio_token_index")
+_BINS = ("num_mel_bins", "input_dim", "feature_size", "input_size", "num_mels")
+_MASKS = ("input_features_mask", "feature_attention_mask")
+
+
+def recording_of(takes: Collection[str], config: Any, model: AskedModel) -> Picture | None:
+    """The recording in the text of a model whose forward takes these; None if it has no place for one, or if it takes
+    none of those that are known here."""
+    mark = next((found for name in _MARKS if isinstance(found := getattr(config, name, None), int)), None)
+    if mark is None or "input_features" not in takes or mark >= model.words:
+        return None
+    asked = model.takes("get_audio_features")
+    masks = [name for name in _MASKS if name in asked and name in takes]
+    if "input_features" not in asked:
+        return None
+    for shape, frames in _spectrograms(config):
+        tensors = partial(_tensors, shape, frames, masks)
+        try:
+            tokens = model.tokens(partial(tensors, 1), masks)
+        except ValueError:  # not what this model takes
+            continue
+        said = f"one recording of {frames // _FRAMES_PER_S} s in each sample, which takes {tokens} tokens"
+        return Picture(tokens, mark, _of_any_length(tensors), frozenset(masks), said, kind="recording")
+    return None
+
+
+def _of_any_length(tensors: "Callable[[int], Tensors]") -> "Callable[[int, int], Tensors]":
+    """The same from (samples, tokens of each), whatever these are."""
+    return lambda size, seq_len: tensors(size)
+
+
+def _spectrograms(config: Any) -> Iterator[tuple[tuple[int, int], int]]:
+    """(what one may be as [frequencies, frames] or [frames, frequencies], frames of it), what is most likely first:
+    encoders as Whisper's take two frames for each of their positions, always as many."""
+    parts = [getattr(config, name, None) for name in ("audio_config", "encoder_config", "audio_encoder_config")]
+    audio = next((part for part in parts if part is not None), config)
+    bins = next((found for name in _BINS if isinstance(found := getattr(audio, name, None), int)), 80)
+    positions = getattr(audio, "max_source_positions", None)
+    if isinstance(positions, int):
+        yield (bins, 2 * positions), 2 * positions
+    frames = _FREE_S * _FRAMES_PER_S
+    yield (bins, frames), frames
+    yield (frames, bins * getattr(audio, "num_stacked_frames", 1)), frames
+
+
+def _tensors(shape: tuple[int, int], frames: int, masks: Collection[str], size: int) -> "Tensors":
+    import torch
+
+    return {"input_features": torch.randn(size, *shape), **{name: torch.ones(size, frames).long() for name in masks}}
