@@ -4,7 +4,8 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -76,9 +77,17 @@ PATIENCE = 1 / 6
 NARROW = 0.99 * 0.005
 """A gap that is closed further only where that takes little time."""
 
-WHOLE = ((0.3, NARROW), (4.0, NARROW), (0.5, PROVEN))
-"""(seconds of the integer program of a shape whose bound leaves a gap, the gap that it is to close), one after the
-other."""
+WHOLE_S = (0.3, 1.2, 4.8)
+"""Seconds of the integer program of a shape whose bound leaves a wide gap, one after the other as long as it helps."""
+
+HELPS = 0.1
+"""Share of the gap by which a program that helps narrows it."""
+
+NARROW_WHOLE_S = (0.5,)
+"""The same where the gap is narrow."""
+
+STUCK_S = 2.0
+"""Seconds in which better plans are still looked for once no bound of the shape that leaves the gap is better."""
 
 LAST_S = 1.0
 """Seconds that narrow gaps are closed in, all together."""
@@ -91,8 +100,8 @@ Ints = NDArray[np.int64]
 TOLD_EVERY_S = 0.1
 """Seconds between two words on how far a search is."""
 
-LOOKING, PROVING, CLOSING = (0.0, 0.5), (0.5, 0.85), (0.85, 0.95)
-"""Of the whole bar: the parts of looking for the best plan, of proving it, and of closing what gap is left."""
+LOOKING, PROVING = (0.0, 0.5), (0.5, 0.95)
+"""Of the whole bar: the parts of looking for the best plan, and of proving it."""
 
 Progress = Callable[[str, float], None]
 
@@ -426,74 +435,86 @@ class _Search:
             self._patient_until_s = time.monotonic() + self._patience_s
 
     def _prove(self) -> None:
-        """Raise the bounds of what is left until none is a wide gap below what was found, then until the gap is as
-        narrow as it gets in little time; then look for better plans of the shapes whose bounds leave a gap. Ends early
-        when no better plan was found for long; what is left then bounds the space."""
+        """Raise the least bound of what is left until it is no wide gap below what was found, then until the gap is as
+        narrow as it gets in little time; then look for more cuts of shapes whose bounds leave a gap. Ends early when no
+        better plan was found for long; what is left then bounds the space."""
         rest, self._rest = [*self._rest, *(node for _, _, node in self._heap)], []
         self._heap = [(node.bound, next(self._order), node) for node in rest]
         heapq.heapify(self._heap)
-        for gap, left_gap, seconds in (NARROW, NARROW, math.inf), (PROVEN, 0.0, LAST_S):
-            self._raise(gap, left_gap, time.monotonic() + seconds)
-        self._close(self._until_s)
+        if self._raise(NARROW, NARROW, WHOLE_S, math.inf):
+            self._raise(PROVEN, 0.0, NARROW_WHOLE_S, time.monotonic() + LAST_S)
+        for node in self._open():
+            if expired(self._until_s):
+                break
+            self._settle(node, self._until_s)
+        self.bounds.pipelines.deadline_s = math.inf
 
     @property
     def _until_s(self) -> float:
         """When a proof ends."""
         return self._patient_until_s if self._out.solved else self._deadline_s
 
-    def _raise(self, gap: float, left_gap: float, deadline_s: float) -> None:
+    def _raise(self, gap: float, left_gap: float, whole_s: Sequence[float], deadline_s: float) -> bool:
         """Take the node of the least bound, and its children in its place, until none is further below the best plan
-        than the gap. left_gap: to which each is raised at a time, where that takes long."""
+        than the gap; whether that is so. Where the bound of a shape that knows all cuts and options stays the least
+        after all that can be tried, the gap does not close, and little time is left for better plans. left_gap: to
+        which bounds are raised at a time, where that takes long; whole_s: as of `_try`."""
         first = self._heap[0][0] if self._heap else 0.0
-        started_s = time.monotonic()
-        while self._heap and self._heap[0][0] < self._best * (1 - gap):
+        started_s, closed = time.monotonic(), True
+        tries: Counter[ShapeNode] = Counter()
+        while self._heap and self._heap[0][0] < self._best * (1 - gap) * (1 - 2 * ROUNDING):
             until_s = min(deadline_s, self._until_s)
             if expired(until_s) or (self._any_will_do and self._out.solved):
-                return
+                return False
             nearer = (self._heap[0][0] - first) / (self._best - first)
             later = (time.monotonic() - started_s) / max(1e-9, until_s - started_s)
             self._tell(f"proving: at most {1 - self._heap[0][0] / self._best:.1%} faster", PROVING, max(nearer, later))
             _, _, node = heapq.heappop(self._heap)
-            if isinstance(node, ShapeNode) and node.raised:
-                self._solve(node, self._best)
-                if node.has_few_cuts:
-                    self._settle(node, until_s)
-                continue
-            for child in node.children(self._best, self._best * (1 - left_gap)):
-                child.bound = max(child.bound, node.bound)
-                if child.bound < self._best:
-                    heapq.heappush(self._heap, (child.bound, next(self._order), child))
+            if not isinstance(node, ShapeNode) or not node.raised:
+                self.bounds.pipelines.deadline_s = until_s
+                for child in node.children(self._best, self._best * (1 - left_gap)):
+                    child.bound = max(child.bound, node.bound)
+                    self._keep(child)
+            elif self._try(node, tries, whole_s, gap, until_s):
+                self._keep(node)
+            else:
+                self._rest.append(node)
+                closed = False
+                if self._out.solved:
+                    self._patient_until_s = min(self._patient_until_s, time.monotonic() + STUCK_S)
+        return closed
 
-    def _close(self, deadline_s: float) -> None:
-        """Look for better plans of the shapes whose bounds leave a gap, the least bounds first: in some cuts, then by
-        the integer program, each time for longer, as long as the gap is wide."""
-        started_s = time.monotonic()
+    def _try(
+        self, node: ShapeNode, tries: Counter[ShapeNode], whole_s: Sequence[float], gap: float, until_s: float
+    ) -> bool:
+        """Raise the bound of a shape that knows all cuts and options, or find a better plan of it: by more cuts, then
+        by the integer program in so many seconds each time, as long as that helps; whether something was left to
+        try."""
+        if not node.settled:
+            self._solve(node, self._best)
+            if not expired(until_s):
+                self._settle(node, until_s)
+            return True
+        if tries[node] >= len(whole_s) or not isinstance(node.prices, StagePrices):
+            return False
+        helped_s = node.bound + HELPS * (self._best - node.bound)
+        left_s = min(whole_s[tries[node]], until_s - time.monotonic())
+        least_s, cuts = self.bounds.of_whole_layers(node.prices, self._best * (1 - gap), left_s)
+        node.bound = max(node.bound, least_s)
+        if cuts is not None:
+            self._replace(node, self.explorer.at(node.prices, cuts, self._best))
+        tries[node] = tries[node] + 1 if node.bound >= helped_s else len(whole_s)
+        return True
 
-        def tell() -> None:
-            later = (time.monotonic() - started_s) / max(1e-9, deadline_s - started_s)
-            self._tell("closing the gap", CLOSING, later)
-
-        for node in self._open(PROVEN):
-            tell()
-            if expired(deadline_s):
-                return
-            self._settle(node, deadline_s)
-        for seconds, gap in WHOLE:
-            until_s = min(deadline_s, time.monotonic() + LAST_S) if gap < NARROW else deadline_s
-            for node in self._open(gap):
-                tell()
-                left_s = min(seconds, until_s - time.monotonic())
-                if left_s <= 0:
-                    break
-                if isinstance(node.prices, StagePrices):
-                    below_s = self._best * (1 - gap)
-                    whole_s, cuts = self.bounds.of_whole_layers(node.prices, below_s, left_s)
-                    node.bound = max(node.bound, whole_s)
-                    if cuts is not None:
-                        self._replace(node, self.explorer.at(node.prices, cuts, self._best))
+    def _keep(self, node: Node) -> None:
+        """Put a node with those that are to be raised, if a plan of it may be better than the best."""
+        if node.bound < self._best:
+            heapq.heappush(self._heap, (node.bound, next(self._order), node))
 
     def _settle(self, node: ShapeNode, deadline_s: float) -> None:
         """Look at more cuts of a shape, at all if those are not many."""
+        node.settled = True
+        self.bounds.pipelines.deadline_s = deadline_s
         better, is_all = self.explorer.closer(node.prices, node.found, self._best, deadline_s)
         if is_all:
             node.bound = max(node.bound, self._best if better is None else better.seconds)
@@ -501,10 +522,12 @@ class _Search:
             node.bound = max(node.bound, self.bounds.of_prices(node.prices, self._best * (1 - PROVEN))[0])
         self._replace(node, better)
 
-    def _open(self, gap: float) -> Iterator[ShapeNode]:
-        """Shapes whose bounds leave such a gap, the least bounds first."""
-        shapes = sorted((node for node in self._rest if isinstance(node, ShapeNode)), key=lambda node: node.bound)
-        return (node for node in shapes if node.bound < self._best * (1 - gap) * (1 - 2 * ROUNDING))
+    def _open(self) -> list[ShapeNode]:
+        """Shapes that have been solved and whose bounds leave a gap, the least bounds first."""
+        left = {id(node): node for node in [*self._rest, *(node for _, _, node in self._heap)]}
+        solved = [node for node in left.values() if isinstance(node, ShapeNode) and node.asked and not node.settled]
+        open_s = self._best * (1 - PROVEN) * (1 - 2 * ROUNDING)
+        return sorted((node for node in solved if node.bound < open_s), key=lambda node: node.bound)
 
     def _replace(self, node: ShapeNode, found: Solved | None) -> None:
         """Keep what was found of a shape, if it is better."""

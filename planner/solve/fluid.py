@@ -160,6 +160,8 @@ class FluidPipelines:
         self._paths: dict[Table, list[CriticalPath]] = {}
         self.prices: dict[Table, list[PathPrices]] = {}
         self.num_prices: Counter[Table] = Counter()
+        self.deadline_s = float("inf")
+        """time.monotonic() at which programs are left with the bound that they have by then."""
 
     def least_s(
         self,
@@ -183,8 +185,8 @@ class FluidPipelines:
         """
         program = self._program(table, runs, rooms, wait_s, least_end_s, in_order=in_order)
         least_s = program.solve_with_paths(enough_s)
-        if np.isinf(least_s):
-            return least_s, np.zeros(table.num_stages)
+        if np.isinf(least_s) or not program.is_solved:
+            return least_s, program.layers
         prices, self._paths[table] = program.prices()
         self.prices.setdefault(table, []).append(prices)
         del self.prices[table][:-MOST_PRICES]
@@ -210,6 +212,7 @@ class FluidPipelines:
         if turns is not None:
             program.keep_options_whole(turns, rooms, below_s)
         program.add([*_of_ranks(table), *self._paths.get(table, [])])
+        program.deadline_s = self.deadline_s
         return program
 
     def whole(
@@ -228,6 +231,7 @@ class FluidPipelines:
         of it, then in every stage with every option. The bound is `below_s` where there is no solution."""
         until_s = time.monotonic() + seconds
         program = self._program(table, runs, rooms, wait_s, least_end_s, turns, below_s)
+        program.deadline_s = until_s
         least_s = min(program.solve_with_paths(below_s, shorter_will_do=False), below_s)
         if least_s >= below_s:
             return below_s, None
@@ -402,6 +406,8 @@ class _Program:
             self._model.addRow(-inf, room * scale, len(here), here, held[here] * scale)
         self.num = num
         self.amounts: Floats = np.zeros(num)
+        self.deadline_s = float("inf")
+        self.is_solved = False
 
     def keep_options_whole(self, turns: LayerTurns, rooms: Sequence[float], below_s: float) -> None:
         """What ranks run again at least from now on where layers of the run are whole; no rank has so many that a step
@@ -477,12 +483,16 @@ class _Program:
         self._idle_rounds = [rounds for i, rounds in enumerate(self._idle_rounds) if i not in dropped]
 
     def solve(self) -> float | None:
-        """Least T; None if the layers cannot be held."""
+        """Least T; None if the layers cannot be held. 0 where it is not found in time."""
+        if self.deadline_s < float("inf"):
+            left_s = max(0.0, self.deadline_s - time.monotonic())
+            self._model.setOptionValue("time_limit", self._model.getRunTime() + left_s)
         self._model.run()
         status = self._model.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return None
-        if status != highspy.HighsModelStatus.kOptimal:
+        self.is_solved = status == highspy.HighsModelStatus.kOptimal
+        if not self.is_solved:
             return 0.0
         values = np.array(self._model.getSolution().col_value)
         self.amounts = values[: self.num]
@@ -544,6 +554,8 @@ class _Program:
             found_s = self.solve()
             if found_s is None:
                 return float("inf")
+            if not self.is_solved:
+                break
             least_s = max(least_s, found_s)
             longer_than_s = least_s * (1 + TIGHT)
             if least_s >= enough_s or shortest_s <= longer_than_s:

@@ -205,14 +205,14 @@ class ShapesNode:
         yield from ShapesNode.of(bounds[1:], guesses[1:], some[1:], self.family, True, known)
 
 
-@dataclass
+@dataclass(eq=False)
 class ShapeNode:
     """One shape: the leaf of the tree.
 
     Its bound holds for all of its plans, so what is found may be slower: then the bound stands, and the difference is a
     gap of the proof. by_kind: whether the bound knows all options, but not yet in which order kinds of layers come;
     raised: whether it knows all cuts and options as well as it can. asked: whether its best plan has been looked for,
-    found or not.
+    found or not; settled: whether more cuts have been looked at after that.
     """
 
     bound: float
@@ -224,6 +224,7 @@ class ShapeNode:
     by_kind: bool = False
     raised: bool = False
     asked: bool = False
+    settled: bool = False
     cuts: NDArray[np.int64] | None = None
     found: Solved | None = None
 
