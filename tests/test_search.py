@@ -7,6 +7,7 @@ import random
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -346,12 +347,14 @@ def test_options_that_fit_are_found_even_when_time_is_over(pipeline: int) -> Non
     shape = Shape(1, 2 // pipeline, 1, pipeline, 1, 8 * pipeline, schedule="none" if pipeline == 1 else "1f1b")
     best = scan(StagePrices(chain, shape))
     chain.deadline_s = 0.0
+    quick_choice = StagePrices._quick_choice
 
-    found = scan(StagePrices(chain, shape))
+    with mock.patch.object(StagePrices, "_quick_choice", autospec=True, side_effect=quick_choice) as quick:
+        found = scan(StagePrices(chain, shape))
 
     assert best is not None
     assert found is not None
-    assert chain.was_late
+    assert quick.called
     assert best.seconds <= found.seconds < 1.2 * best.seconds
     stages = [[option for _, option, count in choice.parts for _ in range(count)] for choice in found.choices]
     assert estimate(make_plan(model, chain.model.cluster, training, shape, stages), model).fits
@@ -378,6 +381,23 @@ def test_what_time_ended_on_is_not_the_bound_of_a_shape_of_one_stage() -> None:
     assert found.best is not None
     assert not found.complete
     assert found.best.seconds > in_time.best.seconds >= found.bound
+
+
+def test_what_a_rule_of_thumb_was_cut_short_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = profile([layer_class("block", 1e12, 10_000_000, 3e7, 1e6)], [0] * 8)
+    explored = Explorer.explore
+
+    def cut_short(explorer: Explorer, pins: Pins, deadline_s: float, **more: Any) -> explore.Outcome:
+        found = explored(explorer, pins, deadline_s, **more)
+        return replace(found, complete=found.complete and more.get("near") != 0)
+
+    monkeypatch.setattr(Explorer, "explore", cut_short)
+    result = search(model, cluster(per_host=4), TrainingSpec(global_batch=8, seq_len=64))
+
+    by_rule = [each for each in result.alternatives if each.by_rule and each.plan is not None]
+    said = [str(each.verdict).endswith("; the best of it that 2 s found") for each in by_rule]
+    assert said == [each.verdict.kind is not VerdictKind.PLAN for each in by_rule]
+    assert any(said)
 
 
 def test_a_set_up_that_was_not_searched_to_the_end_is_not_said_not_to_fit() -> None:

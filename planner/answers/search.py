@@ -37,7 +37,7 @@ USUAL, OTHERS = 0.96, 0.98
 """Of the whole bar, when rules of thumb are followed, and when alternatives are brought to their best."""
 
 RULE_S = 2.0
-"""Seconds to look for the plan of a rule of thumb where the search of the whole space found none in its time."""
+"""Seconds to look for the plan of a rule of thumb."""
 
 SO_SLOW = 1.25
 """Times the plan's step: only faster layouts without one of its kinds of parallelism are looked for."""
@@ -73,8 +73,11 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Priced:
+    """in_time: whether it is the best of what was looked at, or only the best that was found in time."""
+
     plan: Plan
     estimate: Estimate
+    in_time: bool = True
 
 
 @without_garbage_collection()
@@ -137,7 +140,7 @@ def search(
         fastest_s=fastest_s,
         bound=bound_s,
         gap=gap,
-        status="optimal" if gap <= TIE and outcome.complete and not explorer.was_late else "feasible",
+        status="optimal" if gap <= TIE and outcome.complete else "feasible",
         solver=SOLVER,
         search_seconds=time.monotonic() - start,
         shapes={
@@ -349,9 +352,9 @@ def _as_said(rule: RuleOfThumb, profile: ModelProfile, pins: Pins) -> RuleOfThum
 def _follow(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> _Priced | None:
     """The plan that a rule of thumb leads to, or None if none of its attempts fits."""
     for pins in rule.attempts:
-        outcome = explorer.explore(pins, deadline, near=0)
+        outcome = explorer.explore(pins, min(deadline, time.monotonic() + RULE_S), near=0)
         if outcome.best is not None:
-            return price(explorer, outcome.best)
+            return replace(price(explorer, outcome.best), in_time=outcome.complete)
     return None
 
 
@@ -377,6 +380,8 @@ def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, cho
     verdict = compared(priced.estimate, chosen.estimate, *([excluded] if excluded else []))
     if shape_of(priced.plan).layout == shape_of(chosen.plan).layout and verdict.kind is VerdictKind.AS_FAST:
         verdict = THE_PLAN
+    elif not priced.in_time:
+        verdict = verdict.noted(f"; the best of it that {RULE_S:g} s found")
     return Candidate(rule.name, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s, by_rule=True)
 
 

@@ -84,7 +84,6 @@ class Chain:
         self.num_layers = len(model.profile.layers)
         self.deadline_s = math.inf
         """time.monotonic() at which the best options are no longer looked for, but some that fit."""
-        self.was_late = False
         self._fastest: dict[tuple[object, ...], Fastest] = {}
         self._costs: dict[object, tuple[list[list[LayerOption]], list[list[LayerCost]]]] = {}
 

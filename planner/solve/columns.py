@@ -354,7 +354,6 @@ class StagePrices:
             try:
                 choice = self._best_choice(composition, in_flight, self._weight_cutoff(cutoff_s))
             except OutOfTimeError:
-                self.chain.was_late = True
                 choice = self._quick_choice(composition, in_flight)
             cost = None if choice is None else self.stage_cost(composition, choice, in_flight)
             fits = cost is not None and cost.allocated_bytes <= self.budget

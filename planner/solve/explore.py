@@ -276,11 +276,6 @@ class Explorer:
         """That of all devices, and of each kind."""
         return [self.chain, *(self.kinds.chains if self.kinds is not None else [])]
 
-    @property
-    def was_late(self) -> bool:
-        """Whether some options are not the best because time was over."""
-        return any(chain.was_late for chain in self._chains)
-
     def plan_of(self, solved: Solved) -> Plan:
         """The plan of an assignment: equal layers take their options in the order of the choice."""
         stages = [
