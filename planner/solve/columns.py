@@ -31,6 +31,9 @@ Ints = NDArray[np.int64]
 ROUNDING = 1e-9
 """Relative: sums of the same terms in another order differ by less."""
 
+_UNKNOWN = np.int8(-1)
+"""Of a composition whose memory has not been asked for."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -87,7 +90,7 @@ class StagePrices:
         self._pinned = recompute, reshard, offered
         self._passes: dict[int, list[_Pass]] = {}
         self._known_rooms: dict[int, list[tuple[Floats, Floats]]] = {}
-        self._known_fits: dict[int, NDArray[np.bool_]] = {}
+        self._known_fits: dict[int, NDArray[np.int8]] = {}
         self._priced: dict[tuple[int, int], tuple[StageCost, Choice] | None] = {}
 
     @property
@@ -199,18 +202,19 @@ class StagePrices:
         seconds: Floats = self.received_s + sends[self.chain.last_runs]
         return seconds
 
-    def _weight_bounds(self, in_flight: int) -> Floats:
-        """[composition] -> weight that its options have at least: memory at a price, the best of the prices where two
-        options of a run tie, for every pass."""
-        bounds: Floats = self.chain.counts @ np.array([min(row) for row in self._weights])
+    def _weight_bounds(self, in_flight: int, some: Ints) -> Floats:
+        """[of these compositions] -> weight that its options have at least: memory at a price, the best of the prices
+        where two options of a run tie, for every pass."""
+        counts, last_runs = self.chain.counts[some], self.chain.last_runs[some]
+        bounds: Floats = counts @ np.array([min(row) for row in self._weights])
         weights = [np.array(row) for row in self._weights]
         for one, (room, _) in zip(self._passes_of(in_flight), self._rooms(in_flight), strict=True):
-            spare = room - np.array([row.min() for row in one.ending])[self.chain.last_runs]
+            spare = room[some] - np.array([row.min() for row in one.ending])[last_runs]
             prices = tie_prices(weights, one.before)
             least = np.array(
                 [(w + prices[:, None] * held).min(axis=1) for w, held in zip(weights, one.before, strict=True)]
             )
-            priced = self.chain.counts @ least - spare[:, None] * prices
+            priced = counts @ least - spare[:, None] * prices
             bounds = np.maximum(bounds, priced.max(axis=1, initial=-np.inf))
         return bounds
 
@@ -258,26 +262,33 @@ class StagePrices:
                 found[stage] += (flights + 1) * at_place[ends].min()
         return found
 
-    def bounds(self, stage: int, cutoff_s: float = float("inf")) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    def bounds(
+        self, stage: int, cutoff_s: float = float("inf"), step_s: float = float("inf")
+    ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """([composition] -> seconds per micro-batch at least, seconds once per step, whether those are the price).
 
-        Infinite where the composition cannot stand on that stage, where nothing can fit, and where it cannot be part of
-        a step below `cutoff_s`.
+        Infinite where the composition cannot stand on that stage, where nothing can fit, where it cannot be part of a
+        closed form below `cutoff_s`, and where the passes of a stage alone make a step longer than `step_s`.
         """
         shape, chain = self.shape, self.chain
         in_flight = shape.in_flight(stage)
         seconds = fastest = self._fastest_microbatch_s
         may_stand = self._update_fits & self._balanced(cutoff_s, fastest)
+        may_stand &= shape.num_microbatches * fastest <= step_s * (1 + ROUNDING)
         if stage == 0:
             may_stand &= chain.at_start
         if stage == shape.pipeline - 1:
             may_stand &= chain.at_end
-        fits = self._fits(in_flight) if may_stand.any() else may_stand
-        if not fits[may_stand].all():
-            may_stand &= fits | self._may_fit(in_flight)
+        some = np.flatnonzero(may_stand)
+        fits = np.zeros(len(fastest), dtype=bool)
+        fits[some] = self._fits(in_flight, some)
+        others = some[~fits[some]]
+        if len(others):
+            may_stand[others] = self._may_fit(in_flight, others)
             if shape.pipeline > 1:
-                least = self._weight_bounds(in_flight) + self._waits
-                seconds = np.where(fits, fastest, np.maximum(fastest, least * (1 - ROUNDING)))
+                least = self._weight_bounds(in_flight, others) + self._waits[others]
+                seconds = fastest.copy()
+                seconds[others] = np.maximum(fastest[others], least * (1 - ROUNDING))
                 may_stand &= self._balanced(cutoff_s, seconds)
         return np.where(may_stand, seconds, np.inf), np.where(may_stand, self._once_s, np.inf), fits | ~may_stand
 
@@ -364,7 +375,7 @@ class StagePrices:
         """Options of a composition's layers of least total weight whose memory fits, in the order of their turns."""
         item = self.chain.compositions[composition]
         runs = range(item.first_run, item.last_run + 1)
-        if self._fits(in_flight)[composition]:
+        if self._fits(in_flight, np.array([composition]))[0]:
             fastest = [(run, self.options[run][self._fastest[run]]) for run in runs]
             return Choice(tuple((run, option, n) for (run, option), n in zip(fastest, item.counts, strict=True)))
         passes = self._passes_of(in_flight)
@@ -461,32 +472,35 @@ class StagePrices:
             range(len(rise)), key=lambda o: (0, float(rise[o] + most[o])) if rise[o] < 0 else (1, -float(most[o]))
         )
 
-    def _at_end(self, joined: Floats, ending: Floats) -> Floats:
-        """[composition][run] -> transient of the run's last layer: the stage's last one has none after it."""
-        is_last = np.arange(len(joined)) == self.chain.last_runs[:, None]
-        return np.where(is_last, ending, joined)
-
-    def _holds(self, in_flight: int, pick: Callable[[Floats, int], float], fastest: bool) -> NDArray[np.bool_]:
-        """[composition] -> whether it fits with the amounts that `pick` takes of each run's options."""
-        fits = np.ones(len(self.chain.compositions), dtype=bool)
+    def _holds(
+        self, in_flight: int, some: Ints, pick: Callable[[Floats, int], float], fastest: bool
+    ) -> NDArray[np.bool_]:
+        """[of these compositions] -> whether it fits with the amounts that `pick` takes of each run's options."""
+        fits = np.ones(len(some), dtype=bool)
+        is_last = np.arange(len(self.costs)) == self.chain.last_runs[some][:, None]
         for one, rooms in zip(self._passes_of(in_flight), self._rooms(in_flight), strict=True):
             before, behind, transient, joined, ending = (
                 np.array([pick(row, run) for run, row in enumerate(rows)])
                 for rows in (one.before, one.behind, one.transient, one.joined, one.ending)
             )
-            _, most = running(before, behind, transient, self._at_end(joined, ending), self.chain.counts)
-            fits &= most.max(axis=1) <= rooms[fastest]
+            at_end = np.where(is_last, ending, joined)  # the stage's last layer has none after it
+            _, most = running(before, behind, transient, at_end, self.chain.counts[some])
+            fits &= most.max(axis=1) <= rooms[fastest][some]
         return fits
 
-    def _fits(self, in_flight: int) -> NDArray[np.bool_]:
-        """[composition] -> whether it fits with the fastest option of each run."""
+    def _fits(self, in_flight: int, some: Ints) -> NDArray[np.bool_]:
+        """[of these compositions] -> whether it fits with the fastest option of each run."""
         if in_flight not in self._known_fits:
-            self._known_fits[in_flight] = self._holds(in_flight, lambda row, run: row[self._fastest[run]], True)
-        return self._known_fits[in_flight]
+            self._known_fits[in_flight] = np.full(len(self.chain.compositions), _UNKNOWN)
+        known = self._known_fits[in_flight]
+        fresh = some[known[some] == _UNKNOWN]
+        if len(fresh):
+            known[fresh] = self._holds(in_flight, fresh, lambda row, run: row[self._fastest[run]], True)
+        return known[some] == 1
 
-    def _may_fit(self, in_flight: int) -> NDArray[np.bool_]:
-        """[composition] -> False where not even the least of every item fits."""
-        return self._holds(in_flight, lambda row, run: row.min(), False)
+    def _may_fit(self, in_flight: int, some: Ints) -> NDArray[np.bool_]:
+        """[of these compositions] -> False where not even the least of every item fits."""
+        return self._holds(in_flight, some, lambda row, run: row.min(), False)
 
     @cached_property
     def _update_fits(self) -> NDArray[np.bool_]:

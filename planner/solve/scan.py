@@ -163,7 +163,7 @@ def least_by_ranks(prices: Prices, enough_s: float) -> tuple[float, Ints | None]
     possible is a walk from place to place.
     """
     shape, count = prices.shape, prices.shape.num_microbatches
-    stages = [_RankedStage.of(prices, stage) for stage in range(shape.pipeline)]
+    stages = [_RankedStage.of(prices, stage, enough_s) for stage in range(shape.pipeline)]
     num_places = len(prices.chain.composition_of)
     after = np.where(np.arange(num_places) == num_places - 1, 0.0, np.inf)
     alone: list[Floats] = []
@@ -175,7 +175,7 @@ def least_by_ranks(prices: Prices, enough_s: float) -> tuple[float, Ints | None]
         )
         after = (stage.waited_s + after[None, :]).min(axis=1)
     if not np.isfinite(after[0]):
-        return float("inf"), None
+        return enough_s, None
     ends = float(stages[0].once_s.min())
     split = shape.schedule in ZERO_BUBBLE
 
@@ -227,10 +227,10 @@ class _RankedStage:
     num_ranks: int
 
     @classmethod
-    def of(cls, prices: Prices, stage: int) -> "_RankedStage":
-        """That of a stage of a shape."""
+    def of(cls, prices: Prices, stage: int, enough_s: float) -> "_RankedStage":
+        """That of a stage of a shape, in steps of no more than so many seconds."""
         on, chain, shape = prices.on(stage), prices.chain, prices.shape
-        seconds, once, _ = on.bounds(stage)
+        seconds, once, _ = on.bounds(stage, step_s=enough_s)
         table = chain.composition_of
         there = table >= 0
         per_run = [np.array([pick(c.forward_total_s for c in costs) for costs in on.costs]) for pick in (max, min)]
