@@ -26,7 +26,7 @@ from meshwright.planner.plan.legality import micro_batch_rule, sharding_rule
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
-from meshwright.profiler.model.forward_state import TensorsRead
+from meshwright.profiler.model.forward_state import TensorsRead, places_of, put_back, taken
 from meshwright.profiler.model.trace import trace
 from support.habits import GLOBAL_BATCH, WIDTH, habit, pairs, planned, run, squared
 from support.ranks import RankError, run_ranks
@@ -906,3 +906,25 @@ def test_layouts_that_are_looked_at_twice_count_once() -> None:
     assert certificate is not None
     shapes = certificate.shapes
     assert shapes["total"] == shapes["rejected"] + shapes["pruned"] + shapes["solved"]
+
+
+def test_numbers_that_nobody_wrote_into_are_copied_once() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("seen", torch.zeros(2))
+    seen = model.get_buffer("seen")
+    places = places_of(model, keep_copies=True)
+
+    def copies() -> list[torch.Tensor]:
+        return [value[1] for _, value in taken(places) if isinstance(value, tuple)]
+
+    first = taken(places)
+    (copied,) = copies()
+    assert copies()[0] is copied
+    seen.add_(1)
+    (after,) = copies()
+    assert after.tolist() == [1, 1]
+    put_back(first)
+    assert seen.tolist() == [0, 0]
+    assert copies()[0] is copied
+    seen.add_(2)
+    assert copies()[0].tolist() == [2, 2]

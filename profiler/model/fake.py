@@ -128,7 +128,7 @@ class FakeModel:
 
     @cached_property
     def _places(self) -> list[Changeable]:
-        return places_of(self.module)
+        return places_of(self.module, keep_copies=True)
 
     def next_loss(self, batch: Batch, before_loss: BeforeLoss = lambda returned: None) -> torch.Tensor:
         """Loss of one forward, which finds what the one before it has left behind."""

@@ -35,8 +35,9 @@ class Changeable:
 Taken = list[tuple[Changeable, Any]]
 
 
-def places_of(root: nn.Module) -> list[Changeable]:
-    """All that the forward of a module may change, parameters apart."""
+def places_of(root: nn.Module, keep_copies: bool = False) -> list[Changeable]:
+    """All that the forward of a module may change, parameters apart. keep_copies: of numbers, so that those that nobody
+    has written into are copied once, and not each time that they are taken."""
     found: list[Changeable] = []
     tensors: dict[int, torch.Tensor] = {}
 
@@ -67,7 +68,7 @@ def places_of(root: nn.Module) -> list[Changeable]:
     parameters = {id(parameter) for parameter in root.parameters()}
     silent = _running_statistics(root)
     found += [
-        _numbers(tensor, id(tensor) in silent)
+        _numbers(tensor, id(tensor) in silent, keep_copies)
         for tensor in tensors.values()
         if id(tensor) not in parameters and not tensor.is_meta and not isinstance(tensor, FakeTensor)
     ]
@@ -186,20 +187,26 @@ def _draws(generator: torch.Generator) -> Changeable:
     return Changeable(take, differs, put)
 
 
-def _numbers(tensor: torch.Tensor, silent: bool) -> Changeable:
+def _numbers(tensor: torch.Tensor, silent: bool, keep_copy: bool) -> Changeable:
     """silent: what writes into it does not tell. Autograd does not hear of what is put back."""
+    known: list[tuple[int, torch.Tensor]] = []
 
     def version() -> int:
         return 0 if tensor.is_inference() else tensor._version
 
     def take() -> tuple[int, torch.Tensor]:
-        return version(), tensor.detach().clone()
+        if known and known[0][0] == version():
+            return known[0]
+        found = version(), tensor.detach().clone()
+        known[:] = [found] if keep_copy and not silent and not tensor.is_inference() else []
+        return found
 
     def differs(value: tuple[int, torch.Tensor]) -> bool:
         return silent or value[0] != version()
 
     def put(value: tuple[int, torch.Tensor]) -> None:
         tensor.data.copy_(value[1])
+        known[:] = [(version(), value[1])] if known else []
 
     return Changeable(take, differs, put)
 
