@@ -81,6 +81,17 @@ def test_what_is_computed_of_known_numbers_is_known() -> None:
         assert (sizes > 2).nonzero().shape == (3, 2)
 
 
+def test_fractions_that_are_made_of_no_tensor_are_known_if_they_are_few() -> None:
+    """Longformer asks whether any token of the mask that it made itself is attended to by all."""
+    mode = FakeTensorMode()
+    with knowing_numbers(mode):
+        mask = (1.0 - torch.ones(2, 4096)) * torch.finfo(torch.float32).min
+
+        assert not bool((mask > 0).any())
+        with pytest.raises(DataDependentOutputException):
+            bool((torch.ones(64, 4096) > 0).any())
+
+
 def test_a_list_of_known_numbers_is_read_at_once() -> None:
     mode, real = FakeTensorMode(), torch.arange(4096).view(2, 2048)
     with knowing_numbers(mode):

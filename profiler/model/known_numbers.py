@@ -21,6 +21,10 @@ MOST_KNOWN = 1 << 24
 """Numbers of one tensor that are computed: 2,000 by 2,000 pixels of four samples."""
 
 
+MOST_FRACTIONS = 1 << 16
+"""The same of floating point that are made of no tensor: a mask of the tokens of a few samples."""
+
+
 @contextmanager
 def knowing_numbers(mode: FakeTensorMode, choices: Choices = "") -> Iterator[None]:
     """The fake mode, in which operators on known numbers give known numbers. choices: and so do top-k and argmax of
@@ -90,7 +94,7 @@ _EXPANDED = "known_when_expanded"
 
 
 class _KnownRanges(Mode):
-    """Integers that operators make of no tensor (positions, zeros) are known, too; and masks keep what they repeat."""
+    """Numbers that operators make of no tensor (positions, zeros) are known, too; and masks keep what they repeat."""
 
     _MAKE = ("arange", "zeros", "ones", "full", "scalar_tensor")
 
@@ -111,7 +115,7 @@ class _KnownRanges(Mode):
                 setattr(made, _EXPANDED, before.expand(args[1]))
             return made
         is_made = func.overloadpacket.__name__ in self._MAKE and made.device.type != "meta"
-        if not is_made or made.is_floating_point() or made.numel() > MOST_KNOWN:
+        if not is_made or made.numel() > (MOST_FRACTIONS if made.is_floating_point() else MOST_KNOWN):
             return made
         with no_dispatch():
             real = func(*args, **(kwargs or {}))
