@@ -86,7 +86,7 @@ HELPS = 0.1
 NARROW_WHOLE_S = (0.5,)
 """The same where the gap is narrow."""
 
-STUCK_S = 2.0
+STUCK_S = 1.0
 """Seconds in which better plans are still looked for once no bound of the shape that leaves the gap is better."""
 
 LAST_S = 1.0
