@@ -237,7 +237,7 @@ def test_state_that_no_layout_has_room_for_is_said_first(monkeypatch: pytest.Mon
 
     state, room = state_and_room(Explorer(model, on, job()), PIPELINE_ONLY)
     assert (state, room) == (pytest.approx(80e6 * 16), pytest.approx(2 * 95e6))
-    said = "its state alone takes 1.19 GiB, and all GPUs together may use 181 MiB. The closest with even stages, "
+    said = "optimizer state alone take 1.19 GiB, and all GPUs together may use 181 MiB. The closest with even stages, "
     assert said in str(caught.value)
 
 

@@ -122,7 +122,8 @@ def explain_infeasible(explorer: Explorer, pins: Pins, searched: Outcome | None)
     state, room = state_and_room(explorer, pins)
     what = f"{name} fits on no layout of {cluster.name}"
     if state >= room:
-        what += f": its state alone takes {format_bytes(state)}, and all GPUs together may use {format_bytes(room)}"
+        needs, has = format_bytes(state), format_bytes(room)
+        what += f": parameters, gradients and optimizer state alone take {needs}, and all GPUs together may use {has}"
         said = " with even stages"
     else:
         closest = closest_of_all(explorer, pins, closest, time.monotonic() + CLOSEST_S)
