@@ -257,7 +257,7 @@ def smallest_cluster(explorer: Explorer, pins: Pins, deadline: float) -> Fewest:
     inside = range(here + 1, per_host + 1)
     hosts = range(here // per_host + 1, MOST_GPUS * max(1, here // per_host) + 1)
     counts = [*inside, *(per_host * count for count in hosts if count > 1)]
-    needed = here * filled_by_state(explorer, free)
+    needed = counts[0] * filled_by_state(with_gpus(counts[0]), free)  # of this kind, whatever else is in the cluster
     return fewest([count for count in counts if count > needed] or counts[-1:], would_do)
 
 
