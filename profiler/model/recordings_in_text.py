@@ -40,7 +40,7 @@ def recording_of(takes: Collection[str], config: Any, model: AskedModel) -> Pict
             tokens = model.tokens(partial(tensors, 1), masks)
         except ValueError:  # not what this model takes
             continue
-        said = f"one recording of {frames // _FRAMES_PER_S} s in each sample, which takes {tokens} tokens"
+        said = f"one recording of {frames / _FRAMES_PER_S:g} s in each sample, which takes {tokens} tokens"
         return Picture(tokens, mark, _of_any_length(tensors), frozenset(masks), said, kind="recording")
     return None
 
