@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from meshwright.executor.measuring.compare import _against
 from meshwright.planner.answers.candidate import Candidate
 from meshwright.planner.answers.check import check
 from meshwright.planner.answers.search import InfeasibleError, SolverError, adopted, price_setup, search
@@ -395,9 +396,14 @@ def test_what_a_rule_of_thumb_was_cut_short_at_is_said(monkeypatch: pytest.Monke
     result = search(model, cluster(per_host=4), TrainingSpec(global_batch=8, seq_len=64))
 
     by_rule = [each for each in result.alternatives if each.by_rule and each.plan is not None]
-    said = [str(each.verdict).endswith("; the best of it that 2 s found") for each in by_rule]
+    said = [str(each.verdict).endswith("; the best of it that was found in time") for each in by_rule]
     assert said == [each.verdict.kind is not VerdictKind.PLAN for each in by_rule]
     assert any(said)
+    set_up = price_setup(
+        parse_setup("fsdp", 4, 4), model, cluster(per_host=4), TrainingSpec(global_batch=8, seq_len=64)
+    )
+    assert str(set_up.verdict) == "fits; the best of it that was found in time"
+    assert str(_against(set_up, result.estimate).verdict).endswith("; the best of it that was found in time")
 
 
 def test_a_set_up_that_was_not_searched_to_the_end_is_not_said_not_to_fit() -> None:

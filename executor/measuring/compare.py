@@ -228,7 +228,7 @@ def _against(candidate: "Candidate", planned: "Estimate") -> "Candidate":
     """The candidate with a verdict that says how far it is from the plan, and what costs it most."""
     if candidate.estimate is None:
         return candidate
-    verdict = compared(candidate.estimate, planned)
+    verdict = compared(candidate.estimate, planned).noted(candidate.verdict.note)
     return replace(candidate, verdict=verdict if candidate.plan is None else verdict.noted(priced_mark(candidate.plan)))
 
 

@@ -28,7 +28,7 @@ from .fitting import filled_by_state
 from .guidance import RuleOfThumb, rules_of_thumb
 from .infeasible import InfeasibleError, closest_verdict, explain_infeasible
 from .simplicity import preference
-from .verdict import FITS, THE_PLAN, VerdictKind, nearest
+from .verdict import CUT_SHORT, FITS, THE_PLAN, VerdictKind, nearest
 
 MORE_TIME = 0.05
 """Of the time limit: how long rules of thumb may be followed beyond it, all together; at least a second."""
@@ -178,7 +178,8 @@ def price_setup(
     if outcome.best is None:
         return Candidate(setup.label, None, None, closest_verdict(explorer, pins, outcome.rejected))
     priced = price(explorer, outcome.best)
-    return Candidate(setup.label, priced.plan, priced.estimate, FITS, priced.estimate.step_time_s)
+    verdict = FITS if outcome.complete else FITS.noted(CUT_SHORT)
+    return Candidate(setup.label, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s)
 
 
 def adopted(result: SearchResult, candidates: Sequence[Candidate]) -> SearchResult:
@@ -381,7 +382,7 @@ def _baseline(explorer: Explorer, rule: RuleOfThumb, priced: _Priced | None, cho
     if shape_of(priced.plan).layout == shape_of(chosen.plan).layout and verdict.kind is VerdictKind.AS_FAST:
         verdict = THE_PLAN
     elif not priced.in_time:
-        verdict = verdict.noted(f"; the best of it that {RULE_S:g} s found")
+        verdict = verdict.noted(CUT_SHORT)
     return Candidate(rule.name, priced.plan, priced.estimate, verdict, priced.estimate.step_time_s, by_rule=True)
 
 

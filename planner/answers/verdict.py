@@ -74,6 +74,8 @@ class Verdict:
 
 
 FITS = Verdict(VerdictKind.FITS)
+CUT_SHORT = "; the best of it that was found in time"
+"""Noted where the search for the best of a set-up was not brought to its end."""
 LATE = Verdict(VerdictKind.NOT_FOUND, note=" in the time there was; it may fit")
 THE_PLAN = Verdict(VerdictKind.PLAN)
 

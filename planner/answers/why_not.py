@@ -20,7 +20,7 @@ from .fitting import Closest, closest_plan
 from .guidance import RuleOfThumb
 from .infeasible import closest_verdict
 from .search import pins_of
-from .verdict import FITS, VerdictKind, nearest
+from .verdict import CUT_SHORT, FITS, VerdictKind, nearest
 
 SMALL = 0.02
 """Share of the plan's step below which a cause is not worth a word."""
@@ -60,9 +60,13 @@ def first_that_fits(explorer: Explorer, attempts: Sequence[Pins], deadline: floa
 
 def followed(explorer: Explorer, rule: RuleOfThumb, deadline: float) -> Candidate:
     """What a rule of thumb leads to; without plan and estimate where none of its attempts fits."""
-    found = first_that_fits(explorer, rule.attempts, deadline)
-    if found is not None:
-        return Candidate(rule.name, *found, FITS, found[1].step_time_s, by_rule=True)
+    for pins in rule.attempts:
+        outcome = explorer.explore(pins, max(deadline, time.monotonic() + 1.0), near=0)
+        if outcome.best is not None:
+            plan = explorer.plan_of(outcome.best)
+            verdict = FITS if outcome.complete else FITS.noted(CUT_SHORT)
+            found = estimate(plan, explorer.profile)
+            return Candidate(rule.name, plan, found, verdict, found.step_time_s, by_rule=True)
     verdict = nearest(closest_verdict(explorer, pins, {}) for pins in rule.attempts)
     return Candidate(rule.name, None, None, verdict, by_rule=True)
 
