@@ -496,7 +496,8 @@ class StagePrices:
         fresh = some[known[some] == _UNKNOWN]
         if len(fresh):
             known[fresh] = self._holds(in_flight, fresh, lambda row, run: row[self._fastest[run]], True)
-        return known[some] == 1
+        fits: NDArray[np.bool_] = known[some] == 1
+        return fits
 
     def _may_fit(self, in_flight: int, some: Ints) -> NDArray[np.bool_]:
         """[of these compositions] -> False where not even the least of every item fits."""
