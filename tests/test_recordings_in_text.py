@@ -57,6 +57,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "text_config": {**TEXT, "model_type": "qwen3"},
     },
+    "Qwen2AudioForConditionalGeneration": {
+        "model_type": "qwen2_audio",
+        "audio_token_index": 90,
+        "audio_config": {
+            "num_mel_bins": 16,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "d_model": 32,
+            "max_source_positions": 40,
+        },
+        "text_config": {**TEXT, "model_type": "qwen2"},
+    },
     "GraniteSpeechForConditionalGeneration": {
         "model_type": "granite_speech",
         "audio_token_index": 90,

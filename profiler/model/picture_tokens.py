@@ -61,6 +61,18 @@ class AskedModel:
         found = [getattr(each, method) for each in _owners(self._module[0]) if hasattr(each, method)]
         return {name for each in found for name in inspect.signature(each).parameters}
 
+    def tokens_heard(self, frames: int) -> int | None:
+        """Tokens that stand for so many frames of a recording, as what hears them says; None if it does not."""
+        import torch
+
+        towers = [getattr(each, "audio_tower", None) for each in _owners(self._module[0])]
+        says = [getattr(tower, "_get_feat_extract_output_lengths", None) for tower in towers]
+        say = next((each for each in says if each is not None), None)
+        if say is None:
+            return None
+        found = say(torch.tensor([frames]))
+        return int(found[-1] if isinstance(found, tuple) else found)
+
     @property
     def words(self) -> int:
         """Tokens that have an embedding."""

@@ -31,15 +31,15 @@ def recording_of(takes: Collection[str], config: Any, model: AskedModel) -> Pict
     if mark is None or "input_features" not in takes or mark >= model.words:
         return None
     asked = model.takes("get_audio_features")
-    masks = [name for name in _MASKS if name in asked and name in takes]
-    if "input_features" not in asked:
-        return None
+    masks = [name for name in _MASKS if name in takes and name in (asked or takes)]
     for shape, frames in _spectrograms(config):
         tensors = partial(_tensors, shape, frames, masks)
         try:
-            tokens = model.tokens(partial(tensors, 1), masks)
+            tokens = model.tokens(partial(tensors, 1), masks) if asked else model.tokens_heard(frames)
         except ValueError:  # not what this model takes
             continue
+        if tokens is None:
+            return None
         said = f"one recording of {frames / _FRAMES_PER_S:g} s in each sample, which takes {tokens} tokens"
         return Picture(tokens, mark, _of_any_length(tensors), frozenset(masks), said, kind="recording")
     return None
