@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,7 +25,7 @@ from meshwright.planner.answers.guidance import (
     no_candidates,
     rules_of_thumb,
 )
-from meshwright.planner.answers.search import pins_of, search
+from meshwright.planner.answers.search import InfeasibleError, SolverError, pins_of, search
 from meshwright.planner.answers.sweep import (
     Point,
     changes_of_kind,
@@ -476,6 +477,25 @@ def test_where_nothing_fits_the_point_says_why_and_the_kind_changes() -> None:
     assert "is over by" in points[0].why
     (sentence,) = changes_of_kind(points)
     assert "changes once: nothing fits at 1" in sentence
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InfeasibleError("it fits on no layout"), "nothing fits"),
+        (InfeasibleError("no layout was found", shown=False), "nothing found"),
+        (SolverError("no plan found within 0 s"), "nothing found"),
+        (ValueError("no layout of 3 GPUs is legal"), "nothing legal"),
+    ],
+)
+def test_a_point_without_a_plan_is_not_said_not_to_fit_where_that_is_not_known(
+    error: Exception, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.planner.answers.sweep.search", Mock(side_effect=error))
+
+    (point,) = points_of((4,))
+
+    assert (point.kind, point.why) == (kind, str(error))
 
 
 def test_a_kind_of_plan_has_no_degrees() -> None:

@@ -43,7 +43,8 @@ OFFLOADED_TRIED = 3
 
 
 class InfeasibleError(RuntimeError):
-    """No legal plan fits. The message says what is over, by how much, on which stage, and the ways out."""
+    """No legal plan fits, or (not `shown`) none was found that does. The message says what is over, by how much, on
+    which stage, and the ways out."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class InfeasibleError(RuntimeError):
         items: dict[str, float] | None = None,
         smallest_gpus: int | None = None,
         changes: tuple[str, ...] = (),
+        shown: bool = True,
     ) -> None:
         super().__init__(message)
         self.label = label
@@ -63,6 +65,7 @@ class InfeasibleError(RuntimeError):
         self.items = items or {}
         self.smallest_gpus = smallest_gpus
         self.changes = changes
+        self.shown = shown
 
 
 def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) -> Verdict:
@@ -120,6 +123,7 @@ def explain_infeasible(explorer: Explorer, pins: Pins, searched: Outcome | None)
         raise ValueError(_nothing_legal(explorer, pins, searched.rejected if searched else _rejected(explorer, pins)))
     name, cluster = explorer.profile.name, explorer.cluster
     state, room = state_and_room(explorer, pins)
+    shown = state >= room or searched is None or searched.nothing_fits
     what = f"{name} fits on no layout of {cluster.name}"
     if state >= room:
         needs, has = format_bytes(state), format_bytes(room)
@@ -128,7 +132,7 @@ def explain_infeasible(explorer: Explorer, pins: Pins, searched: Outcome | None)
     else:
         closest = closest_of_all(explorer, pins, closest, time.monotonic() + CLOSEST_S)
         said = "" if closest.of_all else " that was found"
-        if searched is not None and not searched.nothing_fits:
+        if not shown:
             what = f"no layout of {cluster.name} was found on which {name} fits, but not all are shown not to fit"
     memory = closest.estimate.memory[closest.stage]
     items = sorted(memory.items.items(), key=lambda item: -item[1])[:3]
@@ -152,6 +156,7 @@ def explain_infeasible(explorer: Explorer, pins: Pins, searched: Outcome | None)
         items=dict(memory.items),
         smallest_gpus=smallest.count,
         changes=changes,
+        shown=shown,
     )
 
 

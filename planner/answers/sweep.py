@@ -28,13 +28,14 @@ _NUMBERS = re.compile(r"(?: over)? \d+(?:x\d+)?(?: x \d+)?| \([^)]*\)| with sequ
 
 @dataclass(frozen=True)
 class Point:
-    """One question of a sweep, and its answer: a result, or why there is none."""
+    """One question of a sweep, and its answer: a result, or why there is none; none: the same in two words."""
 
     profile: ModelProfile
     cluster: ClusterSpec
     training: TrainingSpec
     result: SearchResult | None
     why: str = ""
+    none: str = "nothing fits"
 
     @property
     def num_devices(self) -> int:
@@ -43,8 +44,9 @@ class Point:
 
     @property
     def kind(self) -> str:
-        """Kinds of parallelism of the plan, without their degrees: "FSDP + TP"; or that nothing fits."""
-        return "nothing fits" if self.result is None else kind_in_words(self.result.plan)
+        """Kinds of parallelism of the plan, without their degrees: "FSDP + TP"; or that nothing fits, is legal, or was
+        found in time."""
+        return self.none if self.result is None else kind_in_words(self.result.plan)
 
     def cost_per_million(self, price_per_hour: float) -> float | None:
         """US dollars for a million tokens (samples, where there is no sequence) at the price of one device."""
@@ -100,16 +102,16 @@ def sweep(
     for profile, cluster, training in jobs:
         length = "" if profile.seq_len is None else f", {profile.seq_len:,} tokens"
         progress(f"{cluster.num_devices:,} GPUs{length}", None)
-        result, why = None, ""
+        result, why, none = None, "", ""
         try:
             result = search(profile, cluster, training, pins=pins, time_limit_s=time_limit_s, beside_open=False)
         except (InfeasibleError, SolverError) as error:
-            why = str(error)
+            why, none = str(error), "nothing fits" if getattr(error, "shown", False) else "nothing found"
         except ValueError as error:
             if type(error) is not ValueError:
                 raise
-            why = str(error)
-        points.append(Point(profile, cluster, training, result, why))
+            why, none = str(error), "nothing legal"
+        points.append(Point(profile, cluster, training, result, why, none))
     return tuple(points)
 
 
