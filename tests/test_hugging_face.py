@@ -14,8 +14,8 @@ from meshwright.profiler.model.loaded import LoadedModel  # noqa: E402
 from meshwright.profiler.model.trace import trace  # noqa: E402
 from support import hub_models, slow  # noqa: E402
 from support.cli import run_plan  # noqa: E402
+from support.hub_models import NARROW  # noqa: E402
 
-NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT = {**NARROW, "vocab_size": 100, "max_position_embeddings": 24}
 SIGHT = {**NARROW, "image_size": 28, "patch_size": 14}
 

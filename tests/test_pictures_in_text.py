@@ -12,18 +12,8 @@ transformers = pytest.importorskip("transformers")
 from meshwright.profiler.model.load import load_model  # noqa: E402
 from meshwright.profiler.model.loaded import LoadedModel  # noqa: E402
 from support import hub_models, slow  # noqa: E402
+from support.hub_models import NARROW, TEXT  # noqa: E402
 
-NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-TEXT = {
-    **NARROW,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 100,
-    "max_position_embeddings": 320,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 SIGHT = {**NARROW, "image_size": 28, "patch_size": 14}
 PATCHES = {**NARROW, "patch_size": 2}
 VQ = {"embed_dim": 4, "latent_channels": 4, "base_channels": 32, "num_res_blocks": 1}

@@ -9,18 +9,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from support import hub_models, slow  # noqa: E402
+from support.hub_models import NARROW  # noqa: E402
 
-NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-TEXT = {
-    **NARROW,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 100,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+WRITING = {**hub_models.TEXT, "max_position_embeddings": 1024}
 HEARING = {**NARROW, "num_mel_bins": 16}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -29,19 +20,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "audio_token_id": 90,
         "hidden_size": 32,
         "audio_config": {**HEARING, "intermediate_size": 128, "max_source_positions": 40},
-        "text_config": {**TEXT, "model_type": "llama"},
+        "text_config": {**WRITING, "model_type": "llama"},
     },
     "AudioFlamingo3ForConditionalGeneration": {
         "model_type": "audioflamingo3",
         "audio_token_id": 90,
         "audio_config": {**HEARING, "max_source_positions": 40},
-        "text_config": {**TEXT, "model_type": "qwen2"},
+        "text_config": {**WRITING, "model_type": "qwen2"},
     },
     "GlmAsrForConditionalGeneration": {
         "model_type": "glmasr",
         "audio_token_id": 90,
         "audio_config": {**HEARING, "intermediate_size": 128, "num_key_value_heads": 2},
-        "text_config": {**TEXT, "model_type": "llama"},
+        "text_config": {**WRITING, "model_type": "llama"},
     },
     "Qwen3ASRForConditionalGeneration": {
         "model_type": "qwen3_asr",
@@ -55,7 +46,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "output_dim": 32,
             "downsample_hidden_size": 8,
         },
-        "text_config": {**TEXT, "model_type": "qwen3"},
+        "text_config": {**WRITING, "model_type": "qwen3"},
     },
     "Qwen2AudioForConditionalGeneration": {
         "model_type": "qwen2_audio",
@@ -68,7 +59,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "d_model": 32,
             "max_source_positions": 40,
         },
-        "text_config": {**TEXT, "model_type": "qwen2"},
+        "text_config": {**WRITING, "model_type": "qwen2"},
     },
     "GraniteSpeechForConditionalGeneration": {
         "model_type": "granite_speech",
@@ -76,14 +67,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "has_lora_adapter": False,
         "encoder_config": {"input_dim": 16, "num_layers": 2, "hidden_dim": 32, "num_heads": 2, "dim_head": 16},
         "projector_config": {**NARROW, "encoder_hidden_size": 32},
-        "text_config": {**TEXT, "model_type": "granite"},
+        "text_config": {**WRITING, "model_type": "granite"},
     },
     "FunAsrNanoForConditionalGeneration": {
         "model_type": "fun_asr_nano",
         "audio_token_id": 90,
         "adaptor_config": {**NARROW, "intermediate_size": 8, "projector_hidden_size": 32},
         "audio_config": {**HEARING, "num_stacked_frames": 2, "num_timestamp_prediction_layers": 1},
-        "text_config": {**TEXT, "max_position_embeddings": 2048, "model_type": "qwen3"},
+        "text_config": {**WRITING, "max_position_embeddings": 2048, "model_type": "qwen3"},
     },
 }
 

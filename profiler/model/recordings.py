@@ -8,17 +8,17 @@ from .loaded import Batch, Loss, MakeBatch
 if TYPE_CHECKING:
     import torch
 
-_SECONDS, _RATE, _LETTERS = 10, 16_000, 100
+SECONDS, _RATE, _LETTERS = 10, 16_000, 100
 """Of a recording, what it is sampled at, and letters said in it: an assumption, of the size of read sentences."""
 
-_FRAMES_PER_S = 100
+FRAMES_PER_S = 100
 """Frames of a spectrogram in a second, where each is 10 ms later than the one before."""
 
 _STACKED = {"wav2vec2-bert": (2, 2), "granite_speech5_ctc": (4, 2)}
 """By model type: (how many times as wide as its frequencies a frame is, how many frames it is made of). Both put two
 frames beside each other; Granite's have beside them how they change."""
 
-_BINS = 80
+BINS = 80
 """Frequencies of a frame, where a configuration does not say."""
 
 HEARD = ("input_values", "input_features")
@@ -29,12 +29,12 @@ def heard(size: int) -> "torch.Tensor":
     """[size, samples]: recordings as they are."""
     import torch
 
-    return torch.randn(size, _SECONDS * _RATE)
+    return torch.randn(size, SECONDS * _RATE)
 
 
 def assumed(letters: bool) -> str:
     """What is assumed of a recording; letters: of what is said in it, too."""
-    of = f"recordings of {_SECONDS} s at {_RATE // 1000} kHz"
+    of = f"recordings of {SECONDS} s at {_RATE // 1000} kHz"
     return f"{of} in which {_LETTERS} letters are said" if letters else of
 
 
@@ -57,10 +57,10 @@ def spectrogram(config: Any, size: int) -> "torch.Tensor":
 
     parts = (config, getattr(config, "encoder_config", None))
     told = (getattr(part, name, None) for part in parts for name in ("num_mel_bins", "input_feat_per_channel"))
-    bins = next((number for number in told if isinstance(number, int)), _BINS)
+    bins = next((number for number in told if isinstance(number, int)), BINS)
     times, frames = _STACKED.get(config.model_type, (1, 1))
     wide = getattr(config, "feature_projection_input_dim", None) or bins * times
-    return torch.randn(size, _SECONDS * _FRAMES_PER_S // frames, wide)
+    return torch.randn(size, SECONDS * FRAMES_PER_S // frames, wide)
 
 
 def _blank(config: Any) -> int:

@@ -7,20 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from .picture_tokens import AskedModel
 from .pictures import Picture
+from .recordings import BINS, FRAMES_PER_S, SECONDS
 
 if TYPE_CHECKING:
     import torch
 
     Tensors = dict[str, torch.Tensor]
 
-_FRAMES_PER_S = 100
-"""Frames of a spectrogram in a second."""
-
-_FREE_S = 10
-"""Seconds of a recording whose length is free: an assumption."""
-
 _MARKS = ("audio_token_id", "audio_token_index")
-_BINS = ("num_mel_bins", "input_dim", "feature_size", "input_size", "num_mels")
+_WIDTHS = ("num_mel_bins", "input_dim", "feature_size", "input_size", "num_mels")
 _MASKS = ("input_features_mask", "feature_attention_mask")
 
 
@@ -40,7 +35,7 @@ def recording_of(takes: Collection[str], config: Any, model: AskedModel) -> Pict
             continue
         if tokens is None:
             return None
-        said = f"one recording of {frames / _FRAMES_PER_S:g} s in each sample, which takes {tokens} tokens"
+        said = f"one recording of {frames / FRAMES_PER_S:g} s in each sample, which takes {tokens} tokens"
         return Picture(tokens, mark, _of_any_length(tensors), frozenset(masks), said, kind="recording")
     return None
 
@@ -55,11 +50,11 @@ def _spectrograms(config: Any) -> Iterator[tuple[tuple[int, int], int]]:
     encoders as Whisper's take two frames for each of their positions, always as many."""
     parts = [getattr(config, name, None) for name in ("audio_config", "encoder_config", "audio_encoder_config")]
     audio = next((part for part in parts if part is not None), config)
-    bins = next((found for name in _BINS if isinstance(found := getattr(audio, name, None), int)), 80)
+    bins = next((found for name in _WIDTHS if isinstance(found := getattr(audio, name, None), int)), BINS)
     positions = getattr(audio, "max_source_positions", None)
     if isinstance(positions, int):
         yield (bins, 2 * positions), 2 * positions
-    frames = _FREE_S * _FRAMES_PER_S
+    frames = SECONDS * FRAMES_PER_S
     yield (bins, frames), frames
     yield (frames, bins * getattr(audio, "num_stacked_frames", 1)), frames
 

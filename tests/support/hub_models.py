@@ -11,6 +11,19 @@ from torch import nn
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel, split_inputs
 
+NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT = {
+    **NARROW,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 320,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Configurations of the smallest of encoders, and of decoders of text."""
+
 
 def loaded_from(folder: Path, config: Mapping[str, Any], architecture: str) -> LoadedModel:
     """The model of a configuration, written to `folder`/config.json."""
