@@ -254,6 +254,10 @@ def test_kinds_in_any_order_take_no_longer_than_in_theirs_and_nearly_as_long(tab
 def test_equal_layers_become_one_run_and_single_ones_at_the_ends_stay() -> None:
     one, other = (Layers(1.0, *[np.full(1, x)] * 3, np.full((2, 1), x), 0.0) for x in (1.0, 2.0))
     two = replace(one, count=2.0)
+    names = ("forward_s", "backward_s", "weight_s", "bytes", "once_s")
+    unlike = [replace(one, **{name: getattr(one, name) + 0.5}) for name in names]
+    for each in unlike:
+        assert united([other, one, each, other], neighbours_only=False)[1] == [0, 1, 2, 3]
 
     assert [run.count for run in united([one, one, other, two, other, one], neighbours_only=False)[0]] == [1, 3, 2, 1]
     assert united([one, one, other, two, other, one], neighbours_only=False)[1] == [0, 1, 2, 1, 2, 3]

@@ -384,6 +384,22 @@ def test_what_time_ended_on_is_not_the_bound_of_a_shape_of_one_stage() -> None:
     assert found.best.seconds > in_time.best.seconds >= found.bound
 
 
+def test_a_shape_whose_bound_nothing_raises_is_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0)
+    classes = [layer_class(f"l{i}", draw.uniform(1e11, 3e12), int(1e7), draw.uniform(1e8, 6e8), 1e7) for i in range(24)]
+    model, on = profile(classes, list(range(24))), cluster(per_host=4, on=device(memory=30e9))
+    monkeypatch.setattr(explore, "NARROW", 1e-5)  # less than this chain leaves
+    monkeypatch.setattr(explore._Search, "_try", lambda *asked: False)
+
+    found = Explorer(model, on, TrainingSpec(global_batch=16, seq_len=64)).explore(
+        Pins(pipeline=4, tensor=1, schedule="zb-h1"), time.monotonic() + 60
+    )
+
+    assert found.best is not None
+    assert found.complete
+    assert 0.999 * found.best.seconds < found.bound < (1 - 5e-5) * found.best.seconds
+
+
 def test_what_a_rule_of_thumb_was_cut_short_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model = profile([layer_class("block", 1e12, 10_000_000, 3e7, 1e6)], [0] * 8)
     explored = Explorer.explore
