@@ -78,7 +78,9 @@ NARROW = 0.99 * 0.005
 """A gap that is closed further only where that takes little time."""
 
 WHOLE_S = (0.3, 1.2, 4.8)
-"""Seconds of the integer program of a shape whose bound leaves a wide gap, one after the other as long as it helps."""
+"""Seconds of the integer program of a shape whose bound leaves a wide gap, one after the other as long as it helps.
+Tried with 11 searches for Hugging Face models: without the second and third gaps are as wide but for one of 0.8 and
+0.9%; with all of them whether they help or not, each search takes 4 s longer."""
 
 HELPS = 0.1
 """Share of the gap by which a program that helps narrows it."""
@@ -87,7 +89,8 @@ NARROW_WHOLE_S = (0.5,)
 """The same where the gap is narrow."""
 
 STUCK_S = 1.0
-"""Seconds in which better plans are still looked for once no bound of the shape that leaves the gap is better."""
+"""Seconds in which better plans are still looked for once nothing raises the bound of the shape that leaves the gap: in
+22 searches for Hugging Face models neither one nor two seconds found any."""
 
 LAST_S = 1.0
 """Seconds that narrow gaps are closed in, all together."""
