@@ -173,7 +173,8 @@ class LeanPipelineStage(PipelineStage):
     of 128 MiB are 8 GiB). Here a buffer is a meta tensor except from its receive to the end of its backward.
 
     before_backward: called with whether it is the step's last. before_weights, after_weights: around a backward for
-    weights, the latter with whether it is the last.
+    weights, with whether it is the last. after_some_weights: within one that autograd's hooks are not told of, with
+    parameters whose gradients are there by then, and whether it is the last.
     """
 
     def __init__(
@@ -185,7 +186,8 @@ class LeanPipelineStage(PipelineStage):
         *,
         input_args: tuple[torch.Tensor, ...],
         before_backward: Callable[[bool], None],
-        before_weights: Callable[[], None],
+        before_weights: Callable[[bool], None],
+        after_some_weights: Callable[[list[torch.nn.Parameter], bool], None],
         after_weights: Callable[[bool], None],
         **kwargs: Any,
     ) -> None:
@@ -193,6 +195,7 @@ class LeanPipelineStage(PipelineStage):
         self._take_gradients = [given.requires_grad for given in input_args]
         self._before_backward = before_backward
         self._before_weights = before_weights
+        self._after_some_weights = after_some_weights
         self._after_weights = after_weights
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,14 +265,22 @@ class LeanPipelineStage(PipelineStage):
         several layers read (seen in 2.13: the position bias of T5) leads through it once more, and may be in two groups
         and be counted twice.
         """
+        self._before_weights(last_backward)
         if self.is_first:  # nobody waits for the gradients of its inputs
             with _as_raised():
                 super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         else:
-            self._before_weights()
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
-            stage_backward_weight(self.submod.parameters(), _without_overlap(groups or []), retain_graph=True)
+            told = self._told(_without_overlap(groups or []), last_backward)
+            stage_backward_weight(self.submod.parameters(), told, retain_graph=True)
         self._after_weights(last_backward)
+
+    def _told(self, groups: list[dict[str, Any]], last_backward: bool) -> Iterator[dict[str, Any]]:
+        """The groups, one after another, each of which is done when the next one is asked for."""
+        for group in groups:
+            parameters = [node.variable for node in group["params"]]
+            yield group
+            self._after_some_weights(parameters, last_backward)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Sends of a micro-batch's gradients, zeros where there are none."""

@@ -1,8 +1,9 @@
 """Replicas of pipeline stages average gradients while the last backward goes on: with the numbers of one process."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -32,20 +33,41 @@ CASES = {
     "zb-v, tied on one rank": Case("gpt", 2, stages=(1, 2, 1, 2), virtual=2, more={"schedule": "zb-v"}),
 }
 
-Sent = list[tuple[int, int | None]]
-"""Of each step: buffers that were on their way when its schedule had ended, and how many there are."""
+Sent = list[tuple[int, int | None, bool]]
+"""Of each step: buffers that were on their way when its schedule had ended, how many there are, and whether one was on
+its way while gradients were to come."""
 
 
 @contextmanager
 def _small_buffers() -> Iterator[Sent]:
     seen: Sent = []
-    finish = StageReplicas.finish
+    finish, send, grad = StageReplicas.finish, StageReplicas._send, torch.autograd.grad
+    num_parts = 0  # of backwards: a zero-bubble schedule calls for each
+    at_sends: list[tuple[int, int]] = []
+
+    def in_part(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_parts
+        num_parts += 1
+        return grad(*args, **kwargs)
 
     def noting(self: StageReplicas) -> None:
-        seen.append((len(self._sent), None if self._buffers is None else len(self._buffers)))
+        is_early = bool(at_sends) and at_sends[0][0] < len(self._arrived)
+        if num_parts:
+            is_early = is_early and at_sends[0][1] < num_parts
+        seen.append((len(self._sent), None if self._buffers is None else len(self._buffers), is_early))
         finish(self)
+        at_sends.clear()
 
-    with patch.object(flat_gradients, "BUCKET_ELEMENTS", BUFFER), patch.object(StageReplicas, "finish", noting):
+    def sending(self: StageReplicas, buffer: Sequence[nn.Parameter]) -> None:
+        at_sends.append((len(self._arrived), num_parts))
+        send(self, buffer)
+
+    with (
+        patch.object(flat_gradients, "BUCKET_ELEMENTS", BUFFER),
+        patch.object(StageReplicas, "finish", noting),
+        patch.object(StageReplicas, "_send", sending),
+        patch.object(torch.autograd, "grad", in_part),
+    ):
         yield seen
 
 
@@ -69,10 +91,11 @@ def test_replicas_average_while_the_last_backward_goes_on(name: str) -> None:
     relative = errors(ranks[0][0], expected, NOISE / TOLERANCE)
     assert max(relative.values()) < TOLERANCE, relative
     for _, seen in ranks:
-        for sent, there_are in seen if name.startswith("zb") else seen[1:]:  # others learn in their first step
+        for sent, there_are, is_early in seen[1:]:  # the first step learns
             assert there_are is not None
             assert there_are > 1
             assert sent == there_are
+            assert is_early
 
 
 def _by_hand(case: Case) -> tuple[Sent, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -99,7 +122,7 @@ def test_nothing_is_averaged_before_the_last_of_several_backwards() -> None:
 
     seen, gradients, expected = run_ranks(_by_hand, case.num_ranks, case)[0]
 
-    assert [sent for sent, _ in seen] == [0, 0]
+    assert [sent for sent, _, _ in seen] == [0, 0]
     assert gradients.keys() == expected.keys()
     assert all(torch.allclose(gradients[name], expected[name], atol=1e-7) for name in expected)
 
@@ -107,7 +130,7 @@ def test_nothing_is_averaged_before_the_last_of_several_backwards() -> None:
 def _two_gradients_in_one_backward() -> None:
     model = nn.Linear(3, 1)
     named = dict(model.named_parameters())
-    replicas = StageReplicas(named, [list(named.values())], None, dist.get_world_size(), in_parts=False)
+    replicas = StageReplicas(named, [list(named.values())], None, dist.get_world_size())
     for times in (1, 2):
         replicas.begin(ends_step=True)
         replicas.before_last(0)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ...planner.plan.document import Axis, Plan
-from ...planner.plan.schedules import ZERO_BUBBLE
 from ..apply import AppliedModel
 from ..torch_compat import own_group
 from .flat_gradients import all_reduce, local_gradient, local_gradients
@@ -34,8 +33,7 @@ class Gradients:
         """What averages gradients of replicas of pipeline stages; None without them."""
         if self._average_after and plan.degrees.pipeline > 1:
             stages = [list(stage.parameters()) for stage in stages_in(model.module)]
-            group, in_parts = mesh.group("data_replicate"), plan.schedule in ZERO_BUBBLE
-            self.replicas = StageReplicas(self._parameters, stages, group, mesh.data_size, in_parts)
+            self.replicas = StageReplicas(self._parameters, stages, mesh.group("data_replicate"), mesh.data_size)
         elsewhere = _counted_elsewhere(plan, self._parameters)
         on_slices = "tensor" in plan.token_axes  # so that tensor ranks share the experts, too
         is_first_tensor_rank = mesh.coordinates["tensor"] == 0

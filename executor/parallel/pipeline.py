@@ -1,6 +1,6 @@
 """Runs a step's micro-batches through the pipeline stages of this rank, in the order of the plan's schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -126,6 +126,7 @@ class PipelineRunner:
             group=self._group,
             before_backward=partial(self._before_backward, module),
             before_weights=partial(self._before_weights, module),
+            after_some_weights=partial(self._after_some, module),
             after_weights=partial(self._after_weights, module),
         )
 
@@ -134,11 +135,17 @@ class PipelineRunner:
         now = not self._splits and (last or self._plan.gradient_sync == "every")
         _set_sync(stage, reduce=now, release=now)
         if self._splits and stage.stage > 0:
-            self._before_weights(stage)
+            self._gather(stage)
+        if last and not self._splits and self._replicas is not None:
+            self._replicas.before_last(self._stages.index(stage))
+
+    def _before_weights(self, stage: StageModule, last: bool) -> None:
+        if stage.stage > 0:
+            self._gather(stage)
         if last and self._replicas is not None:
             self._replicas.before_last(self._stages.index(stage))
 
-    def _before_weights(self, stage: StageModule) -> None:
+    def _gather(self, stage: StageModule) -> None:
         """torch does a backward for weights past fully_shard's hooks, which would gather parameters; and the parameters
         that it looks for beforehand are the gathered ones. They stay so until all groups are done: one that leads
         through a unit's input would have its parameters given back before the next (seen on whisper's decoder)."""
@@ -146,10 +153,12 @@ class PipelineRunner:
             unit.set_reshard_after_backward(False, recurse=False)
             unit.unshard()
 
+    def _after_some(self, stage: StageModule, parameters: Iterable[nn.Parameter], last: bool) -> None:
+        if last and self._replicas is not None:
+            self._replicas.arrived(self._stages.index(stage), parameters)
+
     def _after_weights(self, stage: StageModule, last: bool) -> None:
         """And which would reduce gradients."""
-        if last and self._replicas is not None:
-            self._replicas.done(self._stages.index(stage))
         if isinstance(stage, FSDPModule):
             _set_sync(stage, reduce=last or self._plan.gradient_sync == "every", release=last)
             reduce_gradients(stage)

@@ -6,7 +6,7 @@ it, and those before it are on their way. What is left is summed after the sched
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -22,8 +22,7 @@ class StageReplicas:
 
     named: the rank's parameters. stages: those of each of its stages, in their order. A parameter of two stages (tied
     weights) is left to the end, as is what had not exactly one gradient in the last backward of the first step: that
-    step learns it, and averages everything at its end. in_parts: the schedule puts off gradients of weights, so that
-    they are known to be there only when a stage is done.
+    step learns it, and the order in which gradients come, and averages everything at its end.
     """
 
     def __init__(
@@ -32,14 +31,13 @@ class StageReplicas:
         stages: Sequence[Sequence[nn.Parameter]],
         group: dist.ProcessGroup | None,
         num_replicas: int,
-        in_parts: bool,
     ) -> None:
-        self._group, self._num_replicas, self._in_parts = group, num_replicas, in_parts
+        self._group, self._num_replicas = group, num_replicas
         self._names = {id(parameter): name for name, parameter in named.items()}
         self._all = list(named.values())
         times = Counter(id(parameter) for parameter in chain(*stages))
         self._stages = [[p for p in stage if p.requires_grad and times[id(p)] == 1] for stage in stages]
-        self._buffers: list[list[nn.Parameter]] | None = self._made_of(list(chain(*self._stages))) if in_parts else None
+        self._buffers: list[list[nn.Parameter]] | None = None
         self._ends_step = False
         self._hooks: list[RemovableHandle] = []
         self._arrived: Counter[int] = Counter()
@@ -54,16 +52,30 @@ class StageReplicas:
         self._sent, self._next = [], 0
 
     def before_last(self, stage: int) -> None:
-        """What comes next is the last backward of a stage."""
-        if self._ends_step and not self._in_parts:
-            trained = [parameter for parameter in self._stages[stage] if parameter.requires_grad]
-            self._hooks += [each.register_post_accumulate_grad_hook(self._has_arrived) for each in trained]
-
-    def done(self, stage: int) -> None:
-        """All gradients of a stage are there."""
+        """What comes next is the last backward of a stage, or its part for weights."""
         if self._ends_step:
-            self._arrived.update(map(id, self._stages[stage]))
-            self._send_ready()
+            trained = [parameter for parameter in self._stages[stage] if parameter.requires_grad]
+            self._hooks += [each.register_post_accumulate_grad_hook(self.has_arrived) for each in trained]
+
+    def arrived(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
+        """The last gradients of these parameters of a stage are there, of which autograd's hooks are not told."""
+        if self._ends_step:
+            own = set(map(id, self._stages[stage]))
+            for parameter in parameters:
+                if id(parameter) in own:
+                    self.has_arrived(parameter)
+
+    def has_arrived(self, parameter: nn.Parameter) -> None:
+        """The last gradient of a parameter is there."""
+        self._arrived[id(parameter)] += 1
+        if self._buffers is None:
+            return
+        if self._arrived[id(parameter)] > 1:
+            raise RuntimeError(
+                f"{self._names[id(parameter)]} was given two gradients in one backward, though only one in the first "
+                "step: replicas of pipeline stages need the same backward in every step; plan with --pin pipeline=1"
+            )
+        self._send_ready()
 
     def finish(self) -> None:
         """Average what is left, and wait for what was sent."""
@@ -80,17 +92,6 @@ class StageReplicas:
         sent = set(map(id, chain(*self._buffers)))
         all_reduce([p for p in self._all if id(p) not in sent], self._group, self._num_replicas)
         self.begin()
-
-    def _has_arrived(self, parameter: nn.Parameter) -> None:
-        self._arrived[id(parameter)] += 1
-        if self._buffers is None:
-            return
-        if self._arrived[id(parameter)] > 1:
-            raise RuntimeError(
-                f"{self._names[id(parameter)]} was given two gradients in one backward, though only one in the first "
-                "step: replicas of pipeline stages need the same backward in every step; plan with --pin pipeline=1"
-            )
-        self._send_ready()
 
     def _send_ready(self) -> None:
         assert self._buffers is not None
@@ -113,17 +114,20 @@ class StageReplicas:
         self._sent.append((flat, work))
 
     def _learn(self) -> None:
-        """Make buffers of what has had one gradient in the last backward, on every replica; if there was one."""
+        """Make buffers of what has had one gradient in the last backward, on every replica, in the order in which the
+        gradients have come on the first of them; if there was a backward."""
         if not self._arrived:
             return
         own = list(chain(*self._stages))
-        once = torch.tensor([self._arrived[id(p)] == 1 for p in own], dtype=torch.int32, device=own[0].device)
-        dist.all_reduce(once, op=dist.ReduceOp.MIN, group=self._group)
-        self._buffers = self._made_of([p for p, is_one in zip(own, once.tolist(), strict=True) if is_one])
-
-    def _made_of(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Buffers in the order in which backward comes to parameters: from the last to the first."""
-        return in_buffers(parameters[::-1])
+        order = {found: place for place, found in enumerate(self._arrived)}
+        places = [order.get(id(p), len(own)) if self._arrived[id(p)] == 1 else len(own) for p in own]
+        of_first = torch.tensor(places, device=own[0].device)
+        dist.broadcast(of_first, group=self._group, group_src=0)
+        everywhere = torch.tensor([place < len(own) for place in places], dtype=torch.int32, device=own[0].device)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._group)
+        kept = [i for i, is_kept in enumerate(everywhere.tolist()) if is_kept]
+        times = of_first.tolist()
+        self._buffers = in_buffers([own[i] for i in sorted(kept, key=times.__getitem__)])
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
