@@ -4,7 +4,8 @@
     ranks -> the module's own forward on its part of the experts -> all-to-all -> rows as they were -> sum over the
     experts of each token, times their weights
 
-Ranks may send any number of rows, none included. What each will get is told by a small all-to-all before.
+Ranks may send any number of rows, none included. What each will get is told by a small all-to-all before, and read on
+the host, which makes room for it, while the device sorts the rows.
 """
 
 from collections.abc import Callable
@@ -44,12 +45,11 @@ def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that a rank sends to each rank of a group, and receives from each. arriving: the latter for each of its own
-    experts, [rank and expert]."""
+    """Rows that go between the ranks of a group. arriving: at this rank, for each of its own experts, [rank and
+    expert]. read: how many it sends to each rank, and receives from each; the host waits for that."""
 
-    sent: list[int]
-    received: list[int]
     arriving: torch.Tensor
+    read: Callable[[], list[list[int]]]
 
 
 def count_rows(experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> Rows:
@@ -58,8 +58,23 @@ def count_rows(experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> R
     leaving.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int64))
     arriving = torch.empty_like(leaving)
     dist.all_to_all_single(arriving, leaving, group=group)
-    sent, received = torch.stack([leaving, arriving]).view(2, dist.get_world_size(group), -1).sum(-1).tolist()
-    return Rows(sent, received, arriving)
+    of_ranks = torch.stack([leaving, arriving]).view(2, dist.get_world_size(group), -1).sum(-1)
+    return Rows(arriving, _read_later(of_ranks))
+
+
+def _read_later(numbers: torch.Tensor) -> Callable[[], list[list[int]]]:
+    """Reads them; a GPU copies them now, and what it is given afterwards need not be done by then."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    page = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[list[int]]:
+        copied.synchronize()
+        return page.tolist()
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -81,13 +96,15 @@ class Bank:
         tokens, indices, weights = routing
         num_ranks, slots = dist.get_world_size(self.group), indices.shape[1]
         of_rows = indices.flatten()
-        order = of_rows.argsort(stable=True)
         told = count_rows(of_rows, self.count, self.group)
-        rows = _RowExchange.apply(tokens[order // slots], told.sent, told.received, self.group)
+        order = of_rows.argsort(stable=True)
+        leaving = tokens[order // slots]
+        sent, received = told.read()
+        rows = _RowExchange.apply(leaving, sent, received, self.group)
         own = torch.arange(self.count // num_ranks, device=tokens.device).repeat(num_ranks)
         experts = own.repeat_interleave(told.arriving, output_size=rows.shape[0])
         made = self._own(rows, experts.to(indices.dtype), tokens, indices, weights, args, kwargs)
-        back = _RowExchange.apply(made, told.received, told.sent, self.group)
+        back = _RowExchange.apply(made, received, sent, self.group)
         placed = torch.empty_like(order)
         placed[order] = torch.arange(order.shape[0], device=order.device)
         terms = back[placed].view(-1, slots, back.shape[-1]) * weights.unsqueeze(-1)
