@@ -179,7 +179,7 @@ def _squares(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 def test_a_plan_remembers_its_adapters(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
-    flags = ("--gpus", "2", "--device", "cpu", "-b", "8", "-q", "--pin", "pipeline=1")
+    flags = ("--gpus", "2", "--device", "cpu", "-b", "8", "-q", "--pin", "pipeline=1", "--pin", "tensor=1")
     assert run_plan(net, *flags, "-o", "plain.json") == 0
     assert run_plan(net, *flags, "--lora", "r=4,targets=up", "-o", "plan.json") == 0
 
