@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.executor import parallelize
 from meshwright.executor.parallel import tensor, tensor_collectives
+from meshwright.executor.parallel.late_weights import LateWeights
 from meshwright.executor.parallel.shared_gradients import SharedGradients, unwatched
+from meshwright.executor.parallel.tensor_forwards import SharedInput
 from meshwright.executor.parallel.tensor_layout import ParameterCut, TensorLayout
 from meshwright.planner.plan.document import ClassPlan, Plan
 from meshwright.planner.plan.making import make_plan
@@ -90,6 +92,7 @@ def _collectives(plan: Plan) -> Counter[str]:
 
         def call(*args: Any) -> torch.Tensor:
             counts[name] += 1
+            counts["flights"] += isinstance(args[-1], tensor_collectives.Flight)
             return original(*args)
 
         return call
@@ -105,7 +108,8 @@ def test_columns_that_read_one_tensor_share_its_collective() -> None:
     counts = run_ranks(_collectives, 2, _plan())[0]
 
     # Per block: attention and MLP forward, attention and MLP backward. Embedding forward; head backward.
-    assert counts == {"all_reduce": 2 * 4 + 2}
+    # Those of backward are flights.
+    assert counts == {"all_reduce": 2 * 4 + 2, "flights": 2 * 2 + 1}
 
 
 def test_sequence_parallelism_gathers_and_scatters_at_the_cuts() -> None:
@@ -113,7 +117,8 @@ def test_sequence_parallelism_gathers_and_scatters_at_the_cuts() -> None:
 
     # Per block: 2 gathers and 2 scatters forward, and the other way round backward. Where slices begin, a gather
     # backward; where they end, one forward. Embedding and head as without sequence parallelism.
-    assert counts == {"all_gather": 2 * 4 + 2, "reduce_scatter": 2 * 4, "all_reduce": 2}
+    # What scatters backward is a flight, as is the head's sum.
+    assert counts == {"all_gather": 2 * 4 + 2, "reduce_scatter": 2 * 4, "all_reduce": 2, "flights": 2 * 2 + 1}
 
 
 def test_recompute_repeats_forward_collectives() -> None:
@@ -211,13 +216,14 @@ def test_parameter_inside_and_outside_of_a_cut_is_refused() -> None:
 
 def test_a_slice_that_a_module_is_given_twice_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = []
-    monkeypatch.setattr(tensor, "call", lambda function, x, dim, group: gathered.append(x) or x.repeat(2, 1))
+    monkeypatch.setattr(tensor, "call", lambda function, x, dim, group, flight: gathered.append(x) or x.repeat(2, 1))
     region = tensor._Region.__new__(tensor._Region)
     monkeypatch.setattr(region, "_length", lambda x: (0, 4) if isinstance(x, torch.Tensor) else None, raising=False)
     region.group = None  # type: ignore[assignment]
+    shared = SharedInput(None, LateWeights([]))
     x, other = torch.ones(2, 3), torch.zeros(2, 3)
 
-    (query, key, scale), more = region.gather_sum(nn.Identity(), (x, x, 2), {"value": other})
+    (query, key, scale), more = region.gather_sum(shared, nn.Identity(), (x, x, 2), {"value": other})
 
     assert [id(each) for each in gathered] == [id(x), id(other)]
     assert query is key

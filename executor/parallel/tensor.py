@@ -9,12 +9,14 @@ the sequence; "cut": each computes its own features or heads.
     embedding rows outside this rank's vocabulary give 0, then all-reduce / nothing
     edges     alike -> sliced: slice / all-gather      sliced -> alike: all-gather / slice
 
-(forward / backward). Columns that read the same tensor share one collective. Under sequence parallelism slices are
+(forward / backward). Columns that read the same tensor share one collective, beside whose backward the gradients of
+their weights are computed (late_weights.py). Under sequence parallelism slices are
 gathered where the cut's `gather` module begins, because attention modules read the sequence's length from their input
 before they use it, or else by the columns themselves.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +26,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ...planner.plan.document import LayerPlan, Plan, parts_of
+from ...planner.plan.schedules import ZERO_BUBBLE
 from ...profiler.model.model_profile import CrossingTensor, TensorCut
 from ...profiler.semantics.token_marks import own_shape
 from ..torch_compat import in_backward
-from .tensor_collectives import Alike, GatherAlike, GatherSum, Slice, SumAlike, SumSlice, call
+from .late_weights import LateWeights
+from .tensor_collectives import Alike, Flight, GatherAlike, GatherSum, Slice, SumAlike, SumSlice, call
 from .tensor_forwards import (
+    Collective,
     SharedInput,
-    as_it_is,
     column_forward,
     embedding_forward,
     entry_forward,
@@ -70,7 +74,7 @@ def apply_tensor_parallel(
         done.add(layer.name)
         prefix = layer.root + "." if layer.root else ""
         cuts = plan.class_plan(layer.layer_class).cuts
-        inputs = _shared_inputs(cuts, region, sliced)
+        inputs = _shared_inputs(stage, prefix, cuts, region, sliced)
         for name in layer.modules:
             stage.get_submodule(name).register_forward_pre_hook(_forgetting(inputs.values()))
         for cut in cuts:
@@ -163,14 +167,19 @@ def _check_ties(plan: Plan) -> None:
             )
 
 
-def _shared_inputs(cuts: Sequence[TensorCut], region: "_Region", sliced: bool) -> dict[str, SharedInput]:
+def _shared_inputs(
+    stage: nn.Module, prefix: str, cuts: Sequence[TensorCut], region: "_Region", sliced: bool
+) -> dict[str, SharedInput]:
     """Cut -> what its columns are given; cuts whose columns read one tensor share it."""
     groups: list[tuple[list[str], set[str]]] = []
     shared: dict[str, SharedInput] = {}
     num_rows = {cut.name: len(cut.rows or cut.columns) for cut in cuts}
+    columns = {
+        cut.name: [_submodule(stage, prefix, name) for name in cut.columns if not cut.has_entered(name)] for cut in cuts
+    }
     for cut in cuts:
         if sliced and cut.gather:
-            shared[cut.name] = SharedInput(as_it_is, num_rows[cut.name])
+            shared[cut.name] = SharedInput(None, region.late(columns[cut.name]), num_rows[cut.name])
             continue
         read = {tensor for column, tensor in cut.inputs.items() if not cut.has_entered(column)}
         same = [group for group in groups if group[1] & read]
@@ -178,7 +187,9 @@ def _shared_inputs(cuts: Sequence[TensorCut], region: "_Region", sliced: bool) -
         names = [name for members, _ in same for name in members]
         groups.append(([*names, cut.name], read.union(*(tensors for _, tensors in same))))
     for names, _ in groups:
-        shared |= dict.fromkeys(names, SharedInput(region.column_input(sliced), sum(num_rows[n] for n in names)))
+        late = region.late([column for name in names for column in columns[name]])
+        one = SharedInput(region.column_input(sliced), late, sum(num_rows[n] for n in names))
+        shared |= dict.fromkeys(names, one)
     return shared
 
 
@@ -213,7 +224,8 @@ def _replace_forwards(
 ) -> None:
     around = cut.gather if sliced else ""
     if around:
-        _submodule(stage, prefix, around).register_forward_pre_hook(region.gather_sum, with_kwargs=True)
+        hook = partial(region.gather_sum, shared)
+        _submodule(stage, prefix, around).register_forward_pre_hook(hook, with_kwargs=True)
     for name in cut.columns:
         module = _submodule(stage, prefix, name)
         if cut.kind == "embedding":
@@ -221,8 +233,7 @@ def _replace_forwards(
         elif cut.kind == "table":
             module.forward = table_forward(module, region.group)
         else:
-            enter = as_it_is if cut.has_entered(name) else shared
-            forward = column_forward(module, enter)
+            forward = column_forward(module, shared, cut.has_entered(name))
             if cut.kind == "head":
                 forward = (apart_forward if cut.stays_cut else gathered_forward)(forward, shared, region.group)
             module.forward = forward
@@ -282,25 +293,34 @@ class _Region:
         dims = {dim for _, dim, _ in self.sequences}
         self.sequence_dim = dims.pop() if len(dims) == 1 else 1
 
-    def column_input(self, sliced: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    def late(self, columns: Iterable[nn.Module]) -> LateWeights:
+        """Weights of columns that read one tensor. A zero-bubble schedule computes gradients of weights at times of its
+        own."""
+        return LateWeights([] if self.plan.schedule in ZERO_BUBBLE else columns)
+
+    def column_input(self, sliced: bool) -> Collective:
         """What a column does to its input."""
         if sliced:
-            return lambda x: call(GatherSum, x, self.sequence_dim, self.group)
-        return lambda x: call(Alike, x, self.group)
+            return partial(self._gather_sum, self.sequence_dim)
+        return lambda x, flight: call(Alike, x, self.group, flight)
 
-    def gather_sum(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def gather_sum(self, shared: SharedInput, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Hook: gather every slice that enters a module; gradients that come back are shares, to be summed."""
-
         seen: dict[int, Any] = {}
 
         def gather(x: Any) -> Any:
             if id(x) not in seen:
                 found = self._length(x)
-                whole = found is None or own_shape(x)[found[0]] == found[1]
-                seen[id(x)] = x if found is None or whole else call(GatherSum, x, found[0], self.group)
+                if found is None or own_shape(x)[found[0]] == found[1]:
+                    seen[id(x)] = x
+                else:
+                    seen[id(x)] = shared.enter_early(x, partial(self._gather_sum, found[0]))
             return seen[id(x)]
 
         return tree_map(gather, (args, kwargs))
+
+    def _gather_sum(self, dim: int, x: torch.Tensor, flight: Flight | None) -> torch.Tensor:
+        return call(GatherSum, x, dim, self.group, flight)
 
     def row_output(self, sliced: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         """What a row does to its product."""

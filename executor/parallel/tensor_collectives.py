@@ -43,12 +43,33 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
     return gathered if dim == 0 else torch.cat(gathered.chunk(degree), dim)
 
 
-def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's slice along `dim` of the sum of all ranks' tensors."""
+class Flight:
+    """A collective that may go on while something else is computed: where what it brings is read, it is waited for."""
+
+    def __init__(self) -> None:
+        self._under_way: tuple[dist.Work, torch.Tensor] | None = None
+
+    def begin(self, work: dist.Work | None, sent: torch.Tensor) -> None:
+        """It has begun. sent: what it reads, which stays until it has arrived."""
+        self._under_way = None if work is None else (work, sent)
+
+    def land(self) -> None:
+        """What it brings may be read from here on."""
+        if self._under_way is not None:
+            self._under_way[0].wait()
+            self._under_way = None
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup, flight: Flight | None = None) -> torch.Tensor:
+    """This rank's slice along `dim` of the sum of all ranks' tensors; it is there once `flight`, if there is one, has
+    landed."""
     degree = dist.get_world_size(group)
     stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(degree, dim))
     reduced = stacked.new_empty(stacked.shape[0] // degree, *stacked.shape[1:])
-    reduce_scatter_single(reduced, stacked, group=group)
+    if flight is None:
+        reduce_scatter_single(reduced, stacked, group=group)
+    else:
+        flight.begin(reduce_scatter_single(reduced, stacked, group=group, async_op=True), stacked)
     return reduced
 
 
@@ -57,25 +78,28 @@ def own_slice(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tens
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
-def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks, as a new tensor."""
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, flight: Flight | None = None) -> torch.Tensor:
+    """The sum over ranks, as a new tensor; it is there once `flight`, if there is one, has landed."""
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    if flight is None:
+        dist.all_reduce(total, group=group)
+    else:
+        flight.begin(dist.all_reduce(total, group=group, async_op=True), total)
     return total
 
 
 class Alike(Function):
-    """Nothing / all-reduce."""
+    """Nothing / all-reduce, which may be a flight."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, flight: Flight | None = None) -> torch.Tensor:
+        ctx.group, ctx.flight = group, flight
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(grad, ctx.group), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return all_reduce(grad, ctx.group, ctx.flight), None, None
 
 
 class SumAlike(Function):
@@ -92,17 +116,34 @@ class SumAlike(Function):
 
 
 class GatherSum(Function):
-    """All-gather / reduce-scatter."""
+    """All-gather / reduce-scatter, which may be a flight."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, flight: Flight | None = None
+    ) -> torch.Tensor:
+        ctx.dim, ctx.group, ctx.flight = dim, group, flight
         return all_gather(x, dim, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reduce_scatter(grad, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return reduce_scatter(grad, ctx.dim, ctx.group, ctx.flight), None, None, None
+
+
+class Landed(Function):
+    """Nothing / what a flight brings is waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, flight: Flight) -> torch.Tensor:
+        ctx.flight = flight
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.flight.land()
+        return grad, None
 
 
 class SumSlice(Function):

@@ -10,8 +10,9 @@ from torch import nn
 from ...profiler.model.model_profile import TensorCut
 from ...profiler.semantics.logit_shards import check_range
 from ...profiler.tensor_cuts.tensor_rank import OwnHeads
+from .late_weights import Entered, LateWeights
 from .shared_gradients import unwatched
-from .tensor_collectives import GatherAlike, Slice, SumAlike, call
+from .tensor_collectives import Flight, GatherAlike, Slice, SumAlike, call
 
 
 def product(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -40,23 +41,34 @@ def with_bias(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
     return y + bias
 
 
+Collective = Callable[[torch.Tensor, Flight | None], torch.Tensor]
+"""What columns do to their input, as it sums in backward: in a flight, or waited for at once."""
+
+
 class SharedInput:
     """Converts the input of columns once per tensor, though each column asks for it until `num_rows` rows (or heads)
-    of their groups are reached."""
+    of their groups are reached. late: the columns' weights. collective: None where all has entered already."""
 
-    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor], num_rows: int = 1) -> None:
-        self._convert = convert
+    def __init__(self, collective: Collective | None, late: LateWeights, num_rows: int = 1) -> None:
+        self._collective = collective
+        self._late = late
         self.num_rows = num_rows
         self._num_done = 0
-        self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._entered: list[tuple[torch.Tensor, Entered]] = []
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        for source, converted in self._converted:
+    def __call__(self, x: torch.Tensor) -> Entered:
+        for source, entered in self._entered:
             if source is x:
-                return converted
-        converted = self._convert(x)
-        self._converted.append((x, converted))
-        return converted
+                return entered
+        entered = Entered(x, {}) if self._collective is None else self._late.enter(x, self._collective)
+        self._entered.append((x, entered))
+        return entered
+
+    def enter_early(self, x: torch.Tensor, collective: Collective) -> torch.Tensor:
+        """x after the collective, which columns will read as it is."""
+        entered = self._late.enter(x, collective)
+        self._entered.append((entered.tensor, entered))
+        return entered.tensor
 
     def done(self) -> None:
         """A row is reached, so the columns of its group have run; after the last one all is forgotten."""
@@ -67,16 +79,18 @@ class SharedInput:
     def clear(self) -> None:
         """Forget all, for a forward that begins."""
         self._num_done = 0
-        self._converted.clear()
+        self._entered.clear()
 
 
-def column_forward(
-    module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """This rank's output features. enter: what is done to the input first."""
+def column_forward(module: nn.Module, shared: SharedInput, has_entered: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """This rank's output features. shared: what is done to the input first, unless it has entered."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return with_bias(module, product(module, enter(x)))
+        if has_entered:
+            return with_bias(module, product(module, x))
+        entered = shared(x)
+        y = entered.product(module)
+        return with_bias(module, product(module, entered.tensor) if y is None else y)
 
     return unwatched(forward, differs=True)
 
@@ -94,17 +108,10 @@ def gathered_forward(
     return unwatched(forward, differs=False)
 
 
-def as_it_is(x: torch.Tensor) -> torch.Tensor:
-    """x itself: it has entered already."""
-    return x
-
-
-def entry_forward(
-    module: nn.Module, enter: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def entry_forward(module: nn.Module, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
     """A whole module's forward, of whose output each rank reads what its own features need: gradients are shares."""
     forward = module.forward
-    return unwatched(lambda x: enter(forward(x)), differs=True)
+    return unwatched(lambda x: collective(forward(x), None), differs=True)
 
 
 def row_forward(

@@ -1,0 +1,116 @@
+"""Gradients of columns' weights, computed while the gradient of what the columns read is summed over tensor ranks.
+
+Backward of a column is two products. Only the gradient of its input is needed to go on, once it is summed over the
+ranks; that of its weight may be computed meanwhile, as Megatron-LM does it:
+
+    input gradients of all columns that read a tensor -> their sum begins -> weight gradients -> the sum is waited for
+
+Of what is ready autograd runs first what the forward made last. So the forward makes, in this order, what waits for the
+sum, what computes the weights' gradients, the sum, and the products. Any other order would only wait longer.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import Function, once_differentiable
+from torch.distributed.tensor import DTensor
+
+from ...profiler.semantics.token_marks import mark_of, set_mark
+from .tensor_collectives import Flight, Landed, call
+
+
+class _Slot:
+    """What a product leaves for its weight's gradient: its input [..., in], and the gradient of its output [..., out].
+    Of several backwards through one forward the last counts."""
+
+    def __init__(self, is_transposed: bool) -> None:
+        self.is_transposed = is_transposed
+        self.left: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class _Weight(Function):
+    """The weight as a product reads it / its gradient of what the product has left."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, slot: _Slot) -> torch.Tensor:
+        ctx.slot = slot
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: None) -> tuple[torch.Tensor | None, None]:
+        left, ctx.slot.left = ctx.slot.left, None
+        if left is None:
+            return None, None
+        x, of_y = (each.flatten(0, -2) for each in left)
+        return (x.t() @ of_y if ctx.slot.is_transposed else of_y.t() @ x), None
+
+
+class _Product(Function):
+    """x times a weight / the gradient of x; that of the weight is left to `_Weight`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, slot: _Slot) -> torch.Tensor:
+        ctx.slot = slot
+        ctx.save_for_backward(x, weight)
+        return x @ weight if slot.is_transposed else F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.slot.left = x, grad
+        return grad @ (weight.t() if ctx.slot.is_transposed else weight), None, None
+
+
+class Entered(NamedTuple):
+    """A tensor as columns read it, and those of their weights whose gradients are put off."""
+
+    tensor: torch.Tensor
+    weights: dict[nn.Module, tuple[torch.Tensor, _Slot]]
+
+    def product(self, column: nn.Module) -> torch.Tensor | None:
+        """The tensor times the column's weight; None if that is not put off, or was computed before."""
+        found = self.weights.pop(column, None)
+        if found is None:
+            return None
+        with torch._C.DisableTorchFunction():
+            y: torch.Tensor = _Product.apply(self.tensor, *found)
+        return set_mark(y, mark_of(self.tensor))
+
+
+class LateWeights:
+    """Weights of columns that read one tensor. columns: modules; of those that are no linear layers nothing is put
+    off."""
+
+    def __init__(self, columns: Iterable[nn.Module]) -> None:
+        self._columns = [column for column in columns if is_linear(column)]
+
+    def enter(self, x: torch.Tensor, collective: Callable[[torch.Tensor, Flight | None], torch.Tensor]) -> Entered:
+        """x after a collective that sums in backward: in a flight, if anything is to be computed meanwhile."""
+        trained = []
+        if torch.is_grad_enabled() and x.requires_grad:
+            trained = [column for column in self._columns if _is_put_off(column, x)]
+        if not trained:
+            return Entered(collective(x, None), {})
+        flight = Flight()
+        landed = call(Landed, x, flight)
+        slots = {column: _Slot(is_transposed=not isinstance(column, nn.Linear)) for column in trained}
+        weights = {column: (_Weight.apply(column.weight, slot), slot) for column, slot in slots.items()}
+        return Entered(collective(landed, flight), weights)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies by a matrix: a Linear, or the Conv1D of transformers, whose weight is [in, out]."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _is_put_off(column: nn.Module, x: torch.Tensor) -> bool:
+    """Autocast would make another product of it; a weight that is not gathered yet will be another tensor."""
+    weight: torch.Tensor = column.weight  # type: ignore[assignment]
+    is_here = weight.requires_grad and not isinstance(weight, DTensor)
+    return is_here and x.ndim > 1 and not torch.is_autocast_enabled(x.device.type)
