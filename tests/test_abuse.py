@@ -63,6 +63,7 @@ def test_what_trains_in_pytorch_is_not_refused_by_the_profiler(monkeypatch: pyte
     assert (well.kind, unwell.kind) == ("failed", "refused")
 
 
+@pytest.mark.slow
 def test_backward_hooks_are_planned() -> None:
     tree = Tree(1, ("linear", "mlp"), (0, 1), hooks=((1, "backward"),))
 

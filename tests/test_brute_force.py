@@ -22,14 +22,14 @@ FEW = list(instances(60, most_plans=250))
 """Instances that a test can enumerate."""
 
 
-@pytest.mark.parametrize("asked", slow.but_first(FEW, 15), ids=lambda asked: str(asked.seed))
+@pytest.mark.parametrize("asked", slow.but_first(FEW, 8), ids=lambda asked: str(asked.seed))
 def test_all_ways_to_the_optimum_agree(asked: Instance) -> None:
     found = agreement(asked)
 
     assert found.agrees, found
 
 
-@pytest.mark.parametrize("asked", slow.but_first(FEW, 3), ids=lambda asked: str(asked.seed))
+@pytest.mark.parametrize("asked", slow.but_first(FEW, 2), ids=lambda asked: str(asked.seed))
 @pytest.mark.parametrize("away", ["offload_optimizer", "offload_activations"])
 def test_all_ways_agree_where_something_waits_on_the_host(asked: Instance, away: str) -> None:
     found = agreement(replace(asked, pins=replace(asked.pins, **{away: True})))

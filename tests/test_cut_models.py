@@ -194,6 +194,7 @@ def test_traffic_of_a_cut_model_is_as_planned(name: str) -> None:
     assert {kind: item.calls for kind, item in planned.items()} == {kind: calls for kind, (_, calls) in counted.items()}
 
 
+@pytest.mark.slow
 def test_channels_are_cut_with_the_groups_of_the_norm_between() -> None:
     cut = _cuts(CASES["convolutions around a group norm"])[0]
 

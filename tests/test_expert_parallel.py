@@ -407,7 +407,7 @@ def test_experts_that_scale_their_tokens_are_not_spread() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "groups"), [("deepseek", (4, 2)), pytest.param("mixtral", (1, 1), marks=pytest.mark.slow)]
+    ("name", "groups"), [pytest.param("deepseek", (4, 2), marks=pytest.mark.slow), ("mixtral", (1, 1))]
 )
 def test_the_groups_that_a_router_chooses_from_are_found(name: str, groups: tuple[int, int]) -> None:
     banks = [bank for c in small_profile(name).classes for bank in c.experts]

@@ -21,7 +21,7 @@ SECONDS = 60.0
     ("name", "device", "gpus", "batch"),
     [
         ("mlp.py", "a100-40gb", 2, 64),
-        ("gpt.py", "h100-80gb", 8, 64),
+        pytest.param("gpt.py", "h100-80gb", 8, 64, marks=pytest.mark.slow),
         pytest.param("resnet50.py", "a100-40gb", 16, 512, marks=pytest.mark.slow),
         pytest.param("unet.py", "rtx-4090", 4, 64, marks=pytest.mark.slow),
         pytest.param("vit_large", "a100-40gb", 16, 256, marks=pytest.mark.slow),

@@ -142,6 +142,7 @@ def bytes_here(kept: _Kept) -> int:
     return arrived + sum(tensor.untyped_storage().nbytes() for tensor in held.values())
 
 
+@pytest.mark.slow
 def test_the_device_keeps_the_last_layer_alone_and_two_in_backward(kept_now: WeakSet[_Kept]) -> None:
     model = model_of(Block, away=True).requires_grad_()
     loss = model(torch.randn(SAMPLES, LENGTH, WIDTH)).square().mean()

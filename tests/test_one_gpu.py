@@ -48,7 +48,7 @@ def plan_of(words: str, device: str = "cpu") -> Plan:
     [
         pytest.param("ddp", 0, 0, marks=pytest.mark.slow),
         pytest.param("fsdp", 3, 0, marks=pytest.mark.slow),
-        ("tp=2 sp=on fsdp", 1, 0),
+        pytest.param("tp=2 sp=on fsdp", 1, 0, marks=pytest.mark.slow),
         pytest.param("cp=2 fsdp", 0, 0, marks=pytest.mark.slow),
         ("pp=2 schedule=1f1b", 2, 1),
     ],

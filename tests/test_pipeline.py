@@ -209,7 +209,7 @@ def check_equal_to_one_process(
         pytest.param("t5", [1, 1, 3], "1f1b", 4, marks=pytest.mark.slow),
         pytest.param("t5", [4], "gpipe", 2, marks=pytest.mark.slow),
         pytest.param("unet", [2, 1, 3], "1f1b", 5, marks=pytest.mark.slow),
-        ("unet", [5], "gpipe", 2),
+        pytest.param("unet", [5], "gpipe", 2, marks=pytest.mark.slow),
         ("mlp", [1, 1], "1f1b", 3),
     ],
 )

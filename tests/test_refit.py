@@ -63,6 +63,7 @@ def test_a_fit_to_half_of_the_runs_predicts_the_other_half() -> None:
     assert float(np.median(unseen)) < 0.05
 
 
+@pytest.mark.slow
 def test_runs_as_predicted_change_nothing() -> None:
     found = refit(PRESET, runs(PRESET))
 
@@ -134,6 +135,7 @@ def test_one_wild_run_bends_nothing() -> None:
     assert refit(PRESET, wild).factors["matmul"] == pytest.approx(refit(PRESET, calm).factors["matmul"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_sources_tell_what_was_fitted_and_to_how_many_runs() -> None:
     found = refit(PRESET, runs(turned(PRESET, TRUTH)))
 

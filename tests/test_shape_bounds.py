@@ -134,14 +134,14 @@ def scarce(seed: int, memory: float) -> Instance:
 SCARCE = [(seed, memory) for seed in range(5) for memory in (1e9, 2e9, 4e9)]
 
 
-@pytest.mark.parametrize(("seed", "memory"), slow.but_first(SCARCE, 3))
+@pytest.mark.parametrize(("seed", "memory"), slow.but_first(SCARCE, 2))
 def test_no_interleaved_shape_takes_less_than_its_bound_where_memory_is_scarce(seed: int, memory: float) -> None:
     asked = scarce(seed, memory)
 
     assert too_high(Explorer(asked.profile, asked.cluster, asked.training), asked, limit=20) == []
 
 
-@pytest.mark.parametrize("name", ["fixed", "again_s", "both_s"])
+@pytest.mark.parametrize("name", slow.but(["fixed", "again_s", "both_s"], {"again_s"}))
 def test_layers_that_are_planted_too_dear_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = MemoryBounds.layers
 

@@ -111,6 +111,7 @@ class Scan(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_a_scan_in_pieces_is_profiled_from_runs_of_a_few_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ def test_a_device_twice_as_fast_takes_twice_the_layers() -> None:
     assert layers == {"fast": 8, "slow": 4}
 
 
+@pytest.mark.slow
 def test_stages_on_their_own_kind_are_faster_than_all_as_the_slowest() -> None:
     on = mixed((1, 8, FAST), (1, 8, SLOW))
 

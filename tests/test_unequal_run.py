@@ -88,6 +88,7 @@ def test_a_plan_for_unequal_devices_gives_the_numbers_of_one_process(name: str, 
     assert max(relative.values()) < TOLERANCE, relative
 
 
+@pytest.mark.slow
 def test_a_searched_plan_with_uneven_stages_gives_the_numbers_of_one_process() -> None:
     reference_of("gpt")
     plan = search(profile_of("gpt"), CLUSTER, JOB, pins=Pins(pipeline=2, data_replicate=2)).plan

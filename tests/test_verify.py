@@ -81,6 +81,7 @@ def test_a_plan_of_three_kinds_of_parallelism_computes_what_one_process_computes
     assert report.lines[-1].startswith("SAME NUMBERS")
 
 
+@pytest.mark.slow
 def test_a_forgotten_tie_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, _ = small_gpt()
     monkeypatch.setattr(gradients.Gradients, "reduce", lambda self: None)

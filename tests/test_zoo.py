@@ -132,7 +132,7 @@ def test_small_version_trains(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "giga_flops"),
     [
-        ("resnet50.py", 2 * 4.09),  # torchvision
+        pytest.param("resnet50.py", 2 * 4.09, marks=pytest.mark.slow),  # torchvision
         pytest.param("vit_large", 2 * 61.6, marks=pytest.mark.slow),  # timm, vit_large_patch16_224
         pytest.param("dit_xl2.py", 2 * 118.6, marks=pytest.mark.slow),  # the paper, table 4
         pytest.param("dlrm.py", 2 * 2.36e-3, marks=pytest.mark.slow),  # the widths of its two towers, multiplied
