@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.executor.parallel import tensor_collectives
+from meshwright.executor.parallel import late_weights, tensor_collectives
 from meshwright.executor.parallel.late_weights import LateWeights
 from meshwright.executor.parallel.tensor_collectives import Alike, Flight, call
+
+
+@pytest.fixture(autouse=True)
+def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights' gradients are put off in small models, too."""
+    monkeypatch.setattr(late_weights, "LEAST_BYTES", 0)
 
 
 class Conv1D(nn.Module):
@@ -117,6 +123,9 @@ def test_nothing_is_put_off_where_it_would_be_another_product(events: list[str])
     with torch.autocast("cpu", torch.bfloat16):
         assert not late.enter(x, _sum).weights
     assert not late.enter(x.detach(), _sum).weights
+    late_weights.LEAST_BYTES = x.nbytes + 1
+    assert not late.enter(x, _sum).weights
+    late_weights.LEAST_BYTES = x.nbytes
     linear.weight.requires_grad_(False)
     assert not late.enter(x, _sum).weights
     linear.weight.requires_grad_(True)

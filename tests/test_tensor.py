@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.executor import parallelize
-from meshwright.executor.parallel import tensor, tensor_collectives
+from meshwright.executor.parallel import late_weights, tensor, tensor_collectives
 from meshwright.executor.parallel.late_weights import LateWeights
 from meshwright.executor.parallel.shared_gradients import SharedGradients, unwatched
 from meshwright.executor.parallel.tensor_forwards import SharedInput
@@ -27,6 +27,12 @@ from support.ranks import RankError, run_ranks
 from support.synthetic import cluster
 
 VOCABULARY, SEQ_LEN = 1024, 16
+
+
+@pytest.fixture(autouse=True)
+def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights' gradients are put off in small models, too."""
+    monkeypatch.setattr(late_weights, "LEAST_BYTES", 0)
 
 
 def _build() -> nn.Module:
