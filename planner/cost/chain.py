@@ -2,11 +2,12 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +15,24 @@ from numpy.typing import NDArray
 from ...profiler.model.model_profile import CrossingTensor, ModelProfile
 from ..plan.document import Recompute
 from ..plan.shape import LayerOption, Offered, Shape
-from .kept import kept
+from .crossing_cost import work_of
+from .kept import kept, memo_by
 from .kinds import Kind, kinds_of, shared_groups
 from .layer_cost import CostModel
+from .peak import Arrivals
 from .priced_layer import LayerCost
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+_Row = TypeVar("_Row")
+_Found = TypeVar("_Found")
+
+
+def of_each(rows: Sequence[_Row], find: Callable[[_Row], _Found]) -> list[_Found]:
+    """[row] -> what `find` makes of it; asked once of rows that are one object."""
+    known = {key: find(row) for key, row in {id(row): row for row in rows}.items()}
+    return [known[id(row)] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,7 @@ class Chain:
         self, shape: Shape, recompute: Recompute | None, reshard: bool | None, offered: Offered
     ) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
         """([run] -> options of its layers that no other beats, what a layer costs with each), for all schedules of a
-        pipeline."""
+        pipeline; the costs of runs that cost the same are one object."""
         alike = shape if shape.pipeline == 1 else replace(shape, schedule="1f1b", virtual_stages=1)
         key = alike, recompute, reshard, offered
         if key not in self._costs:
@@ -101,12 +113,12 @@ class Chain:
                 costs = [self.model.cost(kind, shape, option) for option in options]
                 best = unbeaten(costs)
                 by_kind[kind] = [options[i] for i in best], [costs[i] for i in best]
-            found = [by_kind[self.model.kinds[run.start]] for run in self.runs]
-            waiting = self.waiting_bytes(shape)
-            self._costs[key] = (
-                [options for options, _ in found],
-                [[cost.with_waiting(size) for cost in costs] for (_, costs), size in zip(found, waiting, strict=True)],
-            )
+            rows: dict[tuple[Kind, float], list[LayerCost]] = {}
+            waiting = zip(self.runs, self.waiting_bytes(shape), strict=True)
+            each = [(self.model.kinds[run.start], size) for run, size in waiting]
+            for kind, size in dict.fromkeys(each):
+                rows[kind, size] = [cost.with_waiting(size) for cost in by_kind[kind][1]]
+            self._costs[key] = [by_kind[kind][0] for kind, _ in each], [rows[one] for one in each]
         return self._costs[key]
 
     def fastest(self, shape: Shape, recompute: Recompute | None, reshard: bool | None) -> "Fastest":
@@ -250,6 +262,11 @@ class Chain:
         found, where = np.unique(self.composition_of, return_index=True)
         where, places = where[found >= 0], np.array(self.places)
         return places[where // len(places)], places[where % len(places)]
+
+    @memo_by(lambda _, shape: (work_of(shape), shape.pipeline == 1))
+    def arrivals(self, shape: Shape) -> Arrivals:
+        """What stages hold of tensors from earlier ones, [composition]."""
+        return self.model.arrivals(shape, *self.examples)
 
     @cached_property
     def first_runs(self) -> Ints:

@@ -85,7 +85,7 @@ class Crossings:
         """How many layers are of each kind."""
         return Counter(self._model.kinds)
 
-    @memo_by(lambda _, shape: (_work_of(shape), shape.pipeline, shape.virtual_stages, shape.stride("pipeline")))
+    @memo_by(lambda _, shape: (work_of(shape), shape.pipeline, shape.virtual_stages, shape.stride("pipeline")))
     def cuts(self, shape: Shape) -> list[Cut]:
         """What crosses at every place of the chain, forward (the backward returns the same): before the first layer,
         between layers, after the last."""
@@ -94,7 +94,7 @@ class Crossings:
         cuts = {size: Cut(collective_s("p2p", size, links), size, call_s) if size else NOTHING for size in set(sizes)}
         return [cuts[size] for size in sizes]
 
-    @memo_by(lambda _, shape: (_work_of(shape), shape.pipeline, shape.virtual_stages))
+    @memo_by(lambda _, shape: (work_of(shape), shape.pipeline, shape.virtual_stages))
     def _call_s(self, shape: Shape) -> float:
         """Seconds that a device waits for the host to send a micro-batch through a stage: none where an average stage
         computes as long, for then the host is ahead of it."""
@@ -110,7 +110,7 @@ class Crossings:
         known = {kind: self._on_slices(kind, shape) for kind in dict.fromkeys(kinds)}
         return np.array([*(known[kind] for kind in kinds), False])
 
-    @memo_by(lambda _, shape: _work_of(shape))
+    @memo_by(lambda _, shape: work_of(shape))
     def _bytes(self, shape: Shape) -> list[float]:
         spans = _spans(self._model.profile)
         at = np.array([1.0, shape.samples, 1.0, shape.samples])
@@ -129,14 +129,13 @@ class Crossings:
         if shape.pipeline == 1 or not tensors:
             nothing = np.zeros(len(firsts))
             return Arrivals(nothing, nothing, nothing)
-        made_by, last_used_by = _spans(self._model.profile).made_by, np.array([t.last_used_by for t in tensors])
-        readers = np.array([last for last, _ in kept_with_last(self._model.profile)])
+        spans = _spans(self._model.profile)
         whole, counted = self._sizes(shape)
-        crosses = (made_by < firsts[:, None]) & (firsts[:, None] <= last_used_by)
+        crosses = (spans.made_by < firsts[:, None]) & (firsts[:, None] <= spans.last_used_by)
         received = np.where(crosses, self._slices(shape)[firsts] * whole, 0.0)
-        stays = readers < ends[:, None]
+        stays = spans.kept_with < ends[:, None]
         inputs = np.maximum(0.0, received - counted) * stays
-        gradients = received * np.array([t.requires_grad for t in tensors])
+        gradients = received * spans.requires_grad
         return Arrivals(inputs.sum(axis=1), (gradients * ~stays).sum(axis=1), gradients.sum(axis=1))
 
     def _slices(self, shape: Shape) -> NDArray[np.float64]:
@@ -159,7 +158,7 @@ class Crossings:
         return np.array(whole), np.array(counted)
 
 
-def _work_of(shape: Shape) -> tuple[object, ...]:
+def work_of(shape: Shape) -> tuple[object, ...]:
     """What a micro-batch computes and sends depends on."""
     return shape.samples, shape.tensor, shape.sequence, shape.cuts, shape.context, shape.context_kind, shape.expert
 
@@ -171,13 +170,16 @@ def _slices_of(shape: Shape) -> int:
 
 @dataclass(frozen=True)
 class _Spans:
-    """Crossing tensors by columns: amounts as coefficients, and one entry of (tensor, position) for each place of the
-    chain that one crosses."""
+    """Crossing tensors by columns: amounts as coefficients, the layers that make one, read it last, and keep it, and
+    one entry of (tensor, position) for each place of the chain that one crosses."""
 
     elements: NDArray[np.float64]
     other_bytes: NDArray[np.float64]
     may_slice: NDArray[np.bool_]
+    requires_grad: NDArray[np.bool_]
     made_by: NDArray[np.int64]
+    last_used_by: NDArray[np.int64]
+    kept_with: NDArray[np.int64]
     tensor: NDArray[np.int64]
     position: NDArray[np.int64]
 
@@ -190,7 +192,10 @@ def _spans(profile: ModelProfile) -> _Spans:
         elements=np.array([t.size.elements for t in tensors], dtype=np.float64).reshape(len(tensors), 4),
         other_bytes=np.array([t.size.other_bytes for t in tensors], dtype=np.float64).reshape(len(tensors), 4),
         may_slice=np.array([t.requires_grad and "sequence" in t.dims for t in tensors], dtype=bool),
+        requires_grad=np.array([t.requires_grad for t in tensors], dtype=bool),
         made_by=np.array([t.made_by for t in tensors], dtype=np.int64),
+        last_used_by=np.array([t.last_used_by for t in tensors], dtype=np.int64),
+        kept_with=np.array([last for last, _ in kept_with_last(profile)], dtype=np.int64),
         tensor=np.array([i for i, _ in places], dtype=np.int64),
         position=np.array([at for _, at in places], dtype=np.int64),
     )

@@ -510,6 +510,7 @@ class CostModel:
         ]
         return max(sizes, default=0.0)
 
+    @memo
     def cost(self, kind: Kind, shape: Shape, option: LayerOption) -> LayerCost:
         """What a layer of this kind costs under a shape and an option."""
         seconds = self.compute(kind, shape)
@@ -607,6 +608,15 @@ class CostModel:
 
     def spread_of(self, kind: Kind, shape: Shape, without: frozenset[str] = frozenset()) -> tuple[Spread, Spread]:
         """(all, trainable) parameter elements of a layer on one tensor rank by what they cost there."""
+        return self._spread_of(kind, shape, without)
+
+    @memo_by(
+        lambda self, kind, shape, without: (
+            *self._as_run(kind, shape),
+            *(shape.sharded_over, shape.expert, shape.experts_over, without),
+        )
+    )
+    def _spread_of(self, kind: Kind, shape: Shape, without: frozenset[str]) -> tuple[Spread, Spread]:
         total, trainable = self.elements(kind, shape, without)
         if shape.expert == 1:
             return Spread(total, total, total), Spread(trainable, trainable, trainable)
@@ -767,10 +777,7 @@ class CostModel:
         self, shape: Shape, resharded: bool, moved: float, trainable: float, seconds: Seconds
     ) -> DataSeconds[float]:
         """Exposed seconds of gathers and gradient reductions of one layer; traffic.py counts them."""
-        shard, replicate = self.shard_links(shape), self.axis_links(shape, "data_replicate")
-        rates = DataRates(
-            ring_rates("all_gather", shard), ring_rates("reduce_scatter", shard), ring_rates("all_reduce", replicate)
-        )
+        rates = self._data_rates(shape)
         return exposed_data_s(
             gather_s(moved, self.gathered_bytes, rates),
             reduce_s(trainable, self.software.gradient_bytes, float(shape.sharded_over), rates),
@@ -780,6 +787,14 @@ class CostModel:
             shape.gradient_sync == "every",
             self.data_overlap(shape),
             self.device.contention,
+        )
+
+    @memo_by(lambda _, at: (at.sharded_over, at.shard_stride, at.data_replicate, at.stride("data_replicate")))
+    def _data_rates(self, shape: Shape) -> DataRates[float]:
+        """Times of what data ranks exchange."""
+        shard, replicate = self.shard_links(shape), self.axis_links(shape, "data_replicate")
+        return DataRates(
+            ring_rates("all_gather", shard), ring_rates("reduce_scatter", shard), ring_rates("all_reduce", replicate)
         )
 
     def data_overlap(self, shape: Shape) -> float:

@@ -515,7 +515,7 @@ class Known:
         self.devices = [next(i for i, other in enumerate(on) if other is mine) for mine in on]
         self._stages: dict[tuple[int, int, int, tuple[tuple[int, ...], ...]], tuple[Choice, StageCost]] = {}
         self._ranks: dict[_HeldStages, _Stages | None] = {}
-        self._hulls: dict[tuple[int, int, int], list[int]] = {}
+        self._hulls: dict[tuple[int, int], list[int]] = {}
 
     def rank(self, held: _HeldStages) -> _Stages | None:
         """A rank's stages with the options that bring them into its memory at the least price; None if none do."""
@@ -577,9 +577,9 @@ class Known:
 
     def _hull(self, device: int, flights: int, run: int) -> list[int]:
         """Options of a run, from the fastest on, each paying least for a byte beyond the one before."""
-        key = device, flights, run
+        costs = self.prices.on(device).costs[run]
+        key = flights, id(costs)  # rows of runs that cost the same are one object
         if key not in self._hulls:
-            costs = self.prices.on(device).costs[run]
             seconds = [cost.microbatch_s for cost in costs]
             size = [_held_bytes(cost, flights) for cost in costs]
             hull = [min(range(len(costs)), key=lambda o: (seconds[o], size[o]))]

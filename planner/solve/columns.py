@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost.chain import Chain, Fastest
+from ..cost.chain import Chain, Fastest, of_each
 from ..cost.crossing_cost import Cut
 from ..cost.memory_cost import StateBytes, state_bytes
 from ..cost.peak import Arrivals, Moment, moments_of, running
@@ -87,7 +87,7 @@ class StagePrices:
         self._work = work
         model = chain.model
         self.model = model
-        self._pinned = recompute, reshard, offered
+        self.pinned = recompute, reshard, offered
         self._passes: dict[int, list[_Pass]] = {}
         self._known_rooms: dict[int, list[tuple[Floats, Floats]]] = {}
         self._known_fits: dict[int, NDArray[np.int8]] = {}
@@ -105,12 +105,12 @@ class StagePrices:
 
     @cached_property
     def _priced_options(self) -> tuple[list[list[LayerOption]], list[list[LayerCost]]]:
-        return self.chain.priced(self.shape, *self._pinned)
+        return self.chain.priced(self.shape, *self.pinned)
 
     @property
     def fastest(self) -> Fastest:
         """What layers take at least, before all options are priced."""
-        return self.chain.fastest(self.shape, *self._pinned[:2])
+        return self.chain.fastest(self.shape, *self.pinned[:2])
 
     @cached_property
     def budget(self) -> float:
@@ -137,19 +137,23 @@ class StagePrices:
 
     @cached_property
     def _arrivals(self) -> Arrivals:
-        return self.model.arrivals(self.shape, *self.chain.examples)
+        return self.chain.arrivals(self.shape)
 
     @cached_property
     def _arrived(self) -> list[Floats]:
-        return [np.array([cost.arrived_bytes for cost in costs]) for costs in self.costs]
+        return of_each(self.costs, lambda costs: np.array([cost.arrived_bytes for cost in costs]))
 
     @cached_property
-    def _weights(self) -> list[list[float]]:
-        return [[self._weight(cost) for cost in costs] for costs in self.costs]
+    def _weights(self) -> list[Floats]:
+        return of_each(self.costs, lambda costs: np.array([self._weight(cost) for cost in costs]))
 
     @cached_property
     def _fastest(self) -> list[int]:
-        return [int(np.argmin(weights)) for weights in self._weights]
+        return of_each(self._weights, lambda weights: int(np.argmin(weights)))
+
+    def per_run(self, find: Callable[[list[LayerCost]], float]) -> Floats:
+        """[run] -> what `find` makes of the costs of its options."""
+        return np.array(of_each(self.costs, find))
 
     def _weight(self, cost: LayerCost) -> float:
         """What the choice of options minimises: with one stage the whole step, else one micro-batch (what is paid once
@@ -185,9 +189,19 @@ class StagePrices:
     @cached_property
     def _fastest_microbatch_s(self) -> Floats:
         """[composition] -> seconds per micro-batch with the fastest options, memory ignored: a lower bound."""
-        per_run = np.array([min(c.microbatch_s for c in costs) for costs in self.costs])
-        seconds: Floats = self.chain.counts @ per_run + self._waits
+        seconds: Floats = self.chain.counts @ self._least_s + self._waits
         return seconds
+
+    @cached_property
+    def _least_s(self) -> Floats:
+        """[run] -> seconds per micro-batch of a layer with its fastest option."""
+        return self.per_run(lambda costs: min(cost.microbatch_s for cost in costs))
+
+    @cached_property
+    def forward_s(self) -> tuple[Floats, Floats]:
+        """[run] -> the most and the least seconds of a layer's forward."""
+        most = self.per_run(lambda costs: max(cost.forward_total_s for cost in costs))
+        return most, self.per_run(lambda costs: min(cost.forward_total_s for cost in costs))
 
     @cached_property
     def received_s(self) -> Floats:
@@ -206,14 +220,14 @@ class StagePrices:
         """[of these compositions] -> weight that its options have at least: memory at a price, the best of the prices
         where two options of a run tie, for every pass."""
         counts, last_runs = self.chain.counts[some], self.chain.last_runs[some]
-        bounds: Floats = counts @ np.array([min(row) for row in self._weights])
-        weights = [np.array(row) for row in self._weights]
+        weights = self._weights
+        bounds: Floats = counts @ np.array(of_each(weights, np.min))
         for one, (room, _) in zip(self._passes_of(in_flight), self._rooms(in_flight), strict=True):
-            spare = room[some] - np.array([row.min() for row in one.ending])[last_runs]
-            prices = tie_prices(weights, one.before)
-            least = np.array(
-                [(w + prices[:, None] * held).min(axis=1) for w, held in zip(weights, one.before, strict=True)]
-            )
+            spare = room[some] - np.array(of_each(one.ending, np.min))[last_runs]
+            options = {id(w): (w, held) for w, held in zip(weights, one.before, strict=True)}
+            prices = tie_prices([w for w, _ in options.values()], [held for _, held in options.values()])
+            at = {key: (w + prices[:, None] * held).min(axis=1) for key, (w, held) in options.items()}
+            least = np.array([at[id(w)] for w in weights])
             priced = counts @ least - spare[:, None] * prices
             bounds = np.maximum(bounds, priced.max(axis=1, initial=-np.inf))
         return bounds
@@ -228,10 +242,7 @@ class StagePrices:
         """What these stages could take if layers could be divided: [run][option] -> seconds of a layer, [run] ->
         [stage][option] bytes of it at least, [stage] -> bytes of room for them at most."""
         shape, state = self.shape, self._state
-        each = np.array([
-            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
-            for costs in self.costs
-        ])  # fmt: skip
+        each = self._state_bytes(state.optimizer)
         shared = self.chain.counted_twice(shape)
         passes = [self._passes_of(shape.in_flight(stage))[0] for stage in stages]
         twice = shared * max(one.moment.shared(state) for one in passes)
@@ -241,7 +252,7 @@ class StagePrices:
             for stage, one in zip(stages, passes, strict=True)
         ]
         memory = [np.array([one.before[run] for one in passes]) + fixed for run, fixed in enumerate(each)]
-        return [np.array(row) for row in self._weights], memory, rooms
+        return self._weights, memory, rooms
 
     def least_crossing(self, num_stages: int) -> Floats:
         """[stage] -> bytes that a stage of so many holds at least of what it receives and sends, wherever it begins and
@@ -304,8 +315,7 @@ class StagePrices:
             done = self.chain.counts @ self._work.per_run
             least = self._work.whole - self._work.others_rate * longest_s
             return (seconds <= longest_s * (1 + ROUNDING)) & (done >= least - ROUNDING * self._work.whole)
-        per_run = np.array([min(c.microbatch_s for c in costs) for costs in self.costs])
-        whole_s = float(np.array([run.length for run in self.chain.runs]) @ per_run)
+        whole_s = float(self.chain.lengths @ self._least_s)
         longest_s = (cutoff_s - whole_s) / more
         shortest_s = whole_s - (shape.pipeline - 1) * longest_s
         return (seconds <= longest_s * (1 + ROUNDING)) & (fastest >= shortest_s * (1 - ROUNDING))
@@ -350,11 +360,11 @@ class StagePrices:
     def _once_s(self) -> Floats:
         """[composition] -> seconds once per step; the options do not change it where stages are several."""
         counts, shard = self.chain.counts, self.shape.sharded_over
-        data = counts @ np.array([costs[0].once_data_s for costs in self.costs])
+        data = counts @ self.per_run(lambda costs: costs[0].once_data_s)
         tied = self._tied_elements
         known = {elements: self.model.tie_s(elements, self.shape) for elements in set(tied.tolist())}
         data += np.array([known[elements] for elements in tied.tolist()])
-        trainable = counts @ np.array([costs[0].trainable_elements for costs in self.costs])
+        trainable = counts @ self.per_run(lambda costs: costs[0].trainable_elements)
         each_s = self.model.optimizer_s(1.0, self.shape.offload_optimizer)
         seconds: Floats = data + (trainable - self._shared_elements) / shard * each_s
         return seconds
@@ -383,7 +393,7 @@ class StagePrices:
         rows = [
             Turns(
                 count,
-                np.array(self._weights[run])[order],
+                self._weights[run][order],
                 np.array([one.before[run][order] for one in passes]),
                 np.array([one.behind[run][order] for one in passes]),
                 np.array([one.transient[run][order] for one in passes]),
@@ -407,10 +417,10 @@ class StagePrices:
         """Options that a price of memory asks for, at the least price where they fit; those that hold least if none."""
         item, held = self.chain.compositions[composition], self._passes_of(in_flight)[0].before
         runs = range(item.first_run, item.last_run + 1)
-        ties = tie_prices([np.array(self._weights[run]) for run in runs], [held[run] for run in runs])
+        ties = tie_prices([self._weights[run] for run in runs], [held[run] for run in runs])
 
         def at(price: float) -> Choice:
-            cost = [np.array(self._weights[run]) / (1.0 + price) + held[run] * (price / (1.0 + price)) for run in runs]
+            cost = [self._weights[run] / (1.0 + price) + held[run] * (price / (1.0 + price)) for run in runs]
             options = [self.options[run][int(np.argmin(row))] for run, row in zip(runs, cost, strict=True)]
             return Choice(tuple(zip(runs, options, item.counts, strict=True)))
 
@@ -447,12 +457,13 @@ class StagePrices:
     def _free(self) -> Floats:
         """[composition] -> bytes beyond parameters, optimizer state and the samples of a step."""
         state = self._state
-        each = [
-            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * state.optimizer
-            for costs in self.costs
-        ]
-        free: Floats = self.budget - self._held_bytes - self.chain.counts @ np.array(each)
+        free: Floats = self.budget - self._held_bytes - self.chain.counts @ self._state_bytes(state.optimizer)
         return free
+
+    def _state_bytes(self, trainable_bytes: float) -> Floats:
+        """[run] -> bytes of a layer's parameters, and so many for each trainable element."""
+        parameter_bytes = self._state.sharded_parameters
+        return self.per_run(lambda c: c[0].elements * parameter_bytes + c[0].trainable_elements * trainable_bytes)
 
     def _passes_of(self, in_flight: int) -> "list[_Pass]":
         """What every option of every run holds in the passes that may hold most."""
@@ -472,17 +483,20 @@ class StagePrices:
             range(len(rise)), key=lambda o: (0, float(rise[o] + most[o])) if rise[o] < 0 else (1, -float(most[o]))
         )
 
-    def _holds(
-        self, in_flight: int, some: Ints, pick: Callable[[Floats, int], float], fastest: bool
-    ) -> NDArray[np.bool_]:
-        """[of these compositions] -> whether it fits with the amounts that `pick` takes of each run's options."""
+    def _holds(self, in_flight: int, some: Ints, fastest: bool) -> NDArray[np.bool_]:
+        """[of these compositions] -> whether it fits with the fastest option of each run, or else with the least of
+        every item."""
+
+        def picked(rows: list[Floats]) -> Floats:
+            if fastest:
+                return np.array([row[option] for row, option in zip(rows, self._fastest, strict=True)])
+            return np.array(of_each(rows, np.min))
+
         fits = np.ones(len(some), dtype=bool)
         is_last = np.arange(len(self.costs)) == self.chain.last_runs[some][:, None]
         for one, rooms in zip(self._passes_of(in_flight), self._rooms(in_flight), strict=True):
-            before, behind, transient, joined, ending = (
-                np.array([pick(row, run) for run, row in enumerate(rows)])
-                for rows in (one.before, one.behind, one.transient, one.joined, one.ending)
-            )
+            all_rows = one.before, one.behind, one.transient, one.joined, one.ending
+            before, behind, transient, joined, ending = map(picked, all_rows)
             at_end = np.where(is_last, ending, joined)  # the stage's last layer has none after it
             _, most = running(before, behind, transient, at_end, self.chain.counts[some])
             fits &= most.max(axis=1) <= rooms[fastest][some]
@@ -491,31 +505,30 @@ class StagePrices:
     def _fits(self, in_flight: int, some: Ints) -> NDArray[np.bool_]:
         """[of these compositions] -> whether it fits with the fastest option of each run."""
         if in_flight not in self._known_fits:
-            self._known_fits[in_flight] = np.full(len(self.chain.compositions), _UNKNOWN)
+            known = np.full(len(self.chain.compositions), _UNKNOWN)
+            for flights, fitting in self._known_fits.items():  # fewer micro-batches hold no more
+                known[fitting == int(flights > in_flight)] = int(flights > in_flight)
+            self._known_fits[in_flight] = known
         known = self._known_fits[in_flight]
         fresh = some[known[some] == _UNKNOWN]
         if len(fresh):
-            known[fresh] = self._holds(in_flight, fresh, lambda row, run: row[self._fastest[run]], True)
+            known[fresh] = self._holds(in_flight, fresh, fastest=True)
         fits: NDArray[np.bool_] = known[some] == 1
         return fits
 
     def _may_fit(self, in_flight: int, some: Ints) -> NDArray[np.bool_]:
         """[of these compositions] -> False where not even the least of every item fits."""
-        return self._holds(in_flight, some, lambda row, run: row.min(), False)
+        return self._holds(in_flight, some, fastest=False)
 
     @cached_property
     def _update_fits(self) -> NDArray[np.bool_]:
         """[composition] -> whether the optimizer's step fits, when activations are gone; no option changes that."""
         counts, state = self.chain.counts, self._state
         trainable_bytes = state.sharded_gradients + state.optimizer
-        each = [
-            costs[0].elements * state.sharded_parameters + costs[0].trainable_elements * trainable_bytes
-            for costs in self.costs
-        ]
-        root = counts @ np.array([costs[0].root_end_bytes for costs in self.costs])
+        root = counts @ self.per_run(lambda costs: costs[0].root_end_bytes)
         root -= self._shared_elements * state.root_end
-        temporary = np.array([costs[0].trainable_elements for costs in self.costs]) * state.optimizer_temporaries
-        total: Floats = counts @ np.array(each) + self._held_bytes
+        temporary = self.per_run(lambda costs: costs[0].trainable_elements) * state.optimizer_temporaries
+        total: Floats = counts @ self._state_bytes(trainable_bytes) + self._held_bytes
         total -= self._shared_elements * (state.sharded_parameters + trainable_bytes)
         total += np.maximum(root, counts @ temporary - self._shared_elements * state.optimizer_temporaries)
         return total <= self.budget
@@ -580,14 +593,16 @@ class _Pass:
     @classmethod
     def of(cls, moment: Moment, costs: list[list[LayerCost]]) -> "_Pass":
         """Amounts of a pass."""
+        joined: dict[tuple[int, int], Floats] = {}
+        pairs = list(zip(costs, [*(row[0] for row in costs[1:]), None], strict=True))
+        for row, behind in pairs:
+            if (id(row), id(behind)) not in joined:
+                joined[id(row), id(behind)] = np.array([moment.transient(cost, behind) for cost in row])
         return cls(
             moment,
-            [np.array([moment.before(cost) for cost in row]) for row in costs],
-            [np.array([moment.behind(cost) for cost in row]) for row in costs],
-            [np.array([moment.transient(cost, cost) for cost in row]) for row in costs],
-            [
-                np.array([moment.transient(cost, behind) for cost in row])
-                for row, behind in zip(costs, [*(row[0] for row in costs[1:]), None], strict=True)
-            ],
-            [np.array([moment.transient(cost, None) for cost in row]) for row in costs],
+            of_each(costs, lambda row: np.array([moment.before(cost) for cost in row])),
+            of_each(costs, lambda row: np.array([moment.behind(cost) for cost in row])),
+            of_each(costs, lambda row: np.array([moment.transient(cost, cost) for cost in row])),
+            [joined[id(row), id(behind)] for row, behind in pairs],
+            of_each(costs, lambda row: np.array([moment.transient(cost, None) for cost in row])),
         )

@@ -276,7 +276,8 @@ class ManyLayers:
     """What layers of one run cost at least in many shapes: [shape] -> seconds of forward, and of both passes at the
     fastest option; bytes whatever the option; [option] -> seconds that it takes longer, bytes that a micro-batch keeps
     with it. weight_s: gradients of weights, with zero bubbles; once_s: [shape], at the end of a step; paired: [shape]
-    -> bytes by which the turn of one takes more at least with one of its kind after it in its stage."""
+    -> bytes by which the turn of one takes more at least with one of its kind after it in its stage. Runs of one kind
+    share these arrays."""
 
     count: float
     forward_s: Floats
@@ -287,6 +288,10 @@ class ManyLayers:
     kept: Floats
     once_s: Floats
     paired: Floats
+
+    def of(self, count: float) -> "ManyLayers":
+        """So many layers that cost the same."""
+        return replace(self, count=count)
 
 
 def least_of_many_s(
@@ -305,23 +310,32 @@ def least_of_many_s(
     rank_of, last = np.array(table.rank_of), table.num_stages - 1
     per_byte_s = scale * prices.per_byte_s
     seconds: Floats = prices.num_waits * wait_s + least_end_s + prices.given_s - per_byte_s @ rooms
+    known: dict[tuple[int, int | None], Floats] = {}  # by kind, and the stage if that is known: [stage][shape]
+    counts: dict[tuple[tuple[int, int | None], bytes], float] = {}
     for r, layers in enumerate(runs):
         alone = layers.count == 1
-        some = [0] if alone and r == 0 else [last] if alone and r == len(runs) - 1 else slice(None)
-        forward, backward, weight = (row[some] for row in prices.passes)
-        at = rank_of[some]
-        memory = per_byte_s[at]
-        # [stage][option]
-        beside = (backward[:, None] * layers.again_s + (memory * flights[some])[:, None] * layers.kept).min(axis=1)
-        beside += (weight - backward) * layers.weight_s - prices.given[r][some]
-        each = (
-            (forward - backward)[:, None] * layers.forward_s
-            + backward[:, None] * layers.both_s
-            + prices.ends[at][:, None] * layers.once_s
-            + memory[:, None] * layers.fixed
-            + beside[:, None]
-        )
-        seconds = seconds + layers.count * each.min(axis=0)
+        stage = 0 if alone and r == 0 else last if alone and r == len(runs) - 1 else None
+        kind = id(layers.both_s), stage
+        if kind not in known:
+            some = slice(None) if stage is None else slice(stage, stage + 1)
+            forward, backward, weight = (row[some] for row in prices.passes)
+            at = rank_of[some]
+            memory = per_byte_s[at]
+            # [stage][option]
+            beside = (backward[:, None] * layers.again_s + (memory * flights[some])[:, None] * layers.kept).min(axis=1)
+            beside += (weight - backward) * layers.weight_s
+            known[kind] = (
+                (forward - backward)[:, None] * layers.forward_s
+                + backward[:, None] * layers.both_s
+                + prices.ends[at][:, None] * layers.once_s
+                + memory[:, None] * layers.fixed
+                + beside[:, None]
+            )
+        given = prices.given[r] if stage is None else prices.given[r][stage : stage + 1]
+        counts[kind, given.tobytes()] = counts.get((kind, given.tobytes()), 0.0) + layers.count
+    for (kind, at_stages), count in counts.items():
+        each = known[kind] - np.frombuffer(at_stages)[:, None]
+        seconds = seconds + count * each.min(axis=0)
     return seconds
 
 

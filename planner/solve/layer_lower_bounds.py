@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost.chain import Chain
+from ..cost.chain import Chain, of_each
 from ..cost.comm_cost import seconds_at_places
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
@@ -75,39 +75,38 @@ class LeastWork:
         state = state_bytes(shape, self.model.training)
         # With one micro-batch a gradient comes when its layer's activations go.
         gradients = state.sharded_gradients if shape.num_microbatches > 1 else 0.0
-        seconds, forward, elements, weights, held, passing = [], [], [], [], [], []
-        for run, (pass_s, forward_s) in zip(runs, self.passes_s(shape).tolist(), strict=True):
-            kind = model.kinds[run.start]
-            context_s = model.least_context_s(kind, shape)
-            total, trainable = model.stored_elements(kind, shape)
-            saved, kept, again_s = self._ways(kind, shape, offered)
-            seconds.append(pass_s + sum(context_s))
-            forward.append(forward_s + context_s[0])
-            elements.append(trainable)
-            weights.append(seconds[-1] + again_s)
-            held.append((kept, total * state.sharded_parameters + trainable * (gradients + state.optimizer)))
-            passing.append(saved)
+        kinds = [model.kinds[run.start] for run in runs]
+        ways = of_each(kinds, lambda kind: self._ways(kind, shape, offered))
+        stored = of_each(kinds, lambda kind: model.stored_elements(kind, shape))
+        trainable_bytes = gradients + state.optimizer
+        held = [
+            (kept, total * state.sharded_parameters + trainable * trainable_bytes)
+            for (_, kept, _), (total, trainable) in zip(ways, stored, strict=True)
+        ]
         shared = self.chain.counted_twice(shape)
-        twice = (state.sharded_parameters + gradients + state.optimizer) * shared
-        need = float(counts @ np.array([kept.min() + fixed for kept, fixed in held])) - twice
-        if need > room or max(passing) > room:
-            return None
-        trainable_elements = max(0.0, float(counts @ np.array(elements)) - shared)
-        unsharded = replace(shape, data_replicate=shape.data, data_shard=1)
-        whole = np.array([model.stored_elements(model.kinds[run.start], unsharded) for run in runs])
-        total, trainable = np.maximum(0.0, counts @ whole - shared)
+        twice = (state.sharded_parameters + trainable_bytes) * shared
         fewest = float(counts @ np.array([kept.min() for kept, _ in held]))
+        need = fewest + float(counts @ np.array([fixed for _, fixed in held])) - twice
+        passing = np.array([saved for saved, _, _ in ways])
+        if need > room or passing.max() > room:
+            return None
+        context_s = np.array(of_each(kinds, lambda kind: model.least_context_s(kind, shape)))
+        pass_s, forward_s = self.passes_s(shape).T
+        seconds = pass_s + context_s.sum(axis=1)
+        unsharded = replace(shape, data_replicate=shape.data, data_shard=1)
+        whole = np.array(of_each(kinds, lambda kind: model.stored_elements(kind, unsharded)))
+        total, trainable = np.maximum(0.0, counts @ whole - shared)
         return Least(
-            np.array(seconds),
-            np.array(forward),
-            trainable_elements,
-            weights,
+            seconds,
+            forward_s + context_s[:, 0],
+            max(0.0, float(counts @ np.array([trainable for _, trainable in stored])) - shared),
+            [pass_s + again_s for pass_s, (_, _, again_s) in zip(seconds, ways, strict=True)],
             held,
             twice,
             fewest,
             total,
             trainable,
-            np.array(passing),
+            passing,
         )
 
     def _ways(self, kind: Kind, shape: Shape, offered: Offered) -> tuple[float, Floats, Floats]:

@@ -107,23 +107,22 @@ class MemoryBounds:
             for kind, (names, kept) in enumerate(zip(ways.names, ways.kept, strict=True))
         ]
         alone, paired = (np.array([turn[i].min(axis=0) for turn in turns]) for i in (0, 1))
-        runs = []
-        for group in bounds.chain.alike:
-            kind = bounds.kind_of_run[group[0]]
-            computed = self.model.compute(bounds.kinds[kind], shape)
-            runs.append(
-                ManyLayers(
-                    count=float(bounds.chain.lengths[group].sum()),
-                    forward_s=fastest.forward_s[kind, some],
-                    both_s=fastest.microbatch_s[kind, some],
-                    weight_s=computed.backward_weight if zero_bubble else 0.0,
-                    fixed=fixed[kind],
-                    again_s=ways.again_s[kind] - ways.again_s[kind].min(),
-                    kept=ways.kept[kind],
-                    once_s=fastest.once_s[kind, some] + data.optimizer_s[kind, some],
-                    paired=paired[kind] - alone[kind],
-                )
+        each = [
+            ManyLayers(
+                count=1.0,
+                forward_s=fastest.forward_s[kind, some],
+                both_s=fastest.microbatch_s[kind, some],
+                weight_s=self.model.compute(bounds.kinds[kind], shape).backward_weight if zero_bubble else 0.0,
+                fixed=fixed[kind],
+                again_s=ways.again_s[kind] - ways.again_s[kind].min(),
+                kept=ways.kept[kind],
+                once_s=fastest.once_s[kind, some] + data.optimizer_s[kind, some],
+                paired=paired[kind] - alone[kind],
             )
+            for kind in range(len(bounds.kinds))
+        ]
+        groups = bounds.chain.alike
+        runs = [each[bounds.kind_of_run[group[0]]].of(float(bounds.chain.lengths[group].sum())) for group in groups]
         num_stages, count = shape.pipeline * shape.virtual_stages, shape.num_microbatches
         flights = np.array([float(shape.in_flight(stage)) for stage in range(num_stages)])
         if shape.virtual_stages == 1:  # a running maximum: at the last layer's turn another micro-batch may be gone

@@ -189,8 +189,12 @@ class ShapesNode:
         some, known = [which for _, _, which in self.shapes], search.bounds.num_prices(family)
         if not self.raised:
             better = np.maximum(bounds, search.bounds.with_memory_s(family, space, some, cutoff_s))
+            near = np.flatnonzero(better < cutoff_s)
+            if not len(near):
+                return
+            better, some = better[near], np.array(some)[near].tolist()
             likely = np.maximum(better, search.bounds.guesses(family, space, some, with_memory=True))
-            likely = np.maximum(guesses, likely)
+            likely = np.maximum(np.array(guesses)[near], likely)
             yield from ShapesNode.of(better.tolist(), likely.tolist(), some, self.family, True, known)
             return
         if self.known < known:  # programs of other shapes have found prices since

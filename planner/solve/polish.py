@@ -147,7 +147,7 @@ def _passed(prices: Prices, frame: Chunking, of: Callable[[LayerCost], float]) -
     for stage in range(frame.num_stages):
         on = prices.on(stage)
         if id(on) not in each:
-            per_run = np.array([min(of(cost) for cost in costs) for costs in on.costs])
+            per_run = on.per_run(lambda costs: min(map(of, costs)))
             each[id(on)] = np.concatenate(([0.0], np.cumsum(per_run[on.chain.run_of])))[on.chain.places]
     return np.stack([each[id(prices.on(stage))] for stage in range(frame.num_stages)])
 

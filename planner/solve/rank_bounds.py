@@ -51,7 +51,8 @@ def least_of_ranks_s(
     if not inner or last == 0:
         return np.zeros(num_shapes)
     common = max(inner, key=lambda layers: layers.count)
-    alike = [layers for layers in inner if (layers.both_s >= ALIKE * common.both_s).all()]
+    kinds = list({id(layers.both_s): layers for layers in inner}.values())
+    alike = [layers for layers in kinds if (layers.both_s >= ALIKE * common.both_s).all()]
     both_s, fixed, once_s = (
         np.min([getattr(layers, name) for layers in alike], axis=0) for name in ("both_s", "fixed", "once_s")
     )
@@ -66,9 +67,10 @@ def least_of_ranks_s(
             own_s[rank] += ends[stage].both_s
             own_once_s[rank] += ends[stage].once_s
             rooms[rank] -= ends[stage].fixed + flights[stage] * ends[stage].kept.min()
-        elif len(alike) == len(inner):
+        elif len(alike) == len(kinds):
             own[rank].append(flight)
-    number = int(sum(layers.count for layers in alike))
+    those = {id(layers.both_s) for layers in alike}
+    number = int(sum(layers.count for layers in inner if id(layers.both_s) in those))
     most = min(number, max(table.virtual, 2 * -(-number // num_ranks) + 2))
     numbers = np.arange(1, most + 1, dtype=float)
     beside = numbers * fixed[:, None] - rooms[:, :, None]
@@ -77,7 +79,7 @@ def least_of_ranks_s(
     # [rank][shape][layers]
     seconds = _again_s(own, fewest, *_trade(alike), beside, most)
     seconds = table.num_microbatches * (seconds + numbers * both_s[:, None] + (own_s + sides_s)[:, :, None])
-    ahead_s, after_s = _ways_there_and_back(table, ends.get(0), inner, wait_s)
+    ahead_s, after_s = _ways_there_and_back(table, ends.get(0), kinds, wait_s)
     seconds += (ahead_s + least_end_s)[:, :, None]
     once = numbers * once_s[:, None] + own_once_s[:, :, None]
     seconds += once if table.schedule in ZERO_BUBBLE else np.maximum(once, after_s[:, :, None])

@@ -233,16 +233,13 @@ class _RankedStage:
         seconds, once, _ = on.bounds(stage, step_s=enough_s)
         table = chain.composition_of
         there = table >= 0
-        per_run = [np.array([pick(c.forward_total_s for c in costs) for costs in on.costs]) for pick in (max, min)]
-        weight = np.array([min(c.weight_s for c in costs) for costs in on.costs])
+        weight = on.per_run(lambda costs: min(cost.weight_s for cost in costs))
         receives = on.received_s
-        most, least = (np.where(there, (chain.counts @ per + receives)[table], 0.0) for per in per_run)
+        most, least = (np.where(there, (chain.counts @ per + receives)[table], 0.0) for per in on.forward_s)
         both = np.where(there, seconds[table], np.inf)
         put_off = np.where(there, (chain.counts @ weight)[table], 0.0) if shape.schedule in ZERO_BUBBLE else 0.0
         everywhere = {id(each): each for each in (prices.on(other) for other in range(shape.pipeline))}
-        fastest = np.min(
-            [[min(c.forward_total_s for c in costs) for costs in each.costs] for each in everywhere.values()], axis=0
-        )
+        fastest = np.min([each.forward_s[1] for each in everywhere.values()], axis=0)
         layers = np.concatenate(([0.0], np.cumsum(fastest[chain.run_of])))
         return cls(
             both,
