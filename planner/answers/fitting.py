@@ -77,15 +77,22 @@ def closest_plan(explorer: Explorer, pins: Pins) -> Closest | None:
     """Of the legal shapes with the smallest micro-batch, everything recomputed and sharded that may be, the plan that
     misses the budget by least; None if no shape is legal."""
     best = min(_leanest(explorer, pins), key=lambda one: one[0], default=None)
-    return None if best is None else Closest(best[1], estimate(best[1], explorer.profile))
+    if best is None:
+        return None
+    plan = make_plan(explorer.profile, explorer.cluster, explorer.training, *best[1:])
+    return Closest(plan, estimate(plan, explorer.profile))
 
 
-def _leanest(explorer: Explorer, pins: Pins) -> Iterator[tuple[float, Plan]]:
-    """(bytes over the budget on the stage that is most over, plan) of each of the frugal shapes."""
+def _leanest(explorer: Explorer, pins: Pins) -> Iterator[tuple[float, Shape, list[list[LayerOption]]]]:
+    """(bytes over the budget on the stage that is most over, shape, options by stage) of each of the frugal shapes."""
     for shape in frugal_shapes(explorer, pins):
         stages = even_stages(explorer, shape, pins)
-        plan = make_plan(explorer.profile, explorer.cluster, explorer.training, shape, stages)
-        yield max(memory.over_bytes for memory in memory_by(explorer.model, plan)), plan
+        yield _over_bytes(explorer, shape, stages), shape, stages
+
+
+def _over_bytes(explorer: Explorer, shape: Shape, stages: Sequence[Sequence[LayerOption]]) -> float:
+    """Bytes over the budget on the stage that is most over."""
+    return max(memory.over_bytes for memory in memory_by(explorer.model, shape, stages))
 
 
 def closest_of_all(explorer: Explorer, pins: Pins, even: Closest, deadline: float) -> Closest:
@@ -143,6 +150,11 @@ def _with_memory(cluster: ClusterSpec, times: float) -> ClusterSpec:
 def frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
     """Per choice of tensor, context and pipeline degree: sequence parallelism, the most expert ranks, the smallest
     micro-batch and the widest sharding."""
+    return (shape for _, shape in _frugal(explorer, pins))
+
+
+def _frugal(explorer: Explorer, pins: Pins) -> Iterator[tuple[Family, Shape]]:
+    """These shapes, each with its family."""
     space = Space(explorer.profile, explorer.cluster, explorer.training, pins)
     frugal: dict[object, Family] = {}
     for family in space.families():
@@ -153,7 +165,7 @@ def frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
         if _frugal_first(family) < _frugal_first(best):
             frugal[key] = family
     for family in frugal.values():
-        yield max(space.shapes(family), key=lambda s: (s.data_shard, s.gradient_sync == "every", s.reshard))
+        yield family, max(space.shapes(family), key=lambda s: (s.data_shard, s.gradient_sync == "every", s.reshard))
 
 
 def _frugal_first(family: Family) -> tuple[bool, int, int, bool]:
@@ -193,8 +205,10 @@ def fits(explorer: Explorer, pins: Pins, deadline: float) -> bool | None:
     is found until the deadline; None where that leaves it open."""
     if filled_by_state(explorer, pins) >= 1:
         return False
-    if any(over <= 0 for over, _ in _leanest(explorer, pins)):
-        return True
+    for family, shape in _frugal(explorer, pins):
+        may_fit = explorer.kinds is not None or explorer.bounds.least_of_family(family) is not None
+        if may_fit and _over_bytes(explorer, shape, even_stages(explorer, shape, pins)) <= 0:
+            return True
     found = explorer.explore(pins, deadline, near=0, any_will_do=True)
     if found.best is not None:
         return True

@@ -81,7 +81,7 @@ def closest_verdict(explorer: Explorer, pins: Pins, rejected: dict[str, int]) ->
 def _rejected(explorer: Explorer, pins: Pins) -> dict[str, int]:
     """Rule -> layouts that it excludes."""
     space = Space(explorer.profile, explorer.cluster, explorer.training, pins)
-    for _ in space.families():
+    for _ in space.splits():
         pass
     return space.rejected
 

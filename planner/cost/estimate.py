@@ -11,9 +11,9 @@ from ...profiler.document import Frozen
 from ...profiler.machine.units import format_bytes, format_count, format_seconds
 from ...profiler.model.model_profile import ModelProfile
 from ..plan.display import Shown
-from ..plan.document import GroupAxis, Plan, Recompute
+from ..plan.document import GroupAxis, LayerPlan, Plan, Recompute
 from ..plan.making import shape_of
-from ..plan.schedules import is_chunked, stage_of
+from ..plan.schedules import is_chunked, rank_and_chunk, stage_of
 from ..plan.shape import LayerOption, Shape
 from .chain import Chain
 from .comm_cost import CollectiveKind
@@ -136,7 +136,7 @@ def priced_by(model: CostModel, plan: Plan) -> Estimate:
     """Price a plan by a cost model of its profile, cluster and job."""
     profile, shape = model.profile, shape_of(plan)
     models = stage_models(model, shape)
-    stages = _stages(plan, models, shape)
+    stages = _stages(_options_of(plan), models, shape)
     ranks = _ranks(stages, shape)
     once = [rank.cost.once_s for rank in ranks]
     step_s = _step_s(plan, model, stages, ranks)
@@ -159,17 +159,16 @@ def priced_by(model: CostModel, plan: Plan) -> Estimate:
     )
 
 
-def memory_by(model: CostModel, plan: Plan) -> tuple[StageMemory, ...]:
-    """[rank of a pipeline] -> what it holds, as `priced_by` gives it."""
-    shape = shape_of(plan)
+def memory_by(model: CostModel, shape: Shape, stages: Sequence[Sequence[LayerOption]]) -> tuple[StageMemory, ...]:
+    """[rank of a pipeline] -> what it holds, as `priced_by` gives it for options of [stage][layer]."""
     models = stage_models(model, shape)
-    return _memory_of(_ranks(_stages(plan, models, shape), shape), models, shape)
+    return _memory_of(_ranks(_stages(stages, models, shape), shape), models, shape)
 
 
 def step_seconds(plan: Plan, profile: ModelProfile) -> float:
     """Seconds of one step, as `estimate` gives them."""
     model, shape = CostModel(profile, plan.cluster, plan.training), shape_of(plan)
-    stages = _stages(plan, stage_models(model, shape), shape)
+    stages = _stages(_options_of(plan), stage_models(model, shape), shape)
     return _step_s(plan, model, stages, _ranks(stages, shape))
 
 
@@ -204,20 +203,27 @@ def _ranks(stages: list[_PricedStage], shape: Shape) -> list[_PricedStage]:
     return ranks
 
 
-def _stages(plan: Plan, models: Sequence[CostModel], shape: Shape) -> list[_PricedStage]:
-    """models: [pipeline coordinate] -> of its devices."""
+def _options_of(plan: Plan) -> list[tuple[LayerPlan, ...]]:
+    """[stage][layer] -> what the plan decides of it."""
+    return [stage.layers for stage in plan.stages]
+
+
+def _stages(
+    options: Sequence[Sequence[LayerOption | LayerPlan]], models: Sequence[CostModel], shape: Shape
+) -> list[_PricedStage]:
+    """options: [stage][layer]; models: [pipeline coordinate] -> of its devices."""
     model, chain = models[0], Chain(models[0])
     shared, waiting = chain.shared_weights(shape), chain.waiting_bytes(shape)
-    ends = np.cumsum([len(stage.layers) for stage in plan.stages])
-    arrivals = model.arrivals(shape, ends - [len(stage.layers) for stage in plan.stages], ends)
-    state = state_bytes(shape, plan.training)
+    ends = np.cumsum([len(stage) for stage in options])
+    arrivals = model.arrivals(shape, ends - [len(stage) for stage in options], ends)
+    state = state_bytes(shape, model.training)
     priced: dict[tuple[int, int, Recompute, bool, bool, float], LayerCost] = {}
     stages, first = [], 0
-    for index, stage in enumerate(plan.stages):
+    for index, stage in enumerate(options):
         costs: list[LayerCost] = []
-        model = models[plan.position_of(index)]
+        model = models[rank_and_chunk(shape.schedule, index, shape.pipeline)[0]]
         crossings = model.crossings(shape)
-        for offset, layer in enumerate(stage.layers):
+        for offset, layer in enumerate(stage):
             kind = model.kinds[first + offset]
             passes = waiting[chain.run_of[first + offset]]
             key = id(model), id(kind), layer.recompute, layer.reshard, layer.offload, passes
@@ -237,7 +243,7 @@ def _stages(plan: Plan, models: Sequence[CostModel], shape: Shape) -> list[_Pric
             sum(elements * max(0, count - 1) for count, _, elements in here),
             model.tie_s(tied, shape),
             state,
-            plan.training,
+            model.training,
             model.device,
             shape,
             model.batch_bytes(shape),
@@ -330,4 +336,4 @@ def priced_stages(plan: Plan, profile: ModelProfile) -> list[tuple[StageCost, tu
 def stages_by(model: CostModel, plan: Plan) -> list[tuple[StageCost, tuple[LayerCost, ...]]]:
     """The same by a cost model that there is already."""
     shape = shape_of(plan)
-    return [(stage.cost, stage.layers) for stage in _stages(plan, stage_models(model, shape), shape)]
+    return [(stage.cost, stage.layers) for stage in _stages(_options_of(plan), stage_models(model, shape), shape)]

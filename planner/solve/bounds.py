@@ -103,6 +103,8 @@ class Bounds:
         if self.kinds is not None:
             return 0.0
         key = replace(family.split, context_kind="ring"), family.micro_batch, space.pins
+        if key not in self._anywhere and self.least_of_family(family) is None:
+            self._anywhere[key] = float("inf")
         if key not in self._anywhere:
             leaves, pins, memory = space.unplaced(family), space.pins, self._memory
             if family.pipeline == 1:
@@ -283,8 +285,17 @@ class Bounds:
         if any_schedule not in self._leasts:
             shape = any_schedule.frugal
             room = allocatable_bytes(shape, self.model.device, self.training)
-            self._leasts[any_schedule] = self._least.of(shape, room * shape.pipeline, family.offered)
+            fits = self._may_fit_with_less(any_schedule)
+            self._leasts[any_schedule] = self._least.of(shape, room * shape.pipeline, family.offered) if fits else None
         return self._leasts[any_schedule]
+
+    def _may_fit_with_less(self, family: Family) -> bool:
+        """Whether the memory of several micro-batches may do if they are the smallest: where not, larger ones hold
+        more, and need not be priced."""
+        count, size = family.num_microbatches, family.micro_batch
+        if count == 1 or size == 1:
+            return True
+        return self.least_of_family(replace(family, micro_batch=1, num_microbatches=count * size)) is not None
 
     def leasts_of_kinds(self, family: Family, kinds: Kinds) -> list[Least] | None:
         """[kind] -> what layers of a family take at least on such devices; None if none of its shapes has stages on one

@@ -156,13 +156,13 @@ class _Passes:
     legal: tuple[tuple[Schedule, int, int, int], ...]
     rejected: dict[str, Number]
 
-    @property
+    @functools.cached_property
     def num_legal(self) -> Number:
         """Legal pairs of micro-batch and schedule."""
         several = sum(count > 1 for _, _, _, count in self.legal)
         return several, len(self.legal) - several
 
-    @property
+    @functools.cached_property
     def total(self) -> Number:
         """All pairs, legal or not."""
         several, one = self.num_legal
@@ -257,11 +257,9 @@ class Space:
                             split = Split(tensor, pipeline, data, sequence, context, kind, expert)
                             found = self._framework_rule(split) or rule or by_kind[kind] or by_mode[sequence]
                             found = found or self._expert_rule(expert, sequence)
+                            self._reject(passes.rejected if found is None else {found: passes.total}, split)
                             if found is not None:
-                                self._reject(found, passes.total, split)
                                 continue
-                            for reason, number in passes.rejected.items():
-                                self._reject(reason, number, split)
                             if passes.legal and self.num_shapes_of(split):
                                 yield split
                                 yield from (replace(split, cuts=cuts) for cuts in self._choices(split))
@@ -327,13 +325,15 @@ class Space:
         degrees = divisors(num_ranks) if self._spreads_experts else [1]
         return [expert for expert in degrees if self.pins.allows("expert", expert)]
 
-    def _reject(self, rule: str, number: Number, split: Split) -> None:
-        """Count a rule's share of the shapes below a split."""
-        count = _times(number, self._leaves(split))
-        if not count and self._framework is not None:  # no use of data ranks is left: one for each of the others
-            count = sum(number)
-        if count:
-            self.rejected[rule] += count
+    def _reject(self, rejected: dict[str, Number], split: Split) -> None:
+        """Count rules' shares of the shapes below a split."""
+        leaves = self._leaves(split)
+        for rule, number in rejected.items():
+            count = _times(number, leaves)
+            if not count and self._framework is not None:  # no use of data ranks is left: one for each of the others
+                count = sum(number)
+            if count:
+                self.rejected[rule] += count
 
     def families_of(self, split: Split) -> Iterator[Family]:
         """The legal families of a legal split."""
@@ -522,10 +522,11 @@ class Space:
         key = replicate, shard, split.context, split.tensor, split.pipeline, split.expert, tokens_over
         if key not in self._known_orders:
             orders: dict[tuple[object, ...], Placing] = {}
-            for placed in self._placed(replicate, shard, split.context, split.tensor, split.pipeline):
-                expert = 0
-                if split.expert > 1:
-                    expert = self._place(split.expert, placed.expert_strides[tokens_over > 1])
+            found = self._placed(replicate, shard, split.context, split.tensor, split.pipeline)
+            strides = {placed.expert_strides[tokens_over > 1] for placed in found}
+            places = {s: self._place(split.expert, s) if split.expert > 1 else 0 for s in strides}
+            for placed in found:
+                expert = places[placed.expert_strides[tokens_over > 1]]
                 for kinds in self._kind_orders(split.pipeline, placed.outermost):
                     orders.setdefault((placed.places, expert, kinds), (placed.axes, kinds))
             self._known_orders[key] = tuple(orders.values())
