@@ -152,6 +152,7 @@ class Explorer:
         self.kinds = Kinds(self.model) if len(cluster.kinds) > 1 else None
         self.choice = CutChoice(self.model)
         self.bounds = Bounds(self.chain, self.kinds)
+        self._on_one: dict[tuple[object, ...], tuple[float, Solved | None]] = {}
 
     def explore(
         self,
@@ -192,9 +193,8 @@ class Explorer:
         cuts that may come near its bound `least_s`, if any are known."""
         shape = prices.shape
         with self._until(deadline_s):
-            if shape.pipeline == 1:
-                found = scan(prices, cutoff_s)
-                return None if found is None else Solved(shape, prices, found, found.seconds)
+            if shape.pipeline == 1 and isinstance(prices, StagePrices):
+                return self._on_one_stage(prices, cutoff_s, deadline_s)
             if is_chunked(shape.schedule):
                 tried = self._cuts_of(prices, family) + ([] if near is None else [near])
                 chunked = best_chunking(prices, tried, cutoff_s)
@@ -207,6 +207,18 @@ class Explorer:
                 if seconds <= least_s * (1 + TIE):
                     break
             return best
+
+    def _on_one_stage(self, prices: StagePrices, cutoff_s: float, deadline_s: float) -> Solved | None:
+        """The best options of a shape with one stage, if that is faster than `cutoff_s`; rules of thumb come to shapes
+        that are solved already."""
+        key = prices.shape, *prices.pinned
+        below_s, solved = self._on_one.get(key, (0.0, None))
+        if solved is None and cutoff_s > below_s:
+            found = scan(prices, cutoff_s)
+            solved = None if found is None else Solved(prices.shape, prices, found, found.seconds)
+            if not expired(deadline_s):
+                self._on_one[key] = cutoff_s, solved
+        return solved if solved is not None and solved.seconds < cutoff_s else None
 
     def _unchunked(
         self, prices: StagePrices | UnequalPrices, near: Ints | None, cutoff_s: float
@@ -450,7 +462,7 @@ class _Search:
     @property
     def _until_s(self) -> float:
         """When a proof ends."""
-        return self._patient_until_s if self._out.solved else self._deadline_s
+        return self._patient_until_s if self._out.solved or self._any_will_do else self._deadline_s
 
     def _raise(self, gap: float, left_gap: float, whole_s: Sequence[float], deadline_s: float) -> bool:
         """Take the node of the least bound, and its children in its place, until none is further below the best plan
@@ -478,7 +490,7 @@ class _Search:
             else:
                 self._rest.append(node)
                 closed = False
-                if self._out.solved:
+                if self._out.solved or self._any_will_do:  # that nothing fits can no longer be shown
                     self._patient_until_s = min(self._patient_until_s, time.monotonic() + STUCK_S)
         return closed
 
