@@ -60,6 +60,8 @@ class FakeModel:
     computed of nothing else: what the model decides by them it decides as it does with real tensors."""
     left: dict[str, torch.Tensor] = field(default_factory=dict)
     """What its last forward has left behind in attributes, lists and the like, by place; it is gone by then."""
+    _laid_out: dict[tuple[int, int | None], Batch] = field(default_factory=dict)
+    """(samples, tokens of each) -> the batch whose numbers it knows, as it was made once."""
 
     @contextmanager
     def buffers_uncast(self) -> Iterator[None]:
@@ -90,12 +92,13 @@ class FakeModel:
             with self.mode:
                 made = tree_map(lambda leaf: self._fake(leaf, cast), real)
             return made
-        with torch.random.fork_rng(devices=[]):
-            made = _alike(loaded, size)
-        layout = [t for name, t in named_tensors(made).items() if not t.is_floating_point() or name in loaded.layout]
-        kept = {id(tensor) for tensor in layout if tensor.numel() <= MOST_KNOWN}
+        if (size, loaded.seq_len) not in self._laid_out:
+            self._laid_out[size, loaded.seq_len] = _laid_out(loaded, size)
         with self.mode:
-            made = tree_map(lambda x: self._known(x, cast) if id(x) in kept else self._fake(x, cast), made)
+            made = tree_map(
+                lambda x: self._fake(x, cast) if not isinstance(x, torch.Tensor) or x.is_meta else self._known(x, cast),
+                self._laid_out[size, loaded.seq_len],
+            )
         return made
 
     def loss(
@@ -267,6 +270,23 @@ def _alike(loaded: LoadedModel, size: int) -> Batch:
     one, two = loaded.batch(1), loaded.batch(2)
     made: Batch = tree_map(lambda a, b: _repeated(a, b, size) if isinstance(a, torch.Tensor) else a, one, two)
     return made
+
+
+def _laid_out(loaded: LoadedModel, size: int) -> Batch:
+    """A batch of that many samples that are all alike, with the numbers that are layout; other tensors have none, so
+    that pictures are drawn once and not kept."""
+    with torch.random.fork_rng(devices=[]):
+        made = _alike(loaded, size)
+    layout = [t for name, t in named_tensors(made).items() if not t.is_floating_point() or name in loaded.layout]
+    kept = {id(tensor) for tensor in layout if tensor.numel() <= MOST_KNOWN}
+
+    def without_numbers(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in kept:
+            return leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+    laid_out: Batch = tree_map(without_numbers, made)
+    return laid_out
 
 
 def _repeated(one: torch.Tensor, two: torch.Tensor, size: int) -> torch.Tensor:

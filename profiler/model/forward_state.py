@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from types import CellType
 from typing import Any
 
@@ -115,23 +116,30 @@ class TensorsRead(Mode):
     ) -> Any:
         found = [self._places[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._places]
         self.places += [place for place in found if place not in self.places]
-        return func(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
 
 
 def _entries(holder: dict[Any, Any], apart: frozenset[str] = frozenset()) -> Changeable:
-    def take() -> dict[Any, Any]:
-        return {name: value for name, value in holder.items() if name not in apart}
+    """apart: names of entries that are left as they are. A forward changes hardly any dict of the thousands that a
+    model has, so all entries are compared at once before they are told apart."""
+
+    def own(entries: dict[Any, Any]) -> dict[Any, Any]:
+        return {name: value for name, value in entries.items() if name not in apart}
 
     def differs(value: dict[Any, Any]) -> bool:
-        now = take()
-        return now.keys() != value.keys() or any(now[name] is not value[name] for name in now)
+        same_names = len(holder) == len(value) and all(map(is_, holder, value))
+        if same_names and all(map(is_, holder.values(), value.values())):
+            return False
+        now, before = own(holder), own(value)
+        return now.keys() != before.keys() or any(now[name] is not before[name] for name in now)
 
     def put(value: dict[Any, Any]) -> None:
-        for name in take().keys() - value.keys():
+        before = own(value)
+        for name in own(holder).keys() - before.keys():
             del holder[name]
-        holder.update(value)
+        holder.update(before)
 
-    return Changeable(take, differs, put)
+    return Changeable(lambda: dict(holder), differs, put)
 
 
 def _items(holder: list[Any] | deque[Any]) -> Changeable:

@@ -198,10 +198,10 @@ class Recorder(Mode):
             return device
         kwargs = kwargs or {}
         if not self.active or func.namespace == "prim":
-            return func(*args, **kwargs)
+            return self.run(func, args, kwargs)
         inputs = tensors_in((args, kwargs))
         views_in = tuple(View.of(t, self.storages.number(t)) for t in inputs)
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         outputs = tensors_in(out)
         views_out = tuple(View.of(t, self.storages.number(t, made=True)) for t in outputs)
         if func is aten._to_copy.default:
@@ -274,12 +274,17 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     given.update(zip((a.name for a in func._schema.arguments), args, strict=False))
     q, k, v = (given[key].shape for key in ("query", "key", "value"))
     k, v = ((*q[:-2], *shape[-2:]) for shape in (k, v))  # of as many heads: torch 2.11's formulas know no groups
+    grad = None
     if "backward" in func._overloadpacket.__name__:
-        grad = next(given[key] for key in ("grad_out", "grad_out_", "grad") if key in given)
-        full = sdpa_backward_flop_count(grad.shape, q, k, v)
-    else:
-        full = sdpa_flop_count(q, k, v)
+        grad = next(given[key] for key in ("grad_out", "grad_out_", "grad") if key in given).shape
+    full = _full_attention_flops(grad, q, k, v)
     return full / 2 if given.get("is_causal") else float(full)
+
+
+@cache
+def _full_attention_flops(grad: torch.Size | None, q: torch.Size, k: tuple[int, ...], v: tuple[int, ...]) -> int:
+    """By torch's formulas, of these shapes; grad: of the output's gradient, for the backward."""
+    return int(sdpa_flop_count(q, k, v) if grad is None else sdpa_backward_flop_count(grad, q, k, v))
 
 
 def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
