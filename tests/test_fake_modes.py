@@ -24,6 +24,13 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "channels last": lambda x: x[None].contiguous(memory_format=torch.channels_last),
     "by a keyword": lambda x: x.sum(dim=1, dtype=torch.float64),
     "conjugate": lambda x: torch.conj(x.to(torch.complex64)),
+    "part of a part": lambda x: x[1:, 1:].transpose(1, 2)[:, 2:],
+    "several parts of a part": lambda x: x[1].split([1, 2])[1],
+    "one of all rows": lambda x: x[1].unbind(0)[2],
+    "as numbers of another dtype": lambda x: x.detach().view(torch.int16)[1, 1:],
+    "the real part": lambda x: torch.view_as_real(x.to(torch.complex64))[1, 2],
+    "by its place in the storage": lambda x: x[1].as_strided((2, 2), (1, 3), 5),
+    "from where it begins": lambda x: x[1].as_strided((2, 2), (1, 3)),
     "in inference mode": lambda x: torch.inference_mode()(lambda: x + 1)(),
 }
 
@@ -55,6 +62,37 @@ def test_asks_torch_once_for_each_operator() -> None:
 
     assert before
     assert asked.call_count == before
+
+
+def test_asks_torch_once_for_all_parts_of_a_shape() -> None:
+    def part(window: torch.Tensor) -> torch.Tensor:
+        parts: tuple[torch.Tensor, ...] = window.T.split([2, 4], 1)
+        return parts[1]
+
+    mode = LeanFakeMode()
+    with mode, patch.object(mode, "_dispatch_impl", side_effect=mode._dispatch_impl) as asked:
+        first, *others = torch.empty(4, 6, 2).unbind(0)
+        made = [part(first)]
+        before = asked.call_count
+        made += [part(window) for window in others]
+
+    assert before
+    assert asked.call_count == before
+    assert [each.storage_offset() for each in made] == [4, 16, 28, 40]
+    assert {(each.shape, each.stride()) for each in made} == {((2, 4), (1, 2))}
+
+
+@pytest.mark.parametrize("starts", [(0, 2), (2, 0)])
+def test_where_a_tensor_begins_counts_where_torch_looks_at_it(starts: tuple[int, int]) -> None:
+    def place(start: int) -> tuple[int, int]:
+        part = torch.empty(8)[start:]
+        views = part.as_strided((2,), (1,)), part.view(torch.int16)[1:]
+        return int(views[0].storage_offset()), int(views[1].storage_offset())
+
+    with LeanFakeMode():
+        found = {start: place(start) for start in starts}
+
+    assert found == {0: (0, 1), 2: (2, 5)}
 
 
 def test_what_writes_in_place_returns_what_it_wrote_into() -> None:

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from meshwright.profiler.model.chain import observe  # noqa: E402
 from meshwright.profiler.model.fake import fake_model  # noqa: E402
+from meshwright.profiler.model.fake_modes import LeanFakeMode  # noqa: E402
+from meshwright.profiler.model.gpu_kernel_emulation import Mode  # noqa: E402
 from meshwright.profiler.model.known_numbers import knowing_numbers, known  # noqa: E402
 from meshwright.profiler.model.layer_run import LayerRun  # noqa: E402
 from meshwright.profiler.model.load import load_model  # noqa: E402
@@ -222,6 +224,45 @@ def test_choices_are_even_in_turn_or_the_first_ones() -> None:
     with knowing_numbers(mode, "first"):
         assert scores.topk(2, dim=1).indices[2].tolist() == [[0, 0], [1, 1]]
         assert scores.argmax(1, keepdim=True).flatten().tolist() == [0] * 6
+
+
+class _Passing(Mode):
+    """On top of others, and asks them for everything."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+
+def test_modes_on_top_get_known_numbers_however_often_they_ask() -> None:
+    mode = LeanFakeMode()
+    with knowing_numbers(mode, "first"), _Passing():
+        ranges = [torch.arange(3) + 1 for _ in range(2)]
+        chosen = [torch.empty(2, 4).topk(2)[1].tolist() for _ in range(2)]
+        unknown = [torch.empty(3) + 1 for _ in range(2)]
+
+        assert [each.tolist() for each in ranges] == [[1, 2, 3]] * 2
+        assert chosen == [[[0, 1], [0, 1]]] * 2
+        assert [each.constant for each in unknown] == [None] * 2
+
+
+def test_the_same_batch_is_made_once_and_given_in_tensors_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(PICTURES)
+    loaded = load_model(str(tmp_path / "model.py"))
+    asked: list[int] = []
+
+    def batch(size: int) -> Any:
+        asked.append(size)
+        return loaded.batch(size)
+
+    fake = fake_model(replace(loaded, batch=batch), torch.bfloat16, knows_layout=True)
+    (x, grid, _), (again, others, _) = fake.batch(3, None), fake.batch(3, None)
+
+    assert asked == [1, 2]
+    assert x is not again
+    assert x.shape == again.shape == (18, 8)
+    assert x.dtype == torch.bfloat16
+    assert grid.constant.tolist() == [[2, 3]] * 3
+    assert grid.constant.data_ptr() != others.constant.data_ptr()
 
 
 def test_a_model_that_splits_its_batch_by_sizes_in_it_is_profiled_without_numbers(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ class ChainWatch(Mode):
         if (device := device_of(func, args)) is not None:
             return device
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         if func.namespace == "prim" or not self.events:
             return out
         event = self.events[-1]

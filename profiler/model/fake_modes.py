@@ -8,11 +8,12 @@ may be kept, and how outputs alias inputs, is torch's answer as before.
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache
 
 
 @cache
@@ -41,38 +42,61 @@ def without_log() -> Iterator[None]:
 
 
 class LeanFakeMode(FakeTensorMode):
-    """A fake mode that answers by itself what torch's has answered before, and may keep."""
+    """A fake mode that answers by itself what torch's has answered before, and may keep.
+
+    Where in its storage a tensor begins makes no difference to what is made of it, so the answer for one part of a
+    tensor (a window of a picture, a piece of a sequence) is that for all parts of its shape.
+    """
 
     def __init__(self) -> None:
         begin_autograd()
         super().__init__(allow_non_fake_inputs=True)
-        self._answers: dict[tuple[Any, ...], Any] = {}
-        self._entry: Any = None
-        """What torch keeps of the operator that has just run; None if it does not."""
-        self._attributes: dict[torch.device, dict[str, Any]] = {}
+        self._answers: dict[tuple[Any, ...], _Returned | None] = {}
+        """None: it depends on where the tensors begin, and the answer is kept with that."""
+        self.cache_enabled = False  # torch's own
+        self._attributes: dict[torch.device | None, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an operator returns, as it did before; NotImplemented where torch has to be asked."""
+        key, begins = self._question(func, args, kwargs)
+        return self._known(key, begins, args) if key else NotImplemented
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        if not self._describe(args, key) or (kwargs and not self._describe(kwargs.items(), key)):
+        key, begins = self._question(func, args, kwargs)
+        if not key:
             return self.dispatch(func, types, args, kwargs)
-        asked = tuple(key)
-        entry = self._answers.get(asked)
-        if entry is not None:
-            return self._output(entry, args)
-        self._entry = None
+        known = self._known(key, begins, args)
+        if known is not NotImplemented:
+            return known
         output = self.dispatch(func, types, args, kwargs)
-        if self._entry is not None and not any(_is_lazy(info.metadata) for info in self._entry.output_infos):
-            self._answers[asked] = self._entry
+        found = self._found(func, args, kwargs, output)
+        if found is not None:
+            by_place = any(argument.name == "storage_offset" for argument in func._schema.arguments)
+            if by_place or any(made.casts(args) for made in found.outputs):
+                self._answers[key] = None
+                key += begins
+            self._answers[key] = found
         return output
 
-    def _describe(self, values: Collection[Any], key: list[Any]) -> bool:
+    def _question(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """(all that an answer may depend on, but where the tensors begin; where they begin). The first is empty where
+        the answer may depend on more."""
+        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        begins: list[int] = []
+        if not self._describe(args, key, begins) or (kwargs and not self._describe(kwargs.items(), key, begins)):
+            return (), ()
+        return tuple(key), tuple(begins)
+
+    def _describe(self, values: Collection[Any], key: list[Any], begins: list[int]) -> bool:
         """Whether all that an answer may depend on could be added to the key."""
         key.append(len(values))
         for value in values:
@@ -80,12 +104,10 @@ class LeanFakeMode(FakeTensorMode):
             if isinstance(value, FakeTensor):
                 if value.fake_mode is not self or value.constant is not None or value.layout is not torch.strided:
                     return False
-                storage = value.untyped_storage()
                 key += (
                     value.shape,
                     value.stride(),
-                    value.storage_offset(),
-                    storage.nbytes(),
+                    value.untyped_storage().nbytes(),
                     value.dtype,
                     value.fake_device,
                     value.requires_grad,
@@ -93,30 +115,34 @@ class LeanFakeMode(FakeTensorMode):
                     value.is_neg(),
                     value.is_inference(),
                 )
+                begins.append(int(value.storage_offset()))
             elif kind in _PLAIN:
                 key += (kind, value)
             elif kind in _CONTAINERS:
                 key.append(kind)
-                if not self._describe(value, key):
+                if not self._describe(value, key, begins):
                     return False
             else:
                 return False
         return True
 
-    def _output(self, entry: Any, args: Sequence[Any]) -> Any:
-        made = [self._made(info, args) for info in entry.output_infos]
-        return tuple(made) if entry.is_output_tuple else made[0]
+    def _known(self, key: tuple[Any, ...], begins: tuple[int, ...], args: Sequence[Any]) -> Any:
+        found: Any = self._answers.get(key, NotImplemented)
+        if found is None:
+            found = self._answers.get(key + begins, NotImplemented)
+        if found is NotImplemented:
+            return NotImplemented
+        outputs = [self._made(output, args) for output in found.outputs]
+        return outputs[0] if found.container is None else found.container(outputs)
 
-    def _made(self, info: Any, args: Sequence[Any]) -> Any:
-        if info.inplace_idx is not None:
-            return args[info.inplace_idx]
-        like = info.metadata
-        if like is None:
-            return info.constant_value
+    def _made(self, like: "_Output", args: Sequence[Any]) -> Any:
+        given = None if like.given is None else args[like.given]
+        if like.shape is None:
+            return like.constant if given is None else given
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             inner = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device="meta")
-            if info.view_idx is not None:
-                inner.set_(args[info.view_idx].untyped_storage(), like.storage_offset, like.shape, like.stride)
+            if given is not None:
+                inner.set_(given.untyped_storage(), given.storage_offset() + like.begin, like.shape, like.stride)
             made = torch.Tensor._make_subclass(
                 FakeTensor, inner, like.requires_grad, dispatch_device=True, device_for_backend_keys=like.device
             )
@@ -126,28 +152,87 @@ class LeanFakeMode(FakeTensorMode):
         vars(made).update(self._attributes[like.device])
         return made
 
-    def _dispatch_impl(self, *args: Any) -> Any:
-        output = super()._dispatch_impl(*args)
-        self._entry = None
-        return output
+    def _found(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> "_Returned | None":
+        """What an operator has returned, if it returns the like for all that is described alike; else None."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return None
+        views = func in _VIEWS_OF_FIRST
+        if not views:
+            try:
+                self._validate_cache_key(func, args, kwargs)
+            except _BypassDispatchCache:
+                return None
+        container = type(output) if type(output) in _CONTAINERS else None
+        if container is list and not views:
+            return None
+        found = []
+        for made in (output,) if container is None else output:
+            like = self._like(func, args, kwargs, made, views)
+            if like is None:
+                return None
+            found.append(like)
+        return _Returned(tuple(found), container)
 
-    def _make_cache_entry(self, *args: Any) -> Any:
-        entry = None
-        try:
-            entry = super()._make_cache_entry(*args)
-            return entry
-        finally:
-            self._entry = entry
+    def _like(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, views: bool
+    ) -> "_Output | None":
+        if made is None or isinstance(made, int):
+            return _Output(None, constant=made)
+        is_plain = isinstance(made, FakeTensor) and made.constant is None and made.layout is torch.strided
+        if not is_plain or made.is_conj() or made.is_neg() or any(made is value for value in kwargs.values()):
+            return None
+        itself = next((i for i, value in enumerate(args) if value is made), None)
+        if itself is not None:
+            return _Output(itself)
+        given = None
+        if views or func.is_view:
+            (given,) = (i for i, value in enumerate(args) if isinstance(value, torch.Tensor))
+            if made.untyped_storage()._cdata != args[given].untyped_storage()._cdata:
+                return None
+        like = _Output.of(made, given, args)
+        is_like = torch._C._dispatch_key_set(self._made(like, args)) == torch._C._dispatch_key_set(made)
+        return like if is_like else None
 
-    def _output_from_cache_entry(self, state: Any, entry: Any, *args: Any) -> Any:
-        self._entry = entry
-        return super()._output_from_cache_entry(state, entry, *args)
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """A tensor that an operator returned. given: the place among its arguments of the one that it is a view of, or (if
+    there is no shape) that it is itself; begin: elements from the start of that one, or from that of its storage."""
+
+    given: int | None
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+    begin: int = 0
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    requires_grad: bool = False
+    constant: Any = None
+    """Where it is no tensor."""
+
+    @classmethod
+    def of(cls, made: FakeTensor, given: int | None, args: Sequence[Any]) -> "_Output":
+        """A tensor as it was made."""
+        begin = int(made.storage_offset()) - (0 if given is None else int(args[given].storage_offset()))
+        return cls(given, tuple(made.shape), made.stride(), begin, made.dtype, made.fake_device, made.requires_grad)
+
+    def casts(self, args: Sequence[Any]) -> bool:
+        """Whether it is a view of numbers as those of another dtype, which begin at another place."""
+        return self.given is not None and self.shape is not None and self.dtype != args[self.given].dtype
 
 
-def _is_lazy(metadata: Any) -> bool:
-    """Whether a tensor is a conjugate or negative that has not been computed yet."""
-    return metadata is not None and (metadata.is_conj or metadata.is_neg)
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """What an operator returned: one, or a container of several."""
 
+    outputs: tuple[_Output, ...]
+    container: type[list[Any]] | type[tuple[Any, ...]] | None = None
+
+
+_aten = torch.ops.aten
+_VIEWS_OF_FIRST = frozenset(
+    {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int, _aten._unsafe_view.default}
+)
+"""Operators that return views of their first argument where storages say so, all of them of the same."""
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (list, tuple)

@@ -4,16 +4,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..semantics.distributions import unvalidated
+from .fake_modes import LeanFakeMode
 from .repeated_forwards import repeating_under
 
 _attention = functional.scaled_dot_product_attention
@@ -179,9 +180,40 @@ _LSTM = 2
 class Mode(TorchDispatchMode):
     """A dispatch mode that runs as it is: torch would wrap it against its compiler, at every operator."""
 
+    _fakes: LeanFakeMode | None = None
+    _between: tuple["Mode", ...] = ()
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def changes(self, func: Any) -> bool:
+        """Whether this mode may do more with an operator than have it run; those that note what runs are on top."""
+        return True
+
+    def __enter__(self) -> Self:
+        below = _get_current_dispatch_mode_stack()
+        between = tuple(mode for mode in below[1:] if isinstance(mode, Mode))
+        fakes = below[0] if len(between) == len(below) - 1 else None
+        self._fakes, self._between = fakes if isinstance(fakes, LeanFakeMode) else None, between
+        self._changed: dict[Any, bool] = {}
+        super().__enter__()
+        return self
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the modes below make of an operator: at once where a lean fake mode has answered it before and no other
+        between has a say in it, for which torch would go through all of them."""
+        if (device := device_of(func, args)) is not None:
+            return device
+        if self._fakes is not None:
+            changed = self._changed.get(func)
+            if changed is None:
+                changed = self._changed[func] = any(mode.changes(func) for mode in self._between)
+            if not changed:
+                known = self._fakes.answer(func, args, kwargs)
+                if known is not NotImplemented:
+                    return known
+        return func(*args, **kwargs)
 
 
 def device_of(func: Any, args: tuple[Any, ...]) -> torch.device | None:
@@ -215,6 +247,10 @@ class _Results(Mode):
     (which the model will not see when it trains) divides by zero, bags of embeddings are noted as on a CPU, some losses
     are new scalars, where real ones are what is left of the memory of all their terms, and CTC of targets of [samples,
     letters] has none (what it keeps is as long as the longest)."""
+
+    def changes(self, func: Any) -> bool:
+        """Only these."""
+        return func in _CHANGED
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -255,6 +291,16 @@ _LOSSES_WITH_TERMS = (
 _CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 _BATCH_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default)
+
+_CHANGED = frozenset(
+    {
+        *_LOSSES_WITH_TERMS,
+        *_CTC,
+        *_BATCH_NORMS,
+        torch.ops.aten.mkldnn_rnn_layer.default,
+        torch.ops.aten._embedding_bag.default,
+    }
+)
 
 
 def _noting(refusals: list[str]) -> Callable[[Any], None]:

@@ -102,6 +102,10 @@ class _KnownRanges(Mode):
         super().__init__()
         self._mode = mode
 
+    def changes(self, func: Any) -> bool:
+        """Of tensors without known numbers, what they are makes no difference to these."""
+        return func.overloadpacket.__name__ in self._MAKE
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -157,6 +161,10 @@ class _KnownChoices(Mode):
         super().__init__()
         self._mode = mode
         self._in_turn = in_turn
+
+    def changes(self, func: Any) -> bool:
+        """Only these."""
+        return func is _TOPK or func is _ARGMAX
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

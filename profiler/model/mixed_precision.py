@@ -54,4 +54,4 @@ class _OneDtype(Mode):
             dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in given})
             if len(dtypes) > 1:
                 raise RuntimeError(f"{name} of {' and '.join(dtypes)}")
-        return func(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from .gpu_kernel_emulation import Mode, tensors_in
+from .gpu_kernel_emulation import Mode, device_of, tensors_in
 
 _MOST_ELEMENTS = 1_000_000
 
@@ -28,8 +28,10 @@ class Positions(Mode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run it; follow what it returns."""
+        if (device := device_of(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         if func is torch.ops.aten.embedding.default:
             self._look_up(args[0], args[1])
         given = tensors_in((args, kwargs))

@@ -133,7 +133,7 @@ class _Counter(Mode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.operators += int(func.namespace != "prim")
-        return func(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
 
 
 def merged(profile: ModelProfile) -> ModelProfile:
