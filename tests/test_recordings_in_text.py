@@ -98,4 +98,5 @@ def test_a_mark_that_no_embedding_has_leaves_text_alone(tmp_path: Path) -> None:
 
     loaded = hub_models.loaded_from(tmp_path, config, "AudioFlamingo3ForConditionalGeneration")
 
-    assert loaded.assumes == ("samples without input_features, which its forward would take",)
+    said = "token 100 marks recordings, and its vocabulary of 100 has no embedding for it"
+    assert loaded.assumes == (f"samples without input_features, which its forward would take: {said}",)

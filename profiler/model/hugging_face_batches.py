@@ -13,7 +13,7 @@ from .loaded import Batch, Build, Loss, MakeBatch
 from .picture_patches import numbered_patches
 from .picture_tokens import AskedModel
 from .pictures import Picture, mark_of, picture_beside, picture_of, unsaid_mark
-from .recordings_in_text import recording_of
+from .recordings_in_text import recording_of, without_embedding
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,7 @@ def batches_of(architecture: Any, config: Any, path: Path, build: Build) -> Batc
     if {"pixel_values", "input_ids", "return_loss"} <= takes:
         return Batches(_texts_and_pictures(config))
     task = next((task for task in LABELS if _is_made_for(architecture, task)), None)
+    why = ""
     if task != "MASKED_LM" and {"input_ids", "labels"} <= takes:
         asked = AskedModel(build, str(path))
         picture = _picture(architecture, takes, config, path, asked)
@@ -53,6 +54,7 @@ def batches_of(architecture: Any, config: Any, path: Path, build: Build) -> Batc
             make = _text_with_picture(config, picture, LABELS[task] if task in _CLASSIFIES else None)
             assumes = _joined(picture.assumes, _left_out(takes, main_input, given))
             return Batches(make, None, picture.layout, assumes, fewest_tokens=picture.around + 1)
+        why = without_embedding(takes, config, asked)
     if config.model_type in _IN_CODEBOOKS and main_input == "input_ids":
         return Batches(_codes(config))
     if task is None and main_input in _SEEN and {"labels", "decoder_input_ids"} <= takes:
@@ -68,7 +70,8 @@ def batches_of(architecture: Any, config: Any, path: Path, build: Build) -> Batc
             "and its like; SAM and its like; text in which tokens stand for the pictures that its get_image_features "
             'takes); give another head under "architectures", or write a model.py with model() and batch(size)'
         )
-    assumes = _joined(_assumed(config, main_input), _left_out(takes, main_input))
+    left_out = _left_out(takes, main_input)
+    assumes = _joined(_assumed(config, main_input), f"{left_out}: {why}" if why else left_out)
     return Batches(_inputs_and_labels(task, main_input, takes, config), assumes=assumes)
 
 

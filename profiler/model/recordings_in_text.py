@@ -22,7 +22,7 @@ _MASKS = ("input_features_mask", "feature_attention_mask")
 def recording_of(takes: Collection[str], config: Any, model: AskedModel) -> Picture | None:
     """The recording in the text of a model whose forward takes these; None if it has no place for one, or if it takes
     none of those that are known here."""
-    mark = next((found for name in _MARKS if isinstance(found := getattr(config, name, None), int)), None)
+    mark = _mark_of(config)
     if mark is None or "input_features" not in takes or mark >= model.words:
         return None
     asked = model.takes("get_audio_features")
@@ -38,6 +38,18 @@ def recording_of(takes: Collection[str], config: Any, model: AskedModel) -> Pict
         said = f"one recording of {frames / FRAMES_PER_S:g} s in each sample, which takes {tokens} tokens"
         return Picture(tokens, mark, _of_any_length(tensors), frozenset(masks), said, kind="recording")
     return None
+
+
+def without_embedding(takes: Collection[str], config: Any, model: AskedModel) -> str:
+    """Why a model that takes recordings has no place for one in its text, in words; "" if that is not why."""
+    mark = _mark_of(config)
+    if mark is None or "input_features" not in takes or mark < model.words:
+        return ""
+    return f"token {mark} marks recordings, and its vocabulary of {model.words:,} has no embedding for it"
+
+
+def _mark_of(config: Any) -> int | None:
+    return next((found for name in _MARKS if isinstance(found := getattr(config, name, None), int)), None)
 
 
 def _of_any_length(tensors: "Callable[[int], Tensors]") -> "Callable[[int, int], Tensors]":
