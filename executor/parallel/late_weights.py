@@ -98,7 +98,7 @@ class LateWeights:
     def enter(self, x: torch.Tensor, collective: Callable[[torch.Tensor, Flight | None], torch.Tensor]) -> Entered:
         """x after a collective that sums in backward: in a flight, if anything is to be computed meanwhile."""
         trained = []
-        if torch.is_grad_enabled() and x.requires_grad and x.nbytes >= LEAST_BYTES:
+        if torch.is_grad_enabled() and x.requires_grad and _is_large(x):
             trained = [column for column in self._columns if _is_put_off(column, x)]
         if not trained:
             return Entered(collective(x, None), {})
@@ -112,6 +112,12 @@ class LateWeights:
 def is_linear(module: nn.Module) -> bool:
     """Whether a module multiplies by a matrix: a Linear, or the Conv1D of transformers, whose weight is [in, out]."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _is_large(x: torch.Tensor) -> bool:
+    """By what is here of it, which modes that follow tokens do not tell."""
+    with torch._C.DisableTorchFunction():
+        return x.nbytes >= LEAST_BYTES
 
 
 def _is_put_off(column: nn.Module, x: torch.Tensor) -> bool:
