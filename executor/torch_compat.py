@@ -272,7 +272,8 @@ class LeanPipelineStage(PipelineStage):
         else:
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
             told = self._told(_without_overlap(groups or []), last_backward)
-            stage_backward_weight(self.submod.parameters(), told, retain_graph=True)
+            # torch asks for a list, and goes through it once
+            stage_backward_weight(self.submod.parameters(), cast(Any, told), retain_graph=True)
         self._after_weights(last_backward)
 
     def _told(self, groups: list[dict[str, Any]], last_backward: bool) -> Iterator[dict[str, Any]]:
