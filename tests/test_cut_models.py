@@ -58,8 +58,8 @@ CASES = {
 }
 
 
-TRAINED = {"tables by features", "groups that read one tensor"}
-"""The smallest ones; the others are trained by pytest -m slow."""
+TRAINED = {"groups that read one tensor"}
+"""A small one; the others are trained by pytest -m slow."""
 
 
 class _Bags(nn.Module):

@@ -25,7 +25,7 @@ SECONDS = 60.0
         pytest.param("resnet50.py", "a100-40gb", 16, 512, marks=pytest.mark.slow),
         pytest.param("unet.py", "rtx-4090", 4, 64, marks=pytest.mark.slow),
         pytest.param("vit_large", "a100-40gb", 16, 256, marks=pytest.mark.slow),
-        ("lstm.py", "v100-32gb", 4, 64),
+        pytest.param("lstm.py", "v100-32gb", 4, 64, marks=pytest.mark.slow),
         pytest.param("t5_small", "v100-32gb", 8, 64, marks=pytest.mark.slow),
         pytest.param("dlrm.py", "a100-80gb", 8, 4096, marks=pytest.mark.slow),
         pytest.param("whisper_large_v3", "a100-40gb", 16, 256, marks=pytest.mark.slow),

@@ -91,7 +91,7 @@ def test_bounds_of_rows_are_not_cut() -> None:
     [
         ("one_object", {"pipeline": 2}),
         pytest.param("reentrant", {"data_replicate": 2}, marks=pytest.mark.slow),
-        ("ragged", {"pipeline": 2, "schedule": "gpipe"}),
+        pytest.param("ragged", {"pipeline": 2, "schedule": "gpipe"}, marks=pytest.mark.slow),
         pytest.param("complex_weights", {"data_replicate": 2}, marks=pytest.mark.slow),
         ("penalty", {"data_replicate": 2}),
     ],

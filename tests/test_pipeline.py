@@ -326,7 +326,7 @@ def test_layers_may_write_into_what_they_are_given() -> None:
     check_equal_to_one_process(load("in-place"), writing)
 
 
-@pytest.mark.parametrize("name", slow.but(["gpt", "unet", "t5"], {"t5"}))
+@pytest.mark.parametrize("name", slow.but_first(["gpt", "unet", "t5"], 1))
 def test_recomputed_layers_compute_the_same(name: str) -> None:
     loaded = load(name)
     plan = plan_with(name, [2, 1])

@@ -23,7 +23,6 @@ from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
 from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
-from support import slow
 from support.ranks import run_ranks
 from support.synthetic import cluster
 from support.zoo import zoo_module
@@ -35,8 +34,8 @@ SEQ_LEN = 64
 VOCABULARY = 512
 SMALLEST_BYTES = 64
 LEAST, MOST = 0.96, 1.1
-"""Predicted over counted peak. Seen: 0.978 to 1.084, the most in bf16 with recompute on one device; 0.963 once on a busy
-machine (fsdp, bf16, parts), not seen again in four runs."""
+"""Predicted over counted peak. Seen: 0.978 to 1.084, the most in bf16 with recompute on one device; 0.963 once on a
+busy machine (fsdp, bf16, parts), not seen again in four runs."""
 
 WARM_UP_STEPS = 2
 """The first makes optimizer state, in the second DDP puts its buckets in order."""
@@ -116,12 +115,7 @@ CASES = {
     "pipeline x tensor + sequence, cut behind the slices": Case(tensor=2, stages=(7, 1), more={"sequence": True}),
 }
 
-QUICK = {
-    "tensor 2 + sequence, recompute",
-}
-"""The one that passes most kinds of traffic; the others run by pytest -m slow."""
-
-NAMES = slow.but_these(CASES, QUICK)
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -223,9 +217,9 @@ def _third_steps(cases: list[Case]) -> list[Counted]:
 
 
 @functools.cache
-def _counted_on(num_ranks: int, quick: bool) -> dict[str, list[Counted]]:
-    """Case -> [rank] -> what it did; all cases for that many ranks, the quick ones or the others, run in one fork."""
-    cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks and (name in QUICK) == quick}
+def _counted_on(num_ranks: int) -> dict[str, list[Counted]]:
+    """Case -> [rank] -> what it did; all cases for that many ranks run in one fork."""
+    cases = {name: case for name, case in CASES.items() if case.num_ranks == num_ranks}
     for case in cases.values():
         _plan(case)
     ranks = (
@@ -237,10 +231,10 @@ def _counted_on(num_ranks: int, quick: bool) -> dict[str, list[Counted]]:
 
 
 def _counted(name: str) -> list[Counted]:
-    return _counted_on(CASES[name].num_ranks, name in QUICK)[name]
+    return _counted_on(CASES[name].num_ranks)[name]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_predicted_traffic_is_what_the_ranks_pass(name: str) -> None:
     """Bytes per axis and collective of the rank that passes most, within 1%, and its calls."""
     collectives = _predicted(CASES[name]).collectives
@@ -257,7 +251,7 @@ def test_predicted_traffic_is_what_the_ranks_pass(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_predicted_memory_is_the_peak_of_the_ranks(name: str) -> None:
     """Peak of what is allocated, on every rank of every stage."""
     memory = _predicted(CASES[name]).memory

@@ -19,7 +19,6 @@ from meshwright.planner.plan.schedules import ZERO_BUBBLE
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.space import Space
-from support import slow
 from support.small_models import GLOBAL_BATCH, MAKERS, small_profile, verified
 from support.synthetic import cluster
 
@@ -105,7 +104,8 @@ def complaints(seed: int) -> list[str]:
     return [] if report.failure is None and worst < BF16_TOLERANCE else [*report.lines, report.detail]
 
 
-@pytest.mark.parametrize("seed", slow.but_first(SEEDS, 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_plan_gives_the_numbers_of_one_process(seed: int) -> None:
     assert complaints(seed) == []
 

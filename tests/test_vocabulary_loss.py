@@ -177,7 +177,8 @@ TRAINED: dict[str, tuple[str, Shape, Recompute]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow.but_these(TRAINED, {"own loss, tied, replicas"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAINED)
 def test_a_loss_between_ranks_gives_the_numbers_of_one_process(case: str) -> None:
     name, shape, recompute = TRAINED[case]
     loaded, plan = small_model(name), _planned(small_profile(name), shape, recompute)

@@ -305,7 +305,8 @@ def num_plans(seed: int) -> int:
 BRUTE_SEEDS = [seed for seed in range(70) if 0 < num_plans(seed) < 50][:30]
 
 
-@pytest.mark.parametrize("seed", slow.but_first(BRUTE_SEEDS, 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", BRUTE_SEEDS)
 def test_search_over_everything_finds_the_optimum_of_brute_force(seed: int) -> None:
     model, on, training = wide_instance(seed)
 
