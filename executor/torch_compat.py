@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.tensor import debug
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
@@ -47,6 +48,14 @@ def end_after_gloo() -> None:
 
 def _wait_for_gloo() -> None:
     let_rest(_GLOO_THREADS, _LAST_WORDS_S)
+
+
+def forget_groups() -> None:
+    """Call it after process groups are gone: what torch keeps of operators on DTensors it finds again under any mesh
+    that is equal, in forked processes too, and it names the old groups ("Could not resolve the process group", seen in
+    2.13)."""
+    clear = getattr(debug, "_clear_sharding_prop_cache", None) or debug._clear_python_sharding_prop_cache
+    clear()
 
 
 def own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:

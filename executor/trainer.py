@@ -78,7 +78,7 @@ from .state.run_state import ModelState, State
 from .state.weight_files import WeightFormat
 from .state.weights import Loading, Weights
 from .telemetry import ComputedSeconds, Telemetry
-from .torch_compat import accelerator, data_parallel, remove_replication
+from .torch_compat import accelerator, data_parallel, forget_groups, remove_replication
 from .watch import GRACE_S, HANG_S, LONGER, Watch, watched
 
 
@@ -727,6 +727,7 @@ class Trainer:
             self._watch.close()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
+            forget_groups()
 
     def _task(self, inside: str, behind: str, times: float = LONGER) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.task(inside, behind, times)

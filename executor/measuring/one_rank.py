@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import trainer
 from ..parallel import expert_exchange
 from ..parallel.expert_exchange import Rows, count_rows
-from ..torch_compat import data_parallel
+from ..torch_compat import data_parallel, forget_groups
 
 
 @contextmanager
@@ -42,6 +42,7 @@ def without_peers(rank: int, num_ranks: int) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        forget_groups()
 
 
 def _agreed(*_: Any, **__: Any) -> torch.Tensor:
