@@ -46,7 +46,7 @@ def test_batches_grow_up_to_those_of_the_plan() -> None:
             ("gpt2", 4, "dropout"),
             ("gpt", 4, "growing"),
         ],
-        2,
+        1,
     ),
 )
 def test_a_drawn_plan_gives_the_numbers_of_one_process(model: str, ranks: int, kind: drawn.Kind) -> None:

@@ -44,6 +44,7 @@ def runs(on: Device, noise: float = 0.0) -> list[MeasuredStep]:
     return found
 
 
+@pytest.mark.slow
 def test_constants_that_made_the_steps_are_found() -> None:
     found = refit(PRESET, runs(turned(PRESET, TRUTH)))
 

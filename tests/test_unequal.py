@@ -102,7 +102,8 @@ def is_small(seed: int) -> bool:
 SMALL = [seed for seed in range(200) if is_small(seed)][:24]
 
 
-@pytest.mark.parametrize("seed", slow.but_first(SMALL, 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SMALL)
 def test_search_finds_the_optimum_of_brute_force_over_all_orders_of_kinds(seed: int) -> None:
     model, on, training = random_instance(seed)
 
