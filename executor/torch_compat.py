@@ -31,7 +31,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 """reduce_scatter_single(output, input, group=...); torch before 2.13 calls it reduce_scatter_tensor."""
 
 _GLOO_THREADS, _LAST_WORDS_S = "pt_gloo_runloop", 5.0
-"""What the system calls gloo's threads, and how long Python's end may wait for them."""
+"""What the system calls gloo's threads, and how long they may be waited for."""
 
 
 def end_after_gloo() -> None:
@@ -42,11 +42,12 @@ def end_after_gloo() -> None:
     torch 2.13; seen in one of 56 jobs on a busy machine, after the last step). destroy_process_group does not wait for
     these threads while anything, such as a DeviceMesh, holds a group.
     """
-    atexit.unregister(_wait_for_gloo)
-    atexit.register(_wait_for_gloo)
+    atexit.unregister(let_gloo_rest)
+    atexit.register(let_gloo_rest)
 
 
-def _wait_for_gloo() -> None:
+def let_gloo_rest() -> None:
+    """Wait until gloo's threads have let go of the tensors of collectives that are done."""
     let_rest(_GLOO_THREADS, _LAST_WORDS_S)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.executor.torch_compat import let_gloo_rest
 from meshwright.planner.cost.comm_cost import CollectiveKind
 
 KINDS: dict[str, CollectiveKind] = {
@@ -84,7 +85,8 @@ class PeakMeter(TorchDispatchMode):
     """Bytes of the storages that operators have made since it was switched on: those alive, and the most at once.
 
     Follows every storage until it is freed or resized (as fully_shard does with gathered parameters). Memory inside of
-    a kernel is not seen.
+    a kernel is not seen. What gloo's threads still hold of collectives that are done is let go before a peak counts,
+    or peaks would differ by a buffer from run to run.
 
     fake: follow the tensors of this mode; None: real ones.
     """
@@ -142,6 +144,8 @@ class PeakMeter(TorchDispatchMode):
     def _set(self, place: int, size: int) -> None:
         self.live += size - self._sizes[place]
         self._sizes[place] = size
+        if self.live > self.peak and self._fake is None and dist.is_initialized():
+            let_gloo_rest()
         self.peak = max(self.peak, self.live)
 
     def _freed(self, place: int) -> None:
