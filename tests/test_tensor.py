@@ -11,8 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.executor import parallelize
-from meshwright.executor.parallel import late_weights, tensor, tensor_collectives
-from meshwright.executor.parallel.late_weights import LateWeights
+from meshwright.executor.parallel import tensor, tensor_collectives
+from meshwright.executor.parallel.delayed_weights import DelayedWeights
 from meshwright.executor.parallel.shared_gradients import SharedGradients, unwatched
 from meshwright.executor.parallel.tensor_forwards import SharedInput
 from meshwright.executor.parallel.tensor_layout import ParameterCut, TensorLayout
@@ -27,12 +27,6 @@ from support.ranks import RankError, run_ranks
 from support.synthetic import cluster
 
 VOCABULARY, SEQ_LEN = 1024, 16
-
-
-@pytest.fixture(autouse=True)
-def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights' gradients are put off in small models, too."""
-    monkeypatch.setattr(late_weights, "LEAST_BYTES", 0)
 
 
 def _build() -> nn.Module:
@@ -98,7 +92,7 @@ def _collectives(plan: Plan) -> Counter[str]:
 
         def call(*args: Any) -> torch.Tensor:
             counts[name] += 1
-            counts["flights"] += isinstance(args[-1], tensor_collectives.Flight)
+            counts["pending"] += isinstance(args[-1], tensor_collectives.PendingCollective)
             return original(*args)
 
         return call
@@ -114,8 +108,8 @@ def test_columns_that_read_one_tensor_share_its_collective() -> None:
     counts = run_ranks(_collectives, 2, _plan())[0]
 
     # Per block: attention and MLP forward, attention and MLP backward. Embedding forward; head backward.
-    # Those of backward are flights.
-    assert counts == {"all_reduce": 2 * 4 + 2, "flights": 2 * 2 + 1}
+    # Those of backward stay pending.
+    assert counts == {"all_reduce": 2 * 4 + 2, "pending": 2 * 2 + 1}
 
 
 def test_sequence_parallelism_gathers_and_scatters_at_the_cuts() -> None:
@@ -123,8 +117,8 @@ def test_sequence_parallelism_gathers_and_scatters_at_the_cuts() -> None:
 
     # Per block: 2 gathers and 2 scatters forward, and the other way round backward. Where slices begin, a gather
     # backward; where they end, one forward. Embedding and head as without sequence parallelism.
-    # What scatters backward is a flight, as is the head's sum.
-    assert counts == {"all_gather": 2 * 4 + 2, "reduce_scatter": 2 * 4, "all_reduce": 2, "flights": 2 * 2 + 1}
+    # What scatters backward stays pending, as does the head's sum.
+    assert counts == {"all_gather": 2 * 4 + 2, "reduce_scatter": 2 * 4, "all_reduce": 2, "pending": 2 * 2 + 1}
 
 
 def test_recompute_repeats_forward_collectives() -> None:
@@ -222,11 +216,11 @@ def test_parameter_inside_and_outside_of_a_cut_is_refused() -> None:
 
 def test_a_slice_that_a_module_is_given_twice_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = []
-    monkeypatch.setattr(tensor, "call", lambda function, x, dim, group, flight: gathered.append(x) or x.repeat(2, 1))
+    monkeypatch.setattr(tensor, "call", lambda function, x, dim, group, pending: gathered.append(x) or x.repeat(2, 1))
     region = tensor._Region.__new__(tensor._Region)
     monkeypatch.setattr(region, "_length", lambda x: (0, 4) if isinstance(x, torch.Tensor) else None, raising=False)
     region.group = None  # type: ignore[assignment]
-    shared = SharedInput(None, LateWeights([]))
+    shared = SharedInput(None, DelayedWeights([]))
     x, other = torch.ones(2, 3), torch.zeros(2, 3)
 
     (query, key, scale), more = region.gather_sum(shared, nn.Identity(), (x, x, 2), {"value": other})

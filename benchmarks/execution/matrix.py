@@ -35,7 +35,7 @@ from meshwright.executor.measuring.verify import (
     adamw,
     beside_one_process,
 )
-from meshwright.executor.parallel import late_weights
+from meshwright.executor.parallel import delayed_weights
 
 from .drawn import GLOBAL_BATCH, Drawn, Kind, draw, global_batches, names
 
@@ -183,7 +183,7 @@ def run(drawn: Drawn) -> Row:
     )
     with (
         mock.patch.object(_muon, "_zeropower_via_newtonschulz", _orthogonal),
-        mock.patch.object(late_weights, "LEAST_BYTES", 0),  # small models, too, do what large ones do
+        mock.patch.object(delayed_weights, "LEAST_BYTES", 0),  # small models, too, do what large ones do
     ):
         report = beside_one_process(
             VerifyReport(drawn.label, (), {}), drawn.plan, loaded, batches, _TIMEOUT_S, training

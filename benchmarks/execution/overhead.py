@@ -44,6 +44,7 @@ _OFF = {"fp32": 1e-4, "bf16": 2**-4}
 
 _WARM_UP = 3
 _SEQ_LEN = 128
+_VOCABULARY = 2048
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Timed:
 def config_of(width: int, num_layers: int) -> LlamaConfig:
     """A Llama of that width."""
     return LlamaConfig(
-        vocab_size=2048,
+        vocab_size=_VOCABULARY,
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=num_layers,
@@ -128,7 +129,7 @@ class Model(nn.Module):
 
 def plan_of(case: Case, config: LlamaConfig) -> Plan:
     """A plan of the set-up that is also run by hand."""
-    profile = trace(load_model(lambda: Model(config), batch=_batch, loss=_loss))
+    profile = trace(load_model(lambda: Model(config), batch=_batch, loss=loss_of_logits))
     fields = {"data_replicate": 1, "data_shard": 1, "tensor": 1, "pipeline": 1, "micro_batch": 2} | case.shape
     shape = Shape(**fields)
     training = TrainingSpec(
@@ -147,11 +148,17 @@ def plan_of(case: Case, config: LlamaConfig) -> Plan:
 
 
 def _batch(size: int, seq_len: int = _SEQ_LEN) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(2048, (size, seq_len))
+    tokens = torch.randint(_VOCABULARY, (size, seq_len))
     return tokens, tokens
 
 
-def _loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def tokens_of(size: int, generator: torch.Generator) -> torch.Tensor:
+    """Random texts."""
+    return torch.randint(_VOCABULARY, (size, _SEQ_LEN), generator=generator)
+
+
+def loss_of_logits(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Of the next token."""
     return by_hand.loss_of(logits, batch[1])
 
 
@@ -161,7 +168,7 @@ def paired(case: Case, config: LlamaConfig, plan: Plan, num_pairs: int, telemetr
         lambda: Model(config),
         plan,
         by_hand.adamw,
-        loss=_loss,
+        loss=loss_of_logits,
         seed=0,
         max_grad_norm=by_hand.MAX_NORM,
         device="cpu",
@@ -177,7 +184,7 @@ def paired(case: Case, config: LlamaConfig, plan: Plan, num_pairs: int, telemetr
 
     times = Timed(), Timed()
     for pair in range(_WARM_UP + num_pairs):
-        tokens = torch.randint(2048, (count, _SEQ_LEN), generator=generator).chunk(ours.data_size)[ours.data_rank]
+        tokens = tokens_of(count, generator).chunk(ours.data_size)[ours.data_rank]
         found = {}
         for side in (0, 1) if pair % 2 else (1, 0):
             dist.barrier()

@@ -55,7 +55,7 @@ class StageReplicas:
         """What comes next is the last backward of a stage, or its part for weights."""
         if self._ends_step:
             trained = [parameter for parameter in self._stages[stage] if parameter.requires_grad]
-            self._hooks += [each.register_post_accumulate_grad_hook(self.has_arrived) for each in trained]
+            self._hooks += [each.register_post_accumulate_grad_hook(self._has_arrived) for each in trained]
 
     def arrived(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
         """The last gradients of these parameters of a stage are there, of which autograd's hooks are not told."""
@@ -63,9 +63,9 @@ class StageReplicas:
             own = set(map(id, self._stages[stage]))
             for parameter in parameters:
                 if id(parameter) in own:
-                    self.has_arrived(parameter)
+                    self._has_arrived(parameter)
 
-    def has_arrived(self, parameter: nn.Parameter) -> None:
+    def _has_arrived(self, parameter: nn.Parameter) -> None:
         """The last gradient of a parameter is there."""
         self._arrived[id(parameter)] += 1
         if self._buffers is None:

@@ -10,9 +10,9 @@ the sequence; "cut": each computes its own features or heads.
     edges     alike -> sliced: slice / all-gather      sliced -> alike: all-gather / slice
 
 (forward / backward). Columns that read the same tensor share one collective, beside whose backward the gradients of
-their weights are computed (late_weights.py). Under sequence parallelism slices are
-gathered where the cut's `gather` module begins, because attention modules read the sequence's length from their input
-before they use it, or else by the columns themselves.
+their weights are computed (delayed_weights.py). Under sequence parallelism slices are gathered where the cut's `gather`
+module begins, because attention modules read the sequence's length from their input before they use it, or else by the
+columns themselves.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,8 +30,8 @@ from ...planner.plan.schedules import ZERO_BUBBLE
 from ...profiler.model.model_profile import CrossingTensor, TensorCut
 from ...profiler.semantics.token_marks import own_shape
 from ..torch_compat import in_backward
-from .late_weights import LateWeights
-from .tensor_collectives import Alike, Flight, GatherAlike, GatherSum, Slice, SumAlike, SumSlice, call
+from .delayed_weights import DelayedWeights
+from .tensor_collectives import Alike, GatherAlike, GatherSum, PendingCollective, Slice, SumAlike, SumSlice, call
 from .tensor_forwards import (
     Collective,
     SharedInput,
@@ -179,7 +179,7 @@ def _shared_inputs(
     }
     for cut in cuts:
         if sliced and cut.gather:
-            shared[cut.name] = SharedInput(None, region.late(columns[cut.name]), num_rows[cut.name])
+            shared[cut.name] = SharedInput(None, region.delayed(columns[cut.name]), num_rows[cut.name])
             continue
         read = {tensor for column, tensor in cut.inputs.items() if not cut.has_entered(column)}
         same = [group for group in groups if group[1] & read]
@@ -187,8 +187,8 @@ def _shared_inputs(
         names = [name for members, _ in same for name in members]
         groups.append(([*names, cut.name], read.union(*(tensors for _, tensors in same))))
     for names, _ in groups:
-        late = region.late([column for name in names for column in columns[name]])
-        one = SharedInput(region.column_input(sliced), late, sum(num_rows[n] for n in names))
+        delayed = region.delayed([column for name in names for column in columns[name]])
+        one = SharedInput(region.column_input(sliced), delayed, sum(num_rows[n] for n in names))
         shared |= dict.fromkeys(names, one)
     return shared
 
@@ -293,16 +293,16 @@ class _Region:
         dims = {dim for _, dim, _ in self.sequences}
         self.sequence_dim = dims.pop() if len(dims) == 1 else 1
 
-    def late(self, columns: Iterable[nn.Module]) -> LateWeights:
+    def delayed(self, columns: Iterable[nn.Module]) -> DelayedWeights:
         """Weights of columns that read one tensor. A zero-bubble schedule computes gradients of weights at times of its
         own."""
-        return LateWeights([] if self.plan.schedule in ZERO_BUBBLE else columns)
+        return DelayedWeights([] if self.plan.schedule in ZERO_BUBBLE else columns)
 
     def column_input(self, sliced: bool) -> Collective:
         """What a column does to its input."""
         if sliced:
             return partial(self._gather_sum, self.sequence_dim)
-        return lambda x, flight: call(Alike, x, self.group, flight)
+        return lambda x, pending: call(Alike, x, self.group, pending)
 
     def gather_sum(self, shared: SharedInput, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Hook: gather every slice that enters a module; gradients that come back are shares, to be summed."""
@@ -319,8 +319,8 @@ class _Region:
 
         return tree_map(gather, (args, kwargs))
 
-    def _gather_sum(self, dim: int, x: torch.Tensor, flight: Flight | None) -> torch.Tensor:
-        return call(GatherSum, x, dim, self.group, flight)
+    def _gather_sum(self, dim: int, x: torch.Tensor, pending: PendingCollective | None) -> torch.Tensor:
+        return call(GatherSum, x, dim, self.group, pending)
 
     def row_output(self, sliced: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         """What a row does to its product."""

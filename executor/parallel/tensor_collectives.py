@@ -43,7 +43,7 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
     return gathered if dim == 0 else torch.cat(gathered.chunk(degree), dim)
 
 
-class Flight:
+class PendingCollective:
     """A collective that may go on while something else is computed: where what it brings is read, it is waited for."""
 
     def __init__(self) -> None:
@@ -53,23 +53,24 @@ class Flight:
         """It has begun. sent: what it reads, which stays until it has arrived."""
         self._under_way = None if work is None else (work, sent)
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """What it brings may be read from here on."""
         if self._under_way is not None:
             self._under_way[0].wait()
             self._under_way = None
 
 
-def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup, flight: Flight | None = None) -> torch.Tensor:
-    """This rank's slice along `dim` of the sum of all ranks' tensors; it is there once `flight`, if there is one, has
-    landed."""
+def reduce_scatter(
+    x: torch.Tensor, dim: int, group: dist.ProcessGroup, pending: PendingCollective | None = None
+) -> torch.Tensor:
+    """This rank's slice along `dim` of the sum of all ranks' tensors; it is there once `pending`, if there is one, was
+    waited for."""
     degree = dist.get_world_size(group)
     stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(degree, dim))
     reduced = stacked.new_empty(stacked.shape[0] // degree, *stacked.shape[1:])
-    if flight is None:
-        reduce_scatter_single(reduced, stacked, group=group)
-    else:
-        flight.begin(reduce_scatter_single(reduced, stacked, group=group, async_op=True), stacked)
+    work = reduce_scatter_single(reduced, stacked, group=group, async_op=pending is not None)
+    if pending is not None:
+        pending.begin(work, stacked)
     return reduced
 
 
@@ -78,28 +79,29 @@ def own_slice(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tens
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
-def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, flight: Flight | None = None) -> torch.Tensor:
-    """The sum over ranks, as a new tensor; it is there once `flight`, if there is one, has landed."""
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, pending: PendingCollective | None = None) -> torch.Tensor:
+    """The sum over ranks, as a new tensor; it is there once `pending`, if there is one, was waited for."""
     total = x.clone(memory_format=torch.contiguous_format)
-    if flight is None:
-        dist.all_reduce(total, group=group)
-    else:
-        flight.begin(dist.all_reduce(total, group=group, async_op=True), total)
+    work = dist.all_reduce(total, group=group, async_op=pending is not None)
+    if pending is not None:
+        pending.begin(work, total)
     return total
 
 
 class Alike(Function):
-    """Nothing / all-reduce, which may be a flight."""
+    """Nothing / all-reduce, which may stay pending."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, flight: Flight | None = None) -> torch.Tensor:
-        ctx.group, ctx.flight = group, flight
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, pending: PendingCollective | None = None
+    ) -> torch.Tensor:
+        ctx.group, ctx.pending = group, pending
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_reduce(grad, ctx.group, ctx.flight), None, None
+        return all_reduce(grad, ctx.group, ctx.pending), None, None
 
 
 class SumAlike(Function):
@@ -116,33 +118,33 @@ class SumAlike(Function):
 
 
 class GatherSum(Function):
-    """All-gather / reduce-scatter, which may be a flight."""
+    """All-gather / reduce-scatter, which may stay pending."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, flight: Flight | None = None
+        ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, pending: PendingCollective | None = None
     ) -> torch.Tensor:
-        ctx.dim, ctx.group, ctx.flight = dim, group, flight
+        ctx.dim, ctx.group, ctx.pending = dim, group, pending
         return all_gather(x, dim, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return reduce_scatter(grad, ctx.dim, ctx.group, ctx.flight), None, None, None
+        return reduce_scatter(grad, ctx.dim, ctx.group, ctx.pending), None, None, None
 
 
-class Landed(Function):
-    """Nothing / what a flight brings is waited for."""
+class Awaited(Function):
+    """Nothing / a pending collective is waited for."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, flight: Flight) -> torch.Tensor:
-        ctx.flight = flight
+    def forward(ctx: Any, x: torch.Tensor, pending: PendingCollective) -> torch.Tensor:
+        ctx.pending = pending
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.flight.land()
+        ctx.pending.wait()
         return grad, None
 
 

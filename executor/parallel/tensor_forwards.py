@@ -10,21 +10,19 @@ from torch import nn
 from ...profiler.model.model_profile import TensorCut
 from ...profiler.semantics.logit_shards import check_range
 from ...profiler.tensor_cuts.tensor_rank import OwnHeads
-from .late_weights import Entered, LateWeights
+from .delayed_weights import DelayedWeights, Entered, is_linear, is_transposed, multiplied
 from .shared_gradients import unwatched
-from .tensor_collectives import Flight, GatherAlike, Slice, SumAlike, call
+from .tensor_collectives import GatherAlike, PendingCollective, Slice, SumAlike, call
 
 
 def product(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """x times the module's local weight, no bias."""
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    if isinstance(module, nn.Linear):
-        return F.linear(x, weight)
+    if is_linear(module):
+        return multiplied(x, weight, is_transposed(module))
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         y: torch.Tensor = module._conv_forward(x, weight, None)
         return y
-    if type(module).__name__ == "Conv1D":  # transformers: weight is [in, out]
-        return x @ weight
     raise ValueError(
         f"cannot cut a {type(module).__name__}; tensor parallelism knows Linear, Conv1D, convolutions, Embedding and "
         "EmbeddingBag"
@@ -41,17 +39,17 @@ def with_bias(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
     return y + bias
 
 
-Collective = Callable[[torch.Tensor, Flight | None], torch.Tensor]
-"""What columns do to their input, as it sums in backward: in a flight, or waited for at once."""
+Collective = Callable[[torch.Tensor, PendingCollective | None], torch.Tensor]
+"""What columns do to their input, as it sums in backward: which may stay pending."""
 
 
 class SharedInput:
     """Converts the input of columns once per tensor, though each column asks for it until `num_rows` rows (or heads)
-    of their groups are reached. late: the columns' weights. collective: None where all has entered already."""
+    of their groups are reached. delayed: the columns' weights. collective: None where all has entered already."""
 
-    def __init__(self, collective: Collective | None, late: LateWeights, num_rows: int = 1) -> None:
+    def __init__(self, collective: Collective | None, delayed: DelayedWeights, num_rows: int = 1) -> None:
         self._collective = collective
-        self._late = late
+        self._delayed = delayed
         self.num_rows = num_rows
         self._num_done = 0
         self._entered: list[tuple[torch.Tensor, Entered]] = []
@@ -60,13 +58,13 @@ class SharedInput:
         for source, entered in self._entered:
             if source is x:
                 return entered
-        entered = Entered(x, {}) if self._collective is None else self._late.enter(x, self._collective)
+        entered = Entered(x, {}) if self._collective is None else self._delayed.enter(x, self._collective)
         self._entered.append((x, entered))
         return entered
 
     def enter_early(self, x: torch.Tensor, collective: Collective) -> torch.Tensor:
         """x after the collective, which columns will read as it is."""
-        entered = self._late.enter(x, collective)
+        entered = self._delayed.enter(x, collective)
         self._entered.append((entered.tensor, entered))
         return entered.tensor
 

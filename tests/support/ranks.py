@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 from meshwright.executor.measuring.local_ranks import RankError, run_local_ranks
+from meshwright.executor.parallel import delayed_weights
 
 __all__ = ["PATIENCE_S", "RankError", "run_ranks"]
 
@@ -12,8 +14,10 @@ PATIENCE_S = 600.0
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = PATIENCE_S) -> list[Any]:
-    """[rank] -> what function(*args) returned there, with torch.distributed running, as run_local_ranks does it."""
+    """[rank] -> what function(*args) returned there, with torch.distributed running, as run_local_ranks does it. Tensor
+    ranks of small models put weights' gradients off as those of large ones do."""
     try:
-        return run_local_ranks(function, num_ranks, *args, timeout_s=timeout)
+        with patch.object(delayed_weights, "LEAST_BYTES", 0):
+            return run_local_ranks(function, num_ranks, *args, timeout_s=timeout)
     except RankError as error:
         raise RankError(f"{error}\n{error.detail}") from None

@@ -19,12 +19,12 @@ from torch.autograd.function import Function, once_differentiable
 from torch.distributed.tensor import DTensor
 
 from ...profiler.semantics.token_marks import mark_of, set_mark
-from .tensor_collectives import Flight, Landed, call
+from .tensor_collectives import Awaited, PendingCollective, call
 
 LEAST_BYTES = 2**19
 """Of a tensor that is summed over ranks: of a smaller one the sum takes no longer than the host needs for what is made
-here. A step of two CPU ranks took 1.04 to 1.05 times as long with it at 256 KiB, 0.97 to 0.99 times at 0.5 and 1 MiB
-(torch 2.13, two cores)."""
+here. A step of two CPU ranks took 1.03 and 1.04 times as long with it at 128 and 256 KiB, 0.96 and 0.98 times at 512
+and 1,024 (`python -m benchmarks.execution.delayed_weights`, torch 2.13)."""
 
 
 class _Slot:
@@ -62,7 +62,7 @@ class _Product(Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, slot: _Slot) -> torch.Tensor:
         ctx.slot = slot
         ctx.save_for_backward(x, weight)
-        return x @ weight if slot.is_transposed else F.linear(x, weight)
+        return multiplied(x, weight, slot.is_transposed)
 
     @staticmethod
     @once_differentiable
@@ -88,30 +88,43 @@ class Entered(NamedTuple):
         return set_mark(y, mark_of(self.tensor))
 
 
-class LateWeights:
+class DelayedWeights:
     """Weights of columns that read one tensor. columns: modules; of those that are no linear layers nothing is put
     off."""
 
     def __init__(self, columns: Iterable[nn.Module]) -> None:
         self._columns = [column for column in columns if is_linear(column)]
 
-    def enter(self, x: torch.Tensor, collective: Callable[[torch.Tensor, Flight | None], torch.Tensor]) -> Entered:
-        """x after a collective that sums in backward: in a flight, if anything is to be computed meanwhile."""
+    def enter(
+        self, x: torch.Tensor, collective: Callable[[torch.Tensor, PendingCollective | None], torch.Tensor]
+    ) -> Entered:
+        """x after a collective that sums in backward: which stays pending if anything is to be
+        computed meanwhile."""
         trained = []
         if torch.is_grad_enabled() and x.requires_grad and _is_large(x):
             trained = [column for column in self._columns if _is_put_off(column, x)]
         if not trained:
             return Entered(collective(x, None), {})
-        flight = Flight()
-        landed = call(Landed, x, flight)
-        slots = {column: _Slot(is_transposed=not isinstance(column, nn.Linear)) for column in trained}
+        pending = PendingCollective()
+        awaited = call(Awaited, x, pending)
+        slots = {column: _Slot(is_transposed(column)) for column in trained}
         weights = {column: (_Weight.apply(column.weight, slot), slot) for column, slot in slots.items()}
-        return Entered(collective(landed, flight), weights)
+        return Entered(collective(awaited, pending), weights)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies by a matrix: a Linear, or the Conv1D of transformers, whose weight is [in, out]."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    """Whether a module multiplies by a matrix."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is a Conv1D of transformers, whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D"
+
+
+def multiplied(x: torch.Tensor, weight: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    """x times the weight of a linear layer."""
+    return x @ weight if is_transposed else F.linear(x, weight)
 
 
 def _is_large(x: torch.Tensor) -> bool:

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.executor.parallel import late_weights, tensor_collectives
-from meshwright.executor.parallel.late_weights import LateWeights
-from meshwright.executor.parallel.tensor_collectives import Alike, Flight, call
+from meshwright.executor.parallel import delayed_weights, tensor_collectives
+from meshwright.executor.parallel.delayed_weights import DelayedWeights
+from meshwright.executor.parallel.tensor_collectives import Alike, PendingCollective, call
 
 
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights' gradients are put off in small models, too."""
-    monkeypatch.setattr(late_weights, "LEAST_BYTES", 0)
+    monkeypatch.setattr(delayed_weights, "LEAST_BYTES", 0)
 
 
 class Conv1D(nn.Module):
@@ -51,12 +51,12 @@ def _columns() -> tuple[nn.Linear, Conv1D]:
     return nn.Linear(4, 6, bias=False), Conv1D()
 
 
-def _sum(x: torch.Tensor, flight: Flight | None) -> torch.Tensor:
-    return call(Alike, x, None, flight)
+def _sum(x: torch.Tensor, pending: PendingCollective | None) -> torch.Tensor:
+    return call(Alike, x, None, pending)
 
 
-def _forward(columns: tuple[nn.Module, ...], x: torch.Tensor, late: LateWeights) -> torch.Tensor:
-    entered = late.enter(x, _sum)
+def _forward(columns: tuple[nn.Module, ...], x: torch.Tensor, delayed: DelayedWeights) -> torch.Tensor:
+    entered = delayed.enter(x, _sum)
     products = []
     for column in columns:
         y = entered.product(column)
@@ -64,10 +64,10 @@ def _forward(columns: tuple[nn.Module, ...], x: torch.Tensor, late: LateWeights)
     return torch.stack([(y**2).sum() for y in products]).sum()
 
 
-def _gradients(columns: tuple[nn.Module, ...], late: LateWeights) -> list[torch.Tensor]:
+def _gradients(columns: tuple[nn.Module, ...], delayed: DelayedWeights) -> list[torch.Tensor]:
     x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
     parameters: list[Any] = [c.weight for c in columns]
-    return list(torch.autograd.grad(_forward(columns, x * 2, late), [x, *parameters]))
+    return list(torch.autograd.grad(_forward(columns, x * 2, delayed), [x, *parameters]))
 
 
 def test_weight_gradients_are_computed_while_the_sum_is_under_way(events: list[str]) -> None:
@@ -76,7 +76,7 @@ def test_weight_gradients_are_computed_while_the_sum_is_under_way(events: list[s
     transposed.weight.register_post_accumulate_grad_hook(lambda _: events.append("weight of Conv1D"))
     x = torch.randn(2, 4, requires_grad=True)
 
-    _forward(columns, x * 2, LateWeights(columns)).backward()
+    _forward(columns, x * 2, DelayedWeights(columns)).backward()
 
     assert [events[0], *sorted(events[1:-1]), events[-1]] == [
         "sum begins",
@@ -89,7 +89,9 @@ def test_weight_gradients_are_computed_while_the_sum_is_under_way(events: list[s
 def test_gradients_are_the_same_to_the_bit(events: list[str]) -> None:
     columns = _columns()
 
-    for own, other in zip(_gradients(columns, LateWeights(columns)), _gradients(columns, LateWeights([])), strict=True):
+    for own, other in zip(
+        _gradients(columns, DelayedWeights(columns)), _gradients(columns, DelayedWeights([])), strict=True
+    ):
         assert torch.equal(own, other)
     assert events == ["sum begins", "waited", "sum"]
 
@@ -97,12 +99,12 @@ def test_gradients_are_the_same_to_the_bit(events: list[str]) -> None:
 def test_a_gradient_of_something_else_before_does_not_count_twice(events: list[str]) -> None:
     columns = _columns()
     x = torch.randn(2, 4, requires_grad=True)
-    loss = _forward(columns, x * 2, LateWeights(columns))
+    loss = _forward(columns, x * 2, DelayedWeights(columns))
     (of_x,) = torch.autograd.grad(loss, x, retain_graph=True)
 
     loss.backward()
 
-    (expected,) = torch.autograd.grad(_forward(columns, x * 2, LateWeights([])), columns[0].weight)
+    (expected,) = torch.autograd.grad(_forward(columns, x * 2, DelayedWeights([])), columns[0].weight)
     torch.testing.assert_close(x.grad, of_x, rtol=0.0, atol=0.0)
     torch.testing.assert_close(columns[0].weight.grad, expected, rtol=0.0, atol=0.0)
 
@@ -110,23 +112,25 @@ def test_a_gradient_of_something_else_before_does_not_count_twice(events: list[s
 def test_a_column_that_runs_twice_has_both_gradients(events: list[str]) -> None:
     columns = _columns()[:1] * 2
 
-    for own, other in zip(_gradients(columns, LateWeights(columns)), _gradients(columns, LateWeights([])), strict=True):
+    for own, other in zip(
+        _gradients(columns, DelayedWeights(columns)), _gradients(columns, DelayedWeights([])), strict=True
+    ):
         torch.testing.assert_close(own, other)
 
 
 def test_nothing_is_put_off_where_it_would_be_another_product(events: list[str]) -> None:
     linear, _ = _columns()
-    late, x = LateWeights([linear, nn.Conv2d(4, 4, 1)]), torch.randn(2, 4, requires_grad=True)
+    delayed, x = DelayedWeights([linear, nn.Conv2d(4, 4, 1)]), torch.randn(2, 4, requires_grad=True)
 
     with torch.no_grad():
-        assert not late.enter(x, _sum).weights
+        assert not delayed.enter(x, _sum).weights
     with torch.autocast("cpu", torch.bfloat16):
-        assert not late.enter(x, _sum).weights
-    assert not late.enter(x.detach(), _sum).weights
-    late_weights.LEAST_BYTES = x.nbytes + 1
-    assert not late.enter(x, _sum).weights
-    late_weights.LEAST_BYTES = x.nbytes
+        assert not delayed.enter(x, _sum).weights
+    assert not delayed.enter(x.detach(), _sum).weights
+    delayed_weights.LEAST_BYTES = x.nbytes + 1
+    assert not delayed.enter(x, _sum).weights
+    delayed_weights.LEAST_BYTES = x.nbytes
     linear.weight.requires_grad_(False)
-    assert not late.enter(x, _sum).weights
+    assert not delayed.enter(x, _sum).weights
     linear.weight.requires_grad_(True)
-    assert list(late.enter(x, _sum).weights) == [linear]
+    assert list(delayed.enter(x, _sum).weights) == [linear]
