@@ -59,6 +59,12 @@ def forget_groups() -> None:
     clear()
 
 
+def default_store() -> dist.Store:
+    """The store of torch.distributed, which runs."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    return store
+
+
 def own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """The one of these groups of processes, no two of which share one, that this process is in; None if it is in none.
 

@@ -1,6 +1,7 @@
 """A job that cannot go on ends on every rank, soon, with one message that names the rank and why."""
 
 import atexit
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ..planner.plan.document import Plan
 from .measuring.local_ranks import is_echo, is_local_rank
 from .processes import is_alive, this_process
+from .torch_compat import default_store
 
 HANG_S = 600.0
 """A step that takes longer than this is taken for a hang, unless the user says another time."""
@@ -94,6 +96,7 @@ class Watch:
         self._lost_store_s: float | None = None
         self._holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._given_store = store
+        self._number = next(_numbers)
         self._store: PrefixStore
         self.users = 1
         self._previous_hook = sys.excepthook
@@ -227,7 +230,8 @@ class Watch:
 
     def _connect(self) -> bool:
         """Whether the store was found before this watch was closed; ends the process if it does not come in time."""
-        run = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        attempt = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        run = *attempt, str(self._number)
         if self._given_store is not None:
             self._use(self._given_store, (*run, "given"))
             return True
@@ -367,6 +371,9 @@ class Watch:
 _current: Watch | None = None
 """The watch of this process, which trainers of one process share."""
 
+_numbers = itertools.count()
+"""Numbers of this process's watches, the same on all ranks: what ranks have said under an earlier one is no news."""
+
 
 def watched(plan: Plan, hang_s: float) -> Watch | None:
     """The watch of this process. None where a job is one process, was begun by no launcher, or is watched by who began
@@ -380,7 +387,7 @@ def watched(plan: Plan, hang_s: float) -> Watch | None:
         return _current
     if dist.is_initialized():
         try:
-            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            store = default_store().clone()
             store.set_timeout(timedelta(seconds=STORE_S))
         except (RuntimeError, AttributeError):  # kinds of stores that can be had only once
             return None

@@ -1,6 +1,7 @@
 """Where this rank sits: the DeviceMesh of a plan, the process groups of its axes, and this rank's coordinates."""
 
 import hashlib
+import itertools
 import os
 import socket
 import warnings
@@ -15,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...planner.cost.expert_place import ExpertPlace, expert_place
 from ...planner.cost.memory_cost import uses_fully_shard
 from ...planner.plan.document import AXES, Axis, Plan
 from ...planner.plan.making import shape_of
 from ...profiler.machine.local import preset_of
-from ..torch_compat import accelerator, end_after_gloo, joined_axes, side_by_side
+from ..torch_compat import accelerator, default_store, end_after_gloo, joined_axes, side_by_side
 from .expert_mesh import expert_mesh
 
 Mechanism = Literal["plain", "cast", "ddp", "fsdp"]
@@ -167,10 +168,11 @@ def connect(
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            **_store_of_attempt(),
+            **_meeting_place(),
             timeout=timedelta(seconds=max(timeout_s, default_pg_timeout.total_seconds())),
             device_id=device if on_gpu else None,  # else NCCL guesses the device, and connects only when it first sends
         )
+        _keep_store()
     end_after_gloo()
     found: list[tuple[Seat, str, dict[str, Any]]] = [(("", 0), "", {})] * plan.degrees.num_devices
     seat = socket.gethostname(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
@@ -194,9 +196,25 @@ def _check_settings(found: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _store_of_attempt() -> dict[str, Any]:
-    """Where ranks find each other under torchrun, whose store may outlive its --max-restarts: they must not be given
-    the addresses that ranks of the attempt before have left there (seen in torch 2.13 with --master-port)."""
+_kept: tuple[int, Store, int, int] | None = None
+"""(this process, the store by which it met the others for the first time, its rank, and their number)."""
+
+_meetings = itertools.count(1)
+
+
+def _keep_store() -> None:
+    global _kept
+    if _kept is None or _kept[0] != os.getpid():
+        _kept = os.getpid(), default_store(), dist.get_rank(), dist.get_world_size()
+
+
+def _meeting_place() -> dict[str, Any]:
+    """Where ranks find each other. They must not be given addresses that were left there before: by a trainer of this
+    process that has ended since (torch 2.13 waits for those until it gives up); or, under torchrun, whose store may
+    outlive its --max-restarts, by ranks of the attempt before (seen with --master-port)."""
+    if _kept is not None and _kept[0] == os.getpid():
+        _, store, rank, num_ranks = _kept
+        return {"store": PrefixStore(f"meshwright/{next(_meetings)}", store), "rank": rank, "world_size": num_ranks}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     store = dist.TCPStore(  # type: ignore[attr-defined]
