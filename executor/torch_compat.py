@@ -372,8 +372,27 @@ def custom_schedule(
 
 
 def reduce_gradients(root: FSDPModule) -> None:
-    """What fully_shard does after the last backward of a step; after a backward for weights nothing else calls it."""
+    """What fully_shard does after the last backward of a step; after a backward for weights nothing else calls it.
+
+    A unit's gradients get one dtype before. Where the backward for inputs has made some of them already (see
+    LeanPipelineStage._backward_past_inputs), fully_shard has put those by in the dtype that they are summed in, and
+    would raise at the others, which are in the parameters' (seen in 2.13 on T5 with one micro-batch).
+    """
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            for group in _parameter_groups(unit):
+                gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+                if any(p.unsharded_accumulated_grad is not None for p in gathered):
+                    for parameter in gathered:
+                        if parameter.unsharded_accumulated_grad is None:
+                            parameter.to_accumulated_grad_if_needed()
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def unit_of(module: FSDPModule) -> int:
