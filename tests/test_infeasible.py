@@ -187,6 +187,16 @@ def test_the_smallest_number_of_gpus_is_that_of_uneven_stages() -> None:
         search(model, grown(on, 3), job(), pins=PIPELINE_ONLY)
 
 
+def test_uneven_stages_that_fit_are_found_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, on = units(*[8] * 4, *[1] * 32), cluster(1, 4, device(memory=17 * 10_000_000 * 20.0))
+    even = closest_plan(Explorer(model, on, job()), PIPELINE_ONLY)
+    assert even is not None
+    assert even.over_bytes > 0
+    monkeypatch.setattr(Explorer, "explore", None)
+
+    assert fits(Explorer(model, on, job()), PIPELINE_ONLY, math.inf)
+
+
 @pytest.mark.parametrize(
     ("model", "pins"),
     slow.but_first(

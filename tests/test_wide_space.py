@@ -4,6 +4,7 @@ of brute force."""
 import itertools
 import math
 import random
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,8 @@ from meshwright.planner.answers.decision_path import walk
 from meshwright.planner.answers.guidance import LONG, LONG_SEQUENCE
 from meshwright.planner.answers.search import pins_of, search
 from meshwright.planner.answers.why_not import why_not
-from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.cost.estimate import Estimate, estimate, memory_by
+from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.document import AXES, Axis, ContextKind, Plan
 from meshwright.planner.plan.legality import context_rule, divisors, expert_rule, sequence_rule, tensor_rule
 from meshwright.planner.plan.making import make_plan
@@ -340,6 +342,28 @@ def test_the_question_of_long_sequences_prices_context_ranks() -> None:
 def schedules_of(model: ModelProfile, **job: object) -> set[str]:
     training = TrainingSpec.model_validate({"global_batch": 16, **job})
     return {family.schedule for family in Space(model, cluster(1, 4), training, Pins()).families()}
+
+
+@pytest.mark.parametrize("seed", slow.but_first(range(60), 6))
+def test_no_order_of_the_axes_takes_more_memory_than_another(seed: int) -> None:
+    """So that one stands for all where it is only asked what fits."""
+    model, on, training = wide_instance(seed)
+    space = Space(model, on, training, EVERYTHING)
+    one = Space(model, on, training, EVERYTHING, anywhere=True)
+    costs, held = CostModel(model, on, training), defaultdict[Shape, set[tuple[float, ...]]](set)
+
+    shapes = [shape for shape in shapes_of(space) if shape.pipeline * shape.virtual_stages <= len(model.layers)]
+    for shape in shapes:
+        num_stages = shape.pipeline * shape.virtual_stages
+        ends = [*range(num_stages), len(model.layers)]
+        options = [costs.options(kind, shape, None)[-1] for kind in costs.kinds]
+        memory = memory_by(costs, shape, [options[a:b] for a, b in itertools.pairwise(ends)])
+        held[replace(shape, mesh_axes=AXES)].add(tuple(each.device_bytes for each in memory))
+
+    assert all(len(each) == 1 for each in held.values())
+    assert Counter(replace(shape, mesh_axes=AXES) for shape in shapes_of(one)) == Counter(
+        {replace(shape, mesh_axes=AXES) for shape in shapes_of(space)}
+    )
 
 
 def test_compiled_layers_come_without_zero_bubbles_and_context_ranks() -> None:

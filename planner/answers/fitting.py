@@ -16,15 +16,16 @@ from ..plan.pins import Pins
 from ..plan.schedules import ZERO_BUBBLE, is_chunked, rank_and_chunk
 from ..plan.shape import LayerOption, Shape
 from ..solve.explore import Explorer
-from ..solve.space import Family, Space
+from ..solve.scan import scan
+from ..solve.space import Family, Space, Split
 
-SEARCHED_S = 6.0
+SEARCHED_S = 4.0
 """Seconds for the smallest number of GPUs, and for other ways out: each is looked for in the whole space."""
 
-CLOSEST_S = 5.0
+CLOSEST_S = 3.0
 """Seconds for the plan that is over by least."""
 
-EACH_S = 2.0
+EACH_S = 1.0
 """Seconds that each number of GPUs gets at least, whatever the others took, and each other device."""
 
 MOST_GPUS = 64
@@ -32,6 +33,9 @@ MOST_GPUS = 64
 
 MOST_TRIED = 4
 """Numbers of GPUs that are tried one by one between one that is too small and one that does."""
+
+LEAN_TRIED = 3
+"""Of the shapes that hold least those that are cut as they must be, to see whether one fits."""
 
 PRECISE = 0.005
 """So near, in device memory, the plan that is over by least is looked for."""
@@ -155,22 +159,20 @@ def frugal_shapes(explorer: Explorer, pins: Pins) -> Iterator[Shape]:
 
 def _frugal(explorer: Explorer, pins: Pins) -> Iterator[tuple[Family, Shape]]:
     """These shapes, each with its family."""
-    space = Space(explorer.profile, explorer.cluster, explorer.training, pins)
-    frugal: dict[object, Family] = {}
-    for family in space.families():
-        if pins.schedule is None and is_chunked(family.schedule):
-            continue  # 1F1B holds no more
-        key = family.tensor, family.context, family.pipeline, family.virtual_stages
-        best = frugal.setdefault(key, family)
-        if _frugal_first(family) < _frugal_first(best):
-            frugal[key] = family
-    for family in frugal.values():
-        yield family, max(space.shapes(family), key=lambda s: (s.data_shard, s.gradient_sync == "every", s.reshard))
-
-
-def _frugal_first(family: Family) -> tuple[bool, int, int, bool]:
-    """What holds less of families of the same degrees comes first."""
-    return not family.sequence, -family.expert, family.micro_batch, family.schedule == "gpipe"
+    space = Space(explorer.profile, explorer.cluster, explorer.training, pins, anywhere=True)
+    splits: dict[tuple[int, int, int], Split] = {}
+    for split in space.splits():
+        key = split.tensor, split.context, split.pipeline
+        splits[key] = min(splits.get(key, split), split, key=lambda each: (not each.sequence, -each.expert))
+    for split in splits.values():
+        frugal: dict[int, Family] = {}
+        for family in space.families_of(split):
+            if pins.schedule is None and is_chunked(family.schedule):
+                continue  # 1F1B holds no more
+            best = frugal.setdefault(family.virtual_stages, family)
+            frugal[family.virtual_stages] = min(best, family, key=lambda f: (f.micro_batch, f.schedule == "gpipe"))
+        for family in frugal.values():
+            yield family, max(space.shapes(family), key=lambda s: (s.data_shard, s.gradient_sync == "every", s.reshard))
 
 
 def even_stages(explorer: Explorer, shape: Shape, pins: Pins) -> list[list[LayerOption]]:
@@ -205,14 +207,25 @@ def fits(explorer: Explorer, pins: Pins, deadline: float) -> bool | None:
     is found until the deadline; None where that leaves it open."""
     if filled_by_state(explorer, pins) >= 1:
         return False
+    lean: list[tuple[float, Shape]] = []
     for family, shape in _frugal(explorer, pins):
-        may_fit = explorer.kinds is not None or explorer.bounds.least_of_family(family) is not None
-        if may_fit and _over_bytes(explorer, shape, even_stages(explorer, shape, pins)) <= 0:
+        if explorer.kinds is not None or explorer.bounds.least_of_family(family) is not None:
+            over = _over_bytes(explorer, shape, even_stages(explorer, shape, pins))
+            if over <= 0:
+                return True
+            lean.append((over, shape))
+    for _, shape in sorted(lean, key=lambda each: each[0])[:LEAN_TRIED]:
+        if not is_chunked(shape.schedule) and _has_plan(explorer, shape, pins):
             return True
     found = explorer.explore(pins, deadline, near=0, any_will_do=True)
     if found.best is not None:
         return True
     return False if found.nothing_fits else None
+
+
+def _has_plan(explorer: Explorer, shape: Shape, pins: Pins) -> bool:
+    """Whether a shape fits, its layers cut as they must be."""
+    return scan(explorer.priced(shape, pins.recompute, pins.reshard, pins.offered)) is not None
 
 
 @dataclass(frozen=True)

@@ -355,7 +355,14 @@ class _Search:
     def _begin(self, started_s: float) -> None:
         """Count the space, and put its splits on the heap."""
         explorer, out = self.explorer, self._out
-        space = Space(explorer.profile, explorer.cluster, explorer.training, self.pins, explorer.choice.worth_trying)
+        space = Space(
+            explorer.profile,
+            explorer.cluster,
+            explorer.training,
+            self.pins,
+            explorer.choice.worth_trying,
+            anywhere=self._any_will_do,
+        )
         until_s = started_s + COUNTED * (self._deadline_s - started_s)
         splits: list[Split] = []
         for split in space.splits():

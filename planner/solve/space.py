@@ -187,7 +187,8 @@ class Space:
     """All shapes of a model on a cluster for a job, minus what the user pinned away.
 
     rejected: rule -> shapes it excludes. Pinned-away shapes are not part of the space. choices: the cuts that are worth
-    trying under a shape beside all that its tensor degree divides.
+    trying under a shape beside all that its tensor degree divides. anywhere: one order of the mesh axes stands for all
+    of equal devices, on which none takes more memory than another.
     """
 
     def __init__(
@@ -197,9 +198,11 @@ class Space:
         training: TrainingSpec,
         pins: Pins,
         choices: Callable[[Shape], tuple[Cuts, ...]] = lambda shape: (),
+        anywhere: bool = False,
     ) -> None:
         check_parts(profile, pins.recompute)
         self._worth_trying = choices
+        self._anywhere = anywhere and len(cluster.kinds) == 1
         self.profile = profile
         self.cluster = cluster
         self.training = training
@@ -578,6 +581,8 @@ class Space:
             apart = near, min([strides[axis] for axis in sliced], default=1)
             together = self._numbers.setdefault(tuple(places), len(self._numbers))
             found.append(_Placed(axes, together, apart, outermost))
+            if self._anywhere:
+                break
         return tuple(found)
 
     def _place(self, size: int, stride: int) -> int:
