@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.chain import Chain
+from ..cost.kept import memo_by
 from ..cost.priced_layer import LayerCost
 from ..cost.simulate import least_step_s, simulated_step_s
 from ..cost.stage_cost import StageCost, allocated_on_one
@@ -515,7 +516,6 @@ class Known:
         self.devices = [next(i for i, other in enumerate(on) if other is mine) for mine in on]
         self._stages: dict[tuple[int, int, int, tuple[tuple[int, ...], ...]], tuple[Choice, StageCost]] = {}
         self._ranks: dict[_HeldStages, _Stages | None] = {}
-        self._hulls: dict[tuple[int, int], list[int]] = {}
 
     def rank(self, held: _HeldStages) -> _Stages | None:
         """A rank's stages with the options that bring them into its memory at the least price; None if none do."""
@@ -575,22 +575,20 @@ class Known:
                     if number:
                         yield _OptionStep(place, index, number, after, longer / saved)
 
+    @memo_by(lambda self, device, flights, run: (flights, id(self.prices.on(device).costs[run])))
     def _hull(self, device: int, flights: int, run: int) -> list[int]:
-        """Options of a run, from the fastest on, each paying least for a byte beyond the one before."""
+        """Options of a run, from the fastest on, each paying least for a byte beyond the one before. Rows of runs that
+        cost the same are one object."""
         costs = self.prices.on(device).costs[run]
-        key = flights, id(costs)  # rows of runs that cost the same are one object
-        if key not in self._hulls:
-            seconds = [cost.microbatch_s for cost in costs]
-            size = [_held_bytes(cost, flights) for cost in costs]
-            hull = [min(range(len(costs)), key=lambda o: (seconds[o], size[o]))]
-            while True:
-                here = hull[-1]
-                less = [o for o in range(len(costs)) if size[o] < size[here] * (1 - ROUNDING)]
-                if not less:
-                    break
-                hull.append(min(less, key=lambda o: ((seconds[o] - seconds[here]) / (size[here] - size[o]), size[o])))
-            self._hulls[key] = hull
-        return self._hulls[key]
+        seconds = [cost.microbatch_s for cost in costs]
+        size = [_held_bytes(cost, flights) for cost in costs]
+        hull = [min(range(len(costs)), key=lambda o: (seconds[o], size[o]))]
+        while True:
+            here = hull[-1]
+            less = [o for o in range(len(costs)) if size[o] < size[here] * (1 - ROUNDING)]
+            if not less:
+                return hull
+            hull.append(min(less, key=lambda o: ((seconds[o] - seconds[here]) / (size[here] - size[o]), size[o])))
 
     def _runs(self, composition: int) -> range:
         item = self.prices.chain.compositions[composition]
