@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from meshwright.planner.plan.legality import legal_cuts, sharding_rule
+from meshwright.profiler.model import class_costs
 from meshwright.profiler.model.dimensions import dimensions
 from meshwright.profiler.model.lengths import at_seq_len
 from meshwright.profiler.model.load import load_model
@@ -477,6 +478,50 @@ def test_a_profile_holds_at_lengths_between_those_it_was_made_at() -> None:
 def test_a_profile_of_one_length_is_not_stretched() -> None:
     with pytest.raises(ValueError, match="of gpt holds 1024 tokens per sample and no other"):
         at_seq_len(zoo_profile("gpt.py"), 512)
+
+
+class _Reads(nn.Module):
+    """Words and a picture, whose tower does not know how many words there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(_Residual(32) for _ in range(2))
+        self.words = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(_Residual(32) for _ in range(2))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, words: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
+        for block in self.tower:
+            picture = block(picture)
+        x = self.words(words) + picture.mean(1, keepdim=True)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _read(size: int, seq_len: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(64, (size, seq_len)), torch.randn(size, 24, 32)
+
+
+def test_layers_that_do_the_same_at_another_length_are_not_cut_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(_Reads, batch=_read, loss=lambda output, batch: output.float().square().mean())
+    cut: list[tuple[int | None, int]] = []
+    runs = class_costs._cut_runs
+
+    def counted(fake: Any, chain: Any, sizes: Any, index: int, *more: Any) -> Any:
+        cut.append((sizes.seq_len, index))
+        return runs(fake, chain, sizes, index, *more)
+
+    monkeypatch.setattr(class_costs, "_cut_runs", counted)
+    profile = trace(loaded, seq_len=64, lengths=True)
+
+    names = [layer.name for layer in profile.layers]
+    assert {names[index] for seq_len, index in cut if seq_len == 64} >= {"tower.0", "blocks.0"}
+    assert {names[index] for seq_len, index in cut if seq_len == 32} == {"blocks.0", "head"}
+    for other in profile.other_lengths:
+        alone = trace(loaded, seq_len=other.seq_len)
+        assert other.classes == alone.classes
+        assert other.tensors == alone.tensors
 
 
 def test_selective_recompute_keeps_what_matmuls_and_attention_return() -> None:

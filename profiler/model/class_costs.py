@@ -1,6 +1,7 @@
 """One class of layers: its first layer run alone, whole and in the cuts of tensor parallelism."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ..tensor_cuts.tensor_cuts import Found, common_degree, gathering_ways
 from ..tensor_cuts.tensor_rank import run_cut
@@ -16,13 +17,25 @@ _Like = Callable[[tuple[TensorCut, ...]], Sequence[Observation]]
 """Cuts that are applied -> runs of the layer to compare with."""
 
 
+@dataclass(frozen=True)
+class Costed:
+    """A class of layers, and the runs of its first layer as a whole."""
+
+    layer_class: LayerClass
+    whole: list[Observation]
+
+
 def layer_class_of(
-    fake: FakeModel, chain: LayerChain, sizes: RunSizes, index: int, found: Found, slices: bool = True
-) -> tuple[LayerClass, Observation]:
-    """The class of layer `index`, and what the layer did in its first run. found: what tensor parallelism may cut.
-    slices: try whether the rest runs on a slice of the sequence."""
+    fake: FakeModel, chain: LayerChain, sizes: RunSizes, index: int, found: Found, elsewhere: Costed | None = None
+) -> Costed:
+    """The class of layer `index`. found: what tensor parallelism may cut. elsewhere: the class at another length; where
+    the layer does the same at this one (that of a picture, say) it is the class here, too, and what ran on no slices of
+    the sequence there is not tried on them."""
     layer = chain.layers[index]
     whole = _whole_runs(fake, chain, sizes, index)
+    slices = elsewhere is None or elsewhere.layer_class.sequence is not None
+    if elsewhere is not None and not slices and all(map(_did_as, whole, elsewhere.whole)):
+        return Costed(elsewhere.layer_class, whole)
     tensor = sequence = None
     alone: tuple[Costs, ...] = ()
     without: tuple[Costs | None, ...] = ()
@@ -58,7 +71,18 @@ def layer_class_of(
         writes_into_attention=whole[0].writes_into_attention,
         input_overwritten=layer.input_overwritten,
     )
-    return layer_class, whole[0]
+    return Costed(layer_class, whole)
+
+
+def _did_as(one: Observation, other: Observation) -> bool:
+    """Whether two runs were the same in all that is counted of them."""
+
+    def counted(run: Observation) -> Observation:
+        # arguments may hold tensors, and in which part an operator is comes later
+        ops = [replace(op, arguments=(), within="") for op in run.ops]
+        return replace(run, ops=ops, calls=None, peak_of=None)
+
+    return len(one.ops) == len(other.ops) and counted(one) == counted(other)
 
 
 def _parts(layer: Layer, whole: Sequence[Observation]) -> tuple[LayerPart, ...]:

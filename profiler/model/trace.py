@@ -24,7 +24,7 @@ from ..tensor_cuts.tensor_cuts import Found, common_degree, find_cuts
 from .batches import batch_problem, list_of_samples
 from .building import WAS_SPARSE
 from .chain import Layer, LayerChain, observe, shapes_at
-from .class_costs import layer_class_of
+from .class_costs import Costed, layer_class_of
 from .coupling import Coupling, coupling_of
 from .crossing_tensors import batch_tensors, crossing_tensors
 from .fake import DecidesByValuesError, FakeModel, fake_model, real_model
@@ -206,7 +206,7 @@ def _profile(
     firsts = sorted(set(chain.representatives()))
     found = _found_cuts(fake, chain, sizes, firsts) if cuts else dict.fromkeys(firsts, Found())
     problem = mixed_precision_problem(fake, chain) if fake.mode is not None else _BY_VALUES
-    profile = _profile_at(fake, chain, sizes, found, problem, notes, progress)
+    profile, costed = _profile_at(fake, chain, sizes, found, problem, notes, progress)
     coupling = coupling_of(loaded, profile, sizes)
     profile = profile.model_copy(
         update={
@@ -221,7 +221,7 @@ def _profile(
     for seq_len in other_lengths or (loaded.seq_len // 2, loaded.seq_len // 4):
         try:
             shorter = RunSizes(fake, chain, seq_len, shapes_at(fake, chain, 2, seq_len), sizes)
-            others.append(_profile_at(fake, chain, shorter, found, problem, (), progress, profile))
+            others.append(_profile_at(fake, chain, shorter, found, problem, (), progress, costed)[0])
         except ValueError as error:
             told = f"holds one sequence length only, because at {seq_len} tokens: {error}"
             return profile.model_copy(update={"notes": (*profile.notes, told)})
@@ -242,20 +242,18 @@ def _profile_at(
     mixed_precision: str,
     notes: tuple[str, ...],
     progress: Progress,
-    like: ModelProfile | None = None,
-) -> ModelProfile:
-    """like: the profile at another length, if there is one; what ran on no slices of the sequence there is not tried on
-    them here."""
+    like: dict[int, Costed] | None = None,
+) -> tuple[ModelProfile, dict[int, Costed]]:
+    """The profile at one length, and [first layer of a class] -> what it was found to cost. like: the same at another
+    length, if there is one."""
     loaded = fake.loaded
     firsts = sorted(found)
     class_of = {first: i for i, first in enumerate(firsts)}
-    costed, seen = [], {}
+    costed = dict[int, Costed]()
     for done, first in enumerate(firsts):
         progress(chain.layers[first].name, done, len(firsts))
-        slices = like is None or like.classes[done].sequence is not None
-        layer_class, seen[first] = layer_class_of(fake, chain, sizes, first, found[first], slices)
-        costed.append(layer_class)
-    classes = _uniquely_named(costed)
+        costed[first] = layer_class_of(fake, chain, sizes, first, found[first], like[first] if like else None)
+    classes = _uniquely_named([each.layer_class for each in costed.values()])
     layers = tuple(
         LayerProfile(
             name=layer.name,
@@ -276,7 +274,7 @@ def _profile_at(
         torch_version=torch.__version__,
         classes=classes,
         layers=layers,
-        tensors=crossing_tensors(fake, chain, sizes, seen),
+        tensors=crossing_tensors(fake, chain, sizes, {first: each.whole[0] for first, each in costed.items()}),
         ties=_ties(fake, layers),
         buffers=fake.buffers,
         batch=batch,
@@ -301,7 +299,7 @@ def _profile_at(
             *_uncut(classes),
         ),
     )
-    return profile.model_copy(update={"fingerprint": _fingerprint(profile)})
+    return profile.model_copy(update={"fingerprint": _fingerprint(profile)}), costed
 
 
 def _found_cuts(fake: FakeModel, chain: LayerChain, sizes: RunSizes, firsts: Sequence[int]) -> dict[int, Found]:
