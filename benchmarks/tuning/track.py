@@ -111,6 +111,8 @@ def _serve(rank: int, ranks: int, task: Task, pipe: Connection) -> None:
                 for _ in range(_WARM_UPS):
                     trainers[label][0].step(trainers[label][1])
                 before_others()
+                gc.collect()
+                gc.freeze()  # else collections of ranks that are done with a step take time from those that are not
                 started_s = time.monotonic() - began
             trainer, share = trainers[label]
             taken = []
