@@ -9,14 +9,14 @@ import pytest
 
 from meshwright.executor.measuring.significance import Apart, paired
 from meshwright.executor.reporting.tune_page import tune_page
-from meshwright.executor.tuning.entrants import Entrant, Pool, could_be_best, teachers, to_beat_s
+from meshwright.executor.tuning.entrants import Entrant, Pool, could_be_best, to_beat_s
 from meshwright.executor.tuning.jobs import Fallen, LaunchedJob, cause_of, filled, processes_with, read_launcher
 from meshwright.executor.tuning.race import in_words, lap_steps, leader_of, out_after
 from meshwright.executor.tuning.record import LapLine, Record, load_record
-from meshwright.executor.tuning.rounds import Job, Tuned, Tuning
+from meshwright.executor.tuning.rounds import TEACHERS, Job, Tuned, Tuning, teachers
 from meshwright.executor.tuning.sitting import Venue, check_cluster, header_of, open_record, read_budget
-from meshwright.planner.answers.alternatives import family
 from meshwright.planner.answers.search import SearchResult, search
+from meshwright.planner.cost.refit import most_open
 from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
@@ -186,17 +186,31 @@ def test_no_rule_of_thumb_races_that_breaks_a_pin(chosen: SearchResult) -> None:
     assert {each.plan.degrees.data_shard for each in pool.priced(CLUSTER) if each.by.startswith("rule")} <= {degree}
 
 
-def test_the_best_of_two_other_families_teach_the_fit(chosen: SearchResult) -> None:
+def test_who_teaches_the_fit_is_what_the_others_leave_open(chosen: SearchResult) -> None:
     pool = Pool(PROFILE, Pins())
     pool.add_result(chosen)
     found = pool.priced(CLUSTER)
 
-    first = teachers(found, found[:1])
+    first = teachers(found, found[:1], CLUSTER, PROFILE)
 
-    kinds = [family(each.plan.degrees) for each in (found[0], *first)]
-    assert len(first) == 2
-    assert len(set(kinds)) == 3
-    assert teachers(found, found) == []
+    assert 1 <= len(first) <= TEACHERS
+    assert found[0].label not in {each.label for each in first}
+    assert teachers(found, found, CLUSTER, PROFILE) == []
+    assert teachers(found, found[:1], CLUSTER, PROFILE, knobs=()) == []  # nothing is open where nothing may be off
+
+
+def test_what_was_asked_for_leaves_nothing_open(chosen: SearchResult) -> None:
+    pool = Pool(PROFILE, Pins())
+    pool.add_result(chosen)
+    first, *others = [each.plan for each in pool.priced(CLUSTER)]
+
+    asked = most_open(CLUSTER.device, PROFILE, [first], others, 9, noise=0.02)
+
+    assert 1 < len(asked) <= len(others)
+    known = [first, *(others[i] for i in asked)]
+    assert most_open(CLUSTER.device, PROFILE, known, others, 9, noise=0.02) == []
+    assert most_open(CLUSTER.device, PROFILE, [first], others, 1, noise=0.02) == asked[:1]
+    assert most_open(CLUSTER.device, PROFILE, [first], others, 9, names=(), noise=0.02) == []
 
 
 def test_a_leader_that_is_predicted_too_slow_lets_in_plans_that_share_that_error_up_to_a_limit() -> None:

@@ -174,8 +174,9 @@ def join_hosts(hosts: Sequence[Host]) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=_SESSION_LIMIT_S))
 
 
-def padded_trainer(plan: Plan, task: Task, clock: Clock) -> tuple[Trainer, Any]:
-    """(this rank's trainer of a plan, whose layers take their declared time; its share of a batch)."""
+def padded_trainer(plan: Plan, task: Task, clock: Clock, telemetry: Path | None = None) -> tuple[Trainer, Any]:
+    """(this rank's trainer of a plan, whose layers take their declared time; its share of a batch). telemetry: a file,
+    if it is to write some."""
     warnings.simplefilter("ignore")
     loaded, profile = task.loaded, task.profile
     device = task.device_of(dist.get_rank(), dist.get_world_size())
@@ -187,6 +188,7 @@ def padded_trainer(plan: Plan, task: Task, clock: Clock) -> tuple[Trainer, Any]:
         loaded.loss,
         weight=loaded.weight,
         device="cpu",
+        telemetry=telemetry,
     )
     assert trainer.mesh.coordinates["pipeline"] == position
     pad_trainer(trainer, plan, profile, device, clock)

@@ -33,10 +33,6 @@ MOST = 16
 NEWCOMERS = 4
 """Plans that join after a refit, at most: the next one says more about the rest than their predictions do."""
 
-TEACHERS = 2
-"""Plans of other kinds that run a lap for the fit's sake. (Five plans of one kind on an emulated cluster, without any:
-the fit took their compute for 4.5 times the optimizer, and other kinds were still 43% off.)"""
-
 USUAL_S = 20.0
 """Seconds that pricing usual layouts may take, all together."""
 
@@ -190,18 +186,6 @@ def could_be_best(found: Sequence[Entrant], most: int = MOST) -> list[Entrant]:
         if each.predicted_s * band_of(each.plan, each.plan.cluster.device).low <= top_s or each.by == "--setup"
     ]
     return _diverse(near, most)
-
-
-def teachers(found: Sequence[Entrant], chosen: Sequence[Entrant]) -> list[Entrant]:
-    """The best of other families than those chosen, TEACHERS of them: slow as they are by all predictions, one lap of
-    each tells constants apart that plans of one kind only show together."""
-    families = {family(each.plan.degrees) for each in chosen}
-    best: dict[tuple[bool, ...], Entrant] = {}
-    for each in found:
-        kind = family(each.plan.degrees)
-        if kind not in families:
-            best.setdefault(kind, each)
-    return list(best.values())[:TEACHERS]
 
 
 def _diverse(found: Sequence[Entrant], most: int) -> list[Entrant]:

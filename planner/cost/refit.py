@@ -120,6 +120,44 @@ def refit(
     )
 
 
+def most_open(
+    device: Device,
+    profile: ModelProfile,
+    known: Sequence[Plan],
+    others: Sequence[Plan],
+    most: int,
+    names: Sequence[str] | None = None,
+    noise: float = NOISE,
+) -> list[int]:
+    """Which of the other plans of a model to measure beside the known ones, at most so many, before constants are
+    fitted to their steps: one after another that whose step all before it would leave most open, as long as that is
+    more open than the noise. names, noise: as of `refit`.
+
+    Constants are taken to be off by their spreads, each by itself, and the logarithms of steps to follow theirs in
+    straight lines: then the ones measured leave the covariance (spreads^-2 + slopes' slopes / noise^2)^-1. (The greedy
+    choice of a G-optimal design.)
+    """
+    runs = [MeasuredStep(plan.label, plan, profile, math.nan) for plan in (*known, *others)]
+    knobs = [knob for knob in KNOBS if names is None or knob.name in names]
+    if not (knobs and others):
+        return []
+    spreads = np.array([knob.spread for knob in knobs])
+    here = _predicted(device, runs, knobs, np.zeros(len(knobs)))
+    moved = [_predicted(device, runs, knobs, change) for change in np.diag(spreads)]
+    slopes = np.stack([(there - here) / spread for there, spread in zip(moved, spreads, strict=True)], 1)
+    told = np.diag(1 / spreads**2) + slopes[: len(known)].T @ slopes[: len(known)] / noise**2
+    left, found = slopes[len(known) :], list[int]()
+    while len(found) < min(most, len(others)):
+        variance = np.einsum("ij,jk,ik->i", left, np.linalg.inv(told), left)
+        variance[found] = 0.0
+        widest = int(np.argmax(variance))
+        if variance[widest] <= noise**2:
+            break
+        found.append(widest)
+        told += np.outer(left[widest], left[widest]) / noise**2
+    return found
+
+
 def turned(device: Device, factors: Mapping[str, float]) -> Device:
     """The device with each named constant times its factor; shares stay at most 1."""
     for knob in KNOBS:
