@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
@@ -59,10 +60,9 @@ def forget_groups() -> None:
     clear()
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The store of torch.distributed, which runs."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-    return store
+    return _get_default_store()
 
 
 def own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
@@ -378,7 +378,7 @@ def reduce_gradients(root: FSDPModule) -> None:
     LeanPipelineStage._backward_past_inputs), fully_shard has put those by in the dtype that they are summed in, and
     would raise at the others, which are in the parameters' (seen in 2.13 on T5 with one micro-batch).
     """
-    for unit in root.modules():
+    for unit in cast(nn.Module, root).modules():
         if isinstance(unit, FSDPModule):
             for group in _parameter_groups(unit):
                 gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]

@@ -387,7 +387,7 @@ def watched(plan: Plan, hang_s: float) -> Watch | None:
         return _current
     if dist.is_initialized():
         try:
-            store = default_store().clone()
+            store = default_store().clone()  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=STORE_S))
         except (RuntimeError, AttributeError):  # kinds of stores that can be had only once
             return None
