@@ -59,9 +59,9 @@ WORTH = 0.005
 """A newcomer must be predicted to be this much faster than the leader; half of what counts as a difference."""
 
 TEACHERS = 3
-"""Plans that run a lap for the fit's sake, at most: those whose steps the others leave most open. (Fourteen fields of
-benchmarks.tuning.synthetic, three draws of 1% noise each: plans that were not tried come at worst 4.2% off, 2.8% in the
-mean over fields; with two of the best of other kinds of layouts 36% and 6.3%.)"""
+"""Plans that run a lap for the fit's sake, at most: those whose steps the others leave most open. (Plans that were not
+tried come at worst 4.2% off in `python -m benchmarks.tuning.synthetic`; with the best of two other kinds of layouts in
+their place it was 36%.)"""
 
 LESS = 0.98
 """Memory that plans may have, of what one that ran out of it was predicted to need."""

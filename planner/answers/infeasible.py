@@ -14,11 +14,8 @@ from ..plan.legality import divisors
 from ..plan.making import make_plan
 from ..plan.pin_texts import in_words
 from ..plan.pins import Pins
-from ..plan.schedules import is_chunked
 from ..plan.shape import Shape
 from ..solve.explore import Explorer, Outcome
-from ..solve.nodes import Solved
-from ..solve.scan import scan, simulated_s
 from ..solve.space import Space
 from .blame import blamed
 from .explain import does_not_fit
@@ -34,6 +31,7 @@ from .fitting import (
     fits,
     frugal_shapes,
     smallest_cluster,
+    solved,
     state_and_room,
 )
 from .verdict import LATE, Verdict, not_legal
@@ -237,12 +235,12 @@ def offloaded(explorer: Explorer, pins: Pins) -> Offloaded | None:
         if priced.fits:
             lean.append((priced.step_time_s, len(lean), shape))
     fastest = [shape for _, _, shape in sorted(lean)[:OFFLOADED_TRIED]]
-    solved = [found for found in (_solved(explorer, shape, pins) for shape in fastest) if found is not None]
-    if not solved:
+    each = [found for found in (solved(explorer, shape, pins) for shape in fastest) if found is not None]
+    if not each:
         return None
-    best = min(solved, key=lambda found: found.seconds)
+    best = min(each, key=lambda found: found.seconds)
     for shape in _larger(best.shape, pins):
-        found = _solved(explorer, shape, pins)
+        found = solved(explorer, shape, pins)
         if found is None:
             break
         best = min(best, found, key=lambda each: each.seconds)
@@ -261,12 +259,3 @@ def _larger(shape: Shape, pins: Pins) -> Iterator[Shape]:
         if micro_batch > shape.micro_batch and enough and pins.allows("micro_batch", micro_batch):
             sync = shape.gradient_sync if count > 1 else "last"
             yield replace(shape, micro_batch=micro_batch, num_microbatches=count, gradient_sync=sync)
-
-
-def _solved(explorer: Explorer, shape: Shape, pins: Pins) -> Solved | None:
-    """The best assignment of a shape, if it fits."""
-    if is_chunked(shape.schedule):
-        return None
-    prices = explorer.priced(shape, pins.recompute, pins.reshard, pins.offered)
-    found = scan(prices)
-    return None if found is None else Solved(shape, prices, found, simulated_s(prices, found))
