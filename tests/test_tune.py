@@ -210,6 +210,8 @@ def test_what_was_asked_for_leaves_nothing_open(chosen: SearchResult) -> None:
     known = [first, *(others[i] for i in asked)]
     assert most_open(CLUSTER.device, PROFILE, known, others, 9, noise=0.02) == []
     assert most_open(CLUSTER.device, PROFILE, [first], others, 1, noise=0.02) == asked[:1]
+    twins = [others[asked[0]]] * 2
+    assert len(most_open(CLUSTER.device, PROFILE, [first], twins, 9, noise=0.02)) == 1
     assert most_open(CLUSTER.device, PROFILE, [first], others, 9, names=(), noise=0.02) == []
 
 
