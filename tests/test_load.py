@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.profiler.model import hugging_face
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import split_inputs
 
@@ -209,16 +208,3 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: py
 
     with pytest.raises(ValueError, match=r"pip install 'meshwright\[hf\]'"):
         load_model(tmp_path)
-
-
-def test_scipy_waits_until_a_loss_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("scipy")
-    for name in [name for name in sys.modules if name.startswith("scipy.optimize")]:
-        monkeypatch.delitem(sys.modules, name)
-
-    with hugging_face._without_scipy():
-        from scipy.optimize import linear_sum_assignment
-    before = "scipy.optimize" in sys.modules
-
-    assert not before
-    assert [list(found) for found in linear_sum_assignment([[4, 1], [1, 4]])] == [[0, 1], [1, 0]]

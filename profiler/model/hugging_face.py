@@ -1,14 +1,11 @@
 """A Hugging Face config.json as a model: its architecture, and micro-batches and a loss such as its head takes."""
 
-import importlib.util
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..document import parsed
@@ -133,7 +130,7 @@ def _architecture(transformers: Any, document: dict[str, Any], path: Path) -> An
         name = next((found if isinstance(found, str) else found[0] for found in known), None)
     if name is None:
         raise ValueError(f'{path} has no "architectures"; add for example "architectures": ["LlamaForCausalLM"]')
-    with without_garbage_collection(), _without_scipy(), _quiet_torchao():
+    with without_garbage_collection(), _quiet_torchao():
         architecture = getattr(transformers, name, None)
     if architecture is None:
         raise ValueError(
@@ -141,24 +138,6 @@ def _architecture(transformers: Any, document: dict[str, Any], path: Path) -> An
             "write a model.py that builds it"
         )
     return architecture
-
-
-@contextmanager
-def _without_scipy() -> Iterator[None]:
-    """Every model of transformers imports scipy.optimize, for the one function by which losses of object detection
-    match boxes. An eighth of all time to import goes into that; here it waits until the function is called."""
-    name = "scipy.optimize"
-    if name in sys.modules or importlib.util.find_spec("scipy") is None:
-        yield
-        return
-    stand_in = ModuleType(name)
-    stand_in.linear_sum_assignment = _linear_sum_assignment  # type: ignore[attr-defined]
-    sys.modules[name] = stand_in
-    try:
-        yield
-    finally:
-        if sys.modules.get(name) is stand_in:
-            del sys.modules[name]
 
 
 @contextmanager
@@ -173,9 +152,3 @@ def _quiet_torchao() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
-    from scipy.optimize import linear_sum_assignment
-
-    return linear_sum_assignment(*args, **kwargs)
