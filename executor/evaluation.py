@@ -128,7 +128,7 @@ class Forwards:
                         stage.receive(handed.pop(stage.stage))
                     elif stage.stage:
                         stage.receive(self._received(stage, processes[stage.stage - 1], group))
-                    output = stage()
+                    output = stage.run()
                     if stage.stage + 1 in here:
                         handed[stage.stage + 1] = output
                     elif stage.stage + 1 < count:

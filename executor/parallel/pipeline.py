@@ -182,7 +182,7 @@ class _Hidden(nn.Module):
     def forward(self, *received: torch.Tensor) -> Any:
         """Run the stage."""
         self.module.receive(received)
-        return self.module()
+        return self.module.run()
 
 
 def _first(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

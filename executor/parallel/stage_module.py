@@ -123,10 +123,17 @@ class StageModule(nn.Module):
         """Give the tensors that cross the cut, in the plan's order, for the next forward."""
         self._received = tensors
 
+    def run(self) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """Crossing tensors for the next stage, or the scaled loss on the last one.
+
+        It is called with something: on GPUs fully_shard's hook fails for a module that is called with nothing (seen in
+        torch 2.11)."""
+        output: tuple[torch.Tensor, ...] | torch.Tensor = self(_QUEUED)
+        return output
+
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Crossing tensors for the next stage, or the scaled loss on the last one. Raises TypeError if it is given
-        arguments, as by a loop that calls `trainer.model`."""
-        if args or kwargs:
+        """Run the stage, for `run` alone. Raises TypeError for others, as a loop that calls `trainer.model`."""
+        if len(args) != 1 or args[0] is not _QUEUED or kwargs:
             raise TypeError(
                 "trainer.model is a stage of a pipeline, which cannot be called by itself: call trainer.step, "
                 "forward_backward, forward or evaluate on all ranks"
@@ -308,6 +315,9 @@ class _BoundaryTensors:
 
 
 _NOTHING = _BoundaryTensors({}, (), {})
+
+_QUEUED = object()
+"""What a stage is called with: it takes the next micro-batch of those that it was given."""
 
 
 def _words(producer: Producer) -> str:
