@@ -1,5 +1,6 @@
 """One rank with real kernels and no peers: it runs under every kind of plan, and its times make up a step."""
 
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.utils import _to_kwargs
 
 from benchmarks.one_gpu import proofs
-from benchmarks.one_gpu.__main__ import Failure, Row, markdown, rows_of
+from benchmarks.one_gpu.prepared import Failure
 from benchmarks.one_gpu.rank import RankRun, run_rank
+from benchmarks.one_gpu.table import Row, markdown, rows_of
+from meshwright.executor import trainer
+from meshwright.executor.measuring.one_rank import without_peers
 from meshwright.planner.answers.search import price_setup
 from meshwright.planner.cost.alone import composed_step_s, kernels_s
 from meshwright.planner.cost.estimate import estimate
@@ -20,6 +26,7 @@ from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import cluster_of, load_device
 from meshwright.profiler.model.load import load_model
 from meshwright.profiler.model.loaded import LoadedModel
+from meshwright.profiler.model.model_profile import ModelProfile
 from meshwright.profiler.model.trace import trace
 from support.cli import small_profile, some_plan
 
@@ -34,9 +41,9 @@ def gpt() -> tuple[LoadedModel, Any]:
     return small(), trace(small())
 
 
-def plan_of(words: str, device: str = "cpu") -> Plan:
-    """The small GPT on four devices."""
-    profile = gpt()[1]
+def plan_of(words: str, device: str = "cpu", profile: ModelProfile | None = None) -> Plan:
+    """The small GPT, or another model, on four devices."""
+    profile = profile or gpt()[1]
     training = TrainingSpec(global_batch=8, seq_len=profile.seq_len)
     candidate = price_setup(parse_setup(words, 4, 4), profile, cluster_of(load_device(device), 4), training)
     assert candidate.plan is not None, candidate.verdict
@@ -59,6 +66,34 @@ def test_a_rank_steps_without_its_peers(words: str, rank: int, stage: int) -> No
     assert (run.rank, run.stage, run.peak_bytes) == (rank, stage, None)
     assert run.step_s > 0
     assert not dist.is_initialized()
+
+
+def test_checks_that_are_left_out_keep_no_tensor() -> None:
+    spoiled = torch.full((3,), torch.nan)
+    kept = weakref.ref(spoiled)
+
+    with without_peers(0, 1):
+        trainer.check_finite(spoiled)  # type: ignore[arg-type, call-arg]
+        del spoiled
+
+        assert kept() is None
+
+
+def test_a_sharded_stage_steps_where_its_inputs_are_moved_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    untouched = FSDPState._root_pre_forward
+
+    def as_on_a_gpu(state: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = untouched(state, module, args, kwargs)
+        if state._state_ctx.iter_forward_root is not state:
+            return args, kwargs
+        moved, named = _to_kwargs(args, kwargs, torch.device("cpu"), False)
+        return moved[0], named[0]
+
+    monkeypatch.setattr(FSDPState, "_root_pre_forward", as_on_a_gpu)
+
+    run = run_rank(gpt()[0], plan_of("pp=2 schedule=1f1b fsdp"), 0, "cpu", steps=1)
+
+    assert run.step_s > 0
 
 
 @pytest.mark.slow
@@ -85,11 +120,13 @@ def test_a_wrong_gradient_of_attention_is_no_proof(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("words", ["fsdp", "pp=2 schedule=1f1b"])
 def test_memory_of_a_rank_on_a_gpu_is_what_is_predicted(words: str) -> None:
-    plan = plan_of(words, "h100-80gb")
+    loaded = load_model(GPT)
+    profile = trace(loaded)
+    plan = plan_of(words, "h100-80gb", profile)
 
-    run = run_rank(gpt()[0], plan, 0, "cuda", steps=2)
+    run = run_rank(loaded, plan, 0, "cuda", steps=2)
 
-    assert run.peak_bytes == pytest.approx(estimate(plan, gpt()[1]).memory[0].allocated_bytes, rel=0.25)
+    assert run.peak_bytes == pytest.approx(estimate(plan, profile).memory[0].allocated_bytes, rel=0.05)
 
 
 PLANS = {
@@ -139,8 +176,11 @@ def test_a_slow_stage_slows_the_whole_pipeline_and_a_missing_one_leaves_it_open(
 def test_the_table_has_every_rank_that_ran_and_why_others_did_not() -> None:
     plan, profile = PLANS["GPipe"], small_profile()
     found = estimate(plan, profile)
-    runs = [RankRun(stage, stage, kernels_s(plan, profile, found, stage), 2**30) for stage in (0, 1)]
-    rows: list[Row] = rows_of("m", "pp=2", plan, found, profile, runs)
+    runs = [
+        RankRun(stage, stage, kernels_s(plan, profile, found, stage), None, 2**30, 2**31, 1.06 * 2**30)
+        for stage in (0, 1)
+    ]
+    rows: list[Row] = rows_of("m", "pp=2", plan, profile, runs)
 
     table = markdown(rows, [Failure("m", "tp=3", "not legal: 3 heads")], "a device", 4)
 
