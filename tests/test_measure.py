@@ -82,7 +82,7 @@ def test_every_plan_takes_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_failure_leaves_the_others_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: StageModule) -> None:
+    def fail(self: StageModule, *_: Any) -> None:
         raise ValueError("no stage today")
 
     monkeypatch.setattr(StageModule, "forward", fail)

@@ -116,10 +116,10 @@ def test_a_rank_that_fails_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyP
     loaded, _ = small_gpt()
     forward = StageModule.forward
 
-    def fail(self: StageModule) -> Any:
+    def fail(self: StageModule, *given: Any) -> Any:
         if self.stage == 1:
             raise ValueError("no more\nof this")
-        return forward(self)
+        return forward(self, *given)
 
     monkeypatch.setattr(StageModule, "forward", fail)
 

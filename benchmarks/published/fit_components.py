@@ -354,6 +354,10 @@ def _toml(tables: Mapping[str, Mapping[str, Mapping[str, Rates]]], parts: Sequen
         generations, backward = generations_of(family, parts, attention)
         lines += ["", f"[{family}]", f'source = "{_SOURCE}"', f"backward = {backward:.3g}"]
         lines += ["", f"[{family}.generations]", *(f"{name} = {speed:.3g}" for name, speed in generations.items())]
+        unaligned = kernels.families()[family].unaligned  # measured apart, by benchmarks.one_gpu.products
+        if unaligned.model_fields_set:
+            lines += ["", f"[{family}.unaligned]", f"odd = {unaligned.odd}", f"even = {unaligned.even}"]
+            lines += [f'source = "{unaligned.source}"']
         for table, by_dtype in kinds.items():
             for dtype, rates in by_dtype.items():
                 lines += ["", f"[{family}.{table}{'.' if dtype else ''}{dtype}]"]

@@ -48,6 +48,8 @@ the first micro-batch on, torchao casts shards before it gathers them."""
 
 LOW_PRECISIONS = ("fp8", "fp4")
 
+HALVES = ("bf16", "fp16")
+
 OF_WEIGHTS = ("mm", "addmm", "_grouped_mm")
 """Matmuls that low precision is for: of weights; those inside attention stay in bf16."""
 
@@ -326,6 +328,10 @@ def _products_s(
     groups = amounts.groups[mask] if amounts.groups.size else np.ones_like(rows)
     peak, usual = device.flops[dtype], family.products["bf16" if dtype in LOW_PRECISIONS else dtype]
     seconds = product_s(rows, inner, columns, device, dtype, peak, family.products[dtype], groups)
+    if dtype in HALVES:  # outputs and inputs of weights lie contiguous, whichever of the three products it is
+        outputs_or_inner = np.where(table.parts[2][mask][:, None] > 0.0, rows, inner)
+        share = family.unaligned.share((outputs_or_inner, columns))
+        seconds /= np.where(table.is_of_weights[mask][:, None], share, 1.0)
     banks = (groups > 1.0).any(axis=1)
     if banks.any() and dtype in family.experts:
         sides = rows[banks], inner[banks], columns[banks], groups[banks]

@@ -43,6 +43,9 @@ LONG_S = 5e-4
 SIZES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp8": 1.0, "fp8_block": 1.0, "fp4": 0.5625}
 """Bytes of an element as products read it: fp4 with an 8-bit scale for each 16 elements."""
 
+SIDES_ALIGNED = 8
+"""Elements of 16 bits that tensor cores load at a time: sides of which this is no divisor are loaded in pieces."""
+
 QUERY_TILE = 128
 """Queries that one tile of attention works on."""
 
@@ -61,6 +64,23 @@ class ProductRates(Frozen):
         default=0.0, ge=0, le=12, description="bytes moved for each element of the activations that are cast before it"
     )
     power: float = Field(ge=0, le=0.6, description="share that a long product takes longer, as the clock falls")
+
+
+class UnalignedRates(Frozen):
+    """Speed of 16-bit products of weights with inputs or outputs that are no multiple of SIDES_ALIGNED, over that of
+    others: a vocabulary of 50,257, say. 1 where it was not measured."""
+
+    odd: float = Field(default=1.0, ge=0.02, le=1, description="where one of the two is odd")
+    even: float = Field(default=1.0, ge=0.02, le=1, description="where both are even")
+    source: str = Field(default="not measured", description="where the numbers come from")
+
+    def share(self, sides: Sequence[Floats]) -> Floats:
+        """Of the speed, of products with these sides that lie contiguous in memory: [shape]."""
+        whole = [np.ceil(side) for side in sides]
+        odd = np.any([side % 2 == 1 for side in whole], axis=0)
+        aligned = np.all([side % SIDES_ALIGNED == 0 for side in whole], axis=0)
+        share: Floats = np.where(aligned, 1.0, np.where(odd, self.odd, self.even))
+        return share
 
 
 class AttentionRates(Frozen):
@@ -151,6 +171,7 @@ class KernelFamily(Frozen):
     experts: dict[str, ExpertRates] = Field(default={})
     rings: RingRates | None = None
     exchange: ExchangeRates | None = None
+    unaligned: UnalignedRates = UnalignedRates()
     backward: float = Field(default=0.8, ge=0.4, le=1, description="speed of attention's backward over its forward's")
     generations: dict[str, float] = Field(
         default={}, description="speed of attention by the generation of its kernel, over that of the rates"
