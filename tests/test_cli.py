@@ -79,7 +79,7 @@ def test_planning_says_its_assumptions_and_writes_the_plan(saved: str, capsys: p
     assert "h100-80gb: no GPU here; --device changes it" in said
     assert "global batch 64: 8 samples per GPU; --global-batch changes it" in said
     assert "64 tokens per sample: the model's own; --seq-len changes it" in said
-    for part in ("tokens/s", "MFU", "memory every GPU", "instead", "proof", "wrote plan.json", "run torchrun"):
+    for part in ("tokens/s", "MFU", "memory stage 0", "instead", "proof", "wrote plan.json", "run torchrun"):
         assert part in said
 
 

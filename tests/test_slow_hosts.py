@@ -218,8 +218,9 @@ def replan(folder: Path, *more: str) -> int:
 
 
 def test_a_pipeline_moves_layers_away_from_a_slow_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint_of(tmp_path, PIPELINE)
-    write_run(tmp_path / "run.jsonl", PIPELINE, computed(PIPELINE, {2: THIRD, 3: THIRD}))
+    busy = some_plan(pipeline=2, replicate=2, per_host=2, micro_batches=24)  # layers that no host keeps waiting
+    checkpoint_of(tmp_path, busy)
+    write_run(tmp_path / "run.jsonl", busy, computed(busy, {2: THIRD, 3: THIRD}))
 
     assert replan(tmp_path, "--pin", "pipeline=2", "--pin", "schedule=1f1b", "--time-limit", "10") == 0
 
@@ -230,10 +231,10 @@ def test_a_pipeline_moves_layers_away_from_a_slow_host(tmp_path: Path, capsys: p
     shown = " ".join(capsys.readouterr().out.split())
     assert "host 1 (ranks 2, 3) computes 1.50 times as long as the others (1.50 to 1.50 at 95%" in shown
     assert "as it is DDP 2 + PP 2 (GPipe) 4 2.00 s" in shown
-    assert re.search(r"with host 1 .*?PP 2 \(1F1B\) 4 \d+ ms \d+ steps without host 1 PP 2 \(1F1B\) 2 [\d.]+ s", shown)
+    assert re.search(r"with host 1 .*?PP 2 \(1F1B\) 4 \d+ ms \d+ steps without host 1 PP 2 \(1F1B\) 2 \d+ ms", shown)
     assert re.search(r"; it pays after \d+ steps: \d+ ms a step beside 2.00 s measured before", shown)
     assert "start the hosts in the same order as before" in shown
-    assert "5 layers in 1 stage on h100-80gb of host 0" in shown
+    assert "6 layers in 1 stage on h100-80gb of host 0" in shown
 
 
 def test_the_ways_to_go_on_are_told_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -392,6 +393,6 @@ def test_a_search_that_ends_early_leaves_the_plan_as_it_is_and_what_does_not_fit
     assert ways.chosen.pays.startswith("it does not pay: 2.00 s a step, within 2% of the plan as it is")
     assert kept_to.best.plan.degrees.tensor == 4
     assert kept_to.chosen.pays_after is None
-    assert kept_to.chosen.pays.startswith("it does not pay: 4.")
+    assert kept_to.chosen.pays.startswith("it does not pay: 7.")
     assert ways.rows[2].step_s is None
     assert ways.rows[2].pays == "does not fit by 6.3 GiB"

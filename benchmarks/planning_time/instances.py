@@ -75,7 +75,8 @@ def instance(seed: int) -> Instance:
     draw = random.Random(seed)
     classes = [_layer_class(draw, f"c{i}") for i in range(draw.randint(1, 3))]
     order = [draw.randrange(len(classes)) for _ in range(draw.choice((2, 2, 3, 3, 4, 5)))]
-    device = _device(draw)
+    issuing = random.Random(f"host {seed}").choice((0.0, 0.0, 2e-5, 1e-4))
+    device = _device(draw).model_copy(update={"dispatch": issuing})
     hosts, per_host = draw.choice(CLUSTERS)
     network = Link(bandwidth=draw.choice((1e9, 50e9)), latency=1e-5)
     group = HostGroup(count=hosts, devices_per_host=per_host, device=device, link=device.link)

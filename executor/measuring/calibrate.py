@@ -254,7 +254,10 @@ def print_calibration(console: Console, found: Calibration) -> None:
     lines.append(
         f"  memory, best        {device.bandwidth / 1e9:.1f} GB/s, {device.bandwidth_efficiency:.0%} in additions"
     )
-    lines.append(f"  smallest kernel     {format_seconds(device.launch)}")
+    if device.dispatch:
+        lines.append(f"  host, per operator  {format_seconds(device.dispatch)}")
+    else:
+        lines.append(f"  smallest kernel     {format_seconds(device.launch)}")
     if found.num_ranks > 1:
         lines.append(
             f"  link                {device.link.bandwidth / 1e9:.3g} GB/s, {format_seconds(device.link.latency)}"

@@ -12,6 +12,7 @@ from ...profiler.machine.cluster import Device, MatmulSample
 from ...profiler.model.model_profile import Amount, Costs, OpProfile
 from ..plan.document import Recompute, parts_of
 from .elementwise import Values
+from .host_cost import RECOMPUTED
 from .kept import kept
 from .kernels import KernelFamily, attention_s, bank_products_s, family_of, product_s
 
@@ -59,15 +60,20 @@ SELECTIVELY_KEPT = ("matmul", "attention")
 
 @dataclass(frozen=True)
 class Seconds:
-    """Compute time of one layer for one micro-batch. repeated: what recompute repeats of the forward: all of
-    it ("full"), all but matmuls and attention ("selective"), or unfused attention only ("attention"); within: the same
-    of each of its parts, by name."""
+    """Compute time of one layer for one micro-batch: no pass is shorter than the host takes to issue its operators.
+
+    repeated: what recompute repeats of the forward: all of it ("full"), all but matmuls and attention ("selective"), or
+    unfused attention only ("attention"); within: the same of each of its parts, by name. host_forward, host_backward:
+    what the host takes. waiting: of both passes, what the device waits for it."""
 
     forward: float
     repeated: dict[Recompute, float]
     backward_input: float
     backward_weight: float
     within: dict[str, float] = field(default_factory=dict)
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+    waiting: float = 0.0
 
     def again(self, recompute: Recompute) -> float:
         """Seconds that a recompute runs again."""
@@ -206,12 +212,22 @@ def layer_seconds_of_each(
     table = _table_of_layer(costs)
     seconds = _operators_s(table, as_run(table, batches_at(batches, tensor)), device, precision, element_bytes)
     found = []
-    for parts, repeats in zip((table.parts @ seconds).T.tolist(), (table.repeats @ seconds).T.tolist(), strict=True):
+    issued_s = device.dispatch * table.counts
+    passes_s, again_s = table.parts @ issued_s, table.repeats @ issued_s
+    again_s = np.where(again_s > 0.0, again_s + device.dispatch * RECOMPUTED, 0.0)
+    host_forward, host_backward = float(passes_s[0]), float(passes_s[1] + passes_s[2])
+    kernels_s = table.parts @ seconds
+    parts_s = np.maximum(kernels_s, passes_s[:, None]).T.tolist()
+    waiting_s = np.maximum(passes_s[:, None] - kernels_s, 0.0).sum(axis=0).tolist()
+    repeats_s = np.maximum(table.repeats @ seconds, again_s[:, None]).T.tolist()
+    for parts, repeats, waiting in zip(parts_s, repeats_s, waiting_s, strict=True):
         forward, backward_input, backward_weight = parts
         attention, selective, full, *of_parts = repeats
         repeated: dict[Recompute, float] = {"none": 0.0, "attention": attention, "selective": selective, "full": full}
         within = dict(zip(table.part_names, of_parts, strict=True))
-        found.append(Seconds(forward, repeated, backward_input, backward_weight, within))
+        found.append(
+            Seconds(forward, repeated, backward_input, backward_weight, within, host_forward, host_backward, waiting)
+        )
     return found
 
 

@@ -9,12 +9,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...profiler.machine.cluster import Device
 from ...profiler.model.model_profile import Costs, ModelProfile
 from ..plan.document import Axis
 from ..plan.shape import Shape
 from ..plan.training import TrainingSpec
 from .comm_cost import GroupLinks, collective_s
 from .compute_cost import Seconds
+from .host_cost import FORWARD, SHARDED_UNIT
 from .kept import kept, memo_by
 from .kinds import Kind, kept_with_last
 from .peak import Arrivals
@@ -61,6 +63,10 @@ class CrossingModel(Protocol):
         """The training stack."""
 
     @property
+    def device(self) -> Device:
+        """Every device, as the stack uses it."""
+
+    @property
     def kinds(self) -> Sequence[Kind]:
         """[layer] -> its kind."""
 
@@ -96,10 +102,16 @@ class Crossings:
 
     @memo_by(lambda _, shape: (work_of(shape), shape.pipeline, shape.virtual_stages))
     def _call_s(self, shape: Shape) -> float:
-        """Seconds that a device waits for the host to send a micro-batch through a stage: none where an average stage
-        computes as long, for then the host is ahead of it."""
-        pass_s = sum(count * self._model.compute(kind, shape).forward for kind, count in self._counts.items())
-        return max(0.0, self._model.software.host_stage_s - pass_s / (shape.pipeline * shape.virtual_stages))
+        """Seconds that a device waits for the host to send a micro-batch through a stage: none where the host is as far
+        ahead after an average stage, for the device computes longer than it takes to issue."""
+        ahead_s = sum(count * self._ahead_s(kind, shape) for kind, count in self._counts.items())
+        return max(0.0, self._model.software.host_stage_s - ahead_s / (shape.pipeline * shape.virtual_stages))
+
+    def _ahead_s(self, kind: Kind, shape: Shape) -> float:
+        """Seconds by which the host comes ahead of the device in a layer's forward; in a unit that is sharded, whatever
+        the shape says, for what crosses does not depend on how data is split."""
+        seconds, each_s = self._model.compute(kind, shape), self._model.device.dispatch
+        return max(0.0, seconds.forward - seconds.host_forward - FORWARD * SHARDED_UNIT * each_s)
 
     def _on_slices(self, kind: Kind, shape: Shape) -> bool:
         return self._model.mode(kind, shape)[0] == "sequence"

@@ -297,7 +297,7 @@ def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float)
     slowest = max(stages, key=lambda stage: num_microbatches * stage.cost.microbatch_s + stage.cost.once_s)
     layers = slowest.layers
     per_microbatch = {
-        "compute": sum(c.forward_s + c.backward_s for c in layers),
+        "compute": sum(c.forward_s + c.backward_s - c.host_s for c in layers),
         "recompute": sum(c.recompute_s for c in layers),
         "tensor": sum(c.tensor_forward_s + c.tensor_backward_s for c in layers),
         "data": sum(c.data_forward_s + c.data_backward_s for c in layers),
@@ -308,6 +308,7 @@ def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float)
             "context": sum(c.context_forward_s + c.context_backward_s for c in layers),
             "expert": sum(c.expert_forward_s + c.expert_backward_s for c in layers),
             "offload": sum(c.offload_forward_s + c.offload_backward_s for c in layers),
+            "host": sum(c.host_s for c in layers),
         }.items()
         if seconds
     }

@@ -34,6 +34,7 @@ from .expert_cost import (
     routed_bytes,
     spread,
 )
+from .host_cost import hooks
 from .kept import kept, memo, memo_by
 from .kernels import ExchangeRates, family_of, rings_of
 from .kinds import Kind, kinds_of
@@ -460,6 +461,36 @@ class CostModel:
         routing_s = sum(self.software.host_routing_s(bank.count / expert, expert) for bank in banks)
         return self.software.host_layer_s + routing_s
 
+    def unhidden_host_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
+        """Seconds by which issuing the forward and the backward of a layer, with all that is around its operators,
+        takes longer than the device computes."""
+        return self._unhidden_host_s(kind, shape) if self.device.dispatch else (0.0, 0.0)
+
+    @memo_by(
+        lambda self, kind, shape: (
+            *self._as_run(kind, shape),
+            *(shape.samples, shape.num_microbatches, shape.sharded_over > 1, shape.context > 1, shape.expert > 1),
+            *(uses_fully_shard(shape, self.training), kind.is_in_root(shape)),
+        )
+    )
+    def _unhidden_host_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
+        found, layer_class, parts = self.compute(kind, shape), self.layer_class(kind), self.tensor_traffic(kind, shape)
+        wrapped, each_s = uses_fully_shard(shape, self.training), self.device.dispatch
+        autocast = self.training.is_mixed and not wrapped
+        more = hooks(
+            wrapped and not kind.is_in_root(shape),
+            shape.sharded_over > 1,
+            (found.host_forward / each_s, found.host_backward / each_s) if autocast else (0.0, 0.0),
+            (sum(part == "forward" for part, *_ in parts), sum(part == "backward" for part, *_ in parts)),
+            shape.context > 1 and any(op.kind == "attention" for op in layer_class.whole.operators),
+            len(layer_class.parameters),
+            len(self.kinds),
+            shape.num_microbatches,
+        )
+        ahead_s = found.host_forward + more.forward * each_s - found.forward
+        back_s = found.host_backward + more.backward * each_s - found.backward
+        return max(0.0, ahead_s), max(0.0, back_s)
+
     def accumulated_s(self, trainable: float, shape: Shape) -> float:
         """Seconds per micro-batch of adding new gradients to those of the micro-batches before: fp32, two reads and a
         write, of shards where they are reduced first."""
@@ -521,7 +552,9 @@ class CostModel:
         in_root = kind.is_in_root(shape)
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
         own, own_trainable = self.spread_of(kind, shape, kind.held_before(shape))
-        data = self._data(shape, resharded, own.reduced, own_trainable.reduced, seconds)
+        waiting_s = self.unhidden_host_s(kind, shape)
+        passes_s = seconds.forward + waiting_s[0], seconds.backward + waiting_s[1]
+        data = self._data(shape, resharded, own.reduced, own_trainable.reduced, passes_s)
         full = option.recompute == "full"
         kept, working = self.activation_bytes(kind, shape, option.recompute)
         uncast = full and not state.buffers and not uses_fully_shard(shape, self.training)
@@ -541,8 +574,8 @@ class CostModel:
         host_s = self.host_s(kind, shape)
         shard = shape.sharded_over
         return LayerCost(
-            forward_s=seconds.forward + host_s,
-            backward_s=seconds.backward + self.accumulated_s(trainable.gathered, shape) + host_s,
+            forward_s=passes_s[0] + host_s,
+            backward_s=passes_s[1] + self.accumulated_s(trainable.gathered, shape) + host_s,
             weight_s=seconds.backward_weight,
             recompute_s=seconds.again(option.recompute),
             tensor_forward_s=tensor.forward_s,
@@ -574,6 +607,7 @@ class CostModel:
             offload_forward_s=exposed_s(away_s, seconds.forward, 1.0, self.device.contention),
             offload_backward_s=exposed_s(away_s, seconds.backward, 1.0, self.device.contention),
             arrived_bytes=self._arrived_bytes(kind, shape, option),
+            host_s=seconds.waiting + sum(waiting_s),
         )
 
     def repeats_attention(self, kind: Kind, shape: Shape, recompute: Recompute) -> bool:
@@ -774,15 +808,15 @@ class CostModel:
         return amount_at(rows, shape.samples, tensor) * amount_at(columns, shape.samples, tensor)
 
     def _data(
-        self, shape: Shape, resharded: bool, moved: float, trainable: float, seconds: Seconds
+        self, shape: Shape, resharded: bool, moved: float, trainable: float, passes_s: tuple[float, float]
     ) -> DataSeconds[float]:
-        """Exposed seconds of gathers and gradient reductions of one layer; traffic.py counts them."""
+        """Exposed seconds of gathers and gradient reductions of one layer; traffic.py counts them. passes_s: of the
+        forward and the backward that they hide behind."""
         rates = self._data_rates(shape)
         return exposed_data_s(
             gather_s(moved, self.gathered_bytes, rates),
             reduce_s(trainable, self.software.gradient_bytes, float(shape.sharded_over), rates),
-            seconds.forward,
-            seconds.backward,
+            *passes_s,
             resharded,
             shape.gradient_sync == "every",
             self.data_overlap(shape),

@@ -34,7 +34,8 @@ class HeldParameter:
 class LayerCost:
     """One layer under one shape and option. Seconds per micro-batch unless `once_`; bytes on one rank.
 
-    weight_s: the part of backward_s that is for gradients of weights. kept_bytes: activations of one micro-batch, until
+    weight_s: the part of backward_s that is for gradients of weights. host_s: of both passes, what the device waits for
+    the host to issue them. kept_bytes: activations of one micro-batch, until
     the layer's backward, of which arrived_bytes come from earlier layers and count only because it is recomputed.
     held_bytes: compute copies of parameters, of which released_bytes are given back once
     gradients are reduced. accumulated_bytes: gradients before they are reduced, beyond their shards. root_bytes:
@@ -74,6 +75,7 @@ class LayerCost:
     offload_forward_s: float = 0.0
     offload_backward_s: float = 0.0
     arrived_bytes: float = 0.0
+    host_s: float = 0.0
 
     def reducing_bytes(self, behind: "LayerCost | None") -> float:
         """Bytes that are there only during the layer's turn in a pass that reduces gradients. behind: the next layer of

@@ -310,7 +310,7 @@ def _optimizer(device: Device, factor: float) -> Device:
 
 
 def _launch(device: Device, factor: float) -> Device:
-    return device.model_copy(update={"launch": device.launch * factor})
+    return device.model_copy(update={"launch": device.launch * factor, "dispatch": device.dispatch * factor})
 
 
 def _replica_overlap(device: Device, factor: float) -> Device:
@@ -340,7 +340,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("attention", ("attention_efficiency", "attention_backward_efficiency", "attention_speed"), 0.4, _attention),
     Knob("memory traffic", ("bandwidth_efficiency", "kernel_efficiency"), 0.4, _traffic),
     Knob("optimizer", ("kernel_efficiency",), 0.4, _optimizer),
-    Knob("launch", ("launch",), 0.5, _launch),
+    Knob("launch", ("launch", "dispatch"), 0.5, _launch),
     Knob("link bandwidth", ("link.bandwidth",), 0.3, _link("link", "bandwidth")),
     Knob("link latency", ("link.latency",), 1.0, _link("link", "latency")),
     Knob("network bandwidth", ("network.bandwidth",), 0.3, _link("network", "bandwidth")),

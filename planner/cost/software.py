@@ -118,6 +118,13 @@ class Software(Frozen):
     )
     step_s: float = Field(default=0.0, ge=0, le=3600, description="seconds that the host adds to each step")
     graphed: float = Field(default=0.0, ge=0, le=1, description="share of launches that are replayed from CUDA graphs")
+    dispatch: float = Field(
+        default=0.0,
+        ge=0,
+        le=10,
+        description="time that the host takes to issue an operator, over that of our executor in eager mode; 0: not "
+        "known, and taken for hidden",
+    )
     routing_s: float = Field(
         default=2e-3,
         ge=0,
@@ -204,6 +211,9 @@ class Software(Frozen):
         for field in ("fragmentation", "context", "communicator"):
             if getattr(self.memory, field) is not None:
                 changes[field] = getattr(self.memory, field)
+        issuing = self.dispatch * (1 - self.graphed)
+        if issuing != 1.0:
+            changes["dispatch"] = device.dispatch * issuing
         if self.graphed:
             replayed = min(device.launch, GRAPH_LAUNCH_S)
             changes["launch"] = self.graphed * replayed + (1 - self.graphed) * device.launch

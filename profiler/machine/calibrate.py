@@ -437,7 +437,9 @@ def fit_link(
 def fit_device(base: Device, measured: Measured, num_ranks: int, device_type: str) -> Device:
     """`base` with everything that was measured put in its place, each number with its source; the rest is base's own.
 
-    The peak of a dtype is the best rate that any matmul reached; bandwidth is the best that any kernel reached.
+    The peak of a dtype is the best rate that any matmul reached; bandwidth is the best that any kernel reached. What
+    the base prices by shape (its `kernels`) stays so, and small kernels of a GPU tell of its host: calls that follow
+    each other are as fast as it issues them.
     """
     numbers: dict[str, Any] = {"name": f"{base.name}-measured"}
     sources = {
@@ -452,17 +454,20 @@ def fit_device(base: Device, measured: Measured, num_ranks: int, device_type: st
         dtype: [(shape, 2.0 * math.prod(shape) / t.median_s) for shape, t in points]
         for dtype, points in measured.matmuls.items()
     }
+    by_shape = PRICED_BY_SHAPE if base.kernels else ()
     peaks = {dtype: max(rate for _, rate in points) for dtype, points in rates.items()}
+    kept = {dtype: base.flops[dtype] for dtype in by_shape if dtype in base.flops}
     samples = {dtype: tuple((*shape, rate / peaks[dtype]) for shape, rate in points) for dtype, points in rates.items()}
     matmul_timings = [t for points in measured.matmuls.values() for _, t in points]
     first = next(iter(rates))
     largest = max(math.prod(shape) for shape, _ in rates[first])
     large = [rate / peaks[first] for shape, rate in rates[first] if math.prod(shape) >= largest / 8]
-    put("flops", {**base.flops, **peaks}, matmul_timings, f"best rate of a matmul, of {', '.join(peaks)}")
+    own = ", ".join(dtype for dtype in peaks if dtype not in kept) or "none"
+    put("flops", {**base.flops, **peaks, **kept}, matmul_timings, f"best rate of a matmul, of {own}")
     put("matmul_efficiency", statistics.median(large), matmul_timings, f"median of the large matmuls in {first}")
     put(
         "matmul_samples",
-        samples,
+        {dtype: points for dtype, points in samples.items() if dtype not in kept},
         matmul_timings,
         "share of the peak by rows, inner and columns, operands' traffic in it",
     )
@@ -478,22 +483,23 @@ def fit_device(base: Device, measured: Measured, num_ranks: int, device_type: st
     put("kernel_efficiency", shares, traffic_timings, "share of the bandwidth by operator, or kind of operator")
     usual, _ = measured.traffic["add"]
     at_usual = _at(usual, [(moved, moved / timing.median_s) for moved, timing in measured.curve])
-    put(
-        "size_efficiency",
-        tuple((moved, min(1.0, moved / timing.median_s / at_usual)) for moved, timing in measured.curve),
-        [timing for _, timing in measured.curve],
-        f"speed of an addition by bytes moved, over that at {usual / _MIB:.0f} MiB, at most 1",
-    )
+    if device_type == "cpu":
+        put(
+            "size_efficiency",
+            tuple((moved, min(1.0, moved / timing.median_s / at_usual)) for moved, timing in measured.curve),
+            [timing for _, timing in measured.curve],
+            f"speed of an addition by bytes moved, over that at {usual / _MIB:.0f} MiB, at most 1",
+        )
     for part, name in (("forward", "attention_efficiency"), ("backward", "attention_backward_efficiency")):
         reached = [flops / timing.median_s / peaks[first] for flops, timing in measured.attention[part]]
         what = f"causal fused attention, {part}, {first}, share of the matmul peak"
         put(name, min(1.0, statistics.median(reached)), [t for _, t in measured.attention[part]], what)
-    put(
-        "launch",
-        measured.launch.median_s,
-        [measured.launch],
-        "one operator of tiny linear layers and ReLUs, both passes",
-    )
+    tiny = "one operator of tiny linear layers and ReLUs, both passes"
+    if device_type == "cpu":
+        put("launch", measured.launch.median_s, [measured.launch], tiny)
+    else:
+        of_models = OF_MODELS * measured.launch.median_s
+        put("dispatch", of_models, [measured.launch], f"{OF_MODELS:g} times {tiny}")
     if measured.collectives:
         link, factors = fit_link(measured.collectives, num_ranks)
         timings = [timing for points in measured.collectives.values() for _, timing in points]
@@ -504,6 +510,13 @@ def fit_device(base: Device, measured: Measured, num_ranks: int, device_type: st
         del sources["link"]
     return Device.model_validate({**dict(base), **numbers, "sources": sources})
 
+
+PRICED_BY_SHAPE = ("bf16", "fp16")
+"""Dtypes whose products a device with `kernels` prices by shape, as shares of the vendor's peak."""
+
+OF_MODELS = 2.0
+"""Time to issue an operator of a model, with views, casts and modules around it, over that of a tiny linear layer or
+ReLU: 40 us beside 20.3 us on the host of an H100 (benchmarks/one_gpu/results/host.md)."""
 
 _KEPT = "not measured, kept from preset"
 

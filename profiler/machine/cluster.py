@@ -117,6 +117,11 @@ class Device(Frozen):
         default=(), description="(bytes moved, speed of such large kernels over that of usual ones), where measured"
     )
     launch: _Time = Field(description="seconds that the smallest kernel takes")
+    dispatch: _Time = Field(
+        default=0.0,
+        description="seconds that the host takes to issue one operator of a model in eager mode, with the views, casts "
+        "and modules around it; 0 where the host itself computes",
+    )
     overlap: float = Field(ge=0, le=1, description="share of compute time behind which communication can hide")
     replica_overlap: _Fraction | None = Field(
         default=None, description="the same for gradients of whole replicas (DDP without a pipeline), if it differs"

@@ -1,0 +1,97 @@
+"""What the host takes to issue kernels: hidden where the device computes longer, and told where it does not."""
+
+import pytest
+
+from meshwright.planner.cost.compute_cost import layer_seconds
+from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.cost.host_cost import FORWARD, RECOMPUTED, SHARDED_UNIT
+from meshwright.planner.cost.layer_cost import CostModel
+from meshwright.planner.plan.making import make_plan
+from meshwright.planner.plan.shape import LayerOption, Shape
+from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.model.model_profile import ModelProfile
+from support.synthetic import cluster, costs, device, layer_class, profile
+
+DISPATCH = 1e-4
+HOST = device(dispatch=DISPATCH)
+TINY, LARGE = 1e6, 1e14
+"""FLOPs of a layer for a sample: 10 ns, and 1 s."""
+
+
+def model_of(flops: float) -> ModelProfile:
+    """Four equal layers with one product each, and two in the backward."""
+    return profile([layer_class("linear", flops, 1_000_000, saved=1e4, inputs=1e4)], [0] * 4, crossing=1e4)
+
+
+def spread(shard: int, num_microbatches: int = 1) -> Shape:
+    """Two devices with 4 samples each: sharded over both, or copies."""
+    return Shape(
+        data_replicate=2 // shard,
+        data_shard=shard,
+        tensor=1,
+        pipeline=1,
+        micro_batch=4 // num_microbatches,
+        num_microbatches=num_microbatches,
+    )
+
+
+def priced(flops: float, shape: Shape, dispatch: float = DISPATCH) -> Estimate:
+    """A plan of four of them."""
+    model, training = model_of(flops), TrainingSpec(global_batch=8, seq_len=64)
+    machine = cluster(on=device(dispatch=dispatch), per_host=2)
+    return estimate(make_plan(model, machine, training, shape, [[LayerOption()] * 4]), model)
+
+
+def test_a_pass_takes_no_less_than_the_host_takes_to_issue_it() -> None:
+    found = layer_seconds(costs(TINY, 1e4, 1e4, 0.0), HOST, "bf16", 2, 1, 1)
+
+    assert found.forward == found.host_forward == pytest.approx(DISPATCH)
+    assert found.backward == found.host_backward == pytest.approx(2 * DISPATCH)
+    assert found.again("full") == pytest.approx((1 + RECOMPUTED) * DISPATCH)
+    assert found.waiting == pytest.approx(found.forward + found.backward, rel=1e-2)
+
+
+def test_a_pass_that_computes_longer_hides_it() -> None:
+    found = layer_seconds(costs(LARGE, 1e4, 1e4, 0.0), HOST, "bf16", 2, 1, 1)
+    alone = layer_seconds(costs(LARGE, 1e4, 1e4, 0.0), device(), "bf16", 2, 1, 1)
+
+    assert (found.forward, found.backward, found.waiting) == (alone.forward, alone.backward, 0.0)
+
+
+def test_hooks_of_sharded_units_cost_small_layers_and_not_large_ones() -> None:
+    shape = spread(2)
+    training = TrainingSpec(global_batch=8, seq_len=64)
+    small, large = (CostModel(model_of(flops), cluster(on=HOST, per_host=2), training) for flops in (TINY, LARGE))
+
+    ahead_s, back_s = small.unhidden_host_s(small.kinds[0], shape)
+
+    assert ahead_s == pytest.approx(FORWARD * SHARDED_UNIT * DISPATCH)
+    assert back_s > (1 - FORWARD) * SHARDED_UNIT * DISPATCH
+    assert large.unhidden_host_s(large.kinds[0], shape) == (0.0, 0.0)
+
+
+def test_what_the_device_waits_for_is_told_apart_from_what_it_computes() -> None:
+    sharded, replicas = spread(2), spread(1)
+
+    waits, computes = priced(TINY, sharded), priced(LARGE, sharded)
+
+    assert waits.breakdown["host"] > 0.9 * waits.step_time_s
+    assert sum(waits.breakdown.values()) == pytest.approx(waits.step_time_s)
+    assert "host" not in computes.breakdown
+    assert priced(TINY, replicas).breakdown["host"] < 0.5 * waits.breakdown["host"]
+
+
+def test_micro_batches_are_issued_one_by_one_but_a_step_once() -> None:
+    one, four = (priced(TINY, spread(1, count)).breakdown["host"] for count in (1, 4))
+
+    assert one < four < 4 * one
+
+
+def test_a_host_that_is_not_known_keeps_nobody_waiting() -> None:
+    assert "host" not in priced(TINY, spread(2), dispatch=0.0).breakdown
+
+
+def test_stacks_of_which_nothing_was_measured_do_not_wait() -> None:
+    training = TrainingSpec(global_batch=8, seq_len=64, software="megatron-core")
+
+    assert CostModel(model_of(TINY), cluster(on=HOST, per_host=2), training).device.dispatch == 0.0
