@@ -148,8 +148,8 @@ def out_of_memory_message(plan: Plan, rank: int, num_elements: int, held: Device
         "optimizer": f"the plan is for {training.optimizer}: give that optimizer, one with less state, or plan again",
         "activations and gathered copies": "plan again with --pin recompute=full, a smaller --pin micro_batch=..., or "
         "a larger --memory-margin",
-        "fragmentation": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan again with a larger "
-        "--memory-margin",
+        "fragmentation": "set PYTORCH_ALLOC_CONF=expandable_segments:True before CUDA is used, as a trainer does "
+        "where it is the first to use it, or plan again with a larger --memory-margin",
         "outside of torch": "another process or library uses this GPU: end it, or plan again with a larger "
         "--memory-margin",
     }[item]

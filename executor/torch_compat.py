@@ -2,6 +2,7 @@
 
 import atexit
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +31,21 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """reduce_scatter_single(output, input, group=...); torch before 2.13 calls it reduce_scatter_tensor."""
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with what torch's allocator on GPUs is told; the second is the older one."""
+
+
+def grow_segments() -> None:
+    """Let torch's allocator on NVIDIA GPUs grow the pieces that it takes from the driver, instead of taking others.
+
+    Of a step's peak, 1% to 25% more had to be free without this on an H100, 1% to 3% with it (GPT-2 and BERT under FSDP
+    and HSDP; benchmarks/one_gpu/results/memory.md). It must be said before CUDA is used, and does nothing after; what
+    the user has said of the allocator stays.
+    """
+    if torch.version.cuda and not torch.cuda.is_initialized() and not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+
 
 _GLOO_THREADS, _LAST_WORDS_S = "pt_gloo_runloop", 5.0
 """What the system calls gloo's threads, and how long they may be waited for."""

@@ -2,6 +2,8 @@
 
 import pytest
 
+from meshwright.planner.answers.search import search
+from meshwright.planner.cost.bands import fewest_parameters, no_time_band
 from meshwright.planner.cost.compute_cost import layer_seconds
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.host_cost import FORWARD, RECOMPUTED, SHARDED_UNIT
@@ -9,6 +11,7 @@ from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
+from meshwright.profiler.machine.cluster import load_device
 from meshwright.profiler.model.model_profile import ModelProfile
 from support.synthetic import cluster, costs, device, layer_class, profile
 
@@ -18,9 +21,9 @@ TINY, LARGE = 1e6, 1e14
 """FLOPs of a layer for a sample: 10 ns, and 1 s."""
 
 
-def model_of(flops: float) -> ModelProfile:
+def model_of(flops: float, parameters: int = 1_000_000) -> ModelProfile:
     """Four equal layers with one product each, and two in the backward."""
-    return profile([layer_class("linear", flops, 1_000_000, saved=1e4, inputs=1e4)], [0] * 4, crossing=1e4)
+    return profile([layer_class("linear", flops, parameters, saved=1e4, inputs=1e4)], [0] * 4, crossing=1e4)
 
 
 def spread(shard: int, num_microbatches: int = 1) -> Shape:
@@ -95,3 +98,19 @@ def test_stacks_of_which_nothing_was_measured_do_not_wait() -> None:
     training = TrainingSpec(global_batch=8, seq_len=64, software="megatron-core")
 
     assert CostModel(model_of(TINY), cluster(on=HOST, per_host=2), training).device.dispatch == 0.0
+
+
+def test_published_runs_say_nothing_of_steps_that_wait_for_the_host() -> None:
+    model, training = model_of(TINY, fewest_parameters() // 3), TrainingSpec(global_batch=8, seq_len=64)
+    model = model.model_copy(update={"attention_modules": ("linear.0",)})
+    host = load_device("h100-80gb")
+
+    waits, does_not = (
+        search(model, cluster(on=host.model_copy(update={"dispatch": dispatch}), per_host=2), training).plan
+        for dispatch in (host.dispatch, 0.0)
+    )
+
+    assert waits.prediction is not None
+    assert waits.prediction.host_share > 0.5
+    assert "devices wait for their host" in no_time_band(waits)
+    assert no_time_band(does_not) == ""

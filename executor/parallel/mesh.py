@@ -23,7 +23,7 @@ from ...planner.cost.memory_cost import uses_fully_shard
 from ...planner.plan.document import AXES, Axis, Plan
 from ...planner.plan.making import shape_of
 from ...profiler.machine.local import preset_of
-from ..torch_compat import accelerator, default_store, end_after_gloo, joined_axes, side_by_side
+from ..torch_compat import accelerator, default_store, end_after_gloo, grow_segments, joined_axes, side_by_side
 from .expert_mesh import expert_mesh
 
 Mechanism = Literal["plain", "cast", "ddp", "fsdp"]
@@ -159,6 +159,7 @@ def connect(
     check_world_size(plan)
     device = torch.device(device) if device is not None else accelerator()
     if device.type == "cuda":
+        grow_segments()
         if device.index is None:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

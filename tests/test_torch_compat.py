@@ -1,0 +1,44 @@
+"""What torch is told before it uses a GPU."""
+
+import os
+
+import pytest
+import torch
+
+from meshwright.executor.torch_compat import grow_segments
+
+
+@pytest.fixture(autouse=True)
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build for NVIDIA GPUs, whose allocator nobody has told anything."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is gone after the test
+        monkeypatch.delenv(name)
+
+
+def test_pieces_of_memory_grow() -> None:
+    grow_segments()
+
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_the_user_has_said_of_the_allocator_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+
+    grow_segments()
+
+    assert os.environ[name] == "max_split_size_mb:512"
+    assert len({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ)) == 1
+
+
+def test_nothing_is_said_where_it_is_too_late_or_there_is_no_such_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as late:
+        late.setattr(torch.cuda, "is_initialized", lambda: True)
+        grow_segments()
+    with monkeypatch.context() as none:
+        none.setattr(torch.version, "cuda", None)
+        grow_segments()
+
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
