@@ -468,7 +468,7 @@ class CostModel:
 
     @memo_by(
         lambda self, kind, shape: (
-            *self._as_run(kind, shape),
+            *(kind, *self._as_run(kind, shape), shape.sequence),
             *(shape.samples, shape.num_microbatches, shape.sharded_over > 1, shape.context > 1, shape.expert > 1),
             *(uses_fully_shard(shape, self.training), kind.is_in_root(shape)),
         )
