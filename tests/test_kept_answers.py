@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import wraps
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any
 
@@ -16,12 +17,20 @@ import pytest
 from benchmarks.planning_time.brute_force import every_plan, instances
 from benchmarks.planning_time.instances import Instance, chunked_instance
 from meshwright import planner
+from meshwright.planner.answers.search import price_setup
 from meshwright.planner.cost import kept
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.pins import Pins
+from meshwright.planner.plan.setups import parse_setup
+from meshwright.planner.plan.training import TrainingSpec
 from meshwright.planner.solve.explore import Explorer
 from meshwright.planner.solve.space import Space
+from meshwright.profiler.machine.cluster import cluster_of, load_device
+from meshwright.profiler.model.load import load_model
+from meshwright.profiler.model.trace import trace
 from support import slow
+
+GPT = Path(__file__).parent.parent / "benchmarks" / "models" / "gpt.py"
 
 ASKED = list(instances(40, most_plans=250))
 INTERLEAVED = [chunked_instance(seed, "interleaved", memory) for seed in range(3) for memory in (2e9, 3e9)]
@@ -88,6 +97,23 @@ def test_methods_keep_what_they_would_find(asked: Instance, monkeypatch: pytest.
         explorer.explore(asked.pins, math.inf)
         for plan in islice(every_plan(asked), 0, 1_000, 25):
             estimate(plan, asked.profile)
+
+    assert wrong == set()
+
+
+def test_methods_keep_what_they_would_find_of_a_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are cut, between others that are not, on GPUs that wait for their hosts."""
+    small = load_model(GPT).small
+    assert small is not None
+    profile, cluster = trace(small()), cluster_of(load_device("h100-80gb"), 4)
+    training = TrainingSpec(global_batch=8, seq_len=profile.seq_len)
+    with asked_anew(monkeypatch) as wrong:
+        explorer = Explorer(profile, cluster, training)
+        for pins in (Pins(tensor=2), Pins(tensor=2, pipeline=2)):
+            explorer.explore(pins, math.inf)
+        for words in ("tp=2 sp=on", "tp=2", "tp=2 fsdp", "cp=2 fsdp", "ddp"):
+            made = price_setup(parse_setup(words, 4, 4), profile, cluster, training)
+            assert made.plan is not None, made.verdict
 
     assert wrong == set()
 
