@@ -78,20 +78,20 @@ def test_what_the_device_waits_for_is_told_apart_from_what_it_computes() -> None
 
     waits, computes = priced(TINY, sharded), priced(LARGE, sharded)
 
-    assert waits.breakdown["host"] > 0.9 * waits.step_time_s
+    assert waits.breakdown["launch"] > 0.9 * waits.step_time_s
     assert sum(waits.breakdown.values()) == pytest.approx(waits.step_time_s)
-    assert "host" not in computes.breakdown
-    assert priced(TINY, replicas).breakdown["host"] < 0.5 * waits.breakdown["host"]
+    assert "launch" not in computes.breakdown
+    assert priced(TINY, replicas).breakdown["launch"] < 0.5 * waits.breakdown["launch"]
 
 
 def test_micro_batches_are_issued_one_by_one_but_a_step_once() -> None:
-    one, four = (priced(TINY, spread(1, count)).breakdown["host"] for count in (1, 4))
+    one, four = (priced(TINY, spread(1, count)).breakdown["launch"] for count in (1, 4))
 
     assert one < four < 4 * one
 
 
 def test_a_host_that_is_not_known_keeps_nobody_waiting() -> None:
-    assert "host" not in priced(TINY, spread(2), dispatch=0.0).breakdown
+    assert "launch" not in priced(TINY, spread(2), dispatch=0.0).breakdown
 
 
 def test_stacks_of_which_nothing_was_measured_do_not_wait() -> None:
@@ -111,6 +111,6 @@ def test_published_runs_say_nothing_of_steps_that_wait_for_the_host() -> None:
     )
 
     assert waits.prediction is not None
-    assert waits.prediction.host_share > 0.5
-    assert "devices wait for their host" in no_time_band(waits)
+    assert waits.prediction.launch_share > 0.5
+    assert "GPUs wait for CPUs" in no_time_band(waits)
     assert no_time_band(does_not) == ""

@@ -148,7 +148,7 @@ def test_predicted_kernels_make_up_the_predicted_step(name: str) -> None:
 def test_kernels_are_all_of_a_step_but_communication_and_waiting() -> None:
     plan, profile = PLANS["FSDP"], small_profile()
     found = estimate(plan, profile)
-    items = [found.breakdown[name] for name in ("compute", "host", "recompute", "optimizer")]
+    items = [found.breakdown[name] for name in ("compute", "launch", "recompute", "optimizer")]
 
     assert kernels_s(plan, profile, found, 0) == pytest.approx(sum(items), rel=1e-9)
 

@@ -13,7 +13,7 @@ CAUSE_COLOURS = {
     "tensor": "orange",
     "context": "gold",
     "expert": "cyan",
-    "host": "ink2",
+    "launch": "ink2",
     "data": "rose",
     "pipeline": "slate",
     "optimizer": "green",

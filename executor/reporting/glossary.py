@@ -84,6 +84,11 @@ TERMS = (
     ),
     Term("ZB-H1", "A zero-bubble pipeline schedule that keeps no more activations than 1F1B."),
     Term("ZB-H2", "A zero-bubble pipeline schedule that idles less than ZB-H1 and keeps more activations."),
+    Term(
+        "launch",
+        "Time in which a GPU waits for the CPU, which launches its kernels one by one: small layers compute faster "
+        "than that. Larger micro-batches, fewer sharded units and compiled layers have less of it.",
+    ),
     Term("bubble", "Time in which a pipeline rank has nothing to compute: at the start and the end of a step."),
     Term(
         "offload",

@@ -21,7 +21,7 @@ CAUSES = {
     "context": "context-parallel communication",
     "expert": "exchange of tokens with experts",
     "offload": "waiting for the host's memory",
-    "host": "waiting for the host to issue kernels",
+    "launch": "waiting for the CPU to launch kernels",
     "data": "waiting for gradients and parameters",
     "pipeline": "pipeline bubble and waiting for stages",
     "optimizer": "optimizer step",

@@ -322,7 +322,7 @@ def prediction_of(found: Estimate) -> Prediction:
         stage_memory_bytes=tuple(stage.device_bytes for stage in found.memory),
         budget_bytes=found.memory[0].budget_bytes,
         stage_budget_bytes=tuple(s.budget_bytes for s in found.memory) if found.memory[0].device else (),
-        host_share=found.breakdown.get("host", 0.0) / found.step_time_s,
+        launch_share=found.breakdown.get("launch", 0.0) / found.step_time_s,
     )
 
 

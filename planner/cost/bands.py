@@ -85,8 +85,8 @@ def fewest_parameters() -> int:
     return int(_file()["runs"]["fewest_parameters"])
 
 
-MOST_HOST = 0.05
-"""Share of a step that waits for the host, above which published runs say nothing of how far off it is: steps of
+MOST_LAUNCH = 0.05
+"""Share of a step that waits for the CPU, above which published runs say nothing of how far off it is: steps of
 small models on an H100 were 38% off at the 90th percentile (benchmarks/one_gpu/results/host.md)."""
 
 USUAL_RISK = 0.05
@@ -116,14 +116,16 @@ def margin_at(risk: float, profile: ModelProfile, device: str) -> float | None:
 
 def no_time_band(plan: Plan) -> str:
     """Why a plan's step time has no band, as a clause, or "": as for `no_band`, or no published run is of one of its
-    devices, or it is the host that says how long it takes."""
+    devices, or it is the CPU that says how long it takes."""
     devices = [host.device.name for host in plan.cluster.hosts]
     others = [device for device in devices if device not in published_devices()]
-    waits = 0.0 if plan.prediction is None else plan.prediction.host_share
+    waits = 0.0 if plan.prediction is None else plan.prediction.launch_share
     if why := no_band(plan) or (f"no published run is of {others[0]}" if others else ""):
         return why
-    if waits > MOST_HOST:
-        return f"for {waits:.0%} of a step devices wait for their host, which those of published runs hardly do"
+    if waits > MOST_LAUNCH:
+        return (
+            f"GPUs wait for CPUs to launch kernels for {waits:.0%} of a step, which in published runs they hardly do"
+        )
     return ""
 
 

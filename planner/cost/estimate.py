@@ -292,6 +292,10 @@ def _memory(cost: StageCost, shape: Shape, model: CostModel, is_mixed: bool) -> 
     )
 
 
+_ROUNDING = 1e-9
+"""Of a step: what is left of it below this is none of its parts."""
+
+
 def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float) -> dict[str, float]:
     """Where the step goes, on the stage that computes longest; what it waits for others is `pipeline`."""
     slowest = max(stages, key=lambda stage: num_microbatches * stage.cost.microbatch_s + stage.cost.once_s)
@@ -308,14 +312,15 @@ def _breakdown(stages: list[_PricedStage], num_microbatches: int, step_s: float)
             "context": sum(c.context_forward_s + c.context_backward_s for c in layers),
             "expert": sum(c.expert_forward_s + c.expert_backward_s for c in layers),
             "offload": sum(c.offload_forward_s + c.offload_backward_s for c in layers),
-            "host": sum(c.host_s for c in layers),
+            "launch": sum(c.host_s for c in layers),
         }.items()
         if seconds
     }
     parts = {name: num_microbatches * seconds for name, seconds in per_microbatch.items()}
     parts["data"] += slowest.cost.once_s - slowest.cost.optimizer_s
     parts["optimizer"] = slowest.cost.optimizer_s
-    parts["pipeline"] = max(0.0, step_s - sum(parts.values()))
+    left_s = step_s - sum(parts.values())
+    parts["pipeline"] = left_s if left_s > _ROUNDING * step_s else 0.0
     return parts
 
 

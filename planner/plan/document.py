@@ -231,8 +231,8 @@ class Prediction(Frozen):
     stage_budget_bytes: tuple[NonNegativeFloat, ...] = Field(
         default=(), description="of every stage, where devices are unequal"
     )
-    host_share: NonNegativeFloat = Field(
-        default=0.0, description="of the step, that the busiest stage waits for its host to issue kernels"
+    launch_share: NonNegativeFloat = Field(
+        default=0.0, description="of the step, that the busiest stage waits for its CPU to launch kernels"
     )
 
     def budget_of(self, position: int) -> float:
