@@ -295,6 +295,37 @@ class LeanPipelineStage(PipelineStage):
         for infos in (self.args_recv_info[bwd_chunk_id], self.grad_recv_info.get(bwd_chunk_id, ())):
             _move_buffers(infos, torch.device("meta"))
 
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Backward of a micro-batch or a part of it. Before 2.13 torch's backward for inputs fails for an output that
+        has no gradient, and for an input that takes none or that no output comes from."""
+        if backward_type != "input" or not _EXPECTS_EVERY_GRADIENT:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        outputs, inputs, grads = (bwd_kwargs[name] for name in ("stage_output", "input_values", "output_grads"))
+        pairs = list(zip(outputs, grads or [None] * len(outputs), strict=True))
+        taken = [(output, grad) for output, grad in pairs if output.requires_grad]
+        nodes = [_node(output) for output, _ in taken]
+        found: list[torch.Tensor | None] = [None] * len(inputs)
+        reached = [
+            place
+            for place, given in enumerate(inputs)
+            if isinstance(given, torch.Tensor)
+            and given.requires_grad
+            and any(_reaches(node, {_node(given)}) for node in nodes)
+        ]
+        if not reached:
+            return tuple(found), []
+        given = {
+            "stage_output": tuple(output for output, _ in taken),
+            "output_grads": None if grads is None else tuple(grad for _, grad in taken),
+            "input_values": [inputs[place] for place in reached],
+        }
+        made, groups = super().backward_maybe_with_nosync(backward_type, given, last_backward)
+        for place, grad in zip(reached, made, strict=True):
+            found[place] = grad
+        return tuple(found), groups
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Backward of a micro-batch for weights, which its backward for inputs has put off.
 

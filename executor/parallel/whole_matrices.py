@@ -9,6 +9,7 @@ hands the new parameter to the others. Ranks share the work and the state as eve
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -61,6 +62,14 @@ def _tried(optimizer: Optimizer, options: dict[str, Any], ndim: int) -> str:
     return "no"
 
 
+def _like(value: Any, parameter: nn.Parameter) -> Any:
+    """A number, or a constant tensor, of an optimizer's state, for another parameter."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return copy.deepcopy(value)
+    own = value.to_local() if isinstance(value, DTensor) else value
+    return torch.full_like(parameter, own.flatten()[:1].sum().item())  # of a rank without a share: 0
+
+
 def _stepped(
     optimizer: Optimizer, options: dict[str, Any], start: torch.Tensor, gradients: Sequence[torch.Tensor]
 ) -> torch.Tensor:
@@ -68,6 +77,8 @@ def _stepped(
     parameter = nn.Parameter(start.clone())
     own = copy.copy(optimizer)
     own.state = defaultdict(dict)
+    for made in islice(optimizer.state.values(), 1):  # by the constructor, as Adagrad's before torch 2.13
+        own.state[parameter] = {name: _like(value, parameter) for name, value in made.items()}
     plain = {key: False for key in ("fused", "foreach", "capturable") if options.get(key)}
     rate = {"lr": 0.01} if "lr" in options else {}
     own.param_groups = [{**copy.deepcopy(options), **plain, **rate, "params": [parameter]}]
