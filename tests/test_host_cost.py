@@ -6,13 +6,13 @@ from meshwright.planner.answers.search import search
 from meshwright.planner.cost.bands import fewest_parameters, no_time_band
 from meshwright.planner.cost.compute_cost import layer_seconds
 from meshwright.planner.cost.estimate import Estimate, estimate
-from meshwright.planner.cost.host_cost import FORWARD, RECOMPUTED, SHARDED_UNIT
+from meshwright.planner.cost.host_cost import AUTOCAST_TRAFFIC, FORWARD, RECOMPUTED, SHARDED_UNIT
 from meshwright.planner.cost.layer_cost import CostModel
 from meshwright.planner.plan.making import make_plan
 from meshwright.planner.plan.shape import LayerOption, Shape
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import load_device
-from meshwright.profiler.model.model_profile import ModelProfile
+from meshwright.profiler.model.model_profile import Bytes, ModelProfile, OpProfile
 from support.synthetic import cluster, costs, device, layer_class, profile
 
 DISPATCH = 1e-4
@@ -51,14 +51,14 @@ def test_a_pass_takes_no_less_than_the_host_takes_to_issue_it() -> None:
     assert found.forward == found.host_forward == pytest.approx(DISPATCH)
     assert found.backward == found.host_backward == pytest.approx(2 * DISPATCH)
     assert found.again("full") == pytest.approx((1 + RECOMPUTED) * DISPATCH)
-    assert found.waiting == pytest.approx(found.forward + found.backward, rel=1e-2)
+    assert found.device_forward < 1e-2 * found.forward
 
 
 def test_a_pass_that_computes_longer_hides_it() -> None:
     found = layer_seconds(costs(LARGE, 1e4, 1e4, 0.0), HOST, "bf16", 2, 1, 1)
     alone = layer_seconds(costs(LARGE, 1e4, 1e4, 0.0), device(), "bf16", 2, 1, 1)
 
-    assert (found.forward, found.backward, found.waiting) == (alone.forward, alone.backward, 0.0)
+    assert (found.forward, found.backward) == (alone.forward, alone.backward)
 
 
 def test_hooks_of_sharded_units_cost_small_layers_and_not_large_ones() -> None:
@@ -66,11 +66,12 @@ def test_hooks_of_sharded_units_cost_small_layers_and_not_large_ones() -> None:
     training = TrainingSpec(global_batch=8, seq_len=64)
     small, large = (CostModel(model_of(flops), cluster(on=HOST, per_host=2), training) for flops in (TINY, LARGE))
 
-    ahead_s, back_s = small.unhidden_host_s(small.kinds[0], shape)
+    ahead_s, back_s, waiting_s = small.eager_s(small.kinds[0], shape)
 
     assert ahead_s == pytest.approx(FORWARD * SHARDED_UNIT * DISPATCH)
     assert back_s > (1 - FORWARD) * SHARDED_UNIT * DISPATCH
-    assert large.unhidden_host_s(large.kinds[0], shape) == (0.0, 0.0)
+    assert waiting_s == pytest.approx(ahead_s + back_s + 3 * DISPATCH, rel=1e-2)
+    assert large.eager_s(large.kinds[0], shape) == (0.0, 0.0, 0.0)
 
 
 def test_what_the_device_waits_for_is_told_apart_from_what_it_computes() -> None:
@@ -114,3 +115,26 @@ def test_published_runs_say_nothing_of_steps_that_wait_for_the_host() -> None:
     assert waits.prediction.launch_share > 0.5
     assert "GPUs wait for CPUs" in no_time_band(waits)
     assert no_time_band(does_not) == ""
+
+
+def test_autocast_moves_more_than_layers_in_16_bits() -> None:
+    norm = OpProfile(
+        name="native_layer_norm",
+        module="",
+        kind="norm",
+        part="forward",
+        flops=(0.0, 0.0, 0.0, 0.0),
+        moved=Bytes(elements=(0.0, 1e9, 0.0, 0.0)),
+    )
+    layer = layer_class("norm", 0.0, 1_000_000, saved=1e4, inputs=1e4)
+    layer = layer.model_copy(update={"whole": layer.whole.model_copy(update={"operators": (norm,)})})
+    model = CostModel(
+        profile([layer], [0] * 2, crossing=1e4), cluster(on=HOST, per_host=2), TrainingSpec(global_batch=8)
+    )
+    alone_s = model.compute(model.kinds[0], spread(1)).forward
+
+    replicas_s, _, _ = model.eager_s(model.kinds[0], spread(1))
+
+    assert alone_s == pytest.approx(4 * 2e9 / 1e12)
+    assert replicas_s == pytest.approx(AUTOCAST_TRAFFIC * alone_s)
+    assert model.eager_s(model.kinds[0], spread(2))[0] == 0.0

@@ -123,9 +123,7 @@ def no_time_band(plan: Plan) -> str:
     if why := no_band(plan) or (f"no published run is of {others[0]}" if others else ""):
         return why
     if waits > MOST_LAUNCH:
-        return (
-            f"GPUs wait for CPUs to launch kernels for {waits:.0%} of a step, which in published runs they hardly do"
-        )
+        return f"GPUs wait for CPUs to launch kernels for {waits:.0%} of a step, which in published runs they hardly do"
     return ""
 
 

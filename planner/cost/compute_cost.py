@@ -54,6 +54,9 @@ HALVES = ("bf16", "fp16")
 OF_WEIGHTS = ("mm", "addmm", "_grouped_mm")
 """Matmuls that low precision is for: of weights; those inside attention stay in bf16."""
 
+WIDENED = ("elementwise", "norm", "copy", "other")
+"""Kinds of operators that read and write what autocast keeps in fp32: norms, and what is added up between layers."""
+
 SELECTIVELY_KEPT = ("matmul", "attention")
 """Kinds of operators that selective recompute does not repeat."""
 
@@ -64,7 +67,8 @@ class Seconds:
 
     repeated: what recompute repeats of the forward: all of it ("full"), all but matmuls and attention ("selective"), or
     unfused attention only ("attention"); within: the same of each of its parts, by name. host_forward, host_backward:
-    what the host takes. waiting: of both passes, what the device waits for it."""
+    what the host takes. device_forward, device_backward: what the device's kernels take, of which widened_forward and
+    widened_backward are of operators that autocast runs in fp32, as if they were in 16 bits."""
 
     forward: float
     repeated: dict[Recompute, float]
@@ -73,7 +77,10 @@ class Seconds:
     within: dict[str, float] = field(default_factory=dict)
     host_forward: float = 0.0
     host_backward: float = 0.0
-    waiting: float = 0.0
+    device_forward: float = 0.0
+    device_backward: float = 0.0
+    widened_forward: float = 0.0
+    widened_backward: float = 0.0
 
     def again(self, recompute: Recompute) -> float:
         """Seconds that a recompute runs again."""
@@ -218,17 +225,27 @@ def layer_seconds_of_each(
     host_forward, host_backward = float(passes_s[0]), float(passes_s[1] + passes_s[2])
     kernels_s = table.parts @ seconds
     parts_s = np.maximum(kernels_s, passes_s[:, None]).T.tolist()
-    waiting_s = np.maximum(passes_s[:, None] - kernels_s, 0.0).sum(axis=0).tolist()
+    widened_s = table.parts @ (seconds * _are_widened(table)[:, None])
+    of_device = zip(kernels_s[0], kernels_s[1:].sum(axis=0), widened_s[0], widened_s[1:].sum(axis=0), strict=True)
     repeats_s = np.maximum(table.repeats @ seconds, again_s[:, None]).T.tolist()
-    for parts, repeats, waiting in zip(parts_s, repeats_s, waiting_s, strict=True):
+    for parts, repeats, own in zip(parts_s, repeats_s, of_device, strict=True):
         forward, backward_input, backward_weight = parts
         attention, selective, full, *of_parts = repeats
         repeated: dict[Recompute, float] = {"none": 0.0, "attention": attention, "selective": selective, "full": full}
         within = dict(zip(table.part_names, of_parts, strict=True))
         found.append(
-            Seconds(forward, repeated, backward_input, backward_weight, within, host_forward, host_backward, waiting)
+            Seconds(
+                *(forward, repeated, backward_input, backward_weight, within, host_forward, host_backward),
+                *map(float, own),
+            )
         )
     return found
+
+
+def _are_widened(table: OperatorTable) -> Flags:
+    """[operator] -> whether autocast runs it in fp32, or with what it runs in fp32."""
+    widened: Flags = np.array([kind in WIDENED for _, kind in table.kernels], dtype=bool)[table.kernel]
+    return widened
 
 
 def operator_s(op: OpProfile, device: Device, precision: str, element_bytes: int, batch: float, tensor: int) -> float:

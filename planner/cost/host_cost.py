@@ -22,6 +22,10 @@ FORWARD = 0.45
 AUTOCAST = 0.15
 """Casts of autocast, for each operator: DDP and one device in 16 bits."""
 
+AUTOCAST_TRAFFIC = 1.4
+"""Memory traffic of the device that autocast adds, over that in 16 bits of operators that run in fp32 with it: twice
+the bytes, and casts. 1.0 of GPT-2 and 1.8 of BERT on an H100 (busy seconds of DDP beside FSDP)."""
+
 EXCHANGE = 3.3
 """One exchange with tensor ranks, and the copies around it."""
 

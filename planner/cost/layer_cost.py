@@ -34,7 +34,7 @@ from .expert_cost import (
     routed_bytes,
     spread,
 )
-from .host_cost import hooks
+from .host_cost import AUTOCAST_TRAFFIC, hooks
 from .kept import kept, memo, memo_by
 from .kernels import ExchangeRates, family_of, rings_of
 from .kinds import Kind, kinds_of
@@ -461,10 +461,11 @@ class CostModel:
         routing_s = sum(self.software.host_routing_s(bank.count / expert, expert) for bank in banks)
         return self.software.host_layer_s + routing_s
 
-    def unhidden_host_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
-        """Seconds by which issuing the forward and the backward of a layer, with all that is around its operators,
-        takes longer than the device computes."""
-        return self._unhidden_host_s(kind, shape) if self.device.dispatch else (0.0, 0.0)
+    def eager_s(self, kind: Kind, shape: Shape) -> tuple[float, float, float]:
+        """What eager mode adds to the kernels of a layer in 16 bits: (seconds of the forward, those of the backward,
+        how much of both passes the device waits for the host). Autocast keeps much in fp32; and issuing a pass, with
+        all that is around its operators, may take longer than the device computes."""
+        return self._eager_s(kind, shape) if self.device.dispatch else (0.0, 0.0, 0.0)
 
     @memo_by(
         lambda self, kind, shape: (
@@ -473,7 +474,7 @@ class CostModel:
             *(uses_fully_shard(shape, self.training), kind.is_in_root(shape)),
         )
     )
-    def _unhidden_host_s(self, kind: Kind, shape: Shape) -> tuple[float, float]:
+    def _eager_s(self, kind: Kind, shape: Shape) -> tuple[float, float, float]:
         found, layer_class, parts = self.compute(kind, shape), self.layer_class(kind), self.tensor_traffic(kind, shape)
         wrapped, each_s = uses_fully_shard(shape, self.training), self.device.dispatch
         autocast = self.training.is_mixed and not wrapped
@@ -487,9 +488,16 @@ class CostModel:
             len(self.kinds),
             shape.num_microbatches,
         )
-        ahead_s = found.host_forward + more.forward * each_s - found.forward
-        back_s = found.host_backward + more.backward * each_s - found.backward
-        return max(0.0, ahead_s), max(0.0, back_s)
+        wider = AUTOCAST_TRAFFIC * autocast
+        ahead_s = found.device_forward + wider * found.widened_forward
+        back_s = found.device_backward + wider * found.widened_backward
+        host_ahead_s = found.host_forward + more.forward * each_s
+        host_back_s = found.host_backward + more.backward * each_s
+        return (
+            max(0.0, max(ahead_s, host_ahead_s) - found.forward),
+            max(0.0, max(back_s, host_back_s) - found.backward),
+            max(0.0, host_ahead_s - ahead_s) + max(0.0, host_back_s - back_s),
+        )
 
     def accumulated_s(self, trainable: float, shape: Shape) -> float:
         """Seconds per micro-batch of adding new gradients to those of the micro-batches before: fp32, two reads and a
@@ -552,8 +560,8 @@ class CostModel:
         in_root = kind.is_in_root(shape)
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
         own, own_trainable = self.spread_of(kind, shape, kind.held_before(shape))
-        waiting_s = self.unhidden_host_s(kind, shape)
-        passes_s = seconds.forward + waiting_s[0], seconds.backward + waiting_s[1]
+        ahead_s, back_s, waiting_s = self.eager_s(kind, shape)
+        passes_s = seconds.forward + ahead_s, seconds.backward + back_s
         data = self._data(shape, resharded, own.reduced, own_trainable.reduced, passes_s)
         full = option.recompute == "full"
         kept, working = self.activation_bytes(kind, shape, option.recompute)
@@ -607,7 +615,7 @@ class CostModel:
             offload_forward_s=exposed_s(away_s, seconds.forward, 1.0, self.device.contention),
             offload_backward_s=exposed_s(away_s, seconds.backward, 1.0, self.device.contention),
             arrived_bytes=self._arrived_bytes(kind, shape, option),
-            host_s=seconds.waiting + sum(waiting_s),
+            host_s=waiting_s,
         )
 
     def repeats_attention(self, kind: Kind, shape: Shape, recompute: Recompute) -> bool:

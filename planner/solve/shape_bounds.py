@@ -300,14 +300,14 @@ class ShapeBounds:
         computed = [model.compute(kind, shape) for kind in kinds]
         shards = [replace(shape, data_replicate=s.data_replicate, data_shard=s.data_shard) for s in columns.shards]
         host_s = np.array([model.host_s(kind, shape) for kind in kinds])[:, None]
-        waiting_s = np.array([[model.unhidden_host_s(kind, each) for each in shards] for kind in kinds])
-        ahead_waits_s, back_waits_s = np.moveaxis(waiting_s[:, columns.degree], 2, 0)
-        forward = np.array([seconds.forward for seconds in computed])[:, None] + ahead_waits_s
-        backward = np.array([seconds.backward for seconds in computed])[:, None] + back_waits_s
+        eager_s = np.array([[model.eager_s(kind, each)[:2] for each in shards] for kind in kinds])
+        eager_ahead_s, eager_back_s = np.moveaxis(eager_s[:, columns.degree], 2, 0)
+        forward = np.array([seconds.forward for seconds in computed])[:, None] + eager_ahead_s
+        backward = np.array([seconds.backward for seconds in computed])[:, None] + eager_back_s
         again = np.array([s.again(way) for s, way in zip(computed, ways, strict=True)])
         if leaves.anywhere:
             pass_s, ahead_s = self.least.passes_s(shape)[self.first_run[some]].T[:, :, None]
-            ahead, back = ahead_s + ahead_waits_s + host_s, pass_s - ahead_s + back_waits_s + host_s + again[:, None]
+            ahead, back = ahead_s + eager_ahead_s + host_s, pass_s - ahead_s + eager_back_s + host_s + again[:, None]
         else:
             more = [self._exchanged(family, columns, axis, recompute, some) for axis in AXES_OF_LAYERS]
             ahead = forward + host_s + sum(part[0] for part in more)
