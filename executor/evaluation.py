@@ -130,7 +130,7 @@ class Forwards:
                         stage.receive(self._received(stage, processes[stage.stage - 1], group))
                     output = stage.run()
                     if stage.stage + 1 in here:
-                        handed[stage.stage + 1] = output
+                        handed[stage.stage + 1] = tuple(output)  # no loss, for there is a next stage
                     elif stage.stage + 1 < count:
                         for tensor in output:
                             sent.append((dist.isend(tensor, processes[stage.stage + 1], group=group), tensor))
