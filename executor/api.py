@@ -204,15 +204,17 @@ class Planned:
     @property
     def notes(self) -> list[str]:
         """What could not be cut or recognised of the model, which of its parameters are not trained, what of the batch
-        keeps plans out, and whether fewer GPUs would nearly do; empty for a plan that was read from a file."""
+        keeps plans out, whether fewer GPUs would nearly do, and what padding would save; empty for a plan that was read
+        from a file."""
         return [] if self.result is None else [*joined_notes(self.profile.notes), *self._advice]
 
     @property
     def _advice(self) -> list[str]:
         from ..planner.answers.explain import batch_advice
+        from ..planner.answers.padding import padding
 
-        fewer = [] if self.fewer is None else [str(self.fewer)]
-        return [*filter(None, [self.profile.untrained]), *batch_advice(self.document), *fewer]
+        others = filter(None, (self.fewer, padding(self.document, self.estimate, self.profile)))
+        return [*filter(None, [self.profile.untrained]), *batch_advice(self.document), *map(str, others)]
 
     @cached_property
     def fewer(self) -> "Fewer | None":
