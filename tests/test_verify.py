@@ -100,8 +100,8 @@ def test_gradients_of_a_wrong_size_are_found(monkeypatch: pytest.MonkeyPatch) ->
     loaded, _ = small_gpt()
     forward = StageModule.forward
 
-    def twice(self: StageModule) -> Any:
-        output = forward(self)
+    def twice(self: StageModule, *given: Any) -> Any:
+        output = forward(self, *given)
         return output if isinstance(output, tuple) else output * 2
 
     monkeypatch.setattr(StageModule, "forward", twice)
