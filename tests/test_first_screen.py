@@ -14,6 +14,7 @@ from meshwright.planner.answers.search import Candidate, search
 from meshwright.planner.answers.verdict import Verdict, VerdictKind
 from meshwright.planner.cost.estimate import estimate
 from meshwright.planner.plan.document import Plan, Prediction
+from meshwright.planner.plan.pins import Pins
 from meshwright.planner.plan.training import TrainingSpec
 from meshwright.profiler.machine.cluster import ClusterSpec, cluster_of, load_device
 from support.cli import run_plan, small_profile, some_plan
@@ -60,8 +61,8 @@ def test_many_unlike_stages_are_few_rows_that_hold_all_of_them() -> None:
 
 
 def test_however_much_there_is_to_say_it_is_one_screen() -> None:
-    compiled = TrainingSpec(global_batch=64, software="fsdp2-compile")
-    plan = search(small_profile(), cluster_of(load_device("h100-80gb"), 8), compiled).plan
+    job, pins = TrainingSpec(global_batch=64), Pins(pipeline=1)
+    plan = search(small_profile(), cluster_of(load_device("h100-80gb"), 8), job, pins=pins).plan
     found = estimate(plan, small_profile())
     long = Verdict(VerdictKind.SLOWER, "a reason that goes on and on, " * 7, 0.1)
     layouts = [some_plan(tensor=8), some_plan(replicate=8), some_plan(shard=4, pipeline=2)] * 2
