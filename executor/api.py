@@ -210,11 +210,16 @@ class Planned:
 
     @property
     def _advice(self) -> list[str]:
-        from ..planner.answers.explain import batch_advice
+        from ..planner.answers.explain import batch_advice, launch_advice
         from ..planner.answers.padding import padding
 
         others = filter(None, (self.fewer, padding(self.document, self.estimate, self.profile)))
-        return [*filter(None, [self.profile.untrained]), *batch_advice(self.document), *map(str, others)]
+        return [
+            *filter(None, [self.profile.untrained]),
+            *batch_advice(self.document),
+            *launch_advice(self.document),
+            *map(str, others),
+        ]
 
     @cached_property
     def fewer(self) -> "Fewer | None":

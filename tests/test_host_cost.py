@@ -1,7 +1,10 @@
 """What the host takes to issue kernels: hidden where the device computes longer, and told where it does not."""
 
+from typing import Any
+
 import pytest
 
+from meshwright.planner.answers.explain import launch_advice
 from meshwright.planner.answers.search import search
 from meshwright.planner.cost.bands import fewest_parameters, no_time_band
 from meshwright.planner.cost.compute_cost import layer_seconds
@@ -138,3 +141,21 @@ def test_autocast_moves_more_than_layers_in_16_bits() -> None:
     assert alone_s == pytest.approx(4 * 2e9 / 1e12)
     assert replicas_s == pytest.approx(AUTOCAST_TRAFFIC * alone_s)
     assert model.eager_s(model.kinds[0], spread(2))[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "software", "told"),
+    [
+        ({"dispatch": 0.0}, "fsdp2-eager", True),
+        ({}, "fsdp2-eager", False),
+        ({"dispatch": 0.0}, "megatron-core", False),
+        ({"dispatch": 0.0, "name": "cpu-measured"}, "fsdp2-eager", False),
+    ],
+    ids=["an old file", "a preset", "a stack that nobody measured", "a CPU"],
+)
+def test_a_device_that_says_nothing_of_its_cpu_is_told(changes: dict[str, Any], software: str, told: bool) -> None:
+    host = load_device("h100-80gb").model_copy(update=changes)
+    training = TrainingSpec(global_batch=8, seq_len=64, software=software)
+    plan = make_plan(model_of(TINY), cluster(on=host, per_host=2), training, spread(1), [[LayerOption()] * 4])
+
+    assert bool(launch_advice(plan)) == told

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.accuracy.played import ranks_to_play
-from benchmarks.one_gpu.prepared import Folder, Prepared, loaded_model, prepare
+from benchmarks.one_gpu.prepared import Folder, Prepared, is_prepared, loaded_model, prepare
 from benchmarks.one_gpu.rank import RankRun, run_rank
 from benchmarks.one_gpu.table import markdown, table_of
 from meshwright.executor.measuring.local_ranks import RankError, run_local_ranks
@@ -97,6 +97,10 @@ def main() -> int:
         parser.error("no GPU here; --cpu --small takes the same road without one")
     if arguments.only and not arguments.folder:
         parser.error("--only needs the --folder that plans and runs are kept in")
+    if arguments.only in ("run", "report") and not is_prepared(arguments.folder):
+        parser.error(f"nothing was prepared in {arguments.folder}: run --only prepare first")
+    if arguments.only == "report" and not arguments.cpu and not arguments.where and not torch.cuda.device_count():
+        parser.error("no GPU here to name: give --where, as in --where 'NVIDIA H100, torch 2.11'")
     with tempfile.TemporaryDirectory() as temporary:
         path = arguments.folder or Path(temporary)
         if arguments.only in (None, "prepare"):

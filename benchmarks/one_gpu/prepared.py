@@ -91,6 +91,11 @@ def _plans(profile: ModelProfile, setups: Sequence[str], num_gpus: int, preset: 
     return plans
 
 
+def is_prepared(folder: Path) -> bool:
+    """Whether plans were put into a folder."""
+    return (folder / _PLANS).is_file()
+
+
 class Folder:
     """Prepared set-ups, and what their ranks did. Raises FileNotFoundError where nothing was prepared."""
 

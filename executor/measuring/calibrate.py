@@ -255,7 +255,7 @@ def print_calibration(console: Console, found: Calibration) -> None:
         f"  memory, best        {device.bandwidth / 1e9:.1f} GB/s, {device.bandwidth_efficiency:.0%} in additions"
     )
     if device.dispatch:
-        lines.append(f"  host, per operator  {format_seconds(device.dispatch)}")
+        lines.append(f"  CPU, per operator   {format_seconds(device.dispatch)}")
     else:
         lines.append(f"  smallest kernel     {format_seconds(device.launch)}")
     if found.num_ranks > 1:

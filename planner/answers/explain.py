@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ...profiler.machine.units import format_bytes, format_seconds
 from ..cost.estimate import Estimate
+from ..cost.software import load_software
 from ..cost.stage_models import stage_kinds
 from ..plan.document import Plan, Recompute, parts_in_words
 from ..plan.layer_counts import blocks_at, parts_kinds, recompute_shares
@@ -158,6 +159,17 @@ def _why_sharded(replicas: Verdict | None) -> str:
     if replicas.kind is VerdictKind.SLOWER:
         return f"replicas (DDP) would {'take' if replicas.is_times_as_long else 'be'} {replicas}"
     return "sharding the model state costs no time here and leaves more memory free than replicas (DDP)"
+
+
+def launch_advice(plan: Plan) -> list[str]:
+    """A sentence where a GPU's device file, of before there was `dispatch`, says nothing of its CPU."""
+    device, eager = plan.cluster.device, load_software(plan.training.software).dispatch > 0.0
+    if device.dispatch or not eager or device.name.lower().startswith("cpu"):
+        return []
+    return [
+        f"the file of {device.name} has no dispatch, seconds that its CPU takes to launch an operator: small layers "
+        "are predicted to be faster than they are; plan calibrate measures it"
+    ]
 
 
 def batch_advice(plan: Plan) -> list[str]:
