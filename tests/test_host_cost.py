@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.planner.answers.explain import launch_advice
 from meshwright.planner.answers.search import search
+from meshwright.planner.cost import host_cost
 from meshwright.planner.cost.bands import fewest_parameters, no_time_band
 from meshwright.planner.cost.compute_cost import layer_seconds
 from meshwright.planner.cost.estimate import Estimate, estimate
@@ -75,6 +76,32 @@ def test_hooks_of_sharded_units_cost_small_layers_and_not_large_ones() -> None:
     assert back_s > (1 - FORWARD) * SHARDED_UNIT * DISPATCH
     assert waiting_s == pytest.approx(ahead_s + back_s + 3 * DISPATCH, rel=1e-2)
     assert large.eager_s(large.kinds[0], shape) == (0.0, 0.0, 0.0)
+
+
+NONE: dict[str, Any] = {
+    "wrapped": False, "sharded": False, "autocast_operators": (0.0, 0.0), "exchanges": (0, 0), "context": False,
+    "num_parameters": 0, "num_layers": 10**9, "num_microbatches": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "forward", "backward"),
+    [
+        ({"wrapped": True}, FORWARD * host_cost.WHOLE_UNIT, (1 - FORWARD) * host_cost.WHOLE_UNIT),
+        ({"wrapped": True, "sharded": True}, FORWARD * SHARDED_UNIT, (1 - FORWARD) * SHARDED_UNIT),
+        ({"sharded": True}, 0.0, 0.0),
+        ({"autocast_operators": (10.0, 20.0)}, 10 * host_cost.AUTOCAST, 20 * host_cost.AUTOCAST),
+        ({"exchanges": (2, 3)}, 2 * host_cost.EXCHANGE, 3 * host_cost.EXCHANGE),
+        ({"context": True}, host_cost.CONTEXT_FORWARD, host_cost.CONTEXT_BACKWARD),
+        ({"num_parameters": 8, "num_microbatches": 4}, 0.0, 2 * host_cost.PARAMETER),
+        ({"num_layers": 5, "num_microbatches": 2}, 0.0, host_cost.STEP / 10),
+    ],
+    ids=["unit", "sharded unit", "no unit", "autocast", "exchanges", "context", "parameters", "step"],
+)
+def test_each_hook_counts_where_it_is(given: dict[str, Any], forward: float, backward: float) -> None:
+    found = host_cost.hooks(**{**NONE, **given})
+
+    assert (found.forward, found.backward) == pytest.approx((forward, backward), abs=1e-6)
 
 
 def test_what_the_device_waits_for_is_told_apart_from_what_it_computes() -> None:
