@@ -1,6 +1,6 @@
 """Whether a layer has sides that tensor cores load in pieces (a vocabulary of 50,257), and what padding would save."""
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +44,7 @@ def padding(plan: Plan, found: Estimate, profile: ModelProfile) -> Padding | Non
     if family is None or training.precision not in HALVES or not family.unaligned.model_fields_set:
         return None
     model, shape = CostModel(profile, plan.cluster, training), shape_of(plan)
-    lost, sides = Counter[str](), dict[str, int]()
+    lost, sides = defaultdict[str, float](float), dict[str, int]()
     for kind, layer in zip(model.kinds, profile.layers, strict=True):
         mode, costs, tensor = model.mode(kind, shape)
         if mode != "whole":
@@ -61,6 +61,7 @@ def padding(plan: Plan, found: Estimate, profile: ModelProfile) -> Padding | Non
             sides[module] = second if second % SIDES_ALIGNED else first
     if not lost:
         return None
-    module, seconds_lost = lost.most_common(1)[0]
+    module = max(lost, key=lambda name: lost[name])
+    seconds_lost = lost[module]
     found_share = seconds_lost / found.step_time_s
     return Padding(module, sides[module], seconds_lost, found_share) if found_share >= WORTH else None

@@ -1,4 +1,4 @@
-"""What the host takes to issue a layer's passes in eager mode, in operators that it could issue meanwhile.
+"""What eager mode adds to a layer's kernels: the host's time to issue its passes, in operators, and autocast's traffic.
 
 A GPU that is done with what it was given waits for the host. So a pass takes what its kernels take, or what issuing it
 takes if that is longer. (The queue of kernels goes on from layer to layer, which is not followed here: a long layer
