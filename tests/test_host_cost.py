@@ -1,5 +1,6 @@
 """What the host takes to issue kernels: hidden where the device computes longer, and told where it does not."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from support.synthetic import cluster, costs, device, layer_class, profile
 
 DISPATCH = 1e-4
 HOST = device(dispatch=DISPATCH)
-TINY, LARGE = 1e6, 1e14
-"""FLOPs of a layer for a sample: 10 ns, and 1 s."""
+TINY, LONG, LARGE = 1e6, 5e11, 1e14
+"""FLOPs of a layer for a sample: 10 ns, 5 ms and 1 s."""
 
 
 def model_of(flops: float, parameters: int = 1_000_000) -> ModelProfile:
@@ -54,7 +55,7 @@ def test_a_pass_takes_no_less_than_the_host_takes_to_issue_it() -> None:
 
     assert found.forward == found.host_forward == pytest.approx(DISPATCH)
     assert found.backward == found.host_backward == pytest.approx(2 * DISPATCH)
-    assert found.again("full") == pytest.approx((1 + RECOMPUTED) * DISPATCH)
+    assert found.again("full").host_s == pytest.approx((1 + RECOMPUTED) * DISPATCH)
     assert found.device_forward < 1e-2 * found.forward
 
 
@@ -70,12 +71,59 @@ def test_hooks_of_sharded_units_cost_small_layers_and_not_large_ones() -> None:
     training = TrainingSpec(global_batch=8, seq_len=64)
     small, large = (CostModel(model_of(flops), cluster(on=HOST, per_host=2), training) for flops in (TINY, LARGE))
 
-    ahead_s, back_s, waiting_s = small.eager_s(small.kinds[0], shape)
+    ahead_s, back_s, waiting_s = small.passes_s(small.kinds[0], shape)
+    found = large.compute(large.kinds[0], shape)
 
-    assert ahead_s == pytest.approx(FORWARD * SHARDED_UNIT * DISPATCH)
-    assert back_s > (1 - FORWARD) * SHARDED_UNIT * DISPATCH
-    assert waiting_s == pytest.approx(ahead_s + back_s + 3 * DISPATCH, rel=1e-2)
-    assert large.eager_s(large.kinds[0], shape) == (0.0, 0.0, 0.0)
+    assert ahead_s == pytest.approx((1 + FORWARD * SHARDED_UNIT) * DISPATCH)
+    assert back_s > (2 + (1 - FORWARD) * SHARDED_UNIT) * DISPATCH
+    assert waiting_s == pytest.approx(ahead_s + back_s, rel=1e-2)
+    assert large.passes_s(large.kinds[0], shape) == (found.device_forward, found.device_backward, 0.0)
+
+
+def test_long_layers_hide_what_short_ones_wait_for_on_one_stage() -> None:
+    training = TrainingSpec(global_batch=8, seq_len=64)
+    layers = [layer_class(name, flops, 1000, saved=1e4, inputs=1e4) for name, flops in (("s", TINY), ("l", LONG))]
+    shape = spread(2)
+
+    def passes(numbers: list[int], on: Shape) -> tuple[float, float, float]:
+        """(Device, host, waiting) seconds of all layers, where they follow each other."""
+        model = CostModel(profile(layers, numbers, crossing=1e4), cluster(on=HOST, per_host=4), training)
+        found = [model.passes_s(kind, on) for kind in model.kinds]
+        host_s = sum(each.host_s for kind in model.kinds for each in model._issued(kind, on))
+        return sum(ahead + back for ahead, back, _ in found), host_s, sum(waiting for *_, waiting in found)
+
+    computed_s, _, waiting_s = passes([0, 1, 0, 1], shape)
+    assert (computed_s, waiting_s) == (pytest.approx(passes([1, 1], shape)[0], rel=1e-2), 0.0)
+    assert computed_s < passes([0, 0], shape)[0] + passes([1, 1], shape)[0]
+
+    many_s, issued_s, waiting_s = passes([0] * 40 + [1], shape)
+    assert many_s == pytest.approx(issued_s)
+    assert 0.0 < waiting_s < many_s
+
+    staged = replace(shape, pipeline=2, schedule="1f1b", num_microbatches=2)
+    assert passes([0, 1, 0, 1], staged)[2] > 0.0
+
+
+def test_recompute_waits_for_the_host_only_where_the_host_is_not_ahead() -> None:
+    training = TrainingSpec(global_batch=8, seq_len=64)
+    hooks_s = (1 + RECOMPUTED) * DISPATCH
+
+    def again(flops: float, shape: Shape = spread(2)) -> tuple[float, float, float]:
+        """(Computed, in all, in all at least) seconds of a recompute."""
+        model = CostModel(model_of(flops), cluster(on=HOST, per_host=4), training)
+        found = model.compute(model.kinds[0], shape).again("full")
+        return found.device_s, *(f(model.kinds[0], shape, "full") for f in (model.again_s, model.least_again_s))
+
+    computed_s, again_s, _ = again(TINY)
+    assert again_s == pytest.approx(hooks_s) and computed_s < 1e-3 * again_s
+    computed_s, again_s, least_s = again(LARGE)
+    assert again_s == least_s == computed_s > hooks_s
+
+    slightly = 9e10  # passes of 11 ms, which take the host 10 ms to issue
+    computed_s, again_s, least_s = again(slightly)
+    assert computed_s < again_s < hooks_s
+    assert least_s <= again_s
+    assert again(slightly, spread(1))[2] == least_s
 
 
 NONE: dict[str, Any] = {
@@ -163,11 +211,11 @@ def test_autocast_moves_more_than_layers_in_16_bits() -> None:
     )
     alone_s = model.compute(model.kinds[0], spread(1)).forward
 
-    replicas_s, _, _ = model.eager_s(model.kinds[0], spread(1))
+    replicas_s, _, _ = model.passes_s(model.kinds[0], spread(1))
 
     assert alone_s == pytest.approx(4 * 2e9 / 1e12)
-    assert replicas_s == pytest.approx(AUTOCAST_TRAFFIC * alone_s)
-    assert model.eager_s(model.kinds[0], spread(2))[0] == 0.0
+    assert replicas_s == pytest.approx((1 + AUTOCAST_TRAFFIC) * alone_s)
+    assert model.passes_s(model.kinds[0], spread(2))[0] == pytest.approx(alone_s)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ...profiler.machine.cluster import Device, MatmulSample
 from ...profiler.model.model_profile import Amount, Costs, OpProfile
 from ..plan.document import Recompute, parts_of
 from .elementwise import Values
-from .host_cost import RECOMPUTED
+from .host_cost import NOTHING_ISSUED, RECOMPUTED, Issued, sum_of
 from .kept import kept
 from .kernels import KernelFamily, attention_s, bank_products_s, family_of, product_s
 
@@ -71,10 +71,10 @@ class Seconds:
     widened_backward are of operators that autocast runs in fp32, as if they were in 16 bits."""
 
     forward: float
-    repeated: dict[Recompute, float]
+    repeated: dict[Recompute, Issued]
     backward_input: float
     backward_weight: float
-    within: dict[str, float] = field(default_factory=dict)
+    within: dict[str, Issued] = field(default_factory=dict)
     host_forward: float = 0.0
     host_backward: float = 0.0
     device_forward: float = 0.0
@@ -82,10 +82,10 @@ class Seconds:
     widened_forward: float = 0.0
     widened_backward: float = 0.0
 
-    def again(self, recompute: Recompute) -> float:
-        """Seconds that a recompute runs again."""
+    def again(self, recompute: Recompute) -> Issued:
+        """What a recompute runs again."""
         named = parts_of(recompute)
-        return sum(self.within.get(name, 0.0) for name in named) if named else self.repeated[recompute]
+        return sum_of(self.within[name] for name in named if name in self.within) if named else self.repeated[recompute]
 
     @property
     def backward(self) -> float:
@@ -221,17 +221,22 @@ def layer_seconds_of_each(
     found = []
     issued_s = device.dispatch * table.counts
     passes_s, again_s = table.parts @ issued_s, table.repeats @ issued_s
-    again_s = np.where(again_s > 0.0, again_s + device.dispatch * RECOMPUTED, 0.0)
+    again_s = np.where(again_s > 0.0, again_s + device.dispatch * RECOMPUTED, 0.0).tolist()
     host_forward, host_backward = float(passes_s[0]), float(passes_s[1] + passes_s[2])
     kernels_s = table.parts @ seconds
     parts_s = np.maximum(kernels_s, passes_s[:, None]).T.tolist()
     widened_s = table.parts @ (seconds * _are_widened(table)[:, None])
     of_device = zip(kernels_s[0], kernels_s[1:].sum(axis=0), widened_s[0], widened_s[1:].sum(axis=0), strict=True)
-    repeats_s = np.maximum(table.repeats @ seconds, again_s[:, None]).T.tolist()
+    repeats_s = (table.repeats @ seconds).T.tolist()
     for parts, repeats, own in zip(parts_s, repeats_s, of_device, strict=True):
         forward, backward_input, backward_weight = parts
-        attention, selective, full, *of_parts = repeats
-        repeated: dict[Recompute, float] = {"none": 0.0, "attention": attention, "selective": selective, "full": full}
+        attention, selective, full, *of_parts = map(Issued, repeats, again_s)
+        repeated: dict[Recompute, Issued] = {
+            "none": NOTHING_ISSUED,
+            "attention": attention,
+            "selective": selective,
+            "full": full,
+        }
         within = dict(zip(table.part_names, of_parts, strict=True))
         found.append(
             Seconds(

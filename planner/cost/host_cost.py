@@ -1,45 +1,89 @@
 """What eager mode adds to a layer's kernels: the host's time to issue its passes, in operators, and autocast's traffic.
 
 A GPU that is done with what it was given waits for the host. So a pass takes what its kernels take, or what issuing it
-takes if that is longer. (The queue of kernels goes on from layer to layer, which is not followed here: a long layer
-after short ones hides what they wait for.) `Device.dispatch` has the seconds of one operator, with the views, casts and
-modules around it; how many operators hooks are worth does not depend on how fast a host is. All numbers are fitted to
-ranks without peers on an H100, each model predicted by the others: benchmarks/one_gpu/results/host.md.
+takes if that is longer; but the queue of kernels goes on from layer to layer, and while the GPU is at a long one the
+host comes ahead, which hides what short ones wait for. `Device.dispatch` has the seconds of one operator, with the
+views, casts and modules around it; how many operators hooks are worth does not depend on how fast a host is. All
+numbers are fitted to ranks without peers on an H100, each model predicted by the others:
+benchmarks/one_gpu/results/host.md.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 
-SHARDED_UNIT = 55.0
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+SHARDED_UNIT = 67.0
 """Hooks of fully_shard in both passes of a unit: parameters are gathered, copied to their places and given back, twice,
 and gradients copied together and sent."""
 
-WHOLE_UNIT = 37.0
+WHOLE_UNIT = 39.0
 """The same where nothing is sharded, but parameters are cast and gradients averaged."""
 
 FORWARD = 0.45
 """Share of a unit's hooks that is in the forward."""
 
-AUTOCAST = 0.15
+AUTOCAST = 0.19
 """Casts of autocast, for each operator: DDP and one device in 16 bits."""
 
 AUTOCAST_TRAFFIC = 1.4
 """Memory traffic of the device that autocast adds, over that in 16 bits of operators that run in fp32 with it: twice
 the bytes, and casts. 1.0 of GPT-2 and 1.8 of BERT on an H100 (busy seconds of DDP beside FSDP)."""
 
-EXCHANGE = 3.3
+EXCHANGE = 2.6
 """One exchange with tensor ranks, and the copies around it."""
 
-CONTEXT_FORWARD, CONTEXT_BACKWARD = 33.0, 20.0
+CONTEXT_FORWARD, CONTEXT_BACKWARD = 27.0, 20.0
 """Exchanges of an attention between context ranks, with operators on slices of a sequence."""
 
-RECOMPUTED = 30.0
+RECOMPUTED = 57.0
 """Hooks of a checkpoint, which packs and unpacks what is kept and brings back random states."""
 
-PARAMETER = 1.5
+PARAMETER = 1.2
 """A parameter's share of the gradients' norm and of the optimizer's step."""
 
-STEP = 110.0
+STEP = 105.0
 """What begins and ends a step: a batch is split, norms and losses are read."""
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A pass through a layer by itself: seconds of the device's kernels, and of the host that issues them."""
+
+    device_s: float
+    host_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the device waits for the host, nothing before it and nothing after."""
+        return max(0.0, self.host_s - self.device_s)
+
+    @property
+    def ahead_s(self) -> float:
+        """Seconds that the host comes ahead of the device."""
+        return max(0.0, self.device_s - self.host_s)
+
+
+NOTHING_ISSUED = Issued(0.0, 0.0)
+
+
+def sum_of(each: Iterable[Issued]) -> Issued:
+    """All of them, one after another."""
+    return reduce(lambda a, b: Issued(a.device_s + b.device_s, a.host_s + b.host_s), each, NOTHING_ISSUED)
+
+
+def left_in_queue(longer_s: Floats, shorter_s: Floats, layers: Floats) -> Floats:
+    """Share of what one side takes longer than the other in single passes that is left when they follow each other in
+    one queue: all passes of a micro-batch together take what the device computes, or what the host issues if that is
+    longer. longer_s, shorter_s: [..., pass, kind of layer] of either side. layers: [kind] -> how many there are.
+    [...] -> between 0 and 1."""
+    single = (np.maximum(0.0, longer_s - shorter_s) @ layers).sum(axis=-1)
+    left: Floats = ((longer_s - shorter_s) @ layers).sum(axis=-1)
+    return np.maximum(0.0, left) / np.where(single > 0.0, single, 1.0)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from .expert_cost import (
     routed_bytes,
     spread,
 )
-from .host_cost import AUTOCAST_TRAFFIC, hooks
+from .host_cost import AUTOCAST_TRAFFIC, Issued, hooks, left_in_queue
 from .kept import kept, memo, memo_by
 from .kernels import ExchangeRates, family_of, rings_of
 from .kinds import Kind, kinds_of
@@ -101,6 +101,16 @@ class CostModel:
     def kinds(self) -> tuple[Kind, ...]:
         """Kind of every layer of the chain."""
         return kinds_of(self.profile)
+
+    @cached_property
+    def kinds_of_layers(self) -> tuple[Kind, ...]:
+        """Every kind that occurs, once."""
+        return tuple(dict.fromkeys(self.kinds))
+
+    @cached_property
+    def layers_of_kinds(self) -> NDArray[np.float64]:
+        """[kind that occurs] -> how many layers are of it."""
+        return np.array([self.kinds.count(kind) for kind in self.kinds_of_layers], dtype=float)
 
     @cached_property
     def starts(self) -> list[int]:
@@ -461,20 +471,66 @@ class CostModel:
         routing_s = sum(self.software.host_routing_s(bank.count / expert, expert) for bank in banks)
         return self.software.host_layer_s + routing_s
 
-    def eager_s(self, kind: Kind, shape: Shape) -> tuple[float, float, float]:
-        """What eager mode adds to the kernels of a layer in 16 bits: (seconds of the forward, those of the backward,
-        how much of both passes the device waits for the host). Autocast keeps much in fp32; and issuing a pass, with
-        all that is around its operators, may take longer than the device computes."""
-        return self._eager_s(kind, shape) if self.device.dispatch else (0.0, 0.0, 0.0)
+    def passes_s(self, kind: Kind, shape: Shape) -> tuple[float, float, float]:
+        """(Seconds of a layer's forward, of its backward, how much of both the device waits for the host), of what it
+        computes alone. In eager mode autocast keeps much in fp32, and issuing a pass, with all that is around its
+        operators, may take longer than the device computes."""
+        if self.device.dispatch:
+            return self._eager_passes_s(kind, shape)
+        found = self.compute(kind, shape)
+        return found.forward, found.backward, 0.0
+
+    @memo_by(lambda self, kind, shape: (kind, *self._issued_as(shape)))
+    def _eager_passes_s(self, kind: Kind, shape: Shape) -> tuple[float, float, float]:
+        passes, (shown, _) = self._issued(kind, shape), self._left_in_queue(shape)
+        ahead_s, back_s = (shown * each.wait_s for each in passes)
+        return passes[0].device_s + ahead_s, passes[1].device_s + back_s, ahead_s + back_s
+
+    def again_s(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
+        """Seconds that a recompute of a layer takes: what it computes, and what issuing it takes beyond what the host
+        is ahead in the layer's passes."""
+        more = self.compute(kind, shape).again(recompute)
+        if more.wait_s == 0.0:
+            return more.device_s
+        ahead_s = self._left_in_queue(shape)[1] * sum(each.ahead_s for each in self._issued(kind, shape))
+        return more.device_s + max(0.0, more.wait_s - ahead_s)
+
+    def least_again_s(self, kind: Kind, shape: Shape, recompute: Recompute) -> float:
+        """The same at least, however data is split: beside no hooks, and all that autocast may add."""
+        found = self.compute(kind, shape)
+        more, wider = found.again(recompute), AUTOCAST_TRAFFIC * self.training.is_mixed
+        ahead = Issued(found.device_forward + wider * found.widened_forward, found.host_forward)
+        back = Issued(found.device_backward + wider * found.widened_backward, found.host_backward)
+        return more.device_s + max(0.0, more.wait_s - ahead.ahead_s - back.ahead_s)
+
+    @memo_by(lambda self, shape: self._issued_as(shape))
+    def _left_in_queue(self, shape: Shape) -> tuple[float, float]:
+        """Share of what single layers wait for the host that a device with all layers waits, and of what the host is
+        ahead in single layers that it is in the end. What a stage of a pipeline hides depends on its layers, and is not
+        followed."""
+        if shape.pipeline > 1:
+            return 1.0, 1.0
+        issued = [self._issued(kind, shape) for kind in self.kinds_of_layers]
+        device_s, host_s = np.array([[(p.device_s, p.host_s) for p in passes] for passes in issued]).transpose(2, 1, 0)
+        layers = self.layers_of_kinds
+        return float(left_in_queue(host_s, device_s, layers)), float(left_in_queue(device_s, host_s, layers))
+
+    def _issued_as(self, shape: Shape) -> tuple[object, ...]:
+        """What of a shape decides what its layers are issued with."""
+        return (
+            *(shape.tensor, shape.sequence, shape.cuts, shape.expert, shape.samples, shape.num_microbatches),
+            *(shape.sharded_over > 1, shape.context > 1, shape.pipeline == 1, uses_fully_shard(shape, self.training)),
+        )
 
     @memo_by(
         lambda self, kind, shape: (
-            *(kind, *self._as_run(kind, shape), shape.sequence),
-            *(shape.samples, shape.num_microbatches, shape.sharded_over > 1, shape.context > 1, shape.expert > 1),
+            *(kind, *self._as_run(kind, shape), shape.sequence, shape.expert),
+            *(shape.samples, shape.num_microbatches, shape.sharded_over > 1, shape.context > 1),
             *(uses_fully_shard(shape, self.training), kind.is_in_root(shape)),
         )
     )
-    def _eager_s(self, kind: Kind, shape: Shape) -> tuple[float, float, float]:
+    def _issued(self, kind: Kind, shape: Shape) -> tuple[Issued, Issued]:
+        """The forward and the backward of a layer."""
         found, layer_class, parts = self.compute(kind, shape), self.layer_class(kind), self.tensor_traffic(kind, shape)
         wrapped, each_s = uses_fully_shard(shape, self.training), self.device.dispatch
         autocast = self.training.is_mixed and not wrapped
@@ -489,14 +545,11 @@ class CostModel:
             shape.num_microbatches,
         )
         wider = AUTOCAST_TRAFFIC * autocast
-        ahead_s = found.device_forward + wider * found.widened_forward
-        back_s = found.device_backward + wider * found.widened_backward
-        host_ahead_s = found.host_forward + more.forward * each_s
-        host_back_s = found.host_backward + more.backward * each_s
         return (
-            max(0.0, max(ahead_s, host_ahead_s) - found.forward),
-            max(0.0, max(back_s, host_back_s) - found.backward),
-            max(0.0, host_ahead_s - ahead_s) + max(0.0, host_back_s - back_s),
+            Issued(found.device_forward + wider * found.widened_forward, found.host_forward + more.forward * each_s),
+            Issued(
+                found.device_backward + wider * found.widened_backward, found.host_backward + more.backward * each_s
+            ),
         )
 
     def accumulated_s(self, trainable: float, shape: Shape) -> float:
@@ -560,8 +613,7 @@ class CostModel:
         in_root = kind.is_in_root(shape)
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
         own, own_trainable = self.spread_of(kind, shape, kind.held_before(shape))
-        ahead_s, back_s, waiting_s = self.eager_s(kind, shape)
-        passes_s = seconds.forward + ahead_s, seconds.backward + back_s
+        *passes_s, waiting_s = self.passes_s(kind, shape)
         data = self._data(shape, resharded, own.reduced, own_trainable.reduced, passes_s)
         full = option.recompute == "full"
         kept, working = self.activation_bytes(kind, shape, option.recompute)
@@ -585,7 +637,7 @@ class CostModel:
             forward_s=passes_s[0] + host_s,
             backward_s=passes_s[1] + self.accumulated_s(trainable.gathered, shape) + host_s,
             weight_s=seconds.backward_weight,
-            recompute_s=seconds.again(option.recompute),
+            recompute_s=self.again_s(kind, shape, option.recompute),
             tensor_forward_s=tensor.forward_s,
             tensor_backward_s=tensor.backward_s + tensor.again_s,
             data_forward_s=data.forward_s,

@@ -87,7 +87,7 @@ class Bounds:
     def slowest_s(self, split: Split, pipeline: int, samples: Sequence[float]) -> Floats:
         """[samples] -> least seconds of compute, tensor traffic and tokens sent to experts that a micro-batch is for
         the slowest of so many stages, if a rank has so many samples of it, whatever the context ranks."""
-        shape = Shape(1, 1, split.tensor, 1, 1, 1, split.sequence, expert=split.expert, cuts=split.cuts)
+        shape = Shape(1, 1, split.tensor, pipeline, 1, 1, split.sequence, expert=split.expert, cuts=split.cuts)
         works = self._least.passes_at_s(shape, samples)[:, :, 0]
         alike = self._shapes.slowest_s(works[:, self._shapes.first_run].T, pipeline)
         if self.kinds is None or not self.kinds.may_have_own(pipeline):

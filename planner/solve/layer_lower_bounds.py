@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..cost.chain import Chain, of_each
 from ..cost.comm_cost import seconds_at_places
+from ..cost.host_cost import left_in_queue
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
@@ -51,19 +52,31 @@ class LeastWork:
 
     def passes_s(self, shape: Shape) -> Floats:
         """[run] -> (least seconds of compute, tensor traffic and tokens sent to experts that one micro-batch is for a
-        layer on such devices, seconds of its forward without tensor traffic)."""
+        layer on such devices, seconds of its forward without tensor traffic); least in the sum over all layers."""
         alone: Floats = self.passes_at_s(shape, [shape.samples])[0]
+        return alone
+
+    def exchanged_s(self, shape: Shape) -> Floats:
+        """[run] -> of those, (tokens sent in the forward, tokens sent in the backward and tensor traffic)."""
+        alone: Floats = self._parts_at_s(shape, [shape.samples])[0][:, 2:]
         return alone
 
     def passes_at_s(self, shape: Shape, samples: Sequence[float]) -> Floats:
         """[samples][run] -> the same for micro-batches of which a rank has so many samples, whatever the shape's."""
-        key = shape.tensor, shape.sequence, shape.expert, shape.cuts
+        return self._parts_at_s(shape, samples)[:, :, :2]
+
+    def _parts_at_s(self, shape: Shape, samples: Sequence[float]) -> Floats:
+        """[samples][run] -> what `passes_s` and `exchanged_s` give."""
+        key = shape.tensor, shape.sequence, shape.expert, shape.cuts, shape.pipeline == 1
         known = self._passes.setdefault(key, {})
         missing = [each for each in samples if each not in known]
         if missing:
-            kinds = [self.model.kinds[run.start] for run in self.chain.runs]
-            found = {kind: _passes_s(self.model, kind, shape, missing) for kind in dict.fromkeys(kinds)}
-            known.update(zip(missing, np.stack([found[kind] for kind in kinds], axis=1), strict=True))
+            kinds = self.model.kinds_of_layers
+            computed = _computed_s(self.model, shape, missing)
+            each = [_passes_s(self.model, kind, shape, missing, of) for kind, of in zip(kinds, computed, strict=True)]
+            found = dict(zip(kinds, each, strict=True))
+            runs = np.stack([found[self.model.kinds[run.start]] for run in self.chain.runs], axis=1)
+            known.update(zip(missing, runs, strict=True))
         return np.array([known[each] for each in samples])
 
     def of(self, shape: Shape, room: float, offered: Offered = NO_EXTRAS) -> Least | None:
@@ -118,18 +131,32 @@ class LeastWork:
         _, costs, tensor = model.mode(kind, shape)
         ways, away = model.ways(kind, offered), [0.0] if "offload" in offered else []
         kept = np.array([*(model.kept_bytes(kind, shape, way) for way in ways), *away])
-        again_s = np.array([*(model.compute(kind, shape).again(way) for way in ways), *away])
+        again_s = np.array([*(model.least_again_s(kind, shape, way) for way in ways), *away])
         return costs.saved.at(shape.samples, self.model.training.compute_bytes, tensor), kept, again_s
 
 
-def _passes_s(model: CostModel, kind: Kind, shape: Shape, samples: Sequence[float]) -> Floats:
-    """[samples] -> (seconds, those of its forward without tensor traffic) of a layer at least: compute, and traffic
-    of tensor and of expert ranks that sit where it takes least. That need not be one host: two may mean fewer hops, and
-    the links of both. Bytes grow in a straight line with the samples, so traffic is priced at two numbers of them."""
-    each = model.compute_of_each(kind, shape, samples)
-    forward, backward = (
-        np.array(part) for part in zip(*((each[n].forward, each[n].backward) for n in samples), strict=True)
-    )
+def _computed_s(model: CostModel, shape: Shape, samples: Sequence[float]) -> Floats:
+    """[kind][pass][samples] -> seconds of what layers compute at least: without hooks and casts, which depend on how
+    data is split. On one stage long layers hide what short ones wait for the host."""
+    kinds = [model.compute_of_each(kind, shape, samples) for kind in model.kinds_of_layers]
+    if shape.pipeline > 1 or not model.device.dispatch:
+        return np.array([[[e[n].forward for n in samples], [e[n].backward for n in samples]] for e in kinds])
+    passes = [
+        [(e[n].device_forward, e[n].host_forward, e[n].device_backward, e[n].host_backward) for n in samples]
+        for e in kinds
+    ]
+    device_s, host_s = np.array(passes).reshape(len(kinds), len(samples), 2, 2).transpose(3, 1, 2, 0)
+    shown = left_in_queue(host_s, device_s, model.layers_of_kinds)
+    at_least: Floats = device_s + shown[:, None, None] * np.maximum(0.0, host_s - device_s)
+    return at_least.transpose(2, 1, 0)
+
+
+def _passes_s(model: CostModel, kind: Kind, shape: Shape, samples: Sequence[float], computed: Floats) -> Floats:
+    """[samples] -> (seconds, those of its forward without tensor traffic, tokens sent in the forward, what is exchanged
+    beside the backward) of a layer at least, with tensor and expert ranks where their traffic takes least. That need
+    not be one host: two may mean fewer hops, and the links of both. Bytes grow in a straight line with the samples, so
+    traffic is priced at two numbers of them. computed: [pass][samples]."""
+    forward, backward = computed
     most = max(2, math.ceil(max(samples)))
     share = (np.array(samples) - 1) / (most - 1)
     at_one, at_most = (_traffic_s(model, kind, replace(shape, micro_batch=n, context=1)) for n in (1, most))
@@ -137,8 +164,10 @@ def _passes_s(model: CostModel, kind: Kind, shape: Shape, samples: Sequence[floa
         np.min(one[:, None] + (largest - one)[:, None] * share, axis=0)
         for one, largest in zip(at_one, at_most, strict=True)
     )
-    expert_s = 2 * model.exposed_dispatch_s(sent_s, forward)
-    return np.stack([forward + backward + tensor_s + 2 * expert_s, forward + expert_s], axis=1)
+    each = model.compute_of_each(kind, shape, samples)
+    expert_s = 2 * model.exposed_dispatch_s(sent_s, np.array([each[n].forward for n in samples]))
+    beside_s = tensor_s + expert_s
+    return np.stack([forward + backward + expert_s + beside_s, forward + expert_s, expert_s, beside_s], axis=1)
 
 
 def _traffic_s(model: CostModel, kind: Kind, shape: Shape) -> tuple[Floats, Floats]:

@@ -309,9 +309,8 @@ class MemoryBounds:
             return np.zeros(1), np.zeros(1)
         if len(names) == 1:
             return np.zeros(1), np.array([model.kept_bytes(kind, shape, names[0])])
-        seconds = model.compute(kind, shape)
         again = [  # parts repeat some of the rest, or none
-            seconds.again(way) + (attention_s if model.repeats_attention(kind, shape, way) else 0.0)
+            model.least_again_s(kind, shape, way) + (attention_s if model.repeats_attention(kind, shape, way) else 0.0)
             + (rest_s if way in ("selective", "full") else 0.0)
             for way in names
         ]  # fmt: skip

@@ -297,17 +297,14 @@ class ShapeBounds:
         model, shape, columns = self.model, family.frugal, self._columns_of(family, leaves)
         data, count, kinds = self.data(family, leaves), family.num_microbatches, [self.kinds[i] for i in some]
         ways = [model.pinned(kind, recompute or "none") for kind in kinds]
-        computed = [model.compute(kind, shape) for kind in kinds]
         shards = [replace(shape, data_replicate=s.data_replicate, data_shard=s.data_shard) for s in columns.shards]
         host_s = np.array([model.host_s(kind, shape) for kind in kinds])[:, None]
-        eager_s = np.array([[model.eager_s(kind, each)[:2] for each in shards] for kind in kinds])
-        eager_ahead_s, eager_back_s = np.moveaxis(eager_s[:, columns.degree], 2, 0)
-        forward = np.array([seconds.forward for seconds in computed])[:, None] + eager_ahead_s
-        backward = np.array([seconds.backward for seconds in computed])[:, None] + eager_back_s
-        again = np.array([s.again(way) for s, way in zip(computed, ways, strict=True)])
+        passes_s = np.array([[model.passes_s(kind, each)[:2] for each in shards] for kind in kinds])
+        forward, backward = np.moveaxis(passes_s[:, columns.degree], 2, 0)
+        again = np.array([model.least_again_s(kind, shape, way) for kind, way in zip(kinds, ways, strict=True)])
         if leaves.anywhere:
-            pass_s, ahead_s = self.least.passes_s(shape)[self.first_run[some]].T[:, :, None]
-            ahead, back = ahead_s + eager_ahead_s + host_s, pass_s - ahead_s + eager_back_s + host_s + again[:, None]
+            sent_s, beside_s = self.least.exchanged_s(shape)[self.first_run[some]].T[:, :, None]
+            ahead, back = forward + sent_s + host_s, backward + beside_s + host_s + again[:, None]
         else:
             more = [self._exchanged(family, columns, axis, recompute, some) for axis in AXES_OF_LAYERS]
             ahead = forward + host_s + sum(part[0] for part in more)
@@ -334,8 +331,7 @@ class ShapeBounds:
         """[of these kinds] -> (seconds of exchanges that running attention again repeats, and those of the rest), at
         least over all places."""
         if leaves.anywhere:
-            ahead_s = self.least.passes_s(family.frugal)[self.first_run[some], 1]
-            sent_s = ahead_s - [self.model.compute(self.kinds[i], family.frugal).forward for i in some]
+            sent_s: Floats = self.least.exchanged_s(family.frugal)[self.first_run[some], 0]
             return np.zeros_like(sent_s), sent_s
         columns = self._columns_of(family, leaves)
         found = {
