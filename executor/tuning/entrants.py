@@ -131,15 +131,17 @@ def _name(plan: Plan) -> str:
 
 
 def usual_layouts(cluster: ClusterSpec) -> list[str]:
-    """Layouts that people try by hand on so many devices, one of every kind, as --setup says them."""
+    """Layouts that people try by hand on so many devices, one of every kind, as --setup says them. Micro-batches of one
+    sample are slow, and tell what launching kernels takes."""
     count, per_host = cluster.num_devices, cluster.devices_per_host
     if count == 1:
         return list(_ONE_DEVICE)
     inside = [t for t in divisors(per_host) if t > 1]
     stages = [p for p in divisors(count) if 1 < p <= _MOST_STAGES]
-    found = ["ddp", "fsdp", "zero=1", "zero=2"]
+    found = ["ddp", "fsdp", "zero=1", "zero=2", "ddp mb=1"]
     found += [f"hsdp:{size}" for size in inside if size < count]
     found += [f"tp={t}" for t in inside] + [f"tp={t} fsdp" for t in inside if t < count]
+    found += [f"pp={p} schedule=1f1b mb=1" for p in stages[:1]]
     for p in stages:
         found += [f"pp={p} schedule=1f1b", f"pp={p} schedule=zb-h1", f"pp={p} schedule=interleaved v=2"]
         found += [f"pp={p} schedule=1f1b fsdp"] if p < count else []
