@@ -119,15 +119,18 @@ def _parts(draw: random.Random) -> list[Part]:
     ]
 
 
-def chunked_instance(seed: int, schedule: Schedule, memory: float, parts: bool = False) -> Instance:
-    """A chain of 8 layers of 3 classes in two stages on each of two devices: more cuts than the search lists. parts:
-    layers have some, which may be recomputed."""
+def chunked_instance(
+    seed: int, schedule: Schedule, memory: float, parts: bool = False, num_layers: int = 8
+) -> Instance:
+    """A chain of layers of 3 classes in two stages on each of two devices, one where the schedule has no chunks; of 8
+    there are more cuts than the search lists. parts: layers have some, which may be recomputed."""
     draw = random.Random(seed)
     classes = [_layer_class(draw, f"c{i}") for i in range(3)]
-    order = [draw.randrange(len(classes)) for _ in range(8)]
+    order = [draw.randrange(len(classes)) for _ in range(num_layers)]
     device = _device(draw).model_copy(update={"memory": memory})
     group = HostGroup(count=1, devices_per_host=2, device=device, link=device.link)
-    pins = Pins(pipeline=2, schedule=schedule, virtual_stages=2, micro_batch=1, parts=parts)
+    virtual = 2 if schedule in ("interleaved", "zb-v") else None
+    pins = Pins(pipeline=2, schedule=schedule, virtual_stages=virtual, micro_batch=1, parts=parts)
     chain = _chain(draw, classes, order)
     if parts:
         classes = [with_parts(each, _parts(draw)) for each in chain.classes]

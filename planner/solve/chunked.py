@@ -516,6 +516,7 @@ class Known:
         self.devices = [next(i for i, other in enumerate(on) if other is mine) for mine in on]
         self._stages: dict[tuple[int, int, int, tuple[tuple[int, ...], ...]], tuple[Choice, StageCost]] = {}
         self._ranks: dict[_HeldStages, _Stages | None] = {}
+        self._busy: dict[_HeldStages, float] = {}
 
     def rank(self, held: _HeldStages) -> _Stages | None:
         """A rank's stages with the options that bring them into its memory at the least price; None if none do."""
@@ -642,25 +643,53 @@ class Known:
             after_s += 0.0 if shape.schedule in ZERO_BUBBLE else rank[0][1].backward_s
         return self._played([cost for cost in costs if cost], [c for c in choices if c], compositions, once_s, cutoff_s)
 
-    def is_settled(self, cuts: Ints, seconds: float) -> bool:
-        """Whether no options of these cuts that fit can make a step shorter than that: some rank cannot hold its
-        layers, or even the fastest options take as long."""
+    def least_s(self, cuts: Ints) -> float:
+        """Seconds that no options of these cuts beat, infinite where some rank cannot hold its layers: what each rank
+        waits for, with the others at their fastest options, and what it has to do in its memory."""
         compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
-        each = [(self.devices[s], compositions[s], self.flights[s]) for s in range(len(compositions))]
-        ranks = [self.rank(tuple(each[stage] for stage in stages)) for stages in self.stages_of]
-        if any(rank is None for rank in ranks):
-            return True
-        costs = [self._stage(*stage, self._fastest(*stage))[1] for stage in each]
         shape: Shape = self.prices.shape
-        least_s = simulated_step_s(
-            shape.schedule,
-            [cost.forward_s for cost in costs],
-            [cost.backward_s for cost in costs],
-            [sum(costs[stage].once_s for stage in stages) for stages in self.stages_of],
-            shape.num_microbatches,
-            [cost.weight_s for cost in costs],
-        )
-        return least_s >= seconds * (1 - ROUNDING)
+        before_s = after_s = most_s = 0.0
+        for stages in self.stages_of:
+            held = tuple((self.devices[stage], compositions[stage], self.flights[stage]) for stage in stages)
+            most_s = max(most_s, before_s + shape.num_microbatches * self.least_busy_s(held) + after_s)
+            first = self._stage(*held[0], self._fastest(*held[0]))[1]
+            before_s += first.forward_s
+            after_s += 0.0 if shape.schedule in ZERO_BUBBLE else first.backward_s
+        return most_s
+
+    def least_busy_s(self, held: _HeldStages) -> float:
+        """Seconds that a rank computes for a micro-batch, at least, with options that fit; infinite if none do."""
+        if held not in self._busy:
+            self._busy[held] = self._found_busy_s(held)
+        return self._busy[held]
+
+    def _found_busy_s(self, held: _HeldStages) -> float:
+        """What layers hold by their options is added up, beside the least transient. Layers that each take what costs
+        them least at some price of a byte cost no more than any choice that fits, less the price of the room."""
+        fastest = [self._stage(*stage, self._fastest(*stage))[1] for stage in held]
+        busy_s = sum(cost.microbatch_s for cost in fastest)
+        if self.prices.shape.virtual_stages == 1:  # what is held depends on turns of passes
+            return busy_s
+        prices = np.array([0.0, *sorted({step.price for step in self._steps(held)})])
+        room = self.prices.on(held[0][0]).budget - sum(c.allocated_bytes - c.items["transient"] for c in fastest)
+        least_s, least_bytes, transient = np.zeros(len(prices)), 0.0, 0.0
+        for device, composition, in_flight in held:
+            on, counts = self.prices.on(device), self.prices.chain.compositions[composition].counts
+            flights = min(in_flight, self.prices.shape.num_microbatches)
+            arriving = on.arriving_bytes(composition, flights)
+            for run, number in zip(self._runs(composition), counts, strict=True):
+                costs, first = on.costs[run], self._hull(device, in_flight, run)[0]
+                seconds = np.array([cost.microbatch_s for cost in costs]) - costs[first].microbatch_s
+                size = np.array([_held_bytes(cost, flights) for cost in costs]) - _held_bytes(costs[first], flights)
+                least_s += number * (seconds[:, None] + prices * size[:, None]).min(axis=0)
+                least_bytes += number * size.min()
+                transient = max(transient, min(cost.transient_bytes for cost in costs))
+                if run == self._runs(composition)[0]:
+                    room += float(arriving.max() - arriving.min())
+        if least_bytes - (room - transient) > ROUNDING * self.prices.on(held[0][0]).budget:
+            return math.inf
+        more_s: float = (least_s - prices * (room - transient)).max()
+        return busy_s + more_s
 
     def _played(
         self,

@@ -350,9 +350,13 @@ class StagePrices:
         seconds[whole], once[whole] = found[0].microbatch_s, found[0].once_s
         return seconds, once
 
+    def cheapest(self, composition: int, in_flight: int) -> tuple[StageCost, Choice] | None:
+        """What a composition costs at its best options, and those; None if none fit."""
+        return self._priced_one(composition, in_flight, float("inf"))
+
     def choice(self, composition: int, in_flight: int) -> Choice:
         """The options behind a price."""
-        priced = self._priced_one(composition, in_flight, float("inf"))
+        priced = self.cheapest(composition, in_flight)
         assert priced is not None
         return priced[1]
 
@@ -557,6 +561,11 @@ class StagePrices:
             (sorted({int(run_of[layer]) for layer in layers}), elements)
             for layers, elements in self.chain.shared_weights(self.shape)
         ]
+
+    def arriving_bytes(self, composition: int, flights: int) -> Floats:
+        """[option of its first layer] -> bytes of what arrives from earlier stages that a stage holds."""
+        arrived = self._arrived[self.chain.compositions[composition].first_run]
+        return self._arrivals.at(composition).held(flights, False, arrived)
 
     def _starting(self, composition: int, order: list[int], passes: "list[_Pass]") -> Floats:
         """[pass][option, in this order] -> bytes of what arrives that the stage holds more than it must if its first

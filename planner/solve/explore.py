@@ -72,7 +72,11 @@ COUNTED = 0.5
 divisors) is not searched."""
 
 PATIENCE = 1 / 6
-"""Share of the time in which a search goes on without a better plan, and then looks for better cuts of those it has."""
+"""Share of the time in which a search goes on without a better plan, or a proof that gets on, and then looks for better
+cuts of those it has."""
+
+WIDE = 0.02
+"""A gap that a proof is worth more time for as long as it gets on: as it narrows by HELPS each time."""
 
 NARROW = 0.99 * 0.005
 """A gap that is closed further only where that takes little time."""
@@ -233,19 +237,19 @@ class Explorer:
 
     def closer(
         self, prices: StagePrices | UnequalPrices, found: Solved | None, below_s: float, deadline_s: float
-    ) -> tuple[Solved | None, bool]:
-        """(the shape with better cuts than were found, if some are below so many seconds, whether no other plan of
-        it is faster than that)."""
+    ) -> tuple[Solved | None, float]:
+        """(the shape with better cuts than were found, if some are below so many seconds, seconds that no plan of it
+        beats)."""
         shape = prices.shape
         below_s = below_s if found is None else found.seconds
-        better, is_all = None, shape.pipeline == 1
+        better, least_s = None, below_s if shape.pipeline == 1 else 0.0
         if shape.pipeline > 1 and num_cuts(prices) <= MOST_CUTS:
-            better, is_all = best_of_all(prices, below_s, deadline_s)
+            better, least_s = best_of_all(prices, below_s, deadline_s)
         elif found is not None and is_chunked(shape.schedule):
             better = polished(prices, found.assignment, deadline_s)
         if better is None or better.seconds >= below_s:
-            return found, is_all
-        return Solved(shape, prices, better, better.seconds), is_all
+            return found, least_s
+        return Solved(shape, prices, better, better.seconds), least_s
 
     def at(self, prices: StagePrices, cuts: Ints, cutoff_s: float) -> Solved | None:
         """The shape with these cuts, if that is faster than `cutoff_s`."""
@@ -469,17 +473,21 @@ class _Search:
     @property
     def _until_s(self) -> float:
         """When a proof ends."""
-        return self._patient_until_s if self._out.solved or self._any_will_do else self._deadline_s
+        patient = self._out.solved or self._any_will_do
+        return min(self._patient_until_s, self._deadline_s) if patient else self._deadline_s
 
     def _raise(self, gap: float, left_gap: float, whole_s: Sequence[float], deadline_s: float) -> bool:
         """Take the node of the least bound, and its children in its place, until none is further below the best plan
         than the gap; whether that is so. Where the bound of a shape that knows all cuts and options stays the least
         after all that can be tried, the gap does not close, and little time is left for better plans. left_gap: to
         which bounds are raised at a time, where that takes long; whole_s: as of `_try`."""
-        first = self._heap[0][0] if self._heap else 0.0
+        first = here = self._heap[0][0] if self._heap else 0.0
         started_s, closed = time.monotonic(), True
         tries: Counter[ShapeNode] = Counter()
         while self._heap and self._heap[0][0] < self._best * (1 - gap) * (1 - 2 * ROUNDING):
+            if WIDE * self._best < self._best - self._heap[0][0] < (1 - HELPS) * (self._best - here):
+                here = self._heap[0][0]
+                self._patient_until_s = max(self._patient_until_s, time.monotonic() + self._patience_s)
             until_s = min(deadline_s, self._until_s)
             if expired(until_s) or (self._any_will_do and self._out.solved):
                 return False
@@ -532,10 +540,9 @@ class _Search:
         """Look at more cuts of a shape, at all if those are not many."""
         node.settled = True
         self.bounds.pipelines.deadline_s = deadline_s
-        better, is_all = self.explorer.closer(node.prices, node.found, self._best, deadline_s)
-        if is_all:
-            node.bound = max(node.bound, self._best if better is None else better.seconds)
-        elif node.has_few_cuts:
+        better, least_s = self.explorer.closer(node.prices, node.found, self._best, deadline_s)
+        node.bound = max(node.bound, least_s * (1 - ROUNDING))
+        if node.has_few_cuts and node.bound < self._best * (1 - PROVEN):
             node.bound = max(node.bound, self.bounds.of_prices(node.prices, self._best * (1 - PROVEN))[0])
         self._replace(node, better)
 

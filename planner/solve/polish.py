@@ -17,6 +17,7 @@ from ..cost.priced_layer import LayerCost
 from ..cost.simulate import simulated_step_s
 from .chunked import Chunking, Known, StageCuts, evenness, handed_on, loads
 from .columns import ROUNDING, Prices
+from .enumerated import Enumerated
 from .scan import Assignment
 
 Floats = NDArray[np.float64]
@@ -40,25 +41,37 @@ def num_cuts(prices: Prices) -> int:
     return math.comb(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages - 1)
 
 
-def best_of_all(prices: Prices, below_s: float, deadline_s: float) -> tuple[Assignment | None, bool]:
-    """(the fastest plan of a pipeline below so many seconds whatever its cuts, if one was found, whether no other plan
-    of the shape can be faster than it, or than that)."""
-    known, found = Known(prices), None
-    every = _all_cuts(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages)
-    least_s = _least_s(prices, every)
-    likely = [which for which in np.argsort(least_s) if least_s[which] < below_s * (1 - ROUNDING)]
-    for which in likely:
-        if time.monotonic() > deadline_s:
-            return found, False
+def best_of_all(prices: Prices, below_s: float, deadline_s: float) -> tuple[Assignment | None, float]:
+    """(the fastest plan of a pipeline below so many seconds whatever its cuts, if one was found, seconds that no plan
+    of the shape beats: those, or its, if that much is known in time)."""
+    known, options, found = Known(prices), Enumerated(prices, deadline_s), None
+    every = all_cuts(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages)
+    each_s = _least_s(prices, every)
+    order = np.argsort(each_s).tolist()
+    for which in order:
+        if each_s[which] >= below_s * (1 - ROUNDING) or time.monotonic() > deadline_s:
+            break
         better = known.fastest(every[which], below_s)
         if better is not None:
             found, below_s = better, better.seconds
-    left = (every[which] for which in likely if least_s[which] < below_s * (1 - ROUNDING))
-    return found, all(time.monotonic() < deadline_s and known.is_settled(cuts, below_s) for cuts in left)
+    least_s = below_s
+    for which in order:
+        if each_s[which] >= least_s * (1 - ROUNDING):
+            break
+        if time.monotonic() > deadline_s:
+            return found, float(each_s[which])
+        this_s = max(float(each_s[which]), known.least_s(every[which]))
+        if this_s < least_s:
+            best, best_s = options.best(every[which], below_s)
+            if best is not None:
+                found, below_s = best, best.seconds
+            this_s = max(this_s, best_s)
+        least_s = min(least_s, this_s)
+    return found, least_s
 
 
 @lru_cache(maxsize=16)
-def _all_cuts(num_inner: int, num_stages: int) -> Ints:
+def all_cuts(num_inner: int, num_stages: int) -> Ints:
     """[which][stage] -> number of the place where it begins, and of the end."""
     number = math.comb(num_inner, num_stages - 1)
     inner = chain.from_iterable(combinations(range(1, num_inner + 1), num_stages - 1))

@@ -1,0 +1,222 @@
+"""All options of given cuts, where stages hold few layers: what fits, and the fastest of them by event simulation.
+
+Of a stage's options those remain that no others beat in every byte and second, of a rank's those that fit with their
+stages together. With the other ranks at their least times a rank's choice that takes too long is left out; of what
+remains every combination is played. So the best is found, and no plan with these cuts is faster.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.simulate import simulated_step_s
+from ..cost.stage_cost import StageCost
+from .chunked import Chunking
+from .columns import ROUNDING, Choice, Prices, StagePrices
+from .scan import Assignment
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MOST_CHOICES = 2500
+"""So many choices of a stage's layers, or fewer, are all priced."""
+
+MOST_PLAYED = 20_000
+"""So many combinations of all ranks, or fewer, are all played."""
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What is left of a stage's choices: [choice] -> its parts, what it costs, and (bytes beside transients, transient
+    bytes, forward, backward, weights', and seconds once a step)."""
+
+    choices: tuple[Choice, ...]
+    costs: tuple[StageCost, ...]
+    table: Floats
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What is left of a rank's choices. chosen: [choice][stage of the rank] -> which of its stage's; seconds: [choice]
+    [forward, backward without weights, weights'][stage of the rank]; once_s: [choice]."""
+
+    stages: tuple[_Stage, ...]
+    chosen: Ints
+    seconds: Floats
+    once_s: Floats
+
+    def of(self, some: NDArray[np.bool_]) -> "_Rank":
+        """Some of the choices."""
+        return _Rank(self.stages, self.chosen[some], self.seconds[some], self.once_s[some])
+
+
+class Enumerated:
+    """All options of one shape's stages, as far as they have been asked for."""
+
+    def __init__(self, prices: Prices, deadline_s: float) -> None:
+        self.prices = prices
+        self.deadline_s = deadline_s
+        shape = prices.shape
+        self.frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
+        self._stages: dict[tuple[int, int, int], _Stage | None] = {}
+        self._ranks: dict[tuple[tuple[int, int, int], ...], _Rank | None] = {}
+
+    def best(self, cuts: Ints, below_s: float) -> tuple[Assignment | None, float]:
+        """(the fastest plan with these cuts if it is below so many seconds, seconds that none with them beats, at least
+        those where none is below them); (None, 0.0) where there are too many, or time is over. cuts: [stage] -> number
+        of the place."""
+        compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
+        ranks = []
+        for rank in range(self.frame.num_ranks):
+            found = self._rank(tuple(self._held(stage, compositions[stage]) for stage in self.frame.stages(rank)))
+            if found is None:
+                return None, 0.0
+            if not len(found.once_s):
+                return None, math.inf
+            ranks.append(found)
+        least_s = below_s * (1 - ROUNDING)
+        for number in range(len(ranks)):  # each beside the least of the others, which grow as choices are left out
+            others = [each if i == number else _least(each) for i, each in enumerate(ranks)]
+            ranks[number] = ranks[number].of(self._played(others, [0] * len(ranks), number) < least_s)
+            if not len(ranks[number].once_s):
+                return None, below_s
+        sizes = [len(each.once_s) for each in ranks]
+        if math.prod(sizes) > MOST_PLAYED:
+            return None, float(self._played([_least(each) for each in ranks], np.zeros((len(ranks), 1), dtype=int))[0])
+        combined = np.indices(sizes).reshape(len(sizes), -1)
+        steps_s = self._played(ranks, combined)
+        first = int(np.argmin(steps_s))
+        if steps_s[first] >= least_s:
+            return None, below_s
+        choices: list[Choice | None] = [None] * len(compositions)
+        for rank, each in enumerate(ranks):
+            chosen = each.chosen[combined[rank, first]]
+            for chunk, stage in enumerate(self.frame.stages(rank)):
+                choices[stage] = each.stages[chunk].choices[chosen[chunk]]
+        step_s = float(steps_s[first])
+        return Assignment(step_s, tuple(compositions), tuple(c for c in choices if c is not None)), step_s
+
+    def _held(self, stage: int, composition: int) -> tuple[int, int, int]:
+        """(the first stage on the same device, composition, micro-batches in flight)."""
+        on = [self.prices.on(number) for number in range(stage + 1)]
+        device = next(i for i, each in enumerate(on) if each is on[stage])
+        return device, composition, self.prices.shape.in_flight(stage)
+
+    def _played(self, ranks: Sequence[_Rank], chosen: Ints | Sequence[int], free: int | None = None) -> Floats:
+        """[combination] -> seconds of the step. chosen: [rank][combination] -> which of the rank's choices; free: a
+        rank that takes all of its own in turn."""
+        num_stages, shape = self.frame.num_stages, self.prices.shape
+        passes: list[list[Floats]] = [[np.zeros(0)] * num_stages for _ in range(3)]
+        once_s = []
+        for number, each in enumerate(ranks):
+            which = np.arange(len(each.once_s)) if number == free else np.atleast_1d(np.asarray(chosen[number]))
+            once_s.append(each.once_s[which])
+            for chunk, stage in enumerate(self.frame.stages(number)):
+                for part in range(3):
+                    passes[part][stage] = each.seconds[which, part, chunk]
+        if free is not None:
+            count = len(ranks[free].once_s)
+            passes = [[np.broadcast_to(each, count) for each in part] for part in passes]
+            once_s = [np.broadcast_to(each, count) for each in once_s]
+        forward_s, input_s, weight_s = passes
+        backward_s = [each + weight for each, weight in zip(input_s, weight_s, strict=True)]
+        found: Floats = simulated_step_s(
+            shape.schedule, forward_s, backward_s, once_s, shape.num_microbatches, weight_s
+        )
+        return found
+
+    def _rank(self, held: tuple[tuple[int, int, int], ...]) -> _Rank | None:
+        if held not in self._ranks:
+            self._ranks[held] = self._found_rank(held)
+        return self._ranks[held]
+
+    def _found_rank(self, held: tuple[tuple[int, int, int], ...]) -> _Rank | None:
+        """What fits with the stages of a rank together; None where that is too much to price."""
+        stages = []
+        for key in held:
+            if key not in self._stages:
+                self._stages[key] = self._found_stage(*key)
+            stage = self._stages[key]
+            if stage is None:
+                return None
+            stages.append(stage)
+        sizes = [len(stage.choices) for stage in stages]
+        if math.prod(sizes) > MOST_PLAYED:
+            return None
+        chosen: Ints = np.indices(sizes).reshape(len(sizes), -1).T
+        tables = np.stack(
+            [stage.table[chosen[:, i]] for i, stage in enumerate(stages)], axis=2
+        )  # [choice][what][stage]
+        allocated = tables[:, 0].sum(axis=1) + tables[:, 1].max(axis=1)
+        fits = allocated <= self.prices.on(held[0][0]).budget
+        chosen, tables = chosen[fits], tables[fits]
+        seconds, once_s = tables[:, 2:5], tables[:, 5].sum(axis=1)
+        left = unbeaten(np.concatenate((seconds.reshape(len(seconds), 3 * len(stages)), once_s[:, None]), axis=1))
+        return _Rank(tuple(stages), chosen[left], seconds[left], once_s[left])
+
+    def _found_stage(self, device: int, composition: int, flights: int) -> _Stage | None:
+        """What is left of a stage's choices, layer by layer in all orders; None where they are too many."""
+        prices = self.prices.on(device)
+        if self.prices.shape.virtual_stages == 1 and not any(o.offload for row in prices.options for o in row):
+            return _cheapest(prices, composition, flights)
+        item = self.prices.chain.compositions[composition]
+        runs = range(item.first_run, item.last_run + 1)
+        layers = [run for run, number in zip(runs, item.counts, strict=True) for _ in range(number)]
+        if math.prod(len(prices.options[run]) for run in layers) > MOST_CHOICES:
+            return None
+        choices, costs = [], []
+        for options in product(*(range(len(prices.options[run])) for run in layers)):
+            if time.monotonic() > self.deadline_s:
+                return None
+            grouped = groupby(zip(layers, options, strict=True))
+            choice = Choice(tuple((run, prices.options[run][o], len(list(same))) for (run, o), same in grouped))
+            choices.append(choice)
+            costs.append(prices.stage_cost(composition, choice, flights))
+        table = np.array([_row(cost) for cost in costs])
+        left = np.flatnonzero(unbeaten(table)).tolist()
+        return _Stage(tuple(choices[i] for i in left), tuple(costs[i] for i in left), table[left])
+
+
+def _cheapest(prices: StagePrices, composition: int, flights: int) -> _Stage:
+    """The one choice of a rank's only stage that no other beats, if any fits: recompute makes nothing longer but the
+    backward, and the cheapest has the shortest."""
+    found = prices.cheapest(composition, flights)
+    if found is None:
+        return _Stage((), (), np.zeros((0, 6)))
+    cost, choice = found
+    return _Stage((choice,), (cost,), np.array([_row(cost)]))
+
+
+def _row(cost: StageCost) -> tuple[float, ...]:
+    transient = cost.items["transient"]
+    return (
+        cost.allocated_bytes - transient,
+        transient,
+        cost.forward_s,
+        cost.backward_s - cost.weight_s,
+        cost.weight_s,
+        cost.once_s,
+    )
+
+
+def _least(rank: _Rank) -> _Rank:
+    """One choice that takes the least of each of a rank's."""
+    return _Rank(rank.stages, rank.chosen[:1], rank.seconds.min(axis=0)[None], rank.once_s.min()[None])
+
+
+def unbeaten(table: Floats) -> NDArray[np.bool_]:
+    """[row] -> whether no other row is at most as large everywhere and smaller somewhere, nor the same before it."""
+    found = np.ones(len(table), dtype=bool)
+    order = np.lexsort(table.T[::-1])
+    kept: list[int] = []
+    for row in order.tolist():
+        if kept and (table[kept] <= table[row]).all(axis=1).any():
+            found[row] = False
+        else:
+            kept.append(row)
+    return found

@@ -1,0 +1,88 @@
+"""All cuts and options of short chains: the best of them is found, and what no plan is said to beat none does."""
+
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.planning_time.brute_force import every_plan
+from benchmarks.planning_time.instances import chunked_instance
+from meshwright.planner.cost.estimate import estimate
+from meshwright.planner.plan.document import Plan
+from meshwright.planner.plan.making import shape_of
+from meshwright.planner.plan.schedules import ZERO_BUBBLE, Schedule
+from meshwright.planner.plan.shape import Shape
+from meshwright.planner.solve.chunked import Known
+from meshwright.planner.solve.enumerated import Enumerated, unbeaten
+from meshwright.planner.solve.explore import Explorer
+from meshwright.planner.solve.polish import all_cuts, best_of_all
+from support import slow
+
+SHORT = 5
+"""Layers: so few that every plan can be priced."""
+
+
+def first_layers(plan: Plan) -> tuple[int, ...]:
+    """[stage] -> its first layer, and the one after the last."""
+    found = [0]
+    for stage in plan.stages:
+        found.append(found[-1] + len(stage.layers))
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "seed"),
+    slow.but_first(
+        [("interleaved", 3), ("1f1b", 0), ("zb-v", 0), *(("interleaved", seed) for seed in range(3))]
+        + [(each, seed) for each in ("gpipe", "zb-h1", "zb-h2") for seed in range(2)],
+        3,
+    ),
+)
+@pytest.mark.parametrize("share", [0.75, 0.9, 1.1])
+def test_the_best_options_of_given_cuts_are_those_of_all_plans(schedule: Schedule, seed: int, share: float) -> None:
+    ample = chunked_instance(seed, schedule, 1e12, num_layers=SHORT)
+    priced = [estimate(plan, ample.profile) for plan in every_plan(ample)]
+    used = sorted(max(stage.device_bytes for stage in found.memory) for found in priced)
+    asked = chunked_instance(seed, schedule, share * used[len(used) // 2], num_layers=SHORT)
+    explorer = Explorer(asked.profile, asked.cluster, asked.training)
+    expected: dict[tuple[Shape, tuple[int, ...]], float] = {}
+    for plan in every_plan(asked):
+        found, key = estimate(plan, asked.profile), (shape_of(plan), first_layers(plan))
+        step_s = found.step_time_s - explorer.model.software.step_s if found.fits else math.inf
+        expected[key] = min(step_s, expected.get(key, math.inf))
+
+    for shape in {shape for shape, _ in expected}:
+        prices = explorer.priced(shape, "none" if shape.schedule in ZERO_BUBBLE else None)
+        known, options = Known(prices), Enumerated(prices, math.inf)
+        places, whole = explorer.chain.places, []
+        for cuts in all_cuts(len(places) - 2, shape.pipeline * shape.virtual_stages):
+            least_s = expected[shape, tuple(places[number] for number in cuts)]
+            best, best_s = options.best(cuts, math.inf)
+            assert best_s == pytest.approx(least_s, rel=1e-9)
+            assert (best is None) == math.isinf(least_s)
+            assert known.least_s(cuts) <= least_s * (1 + 1e-9)
+            whole.append(least_s)
+            if best is not None:
+                assert options.best(cuts, best.seconds) == (None, best.seconds)
+                heuristic = known.fastest(cuts, math.inf)
+                assert heuristic is None or heuristic.seconds >= least_s * (1 - 1e-9)
+        best, best_s = best_of_all(prices, math.inf, math.inf)
+        assert best_s == pytest.approx(min(whole), rel=1e-9)
+
+
+def test_of_rows_those_remain_that_no_other_beats() -> None:
+    table = np.array([[1.0, 2.0], [2.0, 1.0], [2.0, 2.0], [1.0, 2.0], [0.5, 9.0]])
+
+    assert unbeaten(table).tolist() == [True, True, False, False, True]
+
+
+def test_without_time_nothing_is_said() -> None:
+    asked = chunked_instance(0, "interleaved", 1e12, num_layers=SHORT)
+    explorer = Explorer(asked.profile, asked.cluster, asked.training)
+    shape = next(iter(shape_of(plan) for plan in every_plan(asked)))
+    prices = explorer.priced(shape, None)
+    cuts = all_cuts(SHORT - 1, 4)[0]
+
+    assert Enumerated(prices, -math.inf).best(cuts, math.inf) == (None, 0.0)
+    assert best_of_all(prices, math.inf, -math.inf)[0] is None
+    assert best_of_all(prices, math.inf, -math.inf)[1] < best_of_all(prices, math.inf, math.inf)[1]
