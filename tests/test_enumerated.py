@@ -53,8 +53,8 @@ def test_the_best_options_of_given_cuts_are_those_of_all_plans(schedule: Schedul
 
     for shape in {shape for shape, _ in expected}:
         prices = explorer.priced(shape, "none" if shape.schedule in ZERO_BUBBLE else None)
-        known, options = Known(prices), Enumerated(prices, math.inf)
-        places, whole = explorer.chain.places, []
+        known, places, whole = Known(prices), explorer.chain.places, []
+        options = Enumerated(known, math.inf)
         for cuts in all_cuts(len(places) - 2, shape.pipeline * shape.virtual_stages):
             least_s = expected[shape, tuple(places[number] for number in cuts)]
             best, best_s = options.best(cuts, math.inf)
@@ -83,6 +83,6 @@ def test_without_time_nothing_is_said() -> None:
     prices = explorer.priced(shape, None)
     cuts = all_cuts(SHORT - 1, 4)[0]
 
-    assert Enumerated(prices, -math.inf).best(cuts, math.inf) == (None, 0.0)
+    assert Enumerated(Known(prices), -math.inf).best(cuts, math.inf) == (None, 0.0)
     assert best_of_all(prices, math.inf, -math.inf)[0] is None
     assert best_of_all(prices, math.inf, -math.inf)[1] < best_of_all(prices, math.inf, math.inf)[1]

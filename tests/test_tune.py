@@ -1,6 +1,7 @@
 """plan tune: who races, who is out, what the fit makes of it, what a record keeps, and what is refused before."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from meshwright.executor.measuring.significance import Apart, paired
 from meshwright.executor.reporting.tune_page import tune_page
-from meshwright.executor.tuning.entrants import Entrant, Pool, could_be_best, to_beat_s
+from meshwright.executor.tuning.entrants import Entrant, Pool, could_be_best, missed_by, to_beat_s
 from meshwright.executor.tuning.jobs import Fallen, LaunchedJob, cause_of, filled, processes_with, read_launcher
 from meshwright.executor.tuning.race import in_words, lap_steps, leader_of, out_after
 from meshwright.executor.tuning.record import LapLine, Record, load_record
@@ -216,9 +217,17 @@ def test_what_was_asked_for_leaves_nothing_open(chosen: SearchResult) -> None:
 
 
 def test_a_leader_that_is_predicted_too_slow_lets_in_plans_that_share_that_error_up_to_a_limit() -> None:
-    assert to_beat_s(1.0, 0.9) == 1.0
-    assert to_beat_s(1.0, 1.05) == 1.05
-    assert to_beat_s(1.0, 2.0) == pytest.approx(1.09)
+    assert to_beat_s(1.0, 0.9, 0.0) == 1.0
+    assert to_beat_s(1.0, 1.05, 0.0) == 1.05
+    assert to_beat_s(1.0, 2.0, 0.0) == pytest.approx(1.09)
+
+
+def test_what_constants_miss_steps_by_lets_in_plans_as_much_slower_up_to_a_limit() -> None:
+    assert missed_by([1.0, 1.0]) == 0.0
+    assert missed_by([1.03, 1 / 1.03]) == pytest.approx(math.log(1.03))
+    assert to_beat_s(1.0, 1.01, 0.03) == 1.03
+    assert to_beat_s(1.0, 1.05, 0.03) == 1.05
+    assert to_beat_s(1.0, 1.0, 0.5) == pytest.approx(1.09)
 
 
 RAISED = 'Traceback (most recent call last):\n  File "m.py", line 1\nValueError: the model says no\n'

@@ -18,12 +18,15 @@ import torch.distributed as dist
 
 from benchmarks.planned_vs_manual.jobs import STEP_LIMIT_S, Task, before_others, join_hosts, padded_trainer
 from benchmarks.planned_vs_manual.padded import Clock
-from meshwright.executor.telemetry import peak_memory_bytes
 from meshwright.executor.trainer import computed_seconds
 from meshwright.executor.tuning.jobs import Fallen, Lap
 from meshwright.planner.plan.document import Plan
 
 _WARM_UPS = 1
+
+_NOT_KNOWN = (0,)
+"""Bytes of a rank: its process has the trainers of all candidates, and a device's memory is declared, so that what the
+process holds says nothing of it (else no plan would fit after the first fit, and none join the race)."""
 
 
 class EmulatedTrack:
@@ -62,8 +65,10 @@ class EmulatedTrack:
                     self.close()
                     return Fallen("crash", f"rank {rank}: {answers[rank]}")
         taken = tuple(max(step) for step in zip(*(own[1] for own in answers), strict=True))
-        peaks, computed_s = (tuple(own[i] for own in answers) for i in (2, 3))
-        return Lap(taken, max(own[0] for own in answers), peaks, "resident", rank_compute_s=computed_s)
+        computed_s = tuple(own[2] for own in answers)
+        return Lap(
+            taken, max(own[0] for own in answers), _NOT_KNOWN * len(answers), "allocated", rank_compute_s=computed_s
+        )
 
     def leave(self, label: str) -> None:
         """Its trainer waits, which costs no time."""
@@ -126,7 +131,7 @@ def _serve(rank: int, ranks: int, task: Task, pipe: Connection) -> None:
                 taken.append(time.perf_counter() - before)
             faulthandler.cancel_dump_traceback_later()
             own_s = statistics.median(each for each in computed[label].taken() if each is not None)
-            pipe.send((True, (started_s, taken, peak_memory_bytes(torch.device("cpu")), own_s)))
+            pipe.send((True, (started_s, taken, own_s)))
     except EOFError:
         pass
     except BaseException as error:

@@ -1,5 +1,6 @@
 """Which plans race: what search, rules of thumb, set-ups and usual layouts name, as far as bands of error overlap."""
 
+import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -212,10 +213,17 @@ def challengers(found: Sequence[Entrant], seen: Collection[str], limit_s: float)
     return _diverse([each for each in found if each.label not in seen and each.predicted_s < limit_s], NEWCOMERS)
 
 
-def to_beat_s(leader_s: float, predicted_s: float) -> float:
-    """Predicted seconds below which a plan may beat the leader: its measured step, or what the same constants predict
-    of it where that is more, for plans of a kind share their error; but no more than constants were ever seen to err.
+def to_beat_s(leader_s: float, predicted_s: float, missed: float) -> float:
+    """Predicted seconds below which a plan may beat the leader: its measured step and what the constants miss steps by,
+    or what the same constants predict of it where that is more, for plans of a kind share their error; but no more than
+    constants were ever seen to err.
 
-    leader_s, predicted_s: of the leader.
+    leader_s, predicted_s: of the leader. missed: as of `missed_by`.
     """
-    return max(leader_s, min(predicted_s, leader_s * FITTED_BAND.high))
+    return max(leader_s, min(max(leader_s * (1 + missed), predicted_s), leader_s * FITTED_BAND.high))
+
+
+def missed_by(ratios: Iterable[float]) -> float:
+    """Share by which fitted constants miss the steps that they were fitted to. ratios: predicted over measured."""
+    logs = [math.log(ratio) for ratio in ratios]
+    return math.sqrt(sum(log**2 for log in logs) / len(logs))

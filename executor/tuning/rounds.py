@@ -32,6 +32,7 @@ from .entrants import (
     challengers,
     could_be_best,
     key_of,
+    missed_by,
     on_cluster,
     priced_layouts,
     to_beat_s,
@@ -209,19 +210,18 @@ class Tuning:
                 self._let_in(others, number)
                 continue
             self._refit(number)
-            newcomers, limit_s = self._newcomers()
+            newcomers = self._newcomers()
             if not newcomers and until_s < self._until:
                 until_s = self._until  # it was cut short in favour of newcomers
                 continue
             until_s = self._until
             if not newcomers:
-                return "the best measured plan is also the best predicted one, or within 1% of it", True
+                return "no plan that was not tried is predicted to come near the fastest one", True
             cost_s = self._cost_s(newcomers[0])
             if self._left_s() < cost_s:
-                gain = 1 - newcomers[0].predicted_s / limit_s
                 return (
-                    f"the budget is spent; {newcomers[0].label} is predicted to be {gain:.1%} faster than the leader "
-                    f"and would take about {cost_s:.0f} s to try: --resume goes on",
+                    f"the budget is spent; {newcomers[0].label}, predicted at {newcomers[0].predicted_s:.3g} s, may be "
+                    f"faster than the leader and would take about {cost_s:.0f} s to try: --resume goes on",
                     False,
                 )
             number += 1
@@ -455,14 +455,14 @@ class Tuning:
         )
         return cluster.model_copy(update={"hosts": hosts})
 
-    def _newcomers(self) -> tuple[list[Entrant], float]:
-        """(who is now predicted to beat the leader, the seconds that takes)."""
+    def _newcomers(self) -> list[Entrant]:
+        """Who may beat the leader by what is predicted now, and by how far that misses what was measured."""
         leader = leader_of(self.record.medians())
         assert leader is not None, "something was measured"
-        own_s = next(each.predicted_s for each in self._again(self._cluster) if each.label == leader)
-        limit_s = to_beat_s(self._measured_s(leader), own_s)
-        priced = self._pool.priced(self._cluster)
-        return challengers(priced, self.record.entrants(), limit_s * (1 - WORTH)), limit_s
+        predicted = {each.label: each.predicted_s for each in self._again(self._cluster)}
+        missed = missed_by(predicted[label] / self._measured_s(label) for label in self.record.laps())
+        limit_s = to_beat_s(self._measured_s(leader), predicted[leader], missed)
+        return challengers(self._pool.priced(self._cluster), self.record.entrants(), limit_s * (1 - WORTH))
 
     def _again(self, cluster: ClusterSpec) -> list[Entrant]:
         """Everyone who ever raced, priced on a cluster, whether it fits or not."""

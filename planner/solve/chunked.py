@@ -485,7 +485,7 @@ def handed_on(frame: Chunking, rank: int) -> Ints:
     return _moves(*_ranges(frame, rank)[:3], np.arange(frame.num_stages + 1))
 
 
-_HeldStages = tuple[tuple[int, int, int], ...]
+HeldStages = tuple[tuple[int, int, int], ...]
 """[stage of a rank] -> the first stage on such a device, composition, micro-batches in flight."""
 
 _Stages = tuple[tuple[Choice, StageCost], ...]
@@ -515,16 +515,20 @@ class Known:
         on = [prices.on(stage) for stage in range(self.frame.num_stages)]
         self.devices = [next(i for i, other in enumerate(on) if other is mine) for mine in on]
         self._stages: dict[tuple[int, int, int, tuple[tuple[int, ...], ...]], tuple[Choice, StageCost]] = {}
-        self._ranks: dict[_HeldStages, _Stages | None] = {}
-        self._busy: dict[_HeldStages, float] = {}
+        self._ranks: dict[HeldStages, _Stages | None] = {}
+        self._busy: dict[HeldStages, float] = {}
 
-    def rank(self, held: _HeldStages) -> _Stages | None:
+    def held(self, stages: Sequence[int], compositions: Sequence[int]) -> HeldStages:
+        """What a rank's stages are. compositions: of all stages."""
+        return tuple((self.devices[stage], compositions[stage], self.flights[stage]) for stage in stages)
+
+    def rank(self, held: HeldStages) -> _Stages | None:
         """A rank's stages with the options that bring them into its memory at the least price; None if none do."""
         if held not in self._ranks:
             self._ranks[held] = self._fitting(held)
         return self._ranks[held]
 
-    def _fitting(self, held: _HeldStages) -> _Stages | None:
+    def _fitting(self, held: HeldStages) -> _Stages | None:
         """Every layer takes its fastest option, or as many of all layers of the rank as it must go on to one that holds
         less, those first that pay least for a byte."""
         steps = sorted(self._steps(held), key=lambda step: step.price)
@@ -564,7 +568,7 @@ class Known:
                 low = middle + 1
         return found
 
-    def _steps(self, held: _HeldStages) -> Iterator[_OptionStep]:
+    def _steps(self, held: HeldStages) -> Iterator[_OptionStep]:
         for place, (device, composition, flights) in enumerate(held):
             costs = self.prices.on(device).costs
             counts = self.prices.chain.compositions[composition].counts
@@ -629,7 +633,7 @@ class Known:
         choices: list[Choice | None] = [None] * len(compositions)
         once_s, before_s, after_s = [], 0.0, 0.0
         for stages in self.stages_of:  # the first holds most micro-batches: what does not fit ends here, mostly
-            held = tuple((self.devices[stage], compositions[stage], self.flights[stage]) for stage in stages)
+            held = self.held(stages, compositions)
             rank = self.rank(held)
             if rank is None:
                 return None
@@ -650,20 +654,20 @@ class Known:
         shape: Shape = self.prices.shape
         before_s = after_s = most_s = 0.0
         for stages in self.stages_of:
-            held = tuple((self.devices[stage], compositions[stage], self.flights[stage]) for stage in stages)
+            held = self.held(stages, compositions)
             most_s = max(most_s, before_s + shape.num_microbatches * self.least_busy_s(held) + after_s)
             first = self._stage(*held[0], self._fastest(*held[0]))[1]
             before_s += first.forward_s
             after_s += 0.0 if shape.schedule in ZERO_BUBBLE else first.backward_s
         return most_s
 
-    def least_busy_s(self, held: _HeldStages) -> float:
+    def least_busy_s(self, held: HeldStages) -> float:
         """Seconds that a rank computes for a micro-batch, at least, with options that fit; infinite if none do."""
         if held not in self._busy:
             self._busy[held] = self._found_busy_s(held)
         return self._busy[held]
 
-    def _found_busy_s(self, held: _HeldStages) -> float:
+    def _found_busy_s(self, held: HeldStages) -> float:
         """What layers hold by their options is added up, beside the least transient. Layers that each take what costs
         them least at some price of a byte cost no more than any choice that fits, less the price of the room."""
         fastest = [self._stage(*stage, self._fastest(*stage))[1] for stage in held]

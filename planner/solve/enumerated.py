@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ..cost.simulate import simulated_step_s
 from ..cost.stage_cost import StageCost
-from .chunked import Chunking
-from .columns import ROUNDING, Choice, Prices, StagePrices
+from .chunked import HeldStages, Known
+from .columns import ROUNDING, Choice, StagePrices
 from .scan import Assignment
 
 Floats = NDArray[np.float64]
@@ -32,18 +32,17 @@ MOST_PLAYED = 20_000
 
 @dataclass(frozen=True)
 class _Stage:
-    """What is left of a stage's choices: [choice] -> its parts, what it costs, and (bytes beside transients, transient
-    bytes, forward, backward, weights', and seconds once a step)."""
+    """What is left of a stage's choices: [choice] -> its parts, and (bytes beside transients, transient bytes, seconds
+    of the forward, of the backward without weights, of weights, and once a step)."""
 
     choices: tuple[Choice, ...]
-    costs: tuple[StageCost, ...]
     table: Floats
 
 
 @dataclass(frozen=True)
 class _Rank:
     """What is left of a rank's choices. chosen: [choice][stage of the rank] -> which of its stage's; seconds: [choice]
-    [forward, backward without weights, weights'][stage of the rank]; once_s: [choice]."""
+    [forward, backward without weights, weights][stage of the rank]; once_s: [choice]."""
 
     stages: tuple[_Stage, ...]
     chosen: Ints
@@ -58,13 +57,12 @@ class _Rank:
 class Enumerated:
     """All options of one shape's stages, as far as they have been asked for."""
 
-    def __init__(self, prices: Prices, deadline_s: float) -> None:
-        self.prices = prices
+    def __init__(self, known: Known, deadline_s: float) -> None:
+        self.known = known
+        self.prices = known.prices
         self.deadline_s = deadline_s
-        shape = prices.shape
-        self.frame = Chunking(shape.schedule, shape.pipeline, shape.virtual_stages)
         self._stages: dict[tuple[int, int, int], _Stage | None] = {}
-        self._ranks: dict[tuple[tuple[int, int, int], ...], _Rank | None] = {}
+        self._ranks: dict[HeldStages, _Rank | None] = {}
 
     def best(self, cuts: Ints, below_s: float) -> tuple[Assignment | None, float]:
         """(the fastest plan with these cuts if it is below so many seconds, seconds that none with them beats, at least
@@ -72,70 +70,58 @@ class Enumerated:
         of the place."""
         compositions = [int(self.prices.chain.composition_of[a, b]) for a, b in pairwise(cuts)]
         ranks = []
-        for rank in range(self.frame.num_ranks):
-            found = self._rank(tuple(self._held(stage, compositions[stage]) for stage in self.frame.stages(rank)))
+        for stages in self.known.stages_of:
+            found = self._rank(self.known.held(stages, compositions))
             if found is None:
                 return None, 0.0
             if not len(found.once_s):
                 return None, math.inf
             ranks.append(found)
         least_s = below_s * (1 - ROUNDING)
-        for number in range(len(ranks)):  # each beside the least of the others, which grow as choices are left out
-            others = [each if i == number else _least(each) for i, each in enumerate(ranks)]
-            ranks[number] = ranks[number].of(self._played(others, [0] * len(ranks), number) < least_s)
+        for number, rank in enumerate(ranks):  # beside the least of the others, which grow as choices are left out
+            beside = [rank if i == number else _least(other) for i, other in enumerate(ranks)]
+            ranks[number] = rank.of(self._played(beside, [np.arange(len(each.once_s)) for each in beside]) < least_s)
             if not len(ranks[number].once_s):
                 return None, below_s
         sizes = [len(each.once_s) for each in ranks]
         if math.prod(sizes) > MOST_PLAYED:
-            return None, float(self._played([_least(each) for each in ranks], np.zeros((len(ranks), 1), dtype=int))[0])
+            least = [_least(each) for each in ranks]
+            return None, float(self._played(least, [np.zeros(1, dtype=np.int64)] * len(least))[0])
         combined = np.indices(sizes).reshape(len(sizes), -1)
-        steps_s = self._played(ranks, combined)
+        steps_s = self._played(ranks, list(combined))
         first = int(np.argmin(steps_s))
         if steps_s[first] >= least_s:
             return None, below_s
         choices: list[Choice | None] = [None] * len(compositions)
         for rank, each in enumerate(ranks):
             chosen = each.chosen[combined[rank, first]]
-            for chunk, stage in enumerate(self.frame.stages(rank)):
+            for chunk, stage in enumerate(self.known.stages_of[rank]):
                 choices[stage] = each.stages[chunk].choices[chosen[chunk]]
         step_s = float(steps_s[first])
         return Assignment(step_s, tuple(compositions), tuple(c for c in choices if c is not None)), step_s
 
-    def _held(self, stage: int, composition: int) -> tuple[int, int, int]:
-        """(the first stage on the same device, composition, micro-batches in flight)."""
-        on = [self.prices.on(number) for number in range(stage + 1)]
-        device = next(i for i, each in enumerate(on) if each is on[stage])
-        return device, composition, self.prices.shape.in_flight(stage)
-
-    def _played(self, ranks: Sequence[_Rank], chosen: Ints | Sequence[int], free: int | None = None) -> Floats:
-        """[combination] -> seconds of the step. chosen: [rank][combination] -> which of the rank's choices; free: a
-        rank that takes all of its own in turn."""
-        num_stages, shape = self.frame.num_stages, self.prices.shape
-        passes: list[list[Floats]] = [[np.zeros(0)] * num_stages for _ in range(3)]
-        once_s = []
-        for number, each in enumerate(ranks):
-            which = np.arange(len(each.once_s)) if number == free else np.atleast_1d(np.asarray(chosen[number]))
-            once_s.append(each.once_s[which])
-            for chunk, stage in enumerate(self.frame.stages(number)):
-                for part in range(3):
-                    passes[part][stage] = each.seconds[which, part, chunk]
-        if free is not None:
-            count = len(ranks[free].once_s)
-            passes = [[np.broadcast_to(each, count) for each in part] for part in passes]
-            once_s = [np.broadcast_to(each, count) for each in once_s]
+    def _played(self, ranks: Sequence[_Rank], chosen: Sequence[Ints]) -> Floats:
+        """[combination] -> seconds of the step. chosen: [rank][combination, or one] -> which of the rank's choices."""
+        shape = self.prices.shape
+        passes: list[list[Floats]] = [[np.zeros(0)] * self.known.frame.num_stages for _ in range(3)]
+        for stages, rank, which in zip(self.known.stages_of, ranks, chosen, strict=True):
+            for chunk, stage in enumerate(stages):
+                for part, each in enumerate(passes):
+                    each[stage] = rank.seconds[which, part, chunk]
         forward_s, input_s, weight_s = passes
         backward_s = [each + weight for each, weight in zip(input_s, weight_s, strict=True)]
-        found: Floats = simulated_step_s(
+        once_s = [rank.once_s[which] for rank, which in zip(ranks, chosen, strict=True)]
+        step_s: Floats = simulated_step_s(
             shape.schedule, forward_s, backward_s, once_s, shape.num_microbatches, weight_s
         )
-        return found
+        return step_s
 
-    def _rank(self, held: tuple[tuple[int, int, int], ...]) -> _Rank | None:
+    def _rank(self, held: HeldStages) -> _Rank | None:
         if held not in self._ranks:
             self._ranks[held] = self._found_rank(held)
         return self._ranks[held]
 
-    def _found_rank(self, held: tuple[tuple[int, int, int], ...]) -> _Rank | None:
+    def _found_rank(self, held: HeldStages) -> _Rank | None:
         """What fits with the stages of a rank together; None where that is too much to price."""
         stages = []
         for key in held:
@@ -149,9 +135,8 @@ class Enumerated:
         if math.prod(sizes) > MOST_PLAYED:
             return None
         chosen: Ints = np.indices(sizes).reshape(len(sizes), -1).T
-        tables = np.stack(
-            [stage.table[chosen[:, i]] for i, stage in enumerate(stages)], axis=2
-        )  # [choice][what][stage]
+        # [choice][what][stage]
+        tables = np.stack([stage.table[chosen[:, i]] for i, stage in enumerate(stages)], axis=2)
         allocated = tables[:, 0].sum(axis=1) + tables[:, 1].max(axis=1)
         fits = allocated <= self.prices.on(held[0][0]).budget
         chosen, tables = chosen[fits], tables[fits]
@@ -169,17 +154,17 @@ class Enumerated:
         layers = [run for run, number in zip(runs, item.counts, strict=True) for _ in range(number)]
         if math.prod(len(prices.options[run]) for run in layers) > MOST_CHOICES:
             return None
-        choices, costs = [], []
+        choices, rows = [], []
         for options in product(*(range(len(prices.options[run])) for run in layers)):
             if time.monotonic() > self.deadline_s:
                 return None
             grouped = groupby(zip(layers, options, strict=True))
             choice = Choice(tuple((run, prices.options[run][o], len(list(same))) for (run, o), same in grouped))
             choices.append(choice)
-            costs.append(prices.stage_cost(composition, choice, flights))
-        table = np.array([_row(cost) for cost in costs])
+            rows.append(_row(prices.stage_cost(composition, choice, flights)))
+        table = np.array(rows)
         left = np.flatnonzero(unbeaten(table)).tolist()
-        return _Stage(tuple(choices[i] for i in left), tuple(costs[i] for i in left), table[left])
+        return _Stage(tuple(choices[i] for i in left), table[left])
 
 
 def _cheapest(prices: StagePrices, composition: int, flights: int) -> _Stage:
@@ -187,9 +172,9 @@ def _cheapest(prices: StagePrices, composition: int, flights: int) -> _Stage:
     backward, and the cheapest has the shortest."""
     found = prices.cheapest(composition, flights)
     if found is None:
-        return _Stage((), (), np.zeros((0, 6)))
+        return _Stage((), np.zeros((0, 6)))
     cost, choice = found
-    return _Stage((choice,), (cost,), np.array([_row(cost)]))
+    return _Stage((choice,), np.array([_row(cost)]))
 
 
 def _row(cost: StageCost) -> tuple[float, ...]:

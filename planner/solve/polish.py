@@ -44,7 +44,8 @@ def num_cuts(prices: Prices) -> int:
 def best_of_all(prices: Prices, below_s: float, deadline_s: float) -> tuple[Assignment | None, float]:
     """(the fastest plan of a pipeline below so many seconds whatever its cuts, if one was found, seconds that no plan
     of the shape beats: those, or its, if that much is known in time)."""
-    known, options, found = Known(prices), Enumerated(prices, deadline_s), None
+    known, found = Known(prices), None
+    options = Enumerated(known, deadline_s)
     every = all_cuts(len(prices.chain.places) - 2, prices.shape.pipeline * prices.shape.virtual_stages)
     each_s = _least_s(prices, every)
     order = np.argsort(each_s).tolist()
