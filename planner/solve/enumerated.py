@@ -31,7 +31,7 @@ MOST_PLAYED = 20_000
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _StageChoices:
     """What is left of a stage's choices: [choice] -> its parts, and (bytes beside transients, transient bytes, seconds
     of the forward, of the backward without weights, of weights, and once a step)."""
 
@@ -40,18 +40,18 @@ class _Stage:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankChoices:
     """What is left of a rank's choices. chosen: [choice][stage of the rank] -> which of its stage's; seconds: [choice]
     [forward, backward without weights, weights][stage of the rank]; once_s: [choice]."""
 
-    stages: tuple[_Stage, ...]
+    stages: tuple[_StageChoices, ...]
     chosen: Ints
     seconds: Floats
     once_s: Floats
 
-    def of(self, some: NDArray[np.bool_]) -> "_Rank":
+    def of(self, some: NDArray[np.bool_]) -> "_RankChoices":
         """Some of the choices."""
-        return _Rank(self.stages, self.chosen[some], self.seconds[some], self.once_s[some])
+        return _RankChoices(self.stages, self.chosen[some], self.seconds[some], self.once_s[some])
 
 
 class Enumerated:
@@ -61,8 +61,8 @@ class Enumerated:
         self.known = known
         self.prices = known.prices
         self.deadline_s = deadline_s
-        self._stages: dict[tuple[int, int, int], _Stage | None] = {}
-        self._ranks: dict[HeldStages, _Rank | None] = {}
+        self._stages: dict[tuple[int, int, int], _StageChoices | None] = {}
+        self._ranks: dict[HeldStages, _RankChoices | None] = {}
 
     def best(self, cuts: Ints, below_s: float) -> tuple[Assignment | None, float]:
         """(the fastest plan with these cuts if it is below so many seconds, seconds that none with them beats, at least
@@ -100,7 +100,7 @@ class Enumerated:
         step_s = float(steps_s[first])
         return Assignment(step_s, tuple(compositions), tuple(c for c in choices if c is not None)), step_s
 
-    def _played(self, ranks: Sequence[_Rank], chosen: Sequence[Ints]) -> Floats:
+    def _played(self, ranks: Sequence[_RankChoices], chosen: Sequence[Ints]) -> Floats:
         """[combination] -> seconds of the step. chosen: [rank][combination, or one] -> which of the rank's choices."""
         shape = self.prices.shape
         passes: list[list[Floats]] = [[np.zeros(0)] * self.known.frame.num_stages for _ in range(3)]
@@ -116,12 +116,12 @@ class Enumerated:
         )
         return step_s
 
-    def _rank(self, held: HeldStages) -> _Rank | None:
+    def _rank(self, held: HeldStages) -> _RankChoices | None:
         if held not in self._ranks:
             self._ranks[held] = self._found_rank(held)
         return self._ranks[held]
 
-    def _found_rank(self, held: HeldStages) -> _Rank | None:
+    def _found_rank(self, held: HeldStages) -> _RankChoices | None:
         """What fits with the stages of a rank together; None where that is too much to price."""
         stages = []
         for key in held:
@@ -142,9 +142,9 @@ class Enumerated:
         chosen, tables = chosen[fits], tables[fits]
         seconds, once_s = tables[:, 2:5], tables[:, 5].sum(axis=1)
         left = unbeaten(np.concatenate((seconds.reshape(len(seconds), 3 * len(stages)), once_s[:, None]), axis=1))
-        return _Rank(tuple(stages), chosen[left], seconds[left], once_s[left])
+        return _RankChoices(tuple(stages), chosen[left], seconds[left], once_s[left])
 
-    def _found_stage(self, device: int, composition: int, flights: int) -> _Stage | None:
+    def _found_stage(self, device: int, composition: int, flights: int) -> _StageChoices | None:
         """What is left of a stage's choices, layer by layer in all orders; None where they are too many."""
         prices = self.prices.on(device)
         if self.prices.shape.virtual_stages == 1 and not any(o.offload for row in prices.options for o in row):
@@ -164,17 +164,17 @@ class Enumerated:
             rows.append(_row(prices.stage_cost(composition, choice, flights)))
         table = np.array(rows)
         left = np.flatnonzero(unbeaten(table)).tolist()
-        return _Stage(tuple(choices[i] for i in left), table[left])
+        return _StageChoices(tuple(choices[i] for i in left), table[left])
 
 
-def _cheapest(prices: StagePrices, composition: int, flights: int) -> _Stage:
+def _cheapest(prices: StagePrices, composition: int, flights: int) -> _StageChoices:
     """The one choice of a rank's only stage that no other beats, if any fits: recompute makes nothing longer but the
     backward, and the cheapest has the shortest."""
     found = prices.cheapest(composition, flights)
     if found is None:
-        return _Stage((), np.zeros((0, 6)))
+        return _StageChoices((), np.zeros((0, 6)))
     cost, choice = found
-    return _Stage((choice,), np.array([_row(cost)]))
+    return _StageChoices((choice,), np.array([_row(cost)]))
 
 
 def _row(cost: StageCost) -> tuple[float, ...]:
@@ -189,9 +189,9 @@ def _row(cost: StageCost) -> tuple[float, ...]:
     )
 
 
-def _least(rank: _Rank) -> _Rank:
+def _least(rank: _RankChoices) -> _RankChoices:
     """One choice that takes the least of each of a rank's."""
-    return _Rank(rank.stages, rank.chosen[:1], rank.seconds.min(axis=0)[None], rank.once_s.min()[None])
+    return _RankChoices(rank.stages, rank.chosen[:1], rank.seconds.min(axis=0)[None], rank.once_s.min()[None])
 
 
 def unbeaten(table: Floats) -> NDArray[np.bool_]:
