@@ -44,7 +44,7 @@ def test_planning_from_a_profile_imports_no_torch(tmp_path: Path) -> None:
     save_profile(tmp_path)
     code = (
         "import meshwright as mw\n"
-        "plan = mw.plan('profile.json', gpus=2, device='h100-80gb', pin='pipeline=1')\nplan.save()\n"
+        "plan = mw.plan('profile.json', gpus=2, device='h100-80gb', pin='data_shard=2')\nplan.save()\n"
         "str(plan), plan._repr_html_(), plan.explain('tp=2'), plan.compare('ddp')\n"
         "mw.load('plan.json').export('torchtitan')"
     )

@@ -301,14 +301,16 @@ class ShapeBounds:
         host_s = np.array([model.host_s(kind, shape) for kind in kinds])[:, None]
         passes_s = np.array([[model.passes_s(kind, each)[:2] for each in shards] for kind in kinds])
         forward, backward = np.moveaxis(passes_s[:, columns.degree], 2, 0)
-        again = np.array([model.least_again_s(kind, shape, way) for kind, way in zip(kinds, ways, strict=True)])
+        pairs = list(zip(kinds, ways, strict=True))
+        again = np.array([[model.again_s(kind, each, way) for each in shards] for kind, way in pairs])
+        again = again[:, columns.degree]
         if leaves.anywhere:
             sent_s, beside_s = self.least.exchanged_s(shape)[self.first_run[some]].T[:, :, None]
-            ahead, back = forward + sent_s + host_s, backward + beside_s + host_s + again[:, None]
+            ahead, back = forward + sent_s + host_s, backward + beside_s + host_s + again
         else:
             more = [self._exchanged(family, columns, axis, recompute, some) for axis in AXES_OF_LAYERS]
             ahead = forward + host_s + sum(part[0] for part in more)
-            back = backward + host_s + again[:, None] + sum(part[1] for part in more)
+            back = backward + host_s + again + sum(part[1] for part in more)
         back = back + data.accumulate_s[some] * added_share(count)
         traffic, whole_s = (data.gather_s[some], data.reduce_s[some]), self._whole_s(family, leaves)[some]
         chooses, optimizer_s = data.chooses[some], data.optimizer_s[some]
