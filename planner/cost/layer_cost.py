@@ -613,8 +613,8 @@ class CostModel:
         in_root = kind.is_in_root(shape)
         resharded = option.reshard and uses_fully_shard(shape, self.training) and not in_root
         own, own_trainable = self.spread_of(kind, shape, kind.held_before(shape))
-        *passes_s, waiting_s = self.passes_s(kind, shape)
-        data = self._data(shape, resharded, own.reduced, own_trainable.reduced, passes_s)
+        ahead_s, back_s, waiting_s = self.passes_s(kind, shape)
+        data = self._data(shape, resharded, own.reduced, own_trainable.reduced, (ahead_s, back_s))
         full = option.recompute == "full"
         kept, working = self.activation_bytes(kind, shape, option.recompute)
         uncast = full and not state.buffers and not uses_fully_shard(shape, self.training)
@@ -634,8 +634,8 @@ class CostModel:
         host_s = self.host_s(kind, shape)
         shard = shape.sharded_over
         return LayerCost(
-            forward_s=passes_s[0] + host_s,
-            backward_s=passes_s[1] + self.accumulated_s(trainable.gathered, shape) + host_s,
+            forward_s=ahead_s + host_s,
+            backward_s=back_s + self.accumulated_s(trainable.gathered, shape) + host_s,
             weight_s=seconds.backward_weight,
             recompute_s=self.again_s(kind, shape, option.recompute),
             tensor_forward_s=tensor.forward_s,

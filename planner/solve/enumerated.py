@@ -93,10 +93,9 @@ class Enumerated:
         if steps_s[first] >= least_s:
             return None, below_s
         choices: list[Choice | None] = [None] * len(compositions)
-        for rank, each in enumerate(ranks):
-            chosen = each.chosen[combined[rank, first]]
-            for chunk, stage in enumerate(self.known.stages_of[rank]):
-                choices[stage] = each.stages[chunk].choices[chosen[chunk]]
+        for stages, which, each in zip(self.known.stages_of, combined[:, first], ranks, strict=True):
+            for stage, of_stage, chosen in zip(stages, each.stages, each.chosen[which], strict=True):
+                choices[stage] = of_stage.choices[chosen]
         step_s = float(steps_s[first])
         return Assignment(step_s, tuple(compositions), tuple(c for c in choices if c is not None)), step_s
 
