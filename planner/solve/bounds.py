@@ -130,7 +130,8 @@ class Bounds:
         recompute, leaves = recompute_of(family, space.pins), space.leaves(family)
         slowest = self._memory.slowest_chunked_s(family, leaves, recompute, space.pins)
         even_s = self._shapes.even_s(family, leaves, recompute, space.pins.reshard)
-        least_s = np.maximum(family.num_microbatches * slowest, even_s)
+        way_s = self._shapes.way_s(family, leaves, recompute, space.pins.reshard)
+        least_s = np.maximum(np.maximum(family.num_microbatches * slowest, even_s), way_s)
         return float(least_s[self._may_be_held(family, space)].min(initial=np.inf))
 
     def of_shapes(self, family: Family, space: Space) -> Floats:
@@ -331,7 +332,7 @@ class Bounds:
     def _of_chunked(self, family: Family, least: Least, pass_s: float, update_s: float) -> float:
         """Seconds that no cuts of a chunked family beat: the mean over the ranks of what each has to do, after a place
         of the chain for every rank before; where gradients of weights do not come last, each rank also waits for the
-        backward of those before, and the step is no shorter than the way of one micro-batch. update_s: of the
+        backward of those before. And the step is no shorter than the way of one micro-batch. update_s: of the
         optimizer, on each rank's even share."""
         if family.pipeline * family.virtual_stages > len(self.chain.places) - 1:
             return float("inf")
@@ -339,7 +340,7 @@ class Bounds:
         busy_s = family.num_microbatches * pass_s
         bound = (busy_s + float(ahead @ of_kinds(least.forward_s))) / family.pipeline + update_s
         if family.schedule in ZERO_BUBBLE:
-            return bound
+            return max(bound, pass_s - float(self._shapes.counts @ self._shapes.weights_s(family)))
         return max(bound, pass_s, (busy_s + float(ahead @ of_kinds(least.seconds))) / family.pipeline)
 
     def _of_unequal(self, family: Family, kinds: Kinds) -> float:

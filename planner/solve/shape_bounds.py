@@ -19,6 +19,7 @@ from ..cost.kinds import Kind
 from ..cost.memory_cost import state_bytes
 from ..cost.stage_cost import allocatable_bytes
 from ..plan.document import Recompute, parts_of
+from ..plan.schedules import ZERO_BUBBLE
 from ..plan.shape import Shape
 from .chunked import Chunking, StageCuts
 from .layer_lower_bounds import LeastWork
@@ -188,6 +189,19 @@ class ShapeBounds:
             ahead_s = self.least_ahead(family.pipeline) @ fastest.forward_s
             self._even[key] = (family.num_microbatches * pass_s + once_s + ahead_s) / family.pipeline
         return self._even[key]
+
+    def way_s(self, family: Family, leaves: Leaves, recompute: Recompute | None, reshard: bool | None) -> Floats:
+        """[shape] -> seconds that a micro-batch is on its way through all stages and back, at least: no step of a
+        pipeline is shorter. With zero bubbles gradients of weights may come after it."""
+        pass_s = self.counts @ self.fastest(family, leaves, recompute, reshard).microbatch_s
+        if family.schedule in ZERO_BUBBLE:
+            pass_s = pass_s - self.counts @ self.weights_s(family)
+        way: Floats = pass_s + self.least_waits_s(family, leaves)
+        return way
+
+    def weights_s(self, family: Family) -> Floats:
+        """[kind] -> seconds of the gradients of a layer's weights."""
+        return np.array([self.model.compute(kind, family.frugal).backward_weight for kind in self.kinds])
 
     def least_ahead(self, pipeline: int) -> Floats:
         """[kind] -> layers before the first stages of all ranks together, at least: a place for every rank before."""
