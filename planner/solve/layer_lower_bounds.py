@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from ..cost.chain import Chain, of_each
 from ..cost.comm_cost import seconds_at_places
-from ..cost.host_cost import left_in_queue
 from ..cost.kinds import Kind
 from ..cost.layer_cost import CostModel
 from ..cost.memory_cost import state_bytes
@@ -137,18 +136,11 @@ class LeastWork:
 
 def _computed_s(model: CostModel, shape: Shape, samples: Sequence[float]) -> Floats:
     """[kind][pass][samples] -> seconds of what layers compute at least: without hooks and casts, which depend on how
-    data is split. On one stage long layers hide what short ones wait for the host."""
+    data is split, and on one stage without what they wait for the host, which long layers may hide."""
     kinds = [model.compute_of_each(kind, shape, samples) for kind in model.kinds_of_layers]
-    if shape.pipeline > 1 or not model.device.dispatch:
+    if shape.pipeline > 1:
         return np.array([[[e[n].forward for n in samples], [e[n].backward for n in samples]] for e in kinds])
-    passes = [
-        [(e[n].device_forward, e[n].host_forward, e[n].device_backward, e[n].host_backward) for n in samples]
-        for e in kinds
-    ]
-    device_s, host_s = np.array(passes).reshape(len(kinds), len(samples), 2, 2).transpose(3, 1, 2, 0)
-    shown = left_in_queue(host_s, device_s, model.layers_of_kinds)
-    at_least: Floats = device_s + shown[:, None, None] * np.maximum(0.0, host_s - device_s)
-    return at_least.transpose(2, 1, 0)
+    return np.array([[[e[n].device_forward for n in samples], [e[n].device_backward for n in samples]] for e in kinds])
 
 
 def _passes_s(model: CostModel, kind: Kind, shape: Shape, samples: Sequence[float], computed: Floats) -> Floats:
