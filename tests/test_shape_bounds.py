@@ -222,9 +222,10 @@ def test_micro_batches_take_together_what_each_takes_alone(seed: int) -> None:
         sizes = [size for size, _ in space.micro_batches(family.split)]
         shape = family.frugal
         each = [alone.passes_s(replace(shape, micro_batch=size)) for size in sizes]
-        np.testing.assert_allclose(
-            together.passes_at_s(shape, [size / shape.context for size in sizes]), each, rtol=1e-12
-        )
+        found = together.passes_at_s(shape, [size / shape.context for size in sizes])
+        # traffic is taken on a straight line between two sizes, and may be less than it is, never more
+        np.testing.assert_allclose(found, each, rtol=2e-3)
+        assert (found <= np.array(each) * (1 + 1e-12)).all()
 
 
 @pytest.mark.parametrize(("inside", "hosts"), [(1, 1), (8, 1), (1, 16), (4, 2)])
